@@ -1,0 +1,57 @@
+# Everything from nothing: `make demo` runs the main job, `make test` installs and passes the tests.
+# Both need Python 3.11+, make and a network to the package registry.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types layers docs check clean
+
+demo: .venv/report
+	$(BIN)/weft demo
+
+test: .venv/test
+	$(BIN)/python -m pytest -q
+
+lint: .venv/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/lint
+	$(BIN)/mypy
+
+layers: .venv/lint
+	$(BIN)/lint-imports
+
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict --quiet
+
+check: lint types layers docs test
+
+# The pinned torch comes first and alone: a range would bring the registry's newest build, with
+# gigabytes of CUDA. The versions of tools stand in pyproject.toml, in the dependency groups.
+.venv/base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade 'pip>=25.1'
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/report: .venv/base
+	$(PIP) --constraint constraints.txt --editable '.[report]'
+	@touch $@
+
+.venv/test: .venv/report
+	$(PIP) --constraint constraints.txt --group test
+	@touch $@
+
+.venv/lint: .venv/test
+	$(PIP) --constraint constraints.txt --group lint
+	@touch $@
+
+.venv/docs: .venv/base
+	$(PIP) --constraint constraints.txt --group docs
+	@touch $@
+
+clean:
+	rm -rf .venv site weft-demo

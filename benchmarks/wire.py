@@ -1,0 +1,176 @@
+"""What the process-group wire costs beside torch.distributed's way of doing the same.
+
+    python benchmarks/wire.py [--ranks 4] [--rounds 20]     # ranks on this machine
+    tools/netlab -n 4 --rate 1gbit -- python benchmarks/wire.py
+
+Three tables, each checked first, each as a ratio of times measured in turns in the same run:
+small exchanges each to each beside `all_gather`, exchanges of 8 MiB between neighbours by size of
+chunk beside one piece, and dense all-reduces beside `dist.all_reduce` on a gloo group. Times are
+medians over the rounds, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from weft.testing import processes
+from weft.wire.base import Wire
+from weft.wire.process_group import connect
+
+MESSAGES = (8, 256, 4096)
+CHUNKS = (16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20)
+EXCHANGE = 8 << 20
+REPEAT = 10  # small exchanges that are timed together
+DENSE = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+
+Rows = list[list[str]]
+
+
+def measure(wire: Wire, rounds: int, contenders: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median seconds of each contender, of the slowest rank; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, contender in contenders.items():
+            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            start = time.perf_counter()
+            contender()
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            wire.dense_all_reduce(took, "max").wait()
+            times[name].append(took.item())
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
+def small(wire: Wire, rounds: int) -> Rows:
+    rows = []
+    for nbytes in MESSAGES:
+        message = torch.full((nbytes,), wire.rank, dtype=torch.uint8)
+        places = [torch.empty_like(message) for _ in range(wire.size)]
+
+        def ours(message: torch.Tensor = message) -> None:
+            for _ in range(REPEAT):
+                pending = wire.small_all_gather(message, 4096)
+                heard = pending.wait()
+                assert [int(each[0]) for each in heard] == list(range(wire.size))
+                pending.release()
+
+        def theirs(message: torch.Tensor = message, places: list[torch.Tensor] = places) -> None:
+            for _ in range(REPEAT):
+                dist.all_gather(places, message)
+
+        took = measure(wire, rounds, {"weft": ours, "torch": theirs})
+        rows.append(
+            [
+                f"{nbytes}",
+                f"{took['weft'] / REPEAT * 1e6:.0f}",
+                f"{took['torch'] / REPEAT * 1e6:.0f}",
+                f"{took['torch'] / took['weft']:.2f}",
+            ]
+        )
+    return rows
+
+
+def exchange(wire: Wire, rounds: int) -> Rows:
+    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+    data = torch.full((EXCHANGE,), wire.rank, dtype=torch.uint8)
+    place = torch.empty_like(data)
+
+    def swap(chunk: int) -> None:
+        posts = [
+            wire.post([(after, out)], [(before, into)])
+            for out, into in zip(data.split(chunk), place.split(chunk), strict=True)
+        ]
+        for posted in posts:
+            posted.wait()
+        assert int(place[0]) == int(place[-1]) == before
+
+    took = measure(wire, rounds, {str(chunk): lambda chunk=chunk: swap(chunk) for chunk in CHUNKS})
+    whole = took[str(EXCHANGE)]
+    return [
+        [
+            f"{chunk >> 10} KiB",
+            f"{took[str(chunk)] * 1e3:.1f}",
+            f"{EXCHANGE * 8 / took[str(chunk)] / 1e9:.2f}",
+            f"{whole / took[str(chunk)]:.2f}",
+        ]
+        for chunk in CHUNKS
+    ]
+
+
+def dense(wire: Wire, rounds: int) -> Rows:
+    rows = []
+    for nbytes in DENSE:
+        data = torch.ones(nbytes // 4)
+
+        def ours(data: torch.Tensor = data) -> None:
+            wire.dense_all_reduce(data.fill_(1), "sum").wait()
+            assert int(data[-1]) == wire.size
+
+        def theirs(data: torch.Tensor = data) -> None:
+            dist.all_reduce(data.fill_(1))
+            assert int(data[-1]) == wire.size
+
+        took = measure(wire, min(rounds, 10), {"weft": ours, "torch": theirs})
+        rows.append(
+            [
+                f"{nbytes / 1024:g} KiB",
+                f"{took['weft'] * 1e3:.2f}",
+                f"{took['torch'] * 1e3:.2f}",
+                f"{took['torch'] / took['weft']:.2f}",
+            ]
+        )
+    return rows
+
+
+def rank(rounds: int) -> list[Rows]:
+    """One rank's program."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    store = dist.PrefixStore("wire", dist.distributed_c10d._get_default_store())
+    with connect(store, dist.get_rank(), dist.get_world_size(), 120.0) as wire:
+        tables = [small(wire, rounds), exchange(wire, rounds), dense(wire, rounds)]
+    dist.destroy_process_group()
+    return tables
+
+
+def show(tables: list[Rows], ranks: int) -> None:
+    console = Console()
+    titles = (
+        (f"each of {ranks} to each", ("bytes", "weft us", "all_gather us", "ratio")),
+        ("8 MiB to a neighbour", ("chunk", "ms", "Gbit/s", "ratio to one piece")),
+        (f"dense all-reduce of {ranks}", ("size", "weft ms", "gloo ms", "ratio")),
+    )
+    for (title, columns), rows in zip(titles, tables, strict=True):
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        tables = rank(arguments.rounds)
+        if os.environ["RANK"] == "0":
+            show(tables, int(os.environ["WORLD_SIZE"]))
+    else:
+        tables = processes(arguments.ranks, rank, arguments.rounds, timeout=600)[0]
+        show(tables, arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()

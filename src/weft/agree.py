@@ -1,0 +1,298 @@
+"""The opening exchange of every call: everybody learns what everybody was asked to do.
+
+Nothing that changes what is communicated may be decided from one rank's data, so each call opens
+with a *statement* that every rank makes to every rank: a fingerprint (fields that must be equal on
+all ranks), the error its caller made, if any, and a body of the call's own (sizes, samples, small
+payloads). From the same statements every rank draws the same conclusion: either all go on, or all
+raise the same text, and the next call works.
+
+Up to `DIRECT` ranks send their statements directly to each other: one round. Above that,
+statements are combined pairwise, in ceil(log2 P) rounds of recursive doubling, the lower ranks
+always on the left, so that all ranks end with the same bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import WeftError
+from .wire.base import Wire
+from .wire.memory import Lease
+
+__all__ = ["BODY", "DIRECT", "Agreement", "agree", "is_direct"]
+
+DIRECT = 16
+"""Up to this many ranks exchange statements directly."""
+
+BODY = 136 << 10
+"""Bytes that a body may have. Every rank receives at this cap, whatever it is about to call."""
+
+_TEXT = 4096  # bytes that fingerprints and errors may have, each
+_HEAD = struct.Struct("<4sIIII")  # magic, bytes of: groups, error, body; rank of the error
+_MAGIC = b"weft"
+_CAP = _HEAD.size + 2 * _TEXT + 16 + BODY
+_FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
+_UNKNOWN = "?"  # a field with this value agrees with every other
+_NAMED = 8  # ranks named for each differing value
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What came of it.
+
+    Attributes:
+        fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
+        bodies: one for each rank where statements are direct, else the one combined body; uint8,
+            1-D, valid until `release()`.
+    """
+
+    fields: dict[str, str]
+    bodies: list[Tensor]
+    _leases: list[Lease]
+
+    def release(self) -> None:
+        """Give back the memory of the bodies."""
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
+
+@dataclass(slots=True)
+class _Statement:
+    groups: bytes  # who said which fingerprint: `fields GROUP rank,rank,... count` for each
+    error: bytes
+    error_rank: int
+    body: Tensor
+
+    def pack(self, wire: Wire) -> Lease:
+        size = _HEAD.size + len(self.groups) + len(self.error)
+        start = -(-size // 8) * 8
+        lease = wire.lease(start + self.body.numel())
+        head = _HEAD.pack(
+            _MAGIC, len(self.groups), len(self.error), self.body.numel(), self.error_rank
+        )
+        text = bytearray(head + self.groups + self.error)
+        lease.tensor[:size] = torch.frombuffer(text, dtype=torch.uint8)
+        lease.tensor[start:] = self.body
+        return lease
+
+    @classmethod
+    def unpack(cls, message: Tensor) -> _Statement:
+        raw = message.numpy().data
+        magic, groups, error, body, rank = _HEAD.unpack_from(raw)
+        if magic != _MAGIC:
+            raise RuntimeError("what arrived is no statement of weft: the ranks are out of step")
+        middle, end = _HEAD.size + groups, _HEAD.size + groups + error
+        start = -(-end // 8) * 8
+        return cls(
+            bytes(raw[_HEAD.size : middle]),
+            bytes(raw[middle:end]),
+            rank,
+            message[start : start + body],
+        )
+
+
+def is_direct(wire: Wire) -> bool:
+    """Whether every rank hears every rank's own statement."""
+    return wire.size <= DIRECT
+
+
+def agree(
+    wire: Wire,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    body: Tensor,
+    combine: Combine,
+    *,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Agreement:
+    """Exchange statements; collective.
+
+    Args:
+        wire: among whom.
+        call: name of the call; ranks in different calls are told so.
+        fields: what must be equal on all ranks, by name; None says that this rank does not know.
+        error: what this rank's caller did wrong, in a sentence without the rank.
+        body: uint8, 1-D, at most `BODY` bytes.
+        combine: makes one body of two; the left one is of lower ranks. Only used, and only
+            needed, where statements are not direct.
+        meanwhile: local work to do while the statements are under way.
+
+    Raises:
+        WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
+        WireError: as every wait does.
+    """
+    wire.sequence += 1
+    known = {"call": f"{call} (call {wire.sequence} of the group)", **fields}
+    text = _FIELD.join(
+        f"{name}{_VALUE}{_UNKNOWN if value is None else value}" for name, value in known.items()
+    )
+    mine = _Statement(
+        f"{text}{_VALUE}{wire.rank}{_VALUE}1".encode(),
+        b"" if error is None else f"rank {wire.rank}: {error}".encode()[:_TEXT],
+        wire.rank,
+        body,
+    )
+    if len(mine.groups) > _TEXT // 4 or body.numel() > BODY:
+        raise RuntimeError(f"a statement of {len(mine.groups)} + {body.numel()} bytes is too long")
+    if wire.size == 1:
+        meanwhile()
+        said, leases = [mine], list[Lease]()
+    elif is_direct(wire):
+        said, leases = _directly(wire, mine, meanwhile)
+    else:
+        meanwhile()
+        said, leases = _combining(wire, mine, combine)
+    result = Agreement({}, [statement.body for statement in said], leases)
+    try:
+        result.fields = _conclude(wire, said)
+    except WeftError:
+        result.release()
+        raise
+    return result
+
+
+def _directly(
+    wire: Wire, mine: _Statement, meanwhile: Callable[[], object]
+) -> tuple[list[_Statement], list[Lease]]:
+    lease = mine.pack(wire)
+    pending = wire.small_all_gather(lease.tensor, _CAP)
+    meanwhile()
+    messages = pending.wait()
+    return [_Statement.unpack(message) for message in messages], [lease, _Released(pending.release)]
+
+
+class _Released(Lease):
+    """A pending's leased views, as one lease."""
+
+    __slots__ = ("_give",)
+
+    def __init__(self, give: Callable[[], None]) -> None:
+        self._give = give
+
+    def release(self) -> None:
+        self._give()
+
+
+def _combining(
+    wire: Wire, mine: _Statement, combine: Combine
+) -> tuple[list[_Statement], list[Lease]]:
+    """Recursive doubling over neighbouring blocks of ranks, so that left is always lower."""
+    core = 1 << (wire.size.bit_length() - 1)
+    paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
+    rank = wire.rank
+
+    def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement | None:
+        with mine.pack(wire) as message:
+            pending = wire.post([(peer, message)] * send, [(peer, _CAP)] * receive)
+            got = pending.wait()
+            other = _Statement.unpack(got[0].clone()) if receive else None
+        pending.release()
+        return other
+
+    if rank < paired and rank % 2:
+        swap(rank - 1, receive=False)
+        answer = swap(rank - 1, send=False)
+        assert answer is not None
+        return [answer], []
+    if rank < paired:
+        mine = _combined(mine, swap(rank + 1, send=False), combine)
+    voice = rank // 2 if rank < paired else rank - paired // 2
+    distance = 1
+    while distance < core:
+        other = voice ^ distance
+        peer = 2 * other if other < paired // 2 else other + paired // 2
+        theirs = swap(peer)
+        lower, upper = (mine, theirs) if voice < other else (theirs, mine)
+        assert lower is not None
+        mine = _combined(lower, upper, combine)
+        distance *= 2
+    if rank < paired:
+        swap(rank + 1, receive=False)
+    return [mine], []
+
+
+def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> _Statement:
+    assert upper is not None
+    first = lower if lower.error else upper
+    body = lower.body if first.error else combine(lower.body, upper.body)
+    return _Statement(_join([lower, upper]), first.error, first.error_rank, body)
+
+
+def _join(said: list[_Statement]) -> bytes:
+    """Who said which fingerprint, with equal fingerprints brought together."""
+    groups: dict[str, tuple[list[str], int]] = {}
+    for statement in said:
+        for group in statement.groups.decode().split(_GROUP):
+            fields, ranks, count = group.rsplit(_VALUE, 2)
+            named, total = groups.get(fields, ([], 0))
+            groups[fields] = ((named + ranks.split(","))[:_NAMED], total + int(count))
+    kept = list(groups.items())
+    while len(kept) > 1 and sum(len(fields) + 64 for fields, _ in kept) > _TEXT:
+        kept.pop()
+    return _GROUP.join(
+        f"{fields}{_VALUE}{','.join(ranks)}{_VALUE}{count}" for fields, (ranks, count) in kept
+    ).encode()
+
+
+def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
+    """The agreed fields; raises what every rank raises."""
+    error = min((s for s in said if s.error), key=lambda s: s.error_rank, default=None)
+    groups = [group.rsplit(_VALUE, 2) for group in _join(said).decode().split(_GROUP)]
+    who = [(_parse(fields), ranks.split(","), int(count)) for fields, ranks, count in groups]
+    differing = [] if len(who) == 1 else _differences(who)
+    if differing:  # someone may have made more calls than others: go on from the last of them
+        numbers = [fields["call"].rsplit("(call ", 1)[1].split(" ")[0] for fields, _, _ in who]
+        wire.sequence = max(map(int, numbers))
+    if error is not None:
+        raise WeftError(error.error.decode(errors="replace"))
+    if differing:
+        raise WeftError("; ".join(differing))
+    return {
+        name: next((f[name] for f, _, _ in who if f[name] != _UNKNOWN), _UNKNOWN)
+        for name in who[0][0]
+    }
+
+
+def _parse(fields: str) -> dict[str, str]:
+    return dict(f.split(_VALUE, 1) for f in fields.split(_FIELD))
+
+
+def _differences(who: list[tuple[dict[str, str], list[str], int]]) -> list[str]:
+    """A sentence for each field in which ranks differ, or only for the call if that does."""
+    texts = []
+    for name in dict.fromkeys(name for fields, _, _ in who for name in fields):
+        holders: dict[str, tuple[list[str], int]] = {}
+        for fields, ranks, count in who:
+            value = fields.get(name, _UNKNOWN)
+            if value != _UNKNOWN:
+                named, total = holders.get(value, ([], 0))
+                holders[value] = (named + ranks, total + count)
+        if len(holders) > 1:
+            values = ", ".join(
+                f"{_ranks(ranks, count)} {'has' if count == 1 else 'have'} {value}"
+                for value, (ranks, count) in sorted(
+                    holders.items(), key=lambda item: min(map(int, item[1][0]))
+                )
+            )
+            if name == "call":
+                return [
+                    f"the ranks are in different calls: {values}; make the same calls in the "
+                    "same order on every rank"
+                ]
+            texts.append(f"the ranks differ in {name}: {values}; pass the same on every rank")
+    return texts
+
+
+def _ranks(ranks: list[str], count: int) -> str:
+    named = sorted(map(int, ranks))[:_NAMED]
+    more = f" and {count - len(named)} more" if count > len(named) else ""
+    return f"{'rank' if count == 1 else 'ranks'} {', '.join(map(str, named))}{more}"

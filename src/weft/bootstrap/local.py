@@ -1,0 +1,476 @@
+"""Ranks as processes of this machine: one function starts them, waits, and leaves nothing behind.
+
+What `weft demo`, `weft bench --ranks` and the tests use where a person would type `torchrun`. The
+processes come from multiprocessing's forkserver, which imports torch and weft once, so a rank
+starts in tens of milliseconds, and never from a fork of the caller, which may have threads. They
+find each other as under torchrun: `RANK`, `WORLD_SIZE` and the like are in their environment, and
+the store of the rendezvous is hosted by the caller on a port that the system chose, so there are
+no two ranks that want the same one.
+
+Each rank leads a session of its own (as under torchrun), so a Ctrl-C reaches it once, from the
+launcher, and not twice; and each ends by itself when the launcher is gone, however that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, reduction
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WeftError, WireError
+
+__all__ = ["launch", "send"]
+
+T = TypeVar("T")
+
+_PRELOAD = ["torch", "torch.distributed", "numba", "weft", "weft.bootstrap.local"]
+_GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
+_LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
+_HOST = "127.0.0.1"
+
+
+def launch(
+    size: int,
+    target: Callable[..., T],
+    args: Sequence[Any] = (),
+    *,
+    on_message: Callable[[int, Any], None] | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Run `target(*args)` in `size` processes, the ranks, and return their results by rank.
+
+    Args:
+        size: how many ranks.
+        target: a function that a new process can find: one at the top of a module.
+        args: what it is called with on every rank; they and the results are pickled.
+        on_message: called as `on_message(rank, thing)` for whatever a rank passes to `send`.
+        timeout: seconds that all of it may take; None: no limit.
+        env: variables that the ranks have beyond the caller's own.
+
+    The ranks have the caller's environment, working directory and output, and what torchrun would
+    set; `OMP_NUM_THREADS`, unless set, is each one's share of the cores. A `weft.init` that a rank
+    leaves open is shut down for it.
+
+    Raises:
+        WireError: a rank was killed, or ended without a result, or the time was up.
+        Exception: whatever a rank raised, with notes that say which rank, where, and how the
+            others ended. If several did, the one that is no WireError, since those are echoes.
+        KeyboardInterrupt: Ctrl-C; the ranks had one too, then some seconds to finish.
+
+    Example:
+        >>> launch(2, os.getenv, ["RANK"])
+        ['0', '1']
+    """
+    if size < 1:
+        raise WeftError(f"a launch needs at least 1 rank, not {size}")
+    store, port = _host_store()
+    environments = [_environment(rank, size, port, env or {}) for rank in range(size)]
+    where = (target.__module__, _file_of(target.__module__))
+    body = pickle.dumps((target, tuple(args)))
+    ranks: list[_Rank] = []
+    deadline = None if timeout is None else time.monotonic() + timeout
+    listen = on_message or _unheard
+    try:
+        context = multiprocessing.get_context("forkserver")
+        start_forkserver(context)
+        for number, environment in enumerate(environments):
+            ranks.append(_Rank.start(context, number, environment, where, body))
+        _pump(ranks, listen, deadline, lambda: _decided(ranks))
+        if _decided(ranks):
+            _pump(ranks, listen, time.monotonic() + _GRACE)
+    except KeyboardInterrupt:
+        _end(ranks, listen, ((signal.SIGINT, _GRACE), *_LADDER[1:]))
+        raise
+    finally:
+        _end(ranks, _unheard, _LADDER)
+        for rank in ranks:
+            rank.process.close()
+            rank.reader.close()
+        del store  # the ranks are gone, nobody asks it any more
+    return _outcome(ranks, timeout)
+
+
+def send(thing: object) -> None:
+    """Pass something picklable from a rank to its launcher's `on_message`; any thread may.
+
+    Raises:
+        WeftError: this process is not a rank that `launch` started.
+    """
+    if _launcher is None:
+        raise WeftError("send: this process was not started by weft.bootstrap.local.launch")
+    _launcher.tell("message", thing)
+
+
+# The launcher's side.
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank, as its launcher sees it."""
+
+    number: int
+    process: ForkServerProcess
+    reader: Connection
+    kind: str = ""  # "result" or "error", once the rank said so; "died" if it ended without
+    value: Any = None
+    where: str = ""  # the traceback of the error, as text
+    alive: bool = True
+    ended: bool = False  # by its launcher
+
+    @classmethod
+    def start(
+        cls,
+        context: multiprocessing.context.ForkServerContext,
+        number: int,
+        environment: dict[str, str],
+        where: tuple[str, str | None],
+        body: bytes,
+    ) -> _Rank:
+        reader, writer = context.Pipe(duplex=False)
+        output = [_Lent(fd) for fd in (1, 2) if _is_open(fd)]
+        process = context.Process(
+            target=_run, args=(environment, writer, output, where, body), name=f"rank {number}"
+        )
+        try:
+            process.start()
+        except BaseException:
+            reader.close()
+            raise
+        finally:
+            writer.close()
+        return cls(number, process, reader)
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in ("error", "died")
+
+    def hear(self, listen: Callable[[int, Any], None]) -> None:
+        """Take one message that is there."""
+        try:
+            kind, value, where = pickle.loads(self.reader.recv_bytes())
+        except (EOFError, OSError):  # the rank is going; the sentinel tells how
+            self.reader.close()
+            return
+        if kind == "message":
+            listen(self.number, value)
+        else:
+            self.kind, self.value, self.where = kind, value, where
+
+    def bury(self, listen: Callable[[int, Any], None]) -> None:
+        """The process is gone: take what it still said, and note how it ended."""
+        self.process.join()
+        while not self.reader.closed and self.reader.poll():
+            self.hear(listen)
+        self.alive = False
+        if not self.kind:
+            self.kind, self.value = "died", self.process.exitcode
+
+    def kill(self, number: signal.Signals) -> None:
+        self.ended = True
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                # its session too: a rank's own children (data loaders) must not outlive it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid or 0, number)
+            os.kill(self.process.pid or 0, number)
+
+
+def _pump(
+    ranks: Iterable[_Rank],
+    listen: Callable[[int, Any], None],
+    deadline: float | None,
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Hear the ranks until all are gone, the deadline passed, or it is enough."""
+    ranks = list(ranks)
+    while not enough():
+        sources: dict[Any, tuple[_Rank, bool]] = {}
+        for rank in ranks:
+            if rank.alive:
+                sources[rank.process.sentinel] = rank, True
+                if not rank.reader.closed:
+                    sources[rank.reader] = rank, False
+        left = None if deadline is None else deadline - time.monotonic()
+        if not sources or (left is not None and left <= 0):
+            return
+        for source in multiprocessing.connection.wait(list(sources), left):
+            rank, gone = sources[source]
+            if gone:
+                rank.bury(listen)
+            elif not rank.reader.closed:
+                rank.hear(listen)
+
+
+def _end(
+    ranks: list[_Rank],
+    listen: Callable[[int, Any], None],
+    ladder: Sequence[tuple[signal.Signals, float]],
+) -> None:
+    """End the ranks that are left, more firmly each time; a second Ctrl-C takes the next rung."""
+    for number, patience in ladder:
+        left = [rank for rank in ranks if rank.alive]
+        for rank in left:
+            rank.kill(number)
+        try:
+            _pump(left, listen, time.monotonic() + patience)
+        except KeyboardInterrupt:
+            continue
+
+
+def _decided(ranks: list[_Rank]) -> bool:
+    """Nothing more can change how the launch ends: a rank failed, or all have results."""
+    return any(rank.failed for rank in ranks) or all(rank.kind for rank in ranks)
+
+
+def _outcome(ranks: list[_Rank], timeout: float | None) -> list[Any]:
+    """The results, or the error that says best what went wrong."""
+    size = len(ranks)
+    if all(rank.kind == "result" for rank in ranks):
+        return [rank.value for rank in ranks]
+    failed = [rank for rank in ranks if rank.failed and not rank.ended]
+    # an error of the program's own comes before a death, and both before the wire errors that
+    # they cause on the other ranks
+    first = min(
+        failed, key=lambda r: (isinstance(r.value, WireError), r.kind == "died"), default=None
+    )
+    error: BaseException
+    if first is None:
+        late = [rank.number for rank in ranks if rank.kind != "result"]
+        names = ", ".join(map(str, late))
+        error = WireError(
+            f"of {size} ranks these had not finished after {timeout} s and were ended: {names}"
+        )
+    elif first.kind == "died":
+        error = WireError(_epitaph(first, size), culprit=first.number)
+    else:
+        error = first.value
+        error.add_note(f"on rank {first.number} of {size}:\n{first.where.rstrip()}")
+    for rank in ranks:
+        if rank is not first and rank.failed:
+            error.add_note(_epitaph(rank, size))
+            if rank.ended and rank.where:
+                error.add_note(f"where it was:\n{rank.where.rstrip()}")
+    raise error
+
+
+def _epitaph(rank: _Rank, size: int) -> str:
+    name = f"rank {rank.number} of {size}"
+    if rank.kind == "error":
+        return f"{name} raised {type(rank.value).__name__}: {rank.value}"
+    if rank.ended:
+        return f"{name} was ended by its launcher"
+    if rank.value < 0:
+        return f"{name} was killed by {signal.Signals(-rank.value).name} before it had a result"
+    return f"{name} exited with status {rank.value} before it had a result"
+
+
+def _unheard(rank: int, thing: object) -> None:
+    """Nobody listens."""
+
+
+def _host_store() -> tuple[dist.TCPStore, int]:
+    """A store for the ranks' rendezvous, reachable from this machine only."""
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            _HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),  # the store closes its copy
+        )
+    return store, port
+
+
+def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR=_HOST,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then only connects, and rank 0 hosts nothing
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    return {**env, **extra}
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def start_forkserver(context: multiprocessing.context.ForkServerContext) -> None:
+    context.set_forkserver_preload(_PRELOAD)  # if a server runs already, it stays as it is
+    # With its pool of threads OpenBLAS would make the server a process with threads, and those
+    # must not fork. Its ranks inherit the setting; torch's own threads are not touched by it.
+    unset = "OPENBLAS_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        if unset:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+class _Lent:
+    """A file descriptor of the launcher; unpickled in a rank, it is the number of its copy."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _detach, (reduction.DupFd(self._fd),)
+
+
+def _detach(lent: Any) -> int:
+    fd: int = lent.detach()
+    return fd
+
+
+# The rank's side.
+
+
+class _Launcher:
+    """The launcher, as a rank sees it: somebody to tell things to."""
+
+    def __init__(self, writer: Connection) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+
+    def tell(self, kind: str, value: object, where: str = "") -> None:
+        # plain pickle: multiprocessing's own would pass tensors as shared memory of a process
+        # that is about to end
+        told = pickle.dumps((kind, value, where))
+        with self._lock:
+            self._writer.send_bytes(told)
+
+
+_launcher: _Launcher | None = None  # set in a rank, for the life of the process
+
+
+def _run(
+    environment: dict[str, str],
+    writer: Connection,
+    output: list[int],
+    where: tuple[str, str | None],
+    body: bytes,
+) -> None:
+    """What a rank's process does."""
+    global _launcher
+    os.setsid()
+    threading.Thread(target=_follow_launcher, name="weft-launcher", daemon=True).start()
+    for fd, lent in zip((1, 2), output, strict=False):
+        os.dup2(lent, fd)
+        os.close(lent)
+    os.environ.clear()
+    os.environ.update(environment)
+    launcher = _launcher = _Launcher(writer)
+    try:
+        torch.set_num_threads(max(1, int(environment["OMP_NUM_THREADS"])))
+        _make_importable(*where)
+        target, args = pickle.loads(body)
+        launcher.tell("result", target(*args))
+    except BaseException as error:  # whatever it is, it is raised again in the launcher
+        # the program's frames only: not this one
+        text = "".join(traceback.format_exception(error.with_traceback(_below(error))))
+        launcher.tell("error", _picklable(error), text)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; do not disturb the leaving
+        _leave()
+
+
+def _leave() -> None:
+    init = sys.modules.get("weft.bootstrap.init")
+    if init is not None:  # a process of multiprocessing runs no atexit functions
+        init.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+            stream.flush()
+
+
+def _follow_launcher() -> None:
+    """End this process when its launcher is gone: politely, then not."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _make_importable(module: str, file: str | None) -> None:
+    """See to it that a module of the launcher's can be imported here, by the same name.
+
+    Usually it can. Some loaders (pytest's) import files that are on no path: then the folder that
+    the dotted name counts from becomes one.
+    """
+    if module in sys.modules or module == "__main__":
+        return
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        parts = module.split(".")
+        path = Path(file or "").with_suffix("")
+        if path.name == "__init__":
+            path = path.parent
+        if list(path.parts[-len(parts) :]) != parts:
+            raise
+        sys.path.append(str(path.parents[len(parts) - 1]))
+        importlib.import_module(module)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as reason:
+        return RuntimeError(f"{type(error).__name__}: {error} (it cannot be pickled: {reason})")
+    return error
+
+
+def _below(error: BaseException) -> Any:
+    """The traceback of an error without the frame of `_run`."""
+    at = error.__traceback__
+    frame: FrameType | None = at.tb_frame if at else None
+    return at.tb_next if at and frame and frame.f_code is _run.__code__ else at

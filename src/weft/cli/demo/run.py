@@ -1,0 +1,198 @@
+"""The demo from the text to the report: the process that the person started.
+
+The ranks are processes of their own (`weft.bootstrap.local`), new ones for each way, so that each
+way's peak memory is its own. They send their steps here as they go; the word table of the first
+rank lies in a file, so vectors can be written whatever becomes of the ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.text import Text
+
+from weft.bootstrap import local
+from weft.errors import WireError
+
+from .corpus import Corpus, negative_table, read, subsample
+from .live import Display, display, figures_table, verdict
+from .record import Outcome, Run, agreement, speedups
+from .settings import WINDOW, Refused, Settings, check_memory
+from .train import Job, train
+from .vectors import choose_words, nearest, write_vectors
+
+__all__ = ["run"]
+
+_WIDTH = 120  # columns of what is printed where there is no terminal
+
+
+def run(settings: Settings, command: Sequence[str]) -> int:
+    """Do all of it; returns the exit status, 0, 1 (the ways do not agree) or 130 (Ctrl-C).
+
+    Raises:
+        Refused: it cannot be done; what was trained before that is written nevertheless.
+        KeyboardInterrupt: Ctrl-C, before there was anything to keep.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    _say(console, f"reading {', '.join(map(str, settings.text)) or 'the standard library'}")
+    corpus = read(settings.text, min_count=settings.min_count, ranks=settings.ranks)
+    _say(console, _about(corpus, settings))
+    check_memory(settings, len(corpus.words))
+    runs: list[Run] = []
+    trouble: Refused | None = None
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="weft-demo-") as name:
+        folder = Path(name)
+        trained = _lay_out(corpus, settings, folder)
+        try:
+            with display(console, settings) as shown:
+                for way in settings.ways:
+                    runs.append(Run(way, settings.steps, settings.ranks))
+                    _train(runs[-1], _job(settings, corpus, way, folder), shown)
+        except KeyboardInterrupt:
+            interrupted = runs[-1].interrupted = True
+        except Refused as refusal:
+            trouble = refusal
+        runs = [one for one in runs if one.done]
+        if not runs:
+            if trouble is not None:
+                raise trouble
+            raise KeyboardInterrupt
+        shape = (len(corpus.words), settings.dim)
+        table = np.fromfile(folder / "weft.vectors", np.float32).reshape(shape)
+    agreed = _write(console, settings, corpus, trained, runs, table, command)
+    if trouble is not None:
+        raise trouble
+    return 130 if interrupted else 0 if agreed else 1
+
+
+def _lay_out(corpus: Corpus, settings: Settings, folder: Path) -> int:
+    """Put what the ranks read into files; returns the number of tokens to train on."""
+    tokens = subsample(corpus, seed=settings.seed, at_least=settings.ranks * (2 * WINDOW + 2))
+    try:
+        np.save(folder / "tokens.npy", tokens)
+        np.save(folder / "negatives.npy", negative_table(corpus.counts))
+    except OSError as error:
+        raise Refused(f"cannot write into {folder}: {error.strerror}; set TMPDIR") from None
+    return len(tokens)
+
+
+def _job(settings: Settings, corpus: Corpus, way: str, folder: Path) -> Job:
+    return Job(
+        way=way,
+        steps=settings.steps,
+        batch=settings.batch,
+        dim=settings.dim,
+        seed=settings.seed,
+        limit=settings.limits.get(way),
+        vocabulary=len(corpus.words),
+        tokens=folder / "tokens.npy",
+        negatives=folder / "negatives.npy",
+        vectors=folder / f"{way}.vectors",
+    )
+
+
+def _train(run: Run, job: Job, shown: Display) -> None:
+    def hear(rank: int, thing: object) -> None:
+        if isinstance(thing, Outcome):
+            run.outcomes.append(thing)
+        elif isinstance(thing, list):
+            run.add(rank, thing)
+            shown.arrived(run)
+
+    shown.begin(run)
+    try:
+        local.launch(run.ranks, train, (job,), on_message=hear)
+    except WireError as error:
+        run.interrupted = True
+        raise Refused(
+            f"{run.name}: {_line(error)}; if memory ran out, make --ranks, --dim or --batch smaller"
+        ) from error
+    except OSError as error:
+        run.interrupted = True
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(f"no free port on 127.0.0.1 for the ranks to meet: {error}") from error
+        raise Refused(f"{run.name}: {_line(error)}") from error
+    except (MemoryError, RuntimeError) as error:
+        run.interrupted = True
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise Refused(
+                f"{run.name}: too little memory; make --ranks, --dim or --batch smaller"
+            ) from error
+        raise
+    finally:
+        shown.end(run)
+
+
+def _write(
+    console: Console,
+    settings: Settings,
+    corpus: Corpus,
+    trained: int,
+    runs: list[Run],
+    table: npt.NDArray[np.float32],
+    command: Sequence[str],
+) -> bool:
+    """Print and write all that was found; returns whether the ways agree."""
+    from .report import Result, table_note, write_report  # here: matplotlib takes a second
+
+    asked = choose_words(corpus.words, corpus.counts, 8)
+    agreements = [
+        one for one in (agreement(runs[0], other) for other in runs[1:]) if one is not None
+    ]
+    vectors, report = settings.out / "vectors.txt", settings.out / "report.html"
+    result = Result(
+        settings=settings,
+        corpus=corpus,
+        trained_tokens=trained,
+        runs=runs,
+        neighbours=nearest(corpus.words, corpus.counts, table, asked),
+        agreements=agreements,
+        command=command,
+        vectors=vectors,
+    )
+    summaries = result.summaries()
+    console.print()
+    console.print(figures_table(summaries))
+    console.print(Text(table_note(), "dim"), width=min(console.width, 100))
+    console.print()
+    for line in verdict(agreements):
+        console.print(line, soft_wrap=True)
+    if len(summaries) > 1:
+        _say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
+    for one in summaries:
+        if one.note:
+            _say(console, f"{one.name}: {one.note}")
+    try:
+        write_vectors(vectors, corpus.words, table)
+        write_report(report, result)
+    except OSError as error:
+        raise Refused(f"cannot write into {settings.out}: {error.strerror}") from None
+    _say(console, f"vectors: {vectors}\nreport:  {report}")
+    return all(one.agrees for one in agreements)
+
+
+def _about(corpus: Corpus, settings: Settings) -> str:
+    text = (
+        f"{corpus.files:,} files, {len(corpus.tokens):,} tokens, {len(corpus.words):,} words; "
+        f"{corpus.rare_words:,} words rarer than {settings.min_count} "
+        f"({corpus.rare_tokens:,} tokens) left out"
+    )
+    return text + (f"; {corpus.skipped} files skipped, not text" if corpus.skipped else "")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error) or type(error).__name__).splitlines()[0]

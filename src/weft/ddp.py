@@ -1,0 +1,287 @@
+"""Gradients of a DistributedDataParallel model over weft: its communication hook.
+
+`register(ddp_model)` is all a training loop needs. Sparse gradients are summed by
+`weft.sparse_all_reduce`, dense ones by the wire, both while backward is still running; what ends
+up in `.grad` is what DistributedDataParallel itself would have put there. Trainers that take a
+communication hook and its state are handed `weft.ddp.hook` and a `weft.ddp.State`.
+
+It also cures what DistributedDataParallel cannot do (pytorch#80496): a sparse table that a batch
+did not use, on some ranks or on all, is given a gradient without rows.
+"""
+# No postponed annotations here: DistributedDataParallel compares those of the hook with types.
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from . import kernels
+from .errors import WeftError
+from .sparse import Record
+from .sparse.api import reduce_now
+from .sparse.request import Request
+from .wire import process_group
+from .wire.base import Wire
+from .wire.worker import Work
+
+__all__ = ["State", "hook", "keep_tables_used", "register"]
+
+_KEPT = 256  # records
+
+
+class State:
+    """What the hook knows of one model's communication.
+
+    Attributes:
+        calls: records of the last sparse calls, oldest first, at most 256.
+    """
+
+    def __init__(
+        self,
+        group: Wire | dist.ProcessGroup | None = None,
+        algorithm: str = "auto",
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            group: the model's group; None: torch.distributed's default group.
+            algorithm: of `weft.sparse_all_reduce`.
+            wire_dtype: the dtype in which rows of sparse gradients travel, or None for their own.
+                Dense gradients always travel in their own.
+        """
+        self._group = None if isinstance(group, Wire) else group
+        self.algorithm = algorithm
+        self.wire_dtype = wire_dtype
+        self.calls: deque[Record] = deque(maxlen=_KEPT)
+        self._wire = group if isinstance(group, Wire) else None
+        self._backward: int | None = None  # which one is running
+        self._pending: list[Work[Tensor] | Exception] = []  # its calls
+
+    @property
+    def wire(self) -> Wire:
+        """The wire of the group; made, collectively, when it is first asked for."""
+        if self._wire is None:
+            kernels.warm()
+            self._wire = process_group.of_group(self._group)
+        return self._wire
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+) -> State:
+    """Let weft carry the gradients of a model; once for each model, on every rank.
+
+    Args:
+        ddp_model: the wrapped model, any options; its process group is the one that is used.
+        algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
+        wire_dtype: the dtype in which rows of sparse gradients travel (lossy), or None.
+
+    Returns:
+        The hook's state; `state.calls` tells what the last calls did.
+
+    Raises:
+        WeftError: `ddp_model` is no DistributedDataParallel. Later, from `backward()`: what the
+            calls raise. Then `.grad` holds this rank's own values; the next step works.
+        WireError: from `backward()`: a peer or a link failed.
+
+    Example:
+        >>> import torch, weft
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> with weft.init():
+        ...     table = torch.nn.EmbeddingBag(1000, 8, sparse=True)
+        ...     model = DistributedDataParallel(table)
+        ...     state = weft.ddp.register(model)
+        ...     model(torch.tensor([[3, 7, 3]])).sum().backward()
+        ...     table.weight.grad.coalesce().indices()
+        tensor([[3, 7]])
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise WeftError(
+            f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}: "
+            "wrap it first"
+        )
+    state = State(ddp_model.process_group, algorithm, wire_dtype)
+    state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
+    ddp_model.register_comm_hook(state, hook)
+    keep_tables_used(ddp_model.module)
+    return state
+
+
+def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The communication hook: `ddp_model.register_comm_hook(state, hook)`.
+
+    A model with tables that a batch may leave unused needs `keep_tables_used(model)` too.
+    """
+    gradient = bucket.buffer()
+    _watch_for_errors(state)
+    try:
+        work = _start(state, gradient)
+    except Exception as error:  # raised later, by _raise_error, when that does no harm
+        state._pending.append(error)
+        done: Future[Tensor] = Future()
+        done.set_result(gradient)
+        return done
+    state._pending.append(work)
+
+    def outcome(_: Future[Tensor]) -> Tensor:
+        # Whatever happened, DistributedDataParallel gets a tensor: an error that it found here
+        # would lose its type and leave the model unusable.
+        return gradient if work.exception() is not None else work.result()
+
+    return work.get_future().then(outcome)
+
+
+def _start(state: State, gradient: Tensor) -> Work[Tensor]:
+    """Queue the reduction of one bucket. Buckets come in the same order on every rank."""
+    wire = state.wire
+    # Memory of an accelerator is copied here, in the stream of backward, which has just written it.
+    staged = gradient.detach().cpu()
+
+    def sparse() -> Tensor:
+        request = Request.of(staged, "avg", state.algorithm, state.wire_dtype, None)
+        mean, record = reduce_now(wire, request)
+        state.calls.append(record)
+        # DistributedDataParallel copies what it is given into the gradient, unless it is the
+        # gradient: so let that have the memory of the result.
+        gradient.data = mean.to(gradient.device)
+        return gradient
+
+    def dense() -> Tensor:
+        staged.div_(wire.size)  # first, as DistributedDataParallel does: sums of halves overflow
+        with record_function("weft::ddp_dense"):
+            pending = wire.dense_all_reduce(staged, "sum")
+            pending.wait()
+            pending.release()
+        return gradient if staged is gradient else gradient.copy_(staged)
+
+    if gradient.layout == torch.sparse_coo:
+        return wire.worker.submit("ddp sparse bucket", sparse)
+    return wire.worker.submit("ddp dense bucket", dense)
+
+
+def _watch_for_errors(state: State) -> None:
+    """At the first bucket of a backward, see to it that errors are raised at its end."""
+    backward = torch._C._current_graph_task_id()
+    if backward == state._backward and state._pending:
+        return
+    state._backward, state._pending = backward, []
+    queue = Variable._execution_engine.queue_callback
+    # twice, to come after the callback in which DistributedDataParallel finishes the gradients
+    queue(lambda: queue(functools.partial(_raise_error, state)))
+
+
+def _raise_error(state: State) -> None:
+    """Raise the first error of this backward, on its thread and as what it is."""
+    pending, state._pending = state._pending, []
+    first: BaseException | None = None
+    for work in pending:
+        try:
+            if isinstance(work, Exception):
+                raise work
+            work.wait()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
+        if note not in getattr(first, "__notes__", ()):
+            first.add_note(note)
+        raise first
+
+
+def keep_tables_used(module: nn.Module) -> RemovableHandle:
+    """Let every sparse table take part in every backward, used or not.
+
+    DistributedDataParallel fails when a batch does not use a table with sparse gradients. This
+    hooks the module so that its outputs depend on all its tables (`nn.Embedding` and
+    `nn.EmbeddingBag` with `sparse=True`), which copies nothing, and so that a table that was not
+    used gets a gradient with no rows. Other tensor hooks on a table then see None where it was not
+    used. `register` calls it.
+
+    Example:
+        >>> import torch
+        >>> tables = torch.nn.ModuleList(torch.nn.Embedding(9, 2, sparse=True) for _ in "ab")
+        >>> tables.forward = lambda index: tables[0](index)  # never uses the other one
+        >>> handle = keep_tables_used(tables)
+        >>> tables(torch.tensor([4])).sum().backward()
+        >>> [table.weight.grad._nnz() for table in tables]
+        [1, 0]
+    """
+    found = {
+        id(part.weight): part.weight
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    tables = [weight for weight in found.values() if weight.requires_grad]
+    for weight in tables:
+        # typed by torch as untyped; weakly, since a hook that holds its tensor keeps it for ever
+        weight.register_hook(functools.partial(_fill_in, weakref.ref(weight)))  # type: ignore[no-untyped-call]
+    return module.register_forward_hook(functools.partial(_depend_on, tables))
+
+
+def _fill_in(table: weakref.ref[Tensor], gradient: Tensor | None) -> None:
+    """Runs before a gradient is accumulated: where there is none, let there be an empty one."""
+    weight = table()
+    if gradient is None and weight is not None and weight.grad is None:
+        weight.grad = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=weight.device),
+            weight.new_empty((0, *weight.shape[1:])),
+            weight.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+def _depend_on(tables: list[Tensor], module: nn.Module, args: object, output: Any) -> Any:
+    """A forward hook: the output, depending on the tables too."""
+    if not (tables and torch.is_grad_enabled()):
+        return None
+    depend: Callable[..., Tensor] = _Depend.apply
+    return _mapped(output, lambda tensor: depend(tensor, *tables))
+
+
+class _Depend(torch.autograd.Function):
+    """The first argument as it is; in backward the others are reached, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *tables: Tensor) -> Tensor:
+        ctx.tables = len(tables)
+        return tensor.detach()  # not a view, so that it may be modified in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return (*gradients, *[None] * ctx.tables)
+
+
+def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A module's output with its differentiable tensors changed; containers are copied."""
+    if isinstance(output, Tensor):
+        return change(output) if output.requires_grad else output
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_mapped(part, change) for part in output))
+    if type(output) in (list, tuple):
+        return type(output)(_mapped(part, change) for part in output)
+    if isinstance(output, MutableMapping):
+        copied = copy.copy(output)
+        for key, part in output.items():
+            copied[key] = _mapped(part, change)
+        return copied
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        twin = copy.copy(output)
+        for field in dataclasses.fields(output):
+            object.__setattr__(twin, field.name, _mapped(getattr(output, field.name), change))
+        return twin
+    return output

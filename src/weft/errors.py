@@ -1,0 +1,44 @@
+"""The exceptions of weft: one base, two families.
+
+```
+Error                    whatever weft raises on purpose
+├── WeftError            the caller erred: every rank of the group raises the same text,
+│                        nothing was lost, and the next call works
+│   └── StillRunning     a wait for asynchronous work timed out: it goes on, wait again
+└── WireError            a peer or a link failed: the wire is broken for good and says so;
+                         start the group again (under torchrun: let it restart the job)
+```
+
+A `WeftError` that is raised before anything could be sent (a group the caller is not in, use
+before `weft.init`, use after `weft.shutdown`) is raised on the calling rank alone.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Error", "StillRunning", "WeftError", "WireError"]
+
+
+class Error(Exception):
+    """Base of everything weft raises on purpose."""
+
+
+class WeftError(Error, ValueError):
+    """The caller erred; the same text is raised on every rank and the next call works."""
+
+
+class StillRunning(WeftError, TimeoutError):
+    """A wait for asynchronous work timed out, on this rank alone: it goes on, wait again."""
+
+
+class WireError(Error, ConnectionError):
+    """A peer or a link failed; the wire can no longer be used.
+
+    Attributes:
+        rank: the rank that raises, in the wire's numbering.
+        culprit: the rank that is to blame, or None if nobody could be named.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None, culprit: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.culprit = culprit

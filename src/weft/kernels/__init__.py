@@ -1,0 +1,327 @@
+"""Kernels: local arithmetic on rows. They never communicate.
+
+Each function here picks an implementation by device and dtype: `cpu` (Numba) for built-in
+operations on CPU tensors, once it is compiled; else `reference` (torch operations, any device),
+which is the definition: the two agree bit for bit.
+
+The vocabulary:
+
+* `distinct(indices)` sorts and finds duplicates, looking at the indices alone.
+* `reduce(values, distinct, op)` then sums the values of each distinct index, in input order, in
+  the accumulation type, rounded once to the dtype of `out`.
+* `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
+  the place of each of its indices in the union, as `place` where an earlier run has that
+  index too, and as `~place` (so negative) where this run is the first to bring it.
+* `combine(out, slots, values, op)` then adds one run: where the slot is negative it copies, else
+  it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
+* `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
+* `merge(runs, op)` is union and combine over whole runs.
+* `take`, `quantiles`, `sketch`: see each.
+
+A call never waits for a compiler: where machine code is missing the reference serves, and the code
+is made in the background. `ready` tells whether it is there, `warm` makes it now, `describe` says
+what serves. `WEFT_KERNELS=reference` in the environment keeps to the reference.
+
+Callers have checked their arguments (`Op.refuses` for dtypes), here only what could touch foreign
+memory is checked again. No kernel is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import cpu, cpu_indices, reference
+from .compile import compiler
+from .ops import OPS, Op
+from .reference import Distinct, Union
+
+__all__ = [
+    "Distinct",
+    "Union",
+    "combine",
+    "describe",
+    "distinct",
+    "estimate_union",
+    "finish",
+    "merge",
+    "quantiles",
+    "ready",
+    "reduce",
+    "sketch",
+    "take",
+    "union",
+    "warm",
+]
+
+_ALL = slice(None)
+_COMMON = (
+    (torch.int64, torch.float32, OPS["sum"]),
+    (torch.int32, torch.float32, OPS["sum"]),
+)
+
+
+def distinct(indices: Tensor) -> Distinct:
+    """Sort indices and find the duplicates among them.
+
+    Args:
+        indices: 1-D, int32 or int64, in any order.
+
+    Example:
+        >>> distinct(torch.tensor([7, 2, 7]))
+        Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]))
+    """
+    indices = indices.contiguous()
+    found = cpu_indices.distinct(indices) if _on_cpu(indices) else None
+    return reference.distinct(indices) if found is None else found
+
+
+def reduce(
+    values: Tensor,
+    distinct: Distinct,
+    op: Op,
+    out: Tensor | None = None,
+    rows: slice = _ALL,
+) -> Tensor:
+    """Combine the rows of each distinct index, in input order, rounding once.
+
+    Args:
+        values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
+        distinct: their distinct indices.
+        op: how to combine; a callable is given the j-th duplicates of all indices at once.
+        out: `[n, *row_shape]` of `values.dtype` or `op.accumulator(values.dtype)`, to be filled; by
+            default a new tensor of `values.dtype`.
+        rows: which n of the distinct indices, a range.
+
+    Returns:
+        `out`. Without an `out`, where the indices were sorted and unique, `values` itself, or
+        the view of its `rows`.
+
+    Example:
+        >>> values = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> reduce(values, distinct(torch.tensor([7, 2, 7])), OPS["sum"])
+        tensor([[2.],
+                [5.]])
+    """
+    first, last, _ = rows.indices(len(distinct.indices))
+    last = max(first, last)
+    given = len(distinct.indices) if distinct.order is None else len(distinct.order)
+    if distinct.starts is not None and distinct.order is None:
+        given = int(distinct.starts[-1])
+    if len(values) != given:
+        raise ValueError(f"there are {given} indices and {len(values)} rows: give one row for each")
+    if out is None:
+        if distinct.order is None and distinct.starts is None:
+            return values if last - first == len(values) else values[first:last]
+        out = values.new_empty((last - first, *values.shape[1:]))
+    elif out.shape != (last - first, *values.shape[1:]):
+        raise ValueError(
+            f"out is {tuple(out.shape)}, the result {(last - first, *values.shape[1:])}: "
+            "make them equal"
+        )
+    if out.numel() == 0:
+        return out
+    plain = distinct.order is None and distinct.starts is None
+    values = _plain(values)
+    if plain or not (_on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last)):
+        reference.reduce(values, distinct, op, out, first, last)
+    return out
+
+
+def union(runs: Sequence[Tensor]) -> Union:
+    """Unite several runs of indices.
+
+    Args:
+        runs: at least one; each 1-D, sorted and unique, maybe empty; all int32 or all int64.
+
+    Example:
+        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])])
+        Union(indices=tensor([1, 2, 5]), slots=[tensor([-2, -3], dtype=torch.int32), \
+tensor([-1,  2], dtype=torch.int32)])
+    """
+    runs = [run.contiguous() for run in runs]
+    found = cpu_indices.union(runs) if _on_cpu(runs[0]) else None
+    return reference.union(runs) if found is None else found
+
+
+def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -> None:
+    """Bring one run's rows to their places in a union: the first copies, the others add.
+
+    `out[place - base]` becomes `values[i]` where slot i is `~place`, and `op(out[place - base],
+    values[i])` where it is `place`.
+
+    Args:
+        out: `[n, *row_shape]` of `values.dtype` or its accumulator, the places from `base` on.
+        slots: int32 `[k]`, ascending in their places.
+        values: `[k, *row_shape]`.
+        op: how to combine, `out` on the left.
+        base: the place of the first row of `out`.
+
+    Example:
+        >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
+        >>> out = torch.empty(3)
+        >>> combine(out, slots[0], torch.tensor([1.0, 2.0]), OPS["sum"])
+        >>> combine(out, slots[1], torch.tensor([4.0, 8.0]), OPS["sum"])
+        >>> out
+        tensor([ 4.,  1., 10.])
+    """
+    if len(slots) != len(values) or values.shape[1:] != out.shape[1:]:
+        raise ValueError(
+            f"{len(slots)} slots, values {tuple(values.shape)} and out {tuple(out.shape)} do not "
+            "fit together: give a slot for each row, and rows of one shape"
+        )
+    if values.numel() == 0:
+        return
+    slots, values = slots.contiguous(), _plain(values)
+    if not (_on_cpu(values) and cpu.combine(out, slots, values, op, base)):
+        reference.combine(out, slots, values, op, base)
+
+
+def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
+    """Make results of accumulated rows: divide, and round once to the dtype of `out`.
+
+    Args:
+        values: accumulated rows.
+        out: of the same shape; may be `values` itself.
+        divisor: what to divide by; only 1 for integers.
+
+    Example:
+        >>> out = torch.empty(2, dtype=torch.bfloat16)
+        >>> finish(torch.tensor([1.0, 2.0]), out, divisor=4)
+        >>> out
+        tensor([0.2500, 0.5000], dtype=torch.bfloat16)
+    """
+    reference.finish(_plain(values), out, divisor)
+
+
+def merge(
+    runs: Sequence[tuple[Tensor, Tensor]], op: Op, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add up whole runs of rows, in their order.
+
+    Args:
+        runs: at least one `(indices, values)`, the indices sorted and unique.
+        op: how to combine.
+        out_dtype: the dtype of the values returned; by default that of the accumulator.
+
+    Returns:
+        The union of the indices, and the values.
+
+    Example:
+        >>> a = torch.tensor([2, 5]), torch.tensor([1.0, 2.0])
+        >>> b = torch.tensor([1, 5]), torch.tensor([4.0, 8.0])
+        >>> merge([a, b], OPS["sum"])
+        (tensor([1, 2, 5]), tensor([ 4.,  1., 10.]))
+    """
+    indices, slots = union([run for run, _ in runs])
+    first = runs[0][1]
+    total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
+    for slot, (_, values) in zip(slots, runs, strict=True):
+        combine(total, slot, values, op)
+    if out_dtype is None or out_dtype == total.dtype:
+        return indices, total
+    result = torch.empty_like(total, dtype=out_dtype)
+    finish(total, result)
+    return indices, result
+
+
+def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    """The rows at some positions (int32 or int64), in their order.
+
+    Raises:
+        IndexError: a position is not that of a row.
+
+    Example:
+        >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
+        tensor([4., 1.])
+    """
+    return torch.index_select(_plain(values), 0, positions, out=out)
+
+
+def quantiles(indices: Tensor, count: int) -> Tensor:
+    """Indices that cut sorted unique ones in `count` parts of equal length.
+
+    Returns:
+        int64 `[count + 1]`: entry j is `indices[min(k - 1, j * k // count)]`, the last one the
+        greatest index; zeros if there are none.
+
+    Example:
+        >>> quantiles(torch.tensor([1, 2, 4, 8]), 2)
+        tensor([1, 4, 8])
+    """
+    return reference.quantiles(indices, count)
+
+
+def sketch(indices: Tensor, count: int) -> Tensor:
+    """A sample of a set that can be united with the samples of others: see `estimate_union`.
+
+    Returns:
+        int64 `[min(count, k)]`: of the k distinct indices those with the smallest hashes,
+        smallest first. The hash is a bijection of 64 bits, so the indices say it all.
+    """
+    indices = indices.contiguous()
+    found = None
+    if 0 < count < len(indices) and _on_cpu(indices):
+        found = cpu_indices.sketch(indices, count)
+    return reference.sketch(indices, count) if found is None else found
+
+
+def estimate_union(sketches: Sequence[Tensor], counts: Sequence[int]) -> int:
+    """How many indices there are in the union of some sets, from their sketches and sizes.
+
+    Exact where no sketch leaves anything out, and for equal sketches of equal counts. Else
+    the density of the hashes below the least cut tells it: with n hashes there, the relative
+    standard deviation is 1 / sqrt(n), and n is at least the length of the sketch cut there, less
+    one. All in integers: every rank that has the same sketches has the same result.
+
+    Example:
+        >>> estimate_union([torch.tensor([3, 1]), torch.tensor([2, 3, 9])], [2, 3])
+        4
+    """
+    return reference.estimate_union(sketches, counts)
+
+
+def ready(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> bool:
+    """Whether calls with these on the CPU are served by machine code. Starts nothing."""
+    keys = _keys(index_dtype, dtype, op)
+    return bool(keys) and all(map(compiler.made, keys))
+
+
+def warm(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]] = _COMMON) -> None:
+    """Make the machine code for (dtype of indices, dtype of values, op) now, or load it.
+
+    Takes seconds the first time on a machine. Does nothing where there is no compiler.
+
+    Example:
+        >>> warm([(torch.int64, torch.bfloat16, OPS["avg"])])
+    """
+    for index_dtype, dtype, op in pairs:
+        for key in _keys(index_dtype, dtype, op):
+            compiler.make(key)
+
+
+def describe() -> str:
+    """What serves on the CPU, in a line."""
+    return f"{compiler.describe()}; {torch.get_num_threads()} threads"
+
+
+def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:
+    """All sets of loops that a call may need, none if machine code cannot serve it."""
+    total = op.accumulator(dtype)
+    values = [cpu.value_key(dtype, dtype, op), cpu.value_key(dtype, total, op)]
+    if None in values:
+        return []
+    if total != dtype:
+        values.append(cpu.value_key(total, total, op))
+    keys = [cpu_indices.index_key(index_dtype), *(key for key in values if key is not None)]
+    return list(dict.fromkeys(keys))
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _plain(values: Tensor) -> Tensor:
+    return values.detach() if values.requires_grad else values

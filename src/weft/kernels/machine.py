@@ -1,0 +1,148 @@
+"""What the machine can do and Python has no words for: the vocabulary of the compiled loops.
+
+The loops (`index_loops`, `value_loops`) work on addresses: plain integers in, nothing allocated,
+nothing refused, so calling one costs well under a microsecond and any tensor will do, whatever
+its dtype. A *kind* says what lies at an address ("f32", "bf16", "u8", ...); it is a constant of
+the compiled loop. Half precision widens to float32 when it is loaded and is rounded to nearest
+even when it is stored. Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+__all__ = [
+    "KINDS",
+    "SIZES",
+    "apply",
+    "count_ones",
+    "load",
+    "prefetch",
+    "store",
+]
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+KINDS: dict[str, tuple[Any, Any]] = {  # what lies in memory, what the loop computes with
+    "f32": (ir.FloatType(), types.float32),
+    "f64": (ir.DoubleType(), types.float64),
+    "f16": (ir.HalfType(), types.float32),
+    "bf16": (_I16, types.float32),
+    "i8": (ir.IntType(8), types.int8),
+    "i16": (_I16, types.int16),
+    "i32": (_I32, types.int32),
+    "i64": (_I64, types.int64),
+    "u8": (ir.IntType(8), types.uint8),
+}
+
+
+SIZES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1}
+"""Bytes of one number of each kind."""
+
+
+def _word(typing: Callable[..., Any]) -> Any:
+    """Add a word to the vocabulary; strings in its arguments are constants when it is typed."""
+    return intrinsic(prefer_literal=True)(typing)
+
+
+def _at(builder: Any, kind: str, address: Any, index: Any) -> Any:
+    stored = KINDS[kind][0]
+    return builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+
+
+@_word
+def load(context: Any, kind: Any, address: Any, index: Any) -> Any:
+    """load(kind, address, index): the number at `address[index]`."""
+    name = kind.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = builder.load(_at(builder, name, *arguments[1:]), align=1)
+        if name == "f16":
+            return builder.fpext(number, ir.FloatType())
+        if name == "bf16":
+            wide = builder.shl(builder.zext(number, _I32), _I32(16))
+            return builder.bitcast(wide, ir.FloatType())
+        return number
+
+    return KINDS[name][1](kind, types.int64, types.int64), code
+
+
+@_word
+def store(context: Any, kind: Any, address: Any, index: Any, number: Any) -> Any:
+    """store(kind, address, index, number): `address[index] = number`, rounded to the kind."""
+    name = kind.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, address, index, number = arguments
+        if name == "f16":
+            number = builder.fptrunc(number, ir.HalfType())
+        elif name == "bf16":
+            number = _to_bfloat16(builder, number)
+        builder.store(number, _at(builder, name, address, index), align=1)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, KINDS[name][1]), code
+
+
+def _to_bfloat16(builder: Any, number: Any) -> Any:
+    bits = builder.bitcast(number, _I32)
+    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
+    nan = builder.fcmp_unordered("uno", number, number)  # rounding could turn it into infinity
+    return builder.trunc(builder.select(nan, _I32(0x7FC0), rounded), _I16)
+
+
+@_word
+def apply(context: Any, op: Any, left: Any, right: Any) -> Any:
+    """apply(op, left, right): the two combined, in their own type; integers wrap.
+
+    min and max are those of IEEE 754-2019: NaN wins, and -0.0 is less than 0.0.
+    """
+    name = op.literal_value
+    floating, signed = isinstance(left, types.Float), getattr(left, "signed", True)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, a, b = arguments
+        if name in ("min", "max") and floating:
+            form = ir.FunctionType(a.type, [a.type, a.type])
+            function = builder.module.declare_intrinsic(f"llvm.{name}imum", [a.type], form)
+            return builder.call(function, [a, b])
+        if name in ("min", "max"):
+            compare = builder.icmp_signed if signed else builder.icmp_unsigned
+            return builder.select(compare("<" if name == "min" else ">", a, b), a, b)
+        if floating:
+            return builder.fadd(a, b) if name == "sum" else builder.fmul(a, b)
+        words = {"sum": "add", "prod": "mul", "band": "and_", "bor": "or_", "bxor": "xor"}
+        return getattr(builder, words[name])(a, b)
+
+    return left(op, left, left), code
+
+
+@_word
+def prefetch(context: Any, address: Any) -> Any:
+    """prefetch(address): the cache line there will be read soon; any address is allowed."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@_word
+def count_ones(context: Any, word: Any) -> Any:
+    """count_ones(word): how many bits of the int64 are set."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.int64), code

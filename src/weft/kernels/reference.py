@@ -1,0 +1,221 @@
+"""The kernels as torch operations, on any device: what the results are by definition.
+
+Duplicates are combined one occurrence at a time, the j-th of every segment at once, so no two
+adds of a step meet in one row: no atomics, and the order is that of the input, on CUDA too.
+Whatever is compiled agrees with this file bit for bit, payloads of NaNs excepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import WeftError
+from .ops import Op
+
+__all__ = [
+    "Distinct",
+    "Union",
+    "combine",
+    "distinct",
+    "estimate_union",
+    "finish",
+    "hashed",
+    "quantiles",
+    "reduce",
+    "sketch",
+    "union",
+]
+
+_BLOCK = 1 << 17  # numbers that are divided at once
+_FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
+
+
+class Distinct(NamedTuple):
+    """The distinct indices among some, and where in the input each occurs.
+
+    Attributes:
+        indices: sorted and unique, `[u]`, of the input's dtype; the input itself where it was so.
+        order: int64 `[k]`, the permutation that sorts the input stably; None if it is sorted.
+        starts: int64 `[u + 1]`: distinct index s occurs at `order[starts[s]:starts[s + 1]]`; None
+            if there are no duplicates.
+    """
+
+    indices: Tensor
+    order: Tensor | None
+    starts: Tensor | None
+
+
+class Union(NamedTuple):
+    """Several sorted runs of indices united.
+
+    Attributes:
+        indices: sorted and unique, `[U]`.
+        slots: for each run int32 of its length: the place in the union of each of its indices, as
+            `place` if an earlier run has the index too, as `~place` if this is the first.
+    """
+
+    indices: Tensor
+    slots: list[Tensor]
+
+
+def distinct(indices: Tensor) -> Distinct:
+    """See `weft.kernels.distinct`."""
+    if bool((indices[1:] > indices[:-1]).all()):
+        return Distinct(indices, None, None)
+    order = None
+    if not bool((indices[1:] >= indices[:-1]).all()):
+        indices, order = torch.sort(indices, stable=True)
+    unique, counts = torch.unique_consecutive(indices, return_counts=True)
+    if len(unique) == len(indices):
+        return Distinct(indices, order, None)
+    starts = counts.new_zeros(len(unique) + 1)
+    torch.cumsum(counts, 0, out=starts[1:])
+    return Distinct(unique, order, starts)
+
+
+def reduce(
+    values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, last: int
+) -> Tensor:
+    """See `weft.kernels.reduce`; `out` has room for the distinct rows `first` to `last`."""
+    _, order, starts = distinct
+    if starts is None:
+        if order is None:
+            return out.copy_(values[first:last])
+        return _rows(values, order[first:last], out)
+    heads, lengths = starts[first:last], starts[first + 1 : last + 1] - starts[first:last]
+    _rows(values, heads if order is None else order[heads], out)
+    if first == last or int(lengths.max()) == 1:
+        return out
+    # segments with duplicates, the longest first, so those with a j-th row are always a prefix
+    lengths, segments = torch.sort(lengths, descending=True, stable=True)
+    several = int((lengths > 1).sum())
+    segments, heads = segments[:several], heads[segments[:several]]
+    active = several - torch.cumsum(torch.bincount(lengths[:several]), 0)  # longer than j
+    total = values[heads if order is None else order[heads]].to(op.accumulator(values.dtype))
+    for j, count in enumerate(active.tolist()[1:-1], start=1):
+        at = heads[:count] + j
+        row = values[at if order is None else order[at]].to(total.dtype)
+        total[:count] = _apply(op, total[:count], row)
+    out[segments] = total.to(out.dtype)
+    return out
+
+
+def union(runs: Sequence[Tensor]) -> Union:
+    """See `weft.kernels.union`."""
+    indices = torch.unique(torch.cat(list(runs)))
+    met = torch.zeros(len(indices), dtype=torch.bool, device=indices.device)
+    slots = []
+    for run in runs:
+        place = torch.searchsorted(indices, run, out_int32=True)
+        slots.append(torch.where(met[place], place, ~place))
+        met[place] = True
+    return Union(indices, slots)
+
+
+def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> None:
+    """See `weft.kernels.combine`."""
+    first = slots < 0
+    places = torch.where(first, ~slots, slots).long() - base
+    out[places[first]] = values[first].to(out.dtype)
+    met = ~first
+    places, values = places[met], values[met]
+    if len(places) and values.numel():
+        total = op.accumulator(out.dtype)
+        out[places] = _apply(op, out[places].to(total), values.to(total)).to(out.dtype)
+
+
+def finish(values: Tensor, out: Tensor, divisor: int) -> None:
+    """See `weft.kernels.finish`."""
+    if divisor == 1:
+        if out is not values:
+            out.copy_(values)
+        return
+    # a tensor on the device: by a Python number CUDA multiplies with the rounded reciprocal
+    if out.dtype.itemsize > 2:
+        torch.div(values, torch.tensor(divisor, dtype=values.dtype, device=out.device), out=out)
+        return
+    # The float32 quotient is rounded again, but no tie comes of it: were it a tie and the true
+    # quotient not, divisor * tie would be a float32 less than its last place from the dividend.
+    # (It is one for divisors below 4096, and unless the quotient is subnormal.)
+    by = torch.tensor(divisor, dtype=torch.float32, device=out.device)
+    for some, target in zip(_blocks(values), _blocks(out), strict=True):
+        target.copy_(some.float() / by)
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of a tensor of whole rows, so that what is made of one stays in the cache."""
+    row = max(1, tensor[:1].numel())
+    return torch.split(tensor, max(1, _BLOCK // row))
+
+
+def quantiles(indices: Tensor, count: int) -> Tensor:
+    """See `weft.kernels.quantiles`."""
+    k = len(indices)
+    if k == 0:
+        return torch.zeros(count + 1, dtype=torch.int64, device=indices.device)
+    places = torch.arange(count + 1, device=indices.device) * k // count
+    return indices[places.clamp_(max=k - 1)].long()
+
+
+def sketch(indices: Tensor, count: int) -> Tensor:
+    """See `weft.kernels.sketch`."""
+    ids = indices.long()
+    if len(ids) <= count:
+        return ids[torch.argsort(hashed(ids))]
+    return ids[torch.topk(hashed(ids), count, largest=False, sorted=True).indices]
+
+
+def estimate_union(sketches: Sequence[Tensor], counts: Sequence[int]) -> int:
+    """See `weft.kernels.estimate_union`."""
+    same = all(count == counts[0] for count in counts)
+    if same and all(torch.equal(sketch, sketches[0]) for sketch in sketches[1:]):
+        return counts[0]
+    hashes = torch.unique(hashed(torch.cat(list(sketches))))
+    cut = [s for s, count in zip(sketches, counts, strict=True) if len(s) < count]
+    if any(len(sketch) == 0 for sketch in cut):
+        return sum(counts)  # nothing was sampled of one of them
+    if not cut:
+        return len(hashes)
+    # below the least of the cuts every hash of every set is here
+    threshold = int(hashed(torch.stack([sketch[-1] for sketch in cut])).min())
+    below = int((hashes < threshold).sum())
+    width = threshold + 2**63
+    estimate = (2 * (below << 64) + width) // (2 * width) if width else sum(counts)
+    return max(max(counts), min(estimate, sum(counts)))
+
+
+def hashed(ids: Tensor) -> Tensor:
+    """A bijective 64-bit hash of int64 ids: the uint64 minus 2**63, so int64 in the same order.
+
+    Two rounds of multiply and xor-shift, as the mixers of Vigna's generators.
+    """
+    word = ids * _FIRST
+    word = (word ^ (word >> 32 & 0xFFFFFFFF)) * _SECOND
+    return word ^ (word >> 32 & 0xFFFFFFFF) ^ -(2**63)
+
+
+def _rows(values: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    if out.dtype == values.dtype and values.dim() and out.is_contiguous():
+        return torch.index_select(values, 0, places, out=out)
+    return out.copy_(values.index_select(0, places))
+
+
+def _apply(op: Op, left: Tensor, right: Tensor) -> Tensor:
+    """The op on rows, whose result must be rows like them."""
+    result = op.function(left, right)
+    if op.builtin:
+        return result
+    if not isinstance(result, Tensor):
+        raise WeftError(
+            f"op {op.name} returned {type(result).__name__}: return a tensor like its operands"
+        )
+    if result.shape != left.shape or result.dtype != left.dtype:
+        raise WeftError(
+            f"op {op.name} made {tuple(result.shape)} {result.dtype} of two tensors "
+            f"{tuple(left.shape)} {left.dtype}: it must keep shape and dtype"
+        )
+    return result

@@ -1,0 +1,120 @@
+"""The compiled loops over values: sum segments, add a run.
+
+Each function here makes one loop for kinds and an operation that are constants in it (see
+`machine`); `compile` turns it into machine code. All arguments of a loop are int64: addresses,
+strides in bytes, counts. `out` is contiguous; rows of `values` lie `stride` bytes apart and are
+contiguous in themselves. Ranges `first, last` let several threads share one call. The inner loop
+runs over the numbers of a row, in order, so it vectorises and never reorders additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .machine import SIZES, apply, load, prefetch, store
+
+__all__ = ["combine", "reduce"]
+
+_AHEAD = 4096  # bytes of rows that are asked for before they are read
+_LINE = 64
+
+
+def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., None]:
+    """Reduce segment s = order[starts[s] : starts[s + 1]] of `values` to `out[s - first]`.
+
+    `order` or `starts` may be 0: the identity, and segments of one row. Where sums are kept in a
+    wider kind than they end in (`total` is not `dst`), `scratch` holds one row of them.
+    """
+    size, wider = SIZES[dst], total != dst
+
+    def loop(
+        values: int,
+        stride: int,
+        order: int,
+        starts: int,
+        first: int,
+        last: int,
+        out: int,
+        width: int,
+        scratch: int,
+    ) -> None:
+        stop = load("i64", starts, last) if starts else last
+        ahead = max(1, _AHEAD // max(1, stride))
+        nearest = min(stride, _AHEAD)
+        for segment in range(first, last):
+            begin, end = segment, segment + 1
+            if starts:
+                begin, end = load("i64", starts, segment), load("i64", starts, segment + 1)
+            row = values + stride * (load("i64", order, begin) if order else begin)
+            target = out + (segment - first) * width * size
+            if width == 1:
+                number = load(src, row, 0)
+                for place in range(begin + 1, end):
+                    other = values + stride * (load("i64", order, place) if order else place)
+                    number = apply(op, number, load(src, other, 0))
+                store(dst, target, 0, number)
+                continue
+            if order and begin + ahead < stop:
+                soon = values + stride * load("i64", order, begin + ahead)
+                for line in range(0, nearest, _LINE):
+                    prefetch(soon + line)
+            if end == begin + 1:
+                for j in range(width):
+                    store(dst, target, j, load(src, row, j))
+                continue
+            sums = scratch if wider else target
+            other = values + stride * (load("i64", order, begin + 1) if order else begin + 1)
+            for j in range(width):
+                store(total, sums, j, apply(op, load(src, row, j), load(src, other, j)))
+            for place in range(begin + 2, end):
+                other = values + stride * (load("i64", order, place) if order else place)
+                for j in range(width):
+                    store(total, sums, j, apply(op, load(total, sums, j), load(src, other, j)))
+            if wider:
+                for j in range(width):
+                    store(dst, target, j, load(total, sums, j))
+
+    return loop
+
+
+def combine(src: str, dst: str, op: str) -> Callable[..., int]:
+    """Copy or add rows `first` to `last` of `values` to the places that `slots` says.
+
+    Returns how many rows were left out, because their place is not one of `height` rows.
+    """
+    size = SIZES[dst]
+
+    def loop(
+        out: int,
+        height: int,
+        base: int,
+        slots: int,
+        values: int,
+        stride: int,
+        first: int,
+        last: int,
+        width: int,
+    ) -> int:
+        outside = 0
+        for i in range(first, last):
+            slot = np.int64(load("i32", slots, i))
+            place = (~slot if slot < 0 else slot) - base
+            if place < 0 or place >= height:
+                outside += 1
+                continue
+            target, row = out + place * width * size, values + i * stride
+            if width == 1:  # without a branch: who is first is anybody's guess
+                number = load(src, row, 0)
+                both = apply(op, load(dst, target, 0), number)
+                store(dst, target, 0, number if slot < 0 else both)
+            elif slot < 0:
+                for j in range(width):
+                    store(dst, target, j, load(src, row, j))
+            else:
+                for j in range(width):
+                    store(dst, target, j, apply(op, load(dst, target, j), load(src, row, j)))
+        return outside
+
+    return loop

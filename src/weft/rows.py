@@ -1,0 +1,107 @@
+"""Rows: the sparse values that weft moves, and the way from and to torch's sparse COO tensors.
+
+Rows say which rows of a taller tensor are there, and what they hold. They are *canonical* when
+the indices are sorted and unique; every result of weft is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import WeftError
+
+__all__ = ["Rows"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of a tensor of `height` rows.
+
+    Attributes:
+        indices: which rows; 1-D, int32 or int64, shape `[k]`, any order, duplicates allowed.
+        values: what they hold; shape `[k, *row_shape]`.
+        height: rows of the dense tensor, or None if unknown.
+
+    Example:
+        >>> rows = Rows(torch.tensor([3, 0, 3]), torch.tensor([1.0, 2.0, 4.0]), height=5)
+        >>> rows.dense()
+        tensor([2., 0., 0., 5., 0.])
+    """
+
+    indices: Tensor
+    values: Tensor
+    height: int | None = None
+
+    def __len__(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def row_shape(self) -> torch.Size:
+        """Shape of one row; `torch.Size([])` for scalars."""
+        return self.values.shape[1:]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's values."""
+        return math.prod(self.row_shape) * self.values.element_size()
+
+    def dense(self) -> Tensor:
+        """The dense tensor `[height, *row_shape]` these rows add up to.
+
+        Raises:
+            WeftError: the height is unknown.
+        """
+        if self.height is None:
+            raise WeftError("rows without a height have no dense form: pass height=")
+        out = self.values.new_zeros((self.height, *self.row_shape))
+        return out.index_add_(0, self.indices.long(), self.values)
+
+    @classmethod
+    def from_coo(cls, tensor: Tensor) -> Rows:
+        """Rows of a sparse COO tensor; several sparse dimensions become one, row-major.
+
+        Example:
+            >>> where, what = [[0, 1], [2, 0]], [5.0, 7.0]
+            >>> coo = torch.sparse_coo_tensor(where, what, (2, 3), check_invariants=True)
+            >>> Rows.from_coo(coo).indices
+            tensor([2, 3])
+        """
+        if tensor.layout != torch.sparse_coo:
+            raise WeftError(f"from_coo takes a sparse COO tensor, this one is {tensor.layout}")
+        heights = tensor.shape[: tensor.sparse_dim()]
+        indices, values = tensor._indices(), tensor._values()
+        if len(heights) == 1:
+            return cls(indices[0], values, heights[0])
+        linear = torch.zeros_like(indices[0]) if len(indices) else indices.new_zeros(len(values))
+        for axis, height in zip(indices, heights, strict=True):
+            linear = linear * height + axis
+        return cls(linear, values, math.prod(heights))
+
+    def to_coo(self, shape: Sequence[int] | None = None, *, canonical: bool = False) -> Tensor:
+        """A sparse COO tensor of the given shape (default: `[height, *row_shape]`).
+
+        Args:
+            shape: sizes of the sparse dimensions, whose product is the height, then `row_shape`.
+            canonical: the rows are known to be sorted and unique, so mark the tensor coalesced.
+        """
+        if shape is None:
+            if self.height is None:
+                raise WeftError("rows without a height have no COO form: pass shape=")
+            shape = (self.height, *self.row_shape)
+        heights = list(shape)[: len(shape) - self.values.dim() + 1]
+        if len(heights) == 1:
+            indices = self.indices.unsqueeze(0)
+        else:
+            linear, axes = self.indices, []
+            for height in reversed(heights):
+                axes.append(linear % max(height, 1))
+                linear = linear // max(height, 1)
+            indices = torch.stack(axes[::-1]) if axes else self.indices.new_zeros((0, len(self)))
+        return torch.sparse_coo_tensor(
+            indices, self.values, tuple(shape), is_coalesced=canonical, check_invariants=False
+        )

@@ -1,0 +1,147 @@
+"""One call under way: what a schedule needs to know besides its rows, and where its result goes.
+
+A caller's function or allocator may raise while others are in the middle of the schedule. The
+schedule does not see that: the trouble is noted, the schedule is finished with harmless values,
+and the ranks tell each other afterwards (`Call.trouble`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.ops import Op
+from ..rows import Rows
+from ..wire.base import Wire
+from ..wire.memory import fresh
+from .cost import Load
+from .header import Header
+
+__all__ = ["Allocator", "Call", "Out"]
+
+Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
+"""(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
+
+Out = tuple[Tensor, Tensor] | Allocator | None
+
+
+@dataclass
+class Call:
+    """What every rank knows of a call when its schedule starts.
+
+    Attributes:
+        wire: among whom.
+        op: the reduction; never raises.
+        row_shape: shape of a row.
+        index: dtype of the result's indices.
+        dtype: dtype of the result's values.
+        height: rows of the dense tensor, or None if unknown.
+        out: where the caller wants the result.
+        trouble: what a caller's function raised.
+        target: the caller's own memory, where the result must still be copied to.
+        header: what all ranks together said; known once they agreed.
+        load: what costs are computed from; known once they agreed.
+    """
+
+    wire: Wire
+    op: Op
+    row_shape: tuple[int, ...] = ()
+    index: torch.dtype = torch.int64
+    dtype: torch.dtype = torch.float32
+    height: int | None = None
+    out: Out = None
+    trouble: Exception | None = None
+    target: Rows | None = None
+    header: Header = field(init=False)
+    load: Load = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.op.builtin:
+            self.op = replace(self.op, function=self._guarded(self.op.function))
+
+    @property
+    def wire_index(self) -> torch.dtype:
+        """The dtype of indices on the wire: int32 when all fit."""
+        return torch.int32 if self.load.index == 4 else torch.int64
+
+    @property
+    def partial(self) -> torch.dtype:
+        """The dtype of sums of some ranks' rows."""
+        return self.op.accumulator(self.dtype)
+
+    @property
+    def divisor(self) -> int:
+        """What the result is divided by."""
+        return self.wire.size if self.op.mean else 1
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of values in a chunk."""
+        return max(1, self.load.chunk // max(self.load.row, 1))
+
+    def result(self, count: int) -> Rows:
+        """Memory for a result of so many rows: the caller's where it will do, else fresh."""
+        shape = (count, *self.row_shape)
+        indices = values = None
+        if callable(self.out):
+            try:
+                indices, values = self.out(count, self.row_shape, (self.index, self.dtype))
+                self._check_allocated(indices, values, shape)
+            except Exception as error:
+                self.trouble = self.trouble or error
+                indices = values = None
+        elif self.out is not None and count <= self.out[0].numel():
+            indices, values = self.out[0][:count], self.out[1][:count]
+        if indices is not None and values is not None and values.device.type != "cpu":
+            self.target, indices = Rows(indices, values, self.height), None
+        if indices is None or values is None:
+            indices, values = fresh((count,), self.index), fresh(shape, self.dtype)
+        return Rows(indices, values, self.height)
+
+    def finish(self, partial: Tensor, values: Tensor) -> None:
+        """Write sums to the result: divided, rounded once."""
+        if partial is not values or self.divisor != 1:
+            kernels.finish(partial, values, self.divisor)
+
+    def _check_allocated(self, indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> None:
+        wanted = ((shape[:1], self.index, indices), (shape, self.dtype, values))
+        for wanted_shape, dtype, tensor in wanted:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"out returned {type(tensor).__name__}, not two tensors")
+            if tuple(tensor.shape) != wanted_shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"out returned {tuple(tensor.shape)} of {tensor.dtype} for "
+                    f"{wanted_shape} of {dtype}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError("out returned memory that is not contiguous")
+
+    def _guarded(
+        self, function: Callable[[Tensor, Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        def combine(left: Tensor, right: Tensor) -> Tensor:
+            if self.trouble is not None:
+                return left
+            try:
+                both = function(left, right)
+                if both.shape != left.shape or both.dtype != left.dtype:
+                    raise ValueError(
+                        f"op returned {tuple(both.shape)} of {both.dtype} for two operands of "
+                        f"{tuple(left.shape)} of {left.dtype}"
+                    )
+            except Exception as error:
+                self.trouble = error
+                return left
+            return both
+
+        return combine
+
+
+def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a row's values."""
+    return math.prod(row_shape) * dtype.itemsize

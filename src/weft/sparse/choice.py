@@ -1,0 +1,182 @@
+"""The choice of an algorithm, and the table that explains it.
+
+`auto` takes the algorithm with the smallest predicted time among those that can serve the load
+within the memory a call may use. Everything it looks at came out of the combined header or was
+measured by all ranks together, so every rank chooses alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..agree import is_direct
+from ..errors import WeftError
+from ..wire.base import Wire
+from ..wire.link import Link, measure
+from .cost import Load
+from .header import RowsInHeader
+from .registry import ALGORITHMS, find
+
+__all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained"]
+
+ALONE = "alone"
+"""What "runs" where the group is one rank."""
+
+EAGER = "eager"
+"""What runs where all rows travelled in the opening exchange."""
+
+_SPARE = 64 << 20  # bytes of workspace that a call may use beyond three times its own rows
+_CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
+_CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    algorithm: str
+    messages: int
+    bytes: float
+    milliseconds: float
+    of_bound: float
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `auto` would choose, and why; prints as a table.
+
+    Attributes:
+        chosen: name of the algorithm that would run.
+        load: the sizes it was chosen by.
+        link: the network's figures; None where they were not needed.
+        lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
+            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or why
+            not).
+    """
+
+    chosen: str
+    load: Load
+    link: Link | None
+    lines: tuple[_Line, ...]
+
+    def __str__(self) -> str:
+        load = self.load
+        head = (
+            f"{load.ranks} ranks, {load.total} rows in all (most {load.most}, fewest "
+            f"{load.fewest}), about {load.union} in the result, {load.row} bytes each; "
+            f"bound {load.bound:.0f} bytes a rank"
+        )
+        table = [("algorithm", "messages", "bytes", "ms", "of bound", "")]
+        table += [
+            (
+                line.algorithm,
+                f"{line.messages}",
+                f"{line.bytes:.0f}",
+                f"{line.milliseconds:.2f}",
+                f"{line.of_bound:.2f}",
+                line.verdict,
+            )
+            for line in self.lines
+        ]
+        widths = [max(len(row[column]) for row in table) for column in range(5)]
+        body = []
+        for name, *cells, verdict in table:
+            numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            body.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
+        return "\n".join([head, *([f"link: {self.link}"] if self.link else []), *body])
+
+
+def with_link(wire: Wire, load: Load) -> Load:
+    """The load with the chunk size that suits the wire's link, which is measured if need be."""
+    link = link_of(wire)
+    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
+    return replace(load, chunk=min(max(chunk, _CHUNKS[0]), _CHUNKS[1]))
+
+
+def link_of(wire: Wire) -> Link:
+    """The figures of the wire's network; measured, by all ranks together, the first time."""
+    if wire.link is None:
+        wire.link = measure(wire)
+    return wire.link
+
+
+def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:
+    """Whether all ranks' rows fit in the opening exchange."""
+    return is_direct(wire) and RowsInHeader.fit(load.most, index.itemsize, load.row)
+
+
+def choose(wire: Wire, load: Load, algorithm: str) -> str:
+    """The name of the algorithm for a load that was not served eagerly.
+
+    Raises:
+        WeftError: the algorithm that was asked for cannot serve this load; on every rank.
+    """
+    if wire.size == 1:
+        return ALONE
+    if algorithm != "auto":
+        if reason := find(algorithm).applies(load):
+            raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
+        return algorithm
+    return next(line.algorithm for line in _lines(load, link_of(wire)) if not line.verdict)
+
+
+def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:
+    """The table of all algorithms for a load, with what would run."""
+    if wire.size == 1:
+        return Explanation(ALONE, load, None, ())
+    link = link_of(wire)
+    lines = list(_lines(load, link))
+    if algorithm == "auto" and is_eager(wire, load, index):
+        chosen, others = EAGER, load.ranks - 1
+        size = load.mean * (load.row + index.itemsize)
+        milliseconds = 1e3 * others * (link.alpha + size * link.beta)
+        lines.insert(0, _line(EAGER, others, others * size, milliseconds, load, ""))
+    else:
+        chosen = choose(wire, load, algorithm)
+    best = next(line for line in lines if line.algorithm == chosen).milliseconds
+    lines = [
+        replace(
+            line,
+            verdict="chosen"
+            if line.algorithm == chosen
+            else line.verdict or _slower(line, best, algorithm),
+        )
+        for line in lines
+    ]
+    return Explanation(chosen, load, link, tuple(lines))
+
+
+def _lines(load: Load, link: Link) -> Iterator[_Line]:
+    """All algorithms, quickest first; the verdict says why one cannot be chosen."""
+    found = []
+    for algorithm in ALGORITHMS.values():
+        cost = algorithm.cost(load)
+        reason = algorithm.applies(load)
+        allowed = 3 * load.fewest * load.row + _SPARE
+        if reason is None and cost.memory > allowed:
+            reason = (
+                f"needs {cost.memory / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
+            )
+        milliseconds = 1e3 * cost.seconds(link)
+        found.append(
+            _line(algorithm.name, cost.messages, cost.bytes, milliseconds, load, reason or "")
+        )
+    # microseconds decide, and then the name: every machine rounds these alike
+    return iter(sorted(found, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm)))
+
+
+def _line(
+    name: str, messages: int, nbytes: float, milliseconds: float, load: Load, verdict: str
+) -> _Line:
+    bound = load.bound
+    return _Line(
+        name, messages, nbytes, milliseconds, nbytes / bound if bound > 0 else 1.0, verdict
+    )
+
+
+def _slower(line: _Line, best: float, algorithm: str) -> str:
+    if algorithm != "auto":
+        return f"{algorithm} was asked for"
+    return f"predicted {line.milliseconds / best:.2f}x of the time" if best > 0 else "not needed"

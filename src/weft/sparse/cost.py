@@ -1,0 +1,105 @@
+"""What a call will cost: from the sizes of this call and the figures of this network.
+
+`Load` is what the headers say, `weft.wire.link.Link` what the network is like. Each algorithm
+computes its `Cost` from the load, beside its schedule; a test holds it against what is sent.
+
+The bound: an index that m ranks hold needs m-1 messages to combine its rows at one of its holders
+and P-1 to deliver the sum, so the average rank must receive at least [K + (P-2)·U] / P rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from ..wire.link import Link
+
+__all__ = ["Cost", "Load"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sizes of one call, the same on every rank.
+
+    Attributes:
+        ranks: P.
+        total: K, rows of all ranks, each rank's duplicates removed.
+        most: rows of the rank with most.
+        fewest: rows of the rank with fewest.
+        union: U, rows of the result; an estimate.
+        height: rows of the dense tensor, or None if unknown.
+        row: bytes of a row's values.
+        partial: bytes of a row's values while only some ranks' are added.
+        index: bytes of an index on the wire, 4 or 8.
+        chunk: bytes of values sent at a time.
+        in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
+    """
+
+    ranks: int
+    total: int
+    most: int
+    fewest: int
+    union: int
+    height: int | None
+    row: int
+    partial: int
+    index: int
+    chunk: int = 1 << 18
+    in_order: bool = False
+
+    @property
+    def mean(self) -> float:
+        """k̄, rows of the average rank."""
+        return self.total / self.ranks
+
+    @property
+    def bound(self) -> float:
+        """Bytes that the average rank must receive, an index counted as 4."""
+        return (self.total + (self.ranks - 2) * self.union) / self.ranks * (self.row + 4)
+
+    def union_of(self, ranks: int) -> float:
+        """Rows expected in the sum of that many ranks."""
+        return min(self._places * (1 - (1 - self.mean / self._places) ** ranks), ranks * self.mean)
+
+    def with_union(self, union: int) -> Load:
+        """The same load, with the union's size as it turned out."""
+        return dataclasses.replace(self, union=union)
+
+    @functools.cached_property
+    def _places(self) -> float:
+        """So many places, filled independently at random, would meet in a union of this size."""
+        low, high = max(self.mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
+        if self.union <= low:
+            return low
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            filled = middle * (1 - (1 - min(1.0, self.mean / middle)) ** self.ranks)
+            low, high = (middle, high) if filled < self.union else (low, middle)
+        return high
+
+    def chunks(self, rows: float, row: int) -> int:
+        """Messages in which so many rows of values travel."""
+        return math.ceil(rows / max(1, self.chunk // max(row, 1))) if row else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the average rank does.
+
+    Attributes:
+        messages: sent.
+        bytes: received.
+        merged: bytes of rows that go through kernels.
+        memory: bytes of workspace beyond the result, at the rank with fewest rows.
+    """
+
+    messages: int
+    bytes: float
+    merged: float
+    memory: float = 0.0
+
+    def seconds(self, link: Link) -> float:
+        """Predicted time on that link."""
+        return self.messages * link.alpha + self.bytes * link.beta + self.merged * link.gamma

@@ -1,0 +1,221 @@
+"""The header: what a rank says of its rows when a sparse all-reduce opens.
+
+A header is the body of the statement that `agree` carries. Headers combine, so one made of all
+ranks' headers says everything that the choice of an algorithm depends on, whether it came in one
+round or in log2 P. A rank with few rows sends the rows themselves instead of describing them; when
+all ranks did, the call needs no second round.
+
+Where rows lie is told by *points*: quantiles of a rank's indices, each standing for its share of
+the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import kernels
+from ..agree import BODY
+from ..wire.base import as_bytes
+from ..wire.memory import typed
+from . import sketch
+
+__all__ = ["Header", "RowsInHeader"]
+
+_POINTS = 128  # points of one rank
+_KEPT = 1024  # points of a combined header
+_FIXED = struct.Struct("<9q2?6x")  # 80 bytes: what follows stays aligned
+_NO_LIMIT = 1 << 62
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Header:
+    """What one rank, or some ranks together, said.
+
+    Attributes:
+        total: rows, summed over ranks (after each rank removed its duplicates).
+        most, fewest: rows of the rank with most and of that with fewest.
+        highest: the largest index, -1 if there are no rows.
+        capacity, tightest: rows that the smallest caller's `out` holds, and whose it is.
+        alike: all ranks have the same index set, as far as sketches tell.
+        fallible: somebody passed a function, which may raise.
+        sketch: sample of the union of the index sets, see `sketch`.
+        points, weights: indices, ascending, and how many rows lie from each to the next.
+    """
+
+    total: int
+    most: int
+    fewest: int
+    highest: int
+    capacity: int
+    tightest: int
+    alike: bool
+    fallible: bool
+    sketch: Longs
+    points: Longs
+    weights: Longs
+
+    @classmethod
+    def of(
+        cls, indices: Tensor, rank: int, *, capacity: int | None = None, fallible: bool = False
+    ) -> Header:
+        """The header of one rank, from its sorted, unique indices."""
+        count = indices.numel()
+        parts = min(_POINTS, count)
+        shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
+        return cls(
+            count,
+            count,
+            count,
+            int(indices[-1]) if count else -1,
+            _NO_LIMIT if capacity is None else capacity,
+            rank,
+            True,
+            fallible,
+            kernels.sketch(indices, sketch.SIZE).numpy(),
+            kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
+            np.diff(shares),
+        )
+
+    def pack(self) -> Tensor:
+        """The header as bytes."""
+        fixed = _FIXED.pack(
+            self.total,
+            self.most,
+            self.fewest,
+            self.highest,
+            self.capacity,
+            self.tightest,
+            len(self.sketch),
+            len(self.points),
+            0,
+            self.alike,
+            self.fallible,
+        )
+        parts = [np.frombuffer(fixed, np.uint8)]
+        parts += [part.view(np.uint8) for part in (self.sketch, self.points, self.weights)]
+        return torch.from_numpy(np.concatenate(parts))
+
+    @classmethod
+    def unpack(cls, body: Tensor) -> Header:
+        """A header from bytes, which may be reused afterwards."""
+        raw = body.numpy()
+        fixed = _FIXED.unpack_from(raw.data)
+        total, most, fewest, highest, capacity, tightest, sampled, points, _, alike, fallible = (
+            fixed
+        )
+        longs = raw[_FIXED.size :].view(np.int64).copy()
+        return cls(
+            total,
+            most,
+            fewest,
+            highest,
+            capacity,
+            tightest,
+            alike,
+            fallible,
+            *np.split(longs, [sampled, sampled + points]),
+        )
+
+    def combine(self, other: Header) -> Header:
+        """The header of this one's ranks and of the other's, which are higher."""
+        alike = (
+            self.alike
+            and other.alike
+            and self.most == other.most
+            and np.array_equal(self.sketch, other.sketch)
+        )
+        tighter = self if self.capacity <= other.capacity else other
+        points = np.concatenate([self.points, other.points])
+        weights = np.concatenate([self.weights, other.weights])
+        order = np.argsort(points, kind="stable")
+        return Header(
+            self.total + other.total,
+            max(self.most, other.most),
+            min(self.fewest, other.fewest),
+            max(self.highest, other.highest),
+            tighter.capacity,
+            tighter.tightest,
+            alike,
+            self.fallible or other.fallible,
+            sketch.merge([self.sketch, other.sketch]),
+            *_thinned(points[order], weights[order]),
+        )
+
+    def union(self, height: int | None) -> int:
+        """Rows that the result will have: an estimate, the same on every rank."""
+        if self.alike:
+            return self.most
+        guess = sketch.union_size(self.sketch)
+        return max(self.most, min(guess, self.total, self.total if height is None else height))
+
+
+def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
+    """At most `_KEPT` points, neighbours brought together; the weights' sum stays."""
+    if len(points) <= _KEPT:
+        return points, weights
+    starts = np.arange(_KEPT, dtype=np.int64) * len(points) // _KEPT
+    return points[starts], np.add.reduceat(weights, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInHeader:
+    """A rank's rows, sent in place of its header: sorted, unique indices and their values."""
+
+    indices: Tensor
+    values: Tensor
+    capacity: int | None
+    fallible: bool
+
+    @staticmethod
+    def fit(count: int, index_bytes: int, row_bytes: int) -> bool:
+        """Whether so many rows may travel so."""
+        return _FIXED.size + count * (index_bytes + row_bytes) + 8 <= BODY
+
+    def pack(self) -> Tensor:
+        """The rows as bytes."""
+        count, wide = self.indices.numel(), self.indices.dtype is torch.int64
+        limit = _NO_LIMIT if self.capacity is None else self.capacity
+        # -1 in place of the sketch's length is what tells rows from a header
+        head = _FIXED.pack(count, 0, 0, 0, limit, 0, -1, 0, 0, wide, self.fallible)
+        parts = (np.frombuffer(head, np.uint8), *map(_numpy_bytes, (self.indices, self.values)))
+        start = _FIXED.size + -(-parts[1].size // 8) * 8
+        body = np.empty(start + parts[2].size, np.uint8)
+        body[: _FIXED.size] = parts[0]
+        body[_FIXED.size : _FIXED.size + parts[1].size] = parts[1]
+        body[start:] = parts[2]
+        return torch.from_numpy(body)
+
+    @staticmethod
+    def are_in(body: Tensor) -> bool:
+        """Whether a statement's body holds rows rather than a header."""
+        return bool(_FIXED.unpack_from(body.numpy().data)[6] == -1)
+
+    @classmethod
+    def unpack(cls, body: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> RowsInHeader:
+        """Rows from bytes, as views of them."""
+        count, _, _, _, limit, *_, wide, fallible = _FIXED.unpack_from(body.numpy().data)
+        index = torch.int64 if wide else torch.int32
+        start = _FIXED.size + -(-count * index.itemsize // 8) * 8
+        return cls(
+            typed(body, (count,), index, _FIXED.size),
+            typed(body, (count, *row_shape), dtype, start),
+            None if limit == _NO_LIMIT else limit,
+            fallible,
+        )
+
+    def described(self, rank: int) -> Header:
+        """The header of these rows."""
+        return Header.of(self.indices, rank, capacity=self.capacity, fallible=self.fallible)
+
+
+def _numpy_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = as_bytes(tensor.contiguous()).numpy()
+    return array

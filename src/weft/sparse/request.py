@@ -1,0 +1,225 @@
+"""What the caller asked for, checked on this rank without raising.
+
+A rank that was asked for something wrong must still make its opening statement, or the others
+would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import kernels
+from ..errors import WeftError
+from ..kernels.ops import OPS, Op
+from ..rows import Rows
+from ..wire import link
+from . import registry
+from .call import Out
+
+__all__ = ["Request", "RowsLike"]
+
+RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
+"""A sparse COO tensor, (indices, values), or Rows."""
+
+_NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
+
+
+class _WrongError(Exception):
+    """Carries the sentence of a failed check."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One call's arguments, as far as this rank can make sense of them.
+
+    Attributes:
+        rows: what is to be reduced, on the CPU.
+        distinct: its indices, sorted, and their duplicates.
+        op: the reduction.
+        algorithm: a registered name or "auto".
+        out: where the result is wanted.
+        fields: the fingerprint: what must be equal on all ranks.
+        error: what is wrong, or None.
+        restore: gives a result the form that the rows were given in.
+    """
+
+    rows: Rows = _NOTHING
+    distinct: kernels.Distinct = field(
+        default_factory=lambda: kernels.Distinct(_NOTHING.indices, None, None)
+    )
+    op: Op = OPS["sum"]
+    algorithm: str = "auto"
+    out: Out = None
+    fields: dict[str, object] = field(default_factory=dict)
+    error: str | None = None
+    restore: Callable[[Rows], Any] = lambda rows: rows
+
+    @classmethod
+    def of(
+        cls,
+        rows: object,
+        op: object,
+        algorithm: object,
+        wire_dtype: object,
+        out: object,
+    ) -> Request:
+        """Check the arguments of a call."""
+        request = cls()
+        try:
+            request._take_rows(rows)
+            request._take_op(op)
+            request._take_algorithm(algorithm)
+            if wire_dtype is not None:
+                raise _WrongError(
+                    f"wire_dtype={wire_dtype} is not served by this version: leave it None"
+                )
+            request._take_out(out)
+        except (_WrongError, WeftError) as error:
+            request.error = str(error)
+        return request
+
+    @property
+    def capacity(self) -> int | None:
+        """Rows that the caller's buffers hold, None where that is no limit."""
+        return None if self.out is None or callable(self.out) else self.out[0].numel()
+
+    @property
+    def fallible(self) -> bool:
+        """Whether a function of the caller's takes part."""
+        return callable(self.out) or not self.op.builtin
+
+    def _take_rows(self, given: object) -> None:
+        rows, self.restore = _unwrapped(given)
+        indices, values = rows.indices, rows.values
+        if indices.dim() != 1:
+            raise _WrongError(f"indices have shape {tuple(indices.shape)}: they must be 1-D")
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise _WrongError(f"indices are {indices.dtype}: they must be int32 or int64")
+        if values.dim() == 0 or values.shape[0] != indices.numel():
+            raise _WrongError(
+                f"{indices.numel()} indices come with values of shape {tuple(values.shape)}: "
+                "the first dimension must be the number of indices"
+            )
+        if values.layout != torch.strided:
+            raise _WrongError(f"values have layout {values.layout}: they must be strided")
+        if indices.device != values.device:
+            raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
+        self.rows = Rows(indices.detach().cpu(), values.detach().cpu(), rows.height)
+        self.distinct = kernels.distinct(self.rows.indices)
+        if indices.numel():
+            low, high = (int(self.distinct.indices[end]) for end in (0, -1))
+            if low < 0:
+                raise _WrongError(f"index {low} is negative: indices count from 0")
+            if rows.height is not None and high >= rows.height:
+                raise _WrongError(f"index {high} is outside of a height of {rows.height}")
+        self.fields = {
+            "index dtype": str(indices.dtype),
+            "value dtype": str(values.dtype),
+            "row shape": tuple(values.shape[1:]) if indices.numel() else None,
+            "height": "no height" if rows.height is None else rows.height,
+        }
+
+    def _take_op(self, op: object) -> None:
+        self.op = _op(op)
+        if reason := self.op.refuses(self.rows.values.dtype):
+            raise _WrongError(reason)
+        self.fields["op"] = self.op.name
+
+    def _take_algorithm(self, name: object) -> None:
+        chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
+        if chosen != "auto":
+            registry.find(str(chosen))
+        self.algorithm = self.fields["algorithm"] = str(chosen)
+        said = os.environ.get("WEFT_LINK")
+        self.fields["WEFT_LINK"] = "nothing" if said is None else said
+        if said is not None:
+            link.parse(said)  # raises here rather than when the link is needed
+
+    def _take_out(self, out: object) -> None:
+        if out is None or callable(out):
+            self.out = out
+            return
+        if not (isinstance(out, tuple | list) and len(out) == 2):
+            raise _WrongError(
+                f"out is a {type(out).__name__}: pass (indices, values) or a function that "
+                "allocates them"
+            )
+        values = self.rows.values
+        wanted = (("indices", self.rows.indices.dtype), ("values", values.dtype))
+        for tensor, (name, dtype) in zip(out, wanted, strict=True):
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+                what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise _WrongError(f"out's {name} are {what}: they must be {dtype}")
+            if not tensor.is_contiguous():
+                raise _WrongError(f"out's {name} are not contiguous: results are written in place")
+        indices, space = out
+        if indices.dim() != 1 or space.dim() == 0 or space.shape[0] != indices.numel():
+            raise _WrongError(
+                f"out has indices of shape {tuple(indices.shape)} and values of shape "
+                f"{tuple(space.shape)}: both must hold the same number of rows"
+            )
+        if len(self.rows) and space.shape[1:] != values.shape[1:]:
+            raise _WrongError(
+                f"out's values have row shape {tuple(space.shape[1:])}, the rows have "
+                f"{tuple(values.shape[1:])}"
+            )
+        self.out = (indices, space)
+
+
+def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
+    """The rows that were given, and what gives a result the same form, on the same device."""
+    if isinstance(given, Rows):
+        device = given.values.device
+        return given, lambda rows: Rows(
+            rows.indices.to(device), rows.values.to(device), given.height
+        )
+    if isinstance(given, Tensor):
+        if given.layout != torch.sparse_coo:
+            raise _WrongError(
+                f"rows is a tensor of layout {given.layout}: pass a sparse COO tensor "
+                "(x.to_sparse(1) makes one), (indices, values) or weft.Rows"
+            )
+        shape, sparse = given.shape, given.sparse_dim()
+        device = given.device
+        return Rows.from_coo(given.detach()), lambda rows: Rows(
+            rows.indices.to(device), rows.values.to(device), rows.height
+        ).to_coo(shape[:sparse] + rows.row_shape, canonical=True)
+    if isinstance(given, tuple | list) and len(given) == 2:
+        indices, values = given
+        if isinstance(indices, Tensor) and isinstance(values, Tensor):
+            device = values.device
+            return Rows(indices, values), lambda rows: (
+                rows.indices.to(device),
+                rows.values.to(device),
+            )
+    raise _WrongError(
+        f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
+        "weft.Rows"
+    )
+
+
+def _op(op: object) -> Op:
+    if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        names = {"PRODUCT": "prod"}
+        name = next(
+            (n for n in dist.ReduceOp.RedOpType.__members__ if op == getattr(dist.ReduceOp, n)), "?"
+        )
+        op = names.get(name, name.lower())
+    if isinstance(op, str):
+        if op not in OPS:
+            raise _WrongError(
+                f"op {op!r} is unknown: use one of {', '.join(OPS)}, a torch ReduceOp, or a "
+                "function of two tensors"
+            )
+        return OPS[op]
+    if callable(op):
+        name = getattr(op, "__qualname__", None) or type(op).__qualname__
+        return Op(f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}", op, builtin=False)
+    raise _WrongError(f"op is a {type(op).__name__}: pass a name, a ReduceOp or a function")

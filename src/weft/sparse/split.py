@@ -1,0 +1,106 @@
+"""split: the owner of an index range sums it, then shares the sums.
+
+A sparse reduce-scatter followed by a sparse all-gather, each row received once for each rank that
+holds it, and once more for each that does not own it: within 1 + 1/P of the bound. The index
+ranges are cut so that all owners have equal work, also on skewed data (`owners`).
+
+Index sets go to the owners first. An owner merges them while the first values arrive, and tells
+everybody the indices of its sums; so every rank knows the size of the result, and every row's
+place in it, early. Owners merge chunk by chunk into their part of the result and send each finished
+block straight from there; it is received where it belongs. Workspace is bounded, whatever P is.
+
+Best for overlapping rows or many ranks: the general case.
+
+"SSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3; balanced owners as in Li
+and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+
+from .. import kernels
+from ..rows import Rows
+from ..wire.base import as_bytes
+from .call import Call
+from .cost import Cost, Load
+from .owners import cuts
+from .registry import algorithm
+from .stream import SUMS, IndexLists, Inflow, Own, list_messages, merge_blocks, send_rows
+
+
+def cost(load: Load) -> Cost:
+    others, share = load.ranks - 1, 1 / load.ranks
+    to_owner, sums = load.mean * share, load.union * share
+    return Cost(
+        messages=others
+        * (
+            list_messages(to_owner, load.index)
+            + load.chunks(to_owner, load.row)
+            + list_messages(sums, load.index)
+            + load.chunks(sums, load.row)
+        ),
+        bytes=others * (to_owner + sums) * (load.row + load.index),
+        merged=load.mean * load.row,
+        memory=min(load.mean * load.row, 48 << 20),
+    )
+
+
+@algorithm(cost=cost)
+def split(rows: Rows, call: Call) -> Rows:
+    wire, me, peers = call.wire, call.wire.rank, call.wire.peers
+    indices = rows.indices.to(call.wire_index)
+    ends = torch.searchsorted(indices, indices.new_tensor(cuts(call.header, wire.size))).tolist()
+    part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
+
+    # index sets to their owners, and enough values to keep the link busy behind them
+    lists = IndexLists(wire, {peer: indices[part[peer]] for peer in peers}, peers)
+    step = call.chunk_rows
+    lead = {p: step * -(-len(indices[part[p]]) // (4 * step)) for p in peers}
+    sent = [
+        pending
+        for peer in peers
+        for pending in send_rows(call, peer, rows.values[part[peer]][: lead[peer]])
+    ]
+    runs = lists.wait() | {me: indices[part[me]]}
+    inflows = {peer: Inflow(call, peer, runs[peer].numel()) for peer in peers}
+
+    # what will be summed here, told to all ahead of the bulk of the values
+    order = range(wire.size)
+    union = kernels.union([runs[rank] for rank in order])
+    sums = IndexLists(wire, dict.fromkeys(peers, union.indices), peers)
+    for peer in peers:
+        sent += send_rows(call, peer, rows.values[part[peer]][lead[peer] :])
+
+    # now the result's size is known, and the place of everybody's sums in it
+    summed = sums.wait() | {me: union.indices}
+    offsets = [0, *accumulate(summed[rank].numel() for rank in order)]
+    result = call.result(offsets[-1])
+    place = [slice(a, b) for a, b in pairwise(offsets)]
+    for rank in order:
+        result.indices[place[rank]] = summed[rank]
+    received = []
+    if call.load.row:
+        for peer in peers:
+            theirs = result.values[place[peer]]
+            received += [
+                wire.post((), [(peer, as_bytes(theirs[row : row + step]))], SUMS)
+                for row in range(0, len(theirs), step)
+            ]
+
+    mine = result.values[place[me]]
+    sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
+    for start, stop in merge_blocks(call, [runs[rank] for rank in order], sources, union, mine):
+        if call.load.row:
+            block = as_bytes(mine[start:stop])
+            sent.append(wire.post([(peer, block) for peer in peers], (), SUMS))
+
+    for pending in received + sent:
+        pending.wait()
+    lists.release()
+    sums.release()
+    for inflow in inflows.values():
+        inflow.release()
+    return result

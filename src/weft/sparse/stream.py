@@ -1,0 +1,214 @@
+"""Streams of rows between ranks: the parts that schedules are made of.
+
+* `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
+  fixed cap and says the length; what does not fit in it follows in one message of known size.
+* `Outflow`: one rank's rows on their way to a peer, in chunks.
+* `Inflow`: a peer's rows on their way here, in chunks, in a bounded window of workspace.
+* `merge_blocks`: merges own rows and inflows in rank order, block by block, while later
+  chunks are still on the wire.
+
+Chunks need no headers: once the index lists are known, so is every length. Lists, values and sums
+go on channels of their own, so that each may be posted as soon as its own lengths are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..wire.base import Pending, Wire, as_bytes
+from ..wire.memory import Lease, typed
+from .call import Call
+
+__all__ = ["HEAD", "IndexLists", "Inflow", "Own", "Source", "list_messages", "merge_blocks"]
+
+HEAD = 64 << 10
+"""Bytes of the first message of an index list."""
+
+LISTS, VALUES, SUMS = range(3)
+"""The channels."""
+
+_WINDOW = 48 << 20  # bytes of workspace for all inflows of a rank together
+
+
+def list_messages(count: float, index: int) -> int:
+    """Messages in which a list of so many indices of so many bytes travels."""
+    return 1 if 8 + count * index <= HEAD else 2
+
+
+class IndexLists:
+    """Index lists on their way: one to each of some peers, one from each of some peers."""
+
+    def __init__(self, wire: Wire, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
+        self._wire, self._sources = wire, sources
+        self._leases: list[Lease] = []
+        heads: dict[int, Tensor] = {}  # by the list's address: the same list to all has one head
+        sends: list[tuple[int, Tensor]] = []
+        for peer, indices in lists.items():
+            key = id(indices)
+            if key not in heads:
+                heads[key] = self._head(indices)
+            sends.append((peer, heads[key]))
+            fit = _fitting(indices.dtype)
+            if indices.numel() > fit:
+                sends.append((peer, indices[fit:]))
+        self._dtype = next(iter(lists.values())).dtype if lists else torch.int64
+        self._sent = wire.post(sends)
+        self._incoming = [wire.post((), [(peer, HEAD)]) for peer in sources]
+
+    def _head(self, indices: Tensor) -> Tensor:
+        part = indices[: _fitting(indices.dtype)]
+        lease = self._wire.lease(8 + part.numel() * part.element_size())
+        self._leases.append(lease)
+        typed(lease.tensor, (1,), torch.int64)[0] = indices.numel()
+        typed(lease.tensor, tuple(part.shape), part.dtype, 8).copy_(part)
+        return lease.tensor
+
+    def wait(self) -> dict[int, Tensor]:
+        """The lists by peer; valid until `release()`."""
+        lists: dict[int, Tensor] = {}
+        rests: list[Pending] = []
+        fit = _fitting(self._dtype)
+        for peer, pending in zip(self._sources, self._incoming, strict=True):
+            head = pending.wait()[0]
+            count = int(typed(head, (1,), torch.int64)[0])
+            if count <= fit:
+                lists[peer] = typed(head, (count,), self._dtype, 8)
+                continue
+            lease = self._wire.lease(count * self._dtype.itemsize)
+            self._leases.append(lease)
+            lists[peer] = typed(lease.tensor, (count,), self._dtype)
+            lists[peer][:fit] = typed(head, (fit,), self._dtype, 8)
+            rests.append(self._wire.post((), [(peer, lists[peer][fit:])]))
+        for pending in rests:
+            pending.wait()
+        return lists
+
+    def release(self) -> None:
+        """Wait until all own lists are sent, then give back the memory."""
+        self._sent.wait()
+        for pending in self._incoming:
+            pending.release()
+        for lease in self._leases:
+            lease.release()
+
+
+def _fitting(dtype: torch.dtype) -> int:
+    return (HEAD - 8) // dtype.itemsize
+
+
+class Source(Protocol):
+    """Rows of one rank, to be read once, in order."""
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The values of rows `start` to `stop`, in one or several pieces."""
+
+
+class Own:
+    """This rank's own rows, as a source."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        if stop > start:
+            yield self._values[start:stop]
+
+
+class Inflow:
+    """A peer's rows on their way here.
+
+    Chunks are received into a ring of slots; a slot is free again when the rows after its
+    own are asked for. Where the window holds all of them, everything is posted at once.
+    """
+
+    def __init__(self, call: Call, peer: int, count: int, *, window: int = _WINDOW) -> None:
+        self._call, self._peer, self._count = call, peer, count
+        self._step = call.chunk_rows
+        self._chunks = -(-count // self._step) if call.load.row else 0
+        fair = window // max(1, call.wire.size - 1) // max(1, self._step * call.load.row)
+        self._slots = max(2, min(self._chunks, fair))
+        self._lease = call.wire.lease(min(self._slots, self._chunks) * self._step * call.load.row)
+        rows = min(self._slots, self._chunks) * self._step
+        self._memory = typed(self._lease.tensor, (rows, *call.row_shape), call.dtype)
+        self._posted: list[Pending] = []
+        self._post_until(self._slots)
+
+    def _post_until(self, chunk: int) -> None:
+        for index in range(len(self._posted), min(chunk, self._chunks)):
+            slot = self._slot(index)
+            self._posted.append(self._call.wire.post((), [(self._peer, as_bytes(slot))], VALUES))
+
+    def _slot(self, chunk: int) -> Tensor:
+        rows = min(self._step, self._count - chunk * self._step)
+        first = chunk % self._slots * self._step
+        return self._memory[first : first + rows]
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        if not self._chunks:  # rows without bytes
+            if stop > start:
+                yield self._memory.new_empty((stop - start, *self._call.row_shape))
+            return
+        while start < stop:
+            chunk = start // self._step
+            self._post_until(chunk + self._slots)
+            self._posted[chunk].wait()
+            first = start - chunk * self._step
+            last = min(stop - chunk * self._step, self._step)
+            yield self._slot(chunk)[first:last]
+            start = chunk * self._step + last
+
+    def release(self) -> None:
+        """Give back the workspace; everything must have been read."""
+        self._lease.release()
+
+
+def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
+    """Post all of `values` to a peer, in chunks."""
+    if not call.load.row:
+        return []
+    step = call.chunk_rows
+    return [
+        call.wire.post([(peer, as_bytes(values[first : first + step]))], (), VALUES)
+        for first in range(0, len(values), step)
+    ]
+
+
+def merge_blocks(
+    call: Call,
+    runs: Sequence[Tensor],
+    sources: Sequence[Source],
+    union: kernels.Union,
+    out: Tensor,
+) -> Iterator[tuple[int, int]]:
+    """Merge runs in the given order into `out`; yields each block (start, stop) when it is final.
+
+    Args:
+        call: the call this is for.
+        runs: the sorted indices of each source.
+        sources: where their values come from.
+        union: what `kernels.union(runs)` said.
+        out: `[U, *row_shape]` in the dtype of the result.
+    """
+    step, total = call.chunk_rows, union.indices.numel()
+    starts = torch.arange(0, total, step)
+    first_keys = union.indices[starts]
+    bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
+    direct = call.partial == call.dtype
+    with call.wire.lease(0 if direct else step * call.load.partial) as memory:
+        for block, start in enumerate(starts.tolist()):
+            stop = min(start + step, total)
+            final = out[start:stop]
+            sums = final if direct else typed(memory, tuple(final.shape), call.partial)
+            for run, source in enumerate(sources):
+                row, last = bounds[run][block], bounds[run][block + 1]
+                for piece in source.pieces(row, last):
+                    slots = union.slots[run][row : row + len(piece)]
+                    kernels.combine(sums, slots, piece, call.op, start)
+                    row += len(piece)
+            call.finish(sums, final)
+            yield start, stop

@@ -1,0 +1,54 @@
+"""What a sparse all-reduce must give, by the shortest way there is: for tests of algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.ops import OPS
+from ..rows import Rows
+
+__all__ = ["expected"]
+
+
+def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor] = "sum") -> Rows:
+    """The reduction of all ranks' rows, computed row by row in one process.
+
+    Duplicates of a rank come first, in input order, rounded once; then ranks, in rank order; half
+    precision adds in float32 and rounds at the end. This is the order that weft documents.
+
+    Args:
+        parts: each rank's rows.
+        op: name of an operation, or a function of two `[1, *row_shape]` tensors.
+
+    Example:
+        >>> one = Rows(torch.tensor([4, 1, 4]), torch.tensor([1.0, 2.0, 4.0]))
+        >>> two = Rows(torch.tensor([4]), torch.tensor([8.0]))
+        >>> expected([one, two]).values
+        tensor([ 2., 13.])
+    """
+    dtype = parts[0].values.dtype
+    named = OPS[op] if isinstance(op, str) else None
+    combine = named.function if named else op
+    partial = named.accumulator(dtype) if named else dtype
+    assert callable(combine)
+
+    total: dict[int, Tensor] = {}
+    for rows in parts:
+        mine: dict[int, Tensor] = {}
+        for index, value in zip(rows.indices.tolist(), rows.values.to(partial), strict=True):
+            row = value.unsqueeze(0)
+            mine[index] = combine(mine[index], row) if index in mine else row
+        for index, row in mine.items():
+            rounded = row.to(dtype).to(partial)
+            total[index] = combine(total[index], rounded) if index in total else rounded
+
+    indices = torch.tensor(sorted(total), dtype=parts[0].indices.dtype)
+    if not total:
+        return Rows(indices, parts[0].values[:0], parts[0].height)
+    values = torch.cat([total[index] for index in sorted(total)])
+    if named is not None and named.mean:
+        values = values / len(parts)
+    return Rows(indices, values.to(dtype), parts[0].height)

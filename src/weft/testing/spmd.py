@@ -1,0 +1,132 @@
+"""`@spmd` and `run`: a test body is one rank's program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..errors import WeftError
+from .outcome import Outcome, results
+from .threads import on_threads
+
+__all__ = ["run", "spmd"]
+
+TIMEOUT = 20.0  # seconds that one wait on a wire may last: the machine may be busy
+LIMIT = 45.0  # seconds for a whole body: below the suite's own limit of a minute
+
+
+class _Ranks(Protocol):
+    def __call__(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        timeout: float,
+        limit: float,
+    ) -> list[Outcome]: ...
+
+
+def _gloo(*args: Any, **kwargs: Any) -> list[Outcome]:
+    from .pool import on_pool  # here: most uses need no processes
+
+    return on_pool(*args, **kwargs)
+
+
+_TRANSPORTS: dict[str, _Ranks] = {"threads": on_threads, "gloo": _gloo}
+
+
+def run(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    on: str = "threads",
+    timeout: float = TIMEOUT,
+    limit: float = LIMIT,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `body(wire, *args, **kwargs)` on `size` ranks and return their results, in rank order.
+
+    Inside the body `wire` is also the default wire, so `weft.sparse_all_reduce(rows)` needs no
+    group.
+
+    Args:
+        size: how many ranks.
+        body: one rank's program. On processes: a function of a module, with arguments that can
+            be pickled.
+        on: "threads", or "gloo" for processes that are kept from run to run.
+        timeout: seconds that one wait on the wire may last.
+        limit: seconds that the whole body may take; then it is reported as hanging, with the
+            place where each silent rank is.
+
+    Raises:
+        RankFailure: a process died, or ranks hang.
+        BaseException: what a rank raised; the cause, if it made others fail too.
+
+    Example:
+        >>> run(3, lambda wire, base: base + wire.rank, 10)
+        [10, 11, 12]
+    """
+    __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
+    if on not in _TRANSPORTS:
+        raise WeftError(f"ranks run on {' or '.join(_TRANSPORTS)}, not on {on!r}")
+    ranks = _TRANSPORTS[on]
+    return results(ranks(size, body, args, kwargs, timeout=timeout, limit=limit), on)
+
+
+def spmd(
+    *sizes: int,
+    on: Sequence[str] = ("threads", "gloo"),
+    timeout: float = TIMEOUT,
+    limit: float = LIMIT,
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Make a pytest test of one rank's program, run at each size on each transport.
+
+    The body takes `wire`; its other parameters are pytest's, as in any test, and are given
+    alike to every rank. On "gloo" they travel to other processes, so they must be picklable.
+    See `run` for the options.
+
+    ```python
+    @pytest.mark.parametrize("op", ["sum", "max"])
+    @spmd(1, 2, 3, 4, 7, 8)
+    def test_everybody_gets_the_same(wire, op):
+        ...
+    ```
+    The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on: `-k gloo` runs
+    those on processes.
+    """
+    import pytest  # here: everything else in this package works without
+
+    worlds = [
+        pytest.param((transport, size), id=f"{transport}-{size}")
+        for transport in on
+        for size in sizes
+    ]
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        names = list(signature.parameters)
+        if names[:1] != ["wire"]:
+            raise WeftError(
+                f"{body.__qualname__} takes ({', '.join(names)}): the body of an spmd test is a "
+                "function whose first parameter is wire"
+            )
+        rest = [signature.parameters[name] for name in names[1:]]
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(body)
+        def test(*, world: tuple[str, int], **arguments: Any) -> None:
+            __tracebackhide__ = True
+            transport, size = world
+            run(size, body, on=transport, timeout=timeout, limit=limit, **arguments)
+
+        test.__dict__["__signature__"] = signature.replace(
+            parameters=[world, *rest], return_annotation=None
+        )
+        marked: Callable[..., None] = pytest.mark.parametrize("world", worlds)(test)
+        return marked
+
+    return decorate

@@ -1,0 +1,199 @@
+"""The wire: the transport of one group of ranks, in few verbs.
+
+A wire moves bytes between ranks and knows nothing of rows. An algorithm is written against this
+face alone, so it runs unchanged on processes (`process_group`), on threads (`threads`), and in
+a simulation. To add a wire: subclass `Wire`, implement the abstract methods, and
+run `weft.testing`'s contract against it.
+
+The rules, for every wire:
+
+* Posts between the same two ranks on the same channel match in the order they were made; different
+  pairs of ranks, and different channels, are independent. A send may complete only when it is
+  received.
+* A receive is a tensor to fill, or a maximum number of bytes. What arrives may be shorter than the
+  receive, never longer; the bytes beyond it are undefined, and the wire does not tell how many
+  came: messages whose length varies say so themselves.
+* Nobody sends to itself.
+* Every wait ends: with what was awaited, or within `timeout` seconds with a `WireError` that says
+  which rank waited for what, from which peer, for how long, and which rank is to blame. After
+  that the wire is broken: every later use raises the same verdict at once.
+* One thread at a time uses a wire. `wire.worker` gives calls their turn.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from .counted import Traffic
+from .memory import Lease, Pool
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .worker import Worker
+
+__all__ = ["Pending", "Recv", "Send", "Wire"]
+
+Send = tuple[int, Tensor]
+"""(peer, contiguous CPU tensor of any dtype); it must not change until the post is waited for."""
+
+Recv = tuple[int, Tensor | int]
+"""(peer, contiguous CPU tensor to fill) or (peer, maximum bytes)."""
+
+
+class Pending(abc.ABC):
+    """Some sends and receives under way."""
+
+    @abc.abstractmethod
+    def wait(self) -> list[Tensor]:
+        """Wait until all of them are done; return what was received, in the order asked for.
+
+        Where the receive was a tensor, that tensor; where it was a maximum, a uint8 view of that
+        many bytes, which is leased: valid until `release()`. Waiting again returns the same.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give back the leased views. Only after `wait()`; releasing twice does nothing."""
+
+
+class Wire(abc.ABC):
+    """The transport of one group of ranks.
+
+    Attributes:
+        rank: this rank's number in the group.
+        size: how many ranks there are.
+        timeout: seconds that any one wait may last.
+        host: an opaque name of the machine this rank runs on; ranks with equal names share its
+            cores.
+        memory: the pool that workspaces are leased from.
+        traffic: what was sent so far.
+        doing: the name of the call that is running, "" between calls; the worker sets it.
+        calls: how many calls were started; the worker counts them.
+        sequence: number of the last call that the ranks agreed on.
+        link: figures of the network, once measured (`weft.wire.link`).
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    host: str
+    leave: Callable[[], None] | None = None  # what ends a `with` block, if it is not `close`
+
+    def __init__(self, rank: int, size: int, timeout: float, host: str) -> None:
+        self.rank, self.size, self.timeout, self.host = rank, size, timeout, host
+        self.memory = Pool()
+        self.traffic = Traffic(rank)
+        self.doing = ""
+        self.calls = 0
+        self.sequence = 0
+        self.link: Link | None = None
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self.leave or self.close)()
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> Pending:
+        """Start sending and receiving, in the order given; returns at once.
+
+        Receives are posted before sends. Empty tensors are sent and received like others. Posts
+        on different channels (small numbers) match independently of each other.
+
+        Raises:
+            WireError: the wire is broken or closed.
+        """
+        self.traffic.count(sends)
+        return self._post(sends, recvs, channel)
+
+    @abc.abstractmethod
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+        """`post`, for the wire that implements it."""
+
+    @abc.abstractmethod
+    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
+
+        Every rank gets the same bits. `op` is "sum", "min", "max", "prod", "band", "bor" or
+        "bxor"; int16 and float16 work here even where the transport below refuses them.
+        `wait()` returns `[tensor]`.
+        """
+
+    @abc.abstractmethod
+    def sub(self, ranks: Sequence[int]) -> Wire | None:
+        """A wire of its own among some of the ranks, numbered in the order given.
+
+        Every rank of this wire calls it with the same list; those outside get None.
+        """
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Break the wire, telling every peer that this rank did it and why; returns at once.
+
+        For a rank that cannot finish a schedule that others are in (out of memory, interrupted).
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
+
+    def small_all_gather(self, message: Tensor, cap: int) -> Pending:
+        """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
+
+        `wait()` returns one uint8 tensor for each rank, in rank order; each but the own is `cap`
+        bytes long, so messages say their length themselves.
+        """
+        order = self.peers
+        pending = self.post([(peer, message) for peer in order], [(peer, cap) for peer in order])
+        return _InRankOrder(pending, order, self.rank, message)
+
+    def lease(self, nbytes: int) -> Lease:
+        """Workspace that is best to send from and to receive into."""
+        return self.memory.lease(nbytes)
+
+    @property
+    def worker(self) -> Worker:
+        """The one queue in which calls on this wire take their turn."""
+        if self._worker is None:
+            from .worker import Worker  # here, since a worker holds a wire
+
+            self._worker = Worker(self)
+        return self._worker
+
+
+class _InRankOrder(Pending):
+    def __init__(self, pending: Pending, order: list[int], rank: int, own: Tensor) -> None:
+        self._pending, self._order, self._rank, self._own = pending, order, rank, own
+
+    def wait(self) -> list[Tensor]:
+        received = dict(zip(self._order, self._pending.wait(), strict=True))
+        received[self._rank] = self._own
+        return [received[rank] for rank in sorted(received)]
+
+    def release(self) -> None:
+        self._pending.release()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as uint8, 1-D."""
+    return (
+        tensor.view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )

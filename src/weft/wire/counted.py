@@ -1,0 +1,44 @@
+"""Counting what a wire sends: messages and bytes, in all and to each peer.
+
+`WEFT_TRACE=1` in the environment prints a line for every message, on standard error:
+`weft r0 -> r2  131072 B`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """What one rank sent over one wire since it was made or since `reset`.
+
+    Attributes:
+        messages: number of messages.
+        bytes: bytes in them, without the transport's own framing.
+        to: bytes to each peer that was sent to.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._trace = os.environ.get("WEFT_TRACE", "") not in ("", "0")
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = 0
+        self.bytes = 0
+        self.to: dict[int, int] = {}
+
+    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
+        for peer, tensor in sends:
+            nbytes = tensor.numel() * tensor.element_size()
+            self.messages += 1
+            self.bytes += nbytes
+            self.to[peer] = self.to.get(peer, 0) + nbytes
+            if self._trace:
+                print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)

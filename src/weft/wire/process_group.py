@@ -1,0 +1,210 @@
+"""Wires between processes, over gloo: from a store, from a process group, from a device mesh.
+
+weft's traffic never mixes with the caller's: a wire is its own gloo group, made from the store
+alone (never `new_group`, whose names and order the caller would have to keep). Beside it stand
+the side sockets of `side` and the watcher of `watch`, which name the culprit when something fails.
+
+Best everywhere but among ranks of one host, where shared memory beats TCP.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import WeftError, WireError
+from .process_group_connections import Connections
+from .process_group_wire import ProcessGroupWire
+from .verdict import names
+
+__all__ = ["ProcessGroupWire", "connect", "of", "of_group", "of_mesh"]
+
+_STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
+
+_lock = threading.Lock()
+_entries: weakref.WeakKeyDictionary[dist.ProcessGroup, _Entry] = weakref.WeakKeyDictionary()
+
+
+def connect(
+    store: dist.Store, rank: int, size: int, timeout: float, *, name: str = "world"
+) -> ProcessGroupWire:
+    """Join the ranks of a group into a wire; collective, all with the same name.
+
+    The store is used here and by `sub`, nowhere else: it may die with its host. Wires of
+    one name may be made on one store, one after the other.
+
+    Args:
+        store: any store that all ranks share; all keys begin with `weft/{name}`.
+        rank: this rank, from 0.
+        size: how many ranks there are; one alone opens nothing.
+        timeout: seconds that joining, and then any one wait, may last.
+        name: tells wires that are made at the same time apart.
+
+    Raises:
+        WeftError: the rank is none of them, or this torch has no gloo.
+        WireError: somebody did not come in time.
+
+    Example:
+        >>> import torch
+        >>> wire = connect(dist.HashStore(), 0, 1, timeout=5.0)
+        >>> wire.dense_all_reduce(torch.ones(2), "sum").wait()
+        [tensor([1., 1.])]
+        >>> wire.close()
+    """
+    if not 0 <= rank < size:
+        raise WeftError(f"rank {rank} is none of {size} ranks")
+    if size == 1:
+        return ProcessGroupWire(rank, size, timeout, None, functools.partial(_part, store, timeout))
+    if not dist.is_gloo_available():
+        raise WeftError(f"rank {rank}: this build of torch lacks gloo, which carries weft's bytes")
+    failure: Exception
+    try:
+        generation = store.add(f"weft/{name}/{rank}", 1)
+        space = dist.PrefixStore(f"weft/{name}/{generation}", store)
+        connections = Connections.make(space, rank, size, timeout)
+    except (RuntimeError, OSError) as error:  # of gloo or the store, of the side sockets
+        failure = error
+    else:
+        part = functools.partial(_part, space, timeout)
+        return ProcessGroupWire(rank, size, timeout, connections, part)
+    absent = _absent(store, name, size)
+    who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
+    raise WireError(
+        f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
+        "see that all ranks were started and reach each other",
+        rank=rank,
+        culprit=absent[0] if absent else None,
+    ) from failure
+
+
+def of(group: object) -> ProcessGroupWire:
+    """The wire of a ProcessGroup or of a 1-D DeviceMesh.
+
+    Raises:
+        WeftError: it is neither, or as `of_group` and `of_mesh`.
+    """
+    if isinstance(group, DeviceMesh):
+        return of_mesh(group)
+    if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return of_group(cast(dist.ProcessGroup, group))
+    raise WeftError(
+        f"{type(group).__name__} is no group: pass None, a weft wire, a "
+        "torch.distributed.ProcessGroup or a 1-D DeviceMesh"
+    )
+
+
+def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> ProcessGroupWire:
+    """The wire of a group of the caller's; None is the default group.
+
+    Its first use is collective among the group's ranks and makes the wire, beside the group;
+    later ones return the same, until it is closed. It closes by itself when the group goes.
+
+    Args:
+        group: any group of torch.distributed's, whatever its backend, but for MPI's.
+        timeout: seconds that joining, and any one wait, may last, when the wire is made here;
+            None: the group's own.
+
+    Raises:
+        WeftError: the caller is not in the group, the group was destroyed, or it has no store.
+        WireError: somebody did not come in time.
+    """
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise WeftError("there is no default group: call weft.init() first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
+        me = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        raise WeftError(f"{me}the caller is not in this group: only its ranks may call")
+    with _lock:
+        entry = _entries.get(group)
+        if entry is None:
+            entry = _entries[group] = _Entry()
+    return entry.wire(group, timeout)
+
+
+def of_mesh(mesh: DeviceMesh) -> ProcessGroupWire:
+    """The wire of a 1-D device mesh: that of its group.
+
+    Raises:
+        WeftError: the mesh has more dimensions, or as `of_group`.
+    """
+    if mesh.ndim != 1:
+        raise WeftError(
+            f"a mesh of shape {tuple(mesh.shape)} has {mesh.ndim} dimensions, and a group one: "
+            "pass mesh[name] of one of them"
+        )
+    if mesh.get_coordinate() is None:
+        raise WeftError(f"rank {mesh.get_rank()}: the caller is not in this mesh of {mesh.size()}")
+    return of_group(mesh.get_group())
+
+
+class _Entry:
+    """The wire of one group, once it is made; one thread makes it and others wait for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wire: ProcessGroupWire | None = None
+
+    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> ProcessGroupWire:
+        with self._lock:
+            store = _store(group)
+            if store is None:
+                if self._wire is not None:
+                    self._wire.close()
+                raise WeftError(
+                    f"rank {group.rank()}: this process group was destroyed, or has no store "
+                    "that ranks could meet at: pass a group that is alive, not of MPI"
+                )
+            if self._wire is None or self._wire.closed:
+                limit = _timeout(group) if timeout is None else timeout
+                self._wire = connect(store, group.rank(), group.size(), limit)
+            return self._wire
+
+
+def _store(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store of a group that torch still knows: its own, unlike that of any other group."""
+    try:
+        store: dist.Store | None = distributed_c10d._get_process_group_store(group)
+    except KeyError:
+        return None
+    return store
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Seconds that an operation of the group may last."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return float(distributed_c10d.default_pg_timeout.total_seconds())
+
+
+def _part(store: dist.Store, timeout: float, rank: int, size: int, name: str) -> ProcessGroupWire:
+    return connect(store, rank, size, timeout, name=name)
+
+
+def _absent(store: dist.Store, name: str, size: int) -> list[int]:
+    """The ranks that came less often than others, as far as the store can still tell."""
+    came: dict[int, int] = {}
+
+    def look() -> None:
+        try:
+            for rank in range(size):
+                came[rank] = store.add(f"weft/{name}/{rank}", 0)
+        except RuntimeError:  # the store is gone, so this is not known
+            came.clear()
+
+    thread = threading.Thread(target=look, name="weft store", daemon=True)
+    thread.start()
+    thread.join(_STORE_PATIENCE)
+    if thread.is_alive() or not came:
+        return []
+    latest = max(came.values())
+    return [rank for rank, times in came.items() if times < latest]

@@ -1,0 +1,136 @@
+"""Who is to blame: what ranks say about themselves, and the judgement that follows from it.
+
+Nothing here communicates. `watch` collects the places of the ranks at the deadline of a wait and
+asks `judge`; the verdict it gives is what every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+__all__ = ["Place", "Verdict", "judge", "names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What broke the wire.
+
+    Attributes:
+        culprit: the rank to blame, or None.
+        text: a clause that says what happened, such as "rank 2 died".
+    """
+
+    culprit: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        calls: how many calls it has started.
+        doing: the name of the call that it is in, "" between calls.
+        awaits: the rank that it waits for, None if it does not wait.
+        seconds: for how long it waits or, if it does not, how long ago it last did.
+    """
+
+    calls: int
+    doing: str
+    awaits: int | None
+    seconds: float
+
+    @property
+    def call(self) -> str:
+        """The call it is in, as errors spell it: "call 17 (sparse_all_reduce)"."""
+        return f"call {self.calls} ({self.doing})"
+
+    def __str__(self) -> str:
+        if self.awaits is not None:
+            where = f"in {self.call}" if self.doing else "outside weft"
+            return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s"
+        if self.doing:
+            return f"is in {self.call} and waits for nobody"
+        return f"has been outside weft for {self.seconds:.1f} s"
+
+
+def names(ranks: Sequence[int]) -> str:
+    """The ranks in words.
+
+    Example:
+        >>> names([2]), names([1, 2, 5])
+        ('rank 2', 'ranks 1, 2 and 5')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def judge(me: int, places: Mapping[int, Place], silent: Set[int], left: Set[int]) -> Verdict:
+    """Name the culprit of a wait that did not end in time.
+
+    Args:
+        me: the rank that waited and asks.
+        places: where this rank is, and where those are that answered.
+        silent: those that were asked and did not answer.
+        left: those that said bye before.
+
+    Example:
+        >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(16, "", None, 12.3)
+        >>> judge(0, {0: stuck, 1: busy}, set(), set()).text
+        'rank 1 has not entered call 17 (sparse_all_reduce): it has been outside weft for 12.3 s'
+    """
+    if silent:
+        return _silent(me, places, sorted(silent))
+    chain = [me]
+    while (after := places[chain[-1]].awaits) is not None:
+        if after in left:
+            return Verdict(after, f"rank {after} left")
+        if after in chain or after not in places:
+            return _in_a_circle(me, places)
+        chain.append(after)
+    return _behind(me, chain[-1], places)
+
+
+def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verdict:
+    """Some do not answer. A rank of several that hears nobody suspects itself."""
+    if len(places) == 1 and len(silent) > 1:
+        return Verdict(me, f"rank {me} hears none of the others: its own link is down")
+    do = "does" if len(silent) == 1 else "do"
+    return Verdict(
+        silent[0], f"{names(silent)} {do} not answer (stopped, cut off, or stuck in foreign code)"
+    )
+
+
+def _behind(me: int, last: int, places: Mapping[int, Place]) -> Verdict:
+    """All answered, and the waits lead to a rank that waits for nobody."""
+    mine, its = places[me], places[last]
+    if mine.doing and its.calls < mine.calls:
+        return Verdict(last, f"rank {last} has not entered {mine.call}: it {its}")
+    if mine.doing and its.calls > mine.calls:
+        return Verdict(last, f"rank {last} is past {mine.call} already: it {its}")
+    return Verdict(last, f"rank {last} keeps the others waiting: it {its}")
+
+
+def _in_a_circle(me: int, places: Mapping[int, Place]) -> Verdict:
+    """All answered, and ranks wait for each other: one is in another call, or messages differ."""
+    mine = places[me]
+    calls = {rank: (place.calls, place.doing) for rank, place in places.items()}
+    often = Counter(calls.values())
+    if len(often) == 1:
+        where = f" in {mine.call}" if mine.doing else ""
+        return Verdict(
+            mine.awaits,
+            f"nothing moved between rank {mine.awaits} and rank {me}{where}, though both answer: "
+            "the link is too slow for this timeout, or the ranks disagree on what to send",
+        )
+    # the one furthest behind or, in calls of one number, in the call that fewest are in
+    culprit = min(places, key=lambda rank: (places[rank].calls, often[calls[rank]], -rank))
+    others = [rank for rank in (me, *sorted(places)) if calls[rank] != calls[culprit]]
+    return Verdict(
+        culprit,
+        f"rank {culprit} {places[culprit]}, but rank {others[0]} {places[others[0]]}: "
+        "all ranks must make the same calls in the same order",
+    )

@@ -1,0 +1,363 @@
+"""The watcher: one thread for each wire that notices failures and tells every rank who is to blame.
+
+It sleeps on the side sockets. End-of-file without a "bye" is a death, at once. Nobody sends
+heartbeats: a rank that is paused, or in foreign code, is not suspected as long as nothing is late.
+When a wait reaches its deadline, all ranks are asked where they are; who does not answer, or who
+is not where the others wait for it, is named. The first verdict wins: it is flooded to all ranks,
+logged (a launcher may be about to end this process), and ends the rank's own waits by
+shutting down the connections on which they wait.
+
+The thread costs nothing while all is well: as every wait of a wire may last equally long, it
+wakes up once in that time and looks whether the wait under way, if any, began that long ago.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from .verdict import Place, Verdict, judge
+
+__all__ = ["Wait", "Watch"]
+
+_ANSWER = 0.7  # seconds that ranks get to say where they are
+_LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
+_NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself
+_LONGEST = 1 << 16  # bytes of a message between watchers
+_LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+
+_log = logging.getLogger("weft")
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class Wait(Protocol):
+    """A wait under way, as far as the watcher cares."""
+
+    def peer(self) -> int:
+        """The rank that is waited for."""
+
+
+class Watch:
+    """What one rank knows of the others on one wire.
+
+    Attributes:
+        verdict: what broke the wire, or None.
+        left: the ranks that said bye.
+        waiting: the wait under way, or None.
+        since: when that wait began or, without one, the last ended; as `time.monotonic` tells it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        mesh: Mapping[int, socket.socket],
+        cut: Callable[[], None],
+        call: Callable[[], tuple[int, str]],
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            rank: this rank.
+            timeout: seconds that any one wait may last.
+            mesh: the side sockets, non-blocking.
+            cut: ends this rank's waits; any thread may call it.
+            call: how many calls were started, and the name of the one that runs.
+        """
+        self.rank, self.timeout = rank, timeout
+        self.verdict: Verdict | None = None
+        self.left: set[int] = set()
+        self.waiting: Wait | None = None
+        self.since = time.monotonic()
+        self._forward: int | None = None  # where signals went before this wait; -1: nowhere
+        self._cut, self._call = cut, call
+        self._mesh = dict(mesh)
+        self._read: dict[int, bytes] = dict.fromkeys(mesh, b"")
+        self._lock = threading.RLock()
+        self._settled = threading.Event()
+        self._closed = False
+        self._suspect: tuple[Wait, Verdict] | None = (
+            None  # a wait that failed, and its likely reason
+        )
+        self._inquiry: _Inquiry | None = None
+        self._inquiries = 0
+        self._pardon = (self.since, 0.0)  # the wait that began then may last so much longer
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._wake_fd = self._wake.fileno()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for peer, sock in self._mesh.items():
+            self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, name=f"weft watch {rank}", daemon=True)
+        _watches.add(self)
+        self._thread.start()
+
+    def begin(self, wait: Wait) -> None:
+        """The thread that uses the wire begins to wait; until `end`, Ctrl-C is seen here.
+
+        The interpreter sees a signal only between two of its own steps, and a wait is none.
+        """
+        self.since = time.monotonic()
+        self.waiting = wait
+        if threading.get_ident() == threading.main_thread().ident:  # others see no signals
+            self._forward = signal.set_wakeup_fd(self._wake_fd, warn_on_full_buffer=False)
+
+    def end(self) -> None:
+        """The wait is over, whatever came of it."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            signal.set_wakeup_fd(forward, warn_on_full_buffer=False)
+        self.waiting = None
+        self.since = time.monotonic()
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        """Break the wire for every rank, unless it is broken already; what broke it."""
+        with self._lock:
+            if self.verdict is not None:
+                return self.verdict
+            self.verdict = verdict
+            if self._closed:
+                return verdict
+            for peer in list(self._mesh):
+                self._send(peer, {"verdict": [verdict.culprit, verdict.text]})
+        self._settled.set()
+        _log.error("rank %d: %s", self.rank, verdict.text)
+        self._cut()
+        return verdict
+
+    def explain(self, wait: Wait, error: str) -> Verdict:
+        """The reason why `wait` failed with `error`, found within about a second."""
+        peer = wait.peer()
+        failed = Verdict(
+            peer, f"the link between rank {self.rank} and rank {peer} failed ({error})"
+        )
+        if not self._settled.wait(_NEWS):
+            if peer in self.left:
+                return self.settle(Verdict(peer, f"rank {peer} left"))
+            self._suspect = (wait, failed)
+            self._rouse()
+            self._settled.wait(_ANSWER + _NEWS)
+        return self.verdict or self.settle(failed)
+
+    def close(self) -> None:
+        """Say bye to all, end the thread, close the sockets. Twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self.verdict is None:
+                for peer in list(self._mesh):
+                    self._send(peer, {"bye": True})
+        self._rouse()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._selector.close()
+        for sock in (*self._mesh.values(), self._woken, self._wake):
+            sock.close()
+        self._mesh.clear()
+
+    def _abandon(self) -> None:
+        """In a forked child: close this copy of the sockets, without a word to anybody.
+
+        The peers see a death when the parent dies, not when its last child does.
+        """
+        self._closed = True
+        self.verdict = Verdict(None, "a forked process cannot use the wires of its parent")
+        self._let_go()
+
+    def _rouse(self) -> None:
+        """Wake the thread up."""
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            return  # it has enough to read as it is
+
+    def _send(self, peer: int, message: Mapping[str, object]) -> None:
+        """Send without waiting; whoever cannot take a few bytes is not listening."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            sock = self._mesh.get(peer)
+            try:
+                if sock is None or sock.send(data) == len(data):
+                    return
+                sock.shutdown(socket.SHUT_WR)  # half a message: nothing may follow it
+            except OSError:
+                return  # the reading side will tell
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception as error:  # whatever it is, nobody watches any more
+            _log.exception("rank %d: the watcher failed", self.rank)
+            self.settle(Verdict(self.rank, f"the watcher of rank {self.rank} failed: {error!r}"))
+
+    def _turn(self) -> None:
+        """Sleep until something comes in or falls due, and see to it."""
+        due = self._due()
+        events = self._selector.select(max(0.0, due - time.monotonic()))
+        late = time.monotonic() - due
+        if late > _LATE:
+            self._forgive()
+        for key, _ in events:
+            if key.data is None:
+                self._on_wake()
+            else:
+                self._on_readable(key.data)
+        if self.verdict is None:
+            self._look_at_the_clock()
+
+    def _due(self) -> float:
+        """When to wake up at the latest."""
+        if self.verdict is not None:
+            return time.monotonic() + 3600.0
+        if self._inquiry is not None:
+            return self._inquiry.until
+        waiting, since = self.waiting, self.since
+        if waiting is None:  # one that begins from now on may last as long
+            return time.monotonic() + self.timeout
+        return since + self.timeout + self._pardoned(since)
+
+    def _pardoned(self, since: float) -> float:
+        began, seconds = self._pardon
+        return seconds if began == since else 0.0
+
+    def _forgive(self) -> None:
+        """This rank was paused, and perhaps all were: the wait under way begins anew."""
+        self._pardon = (self.since, time.monotonic() - self.since)
+        self._inquiry = None
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        inquiry, waiting, since = self._inquiry, self.waiting, self.since
+        if self._suspect is not None:
+            waiting = self._suspect[0]
+        if inquiry is not None:
+            if inquiry.about is not waiting:
+                self._inquiry = None  # that wait is over: all is well
+            elif now >= inquiry.until:
+                self._inquiry = None
+                self._judge(inquiry)
+        elif waiting is not None and (
+            self._suspect is not None or now >= since + self.timeout + self._pardoned(since)
+        ):
+            self._ask(waiting)
+
+    def _ask(self, about: Wait) -> None:
+        """Ask all where they are."""
+        self._inquiries += 1
+        asked = set(self._mesh) - self.left
+        self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + _ANSWER, asked)
+        for peer in asked:
+            self._send(peer, {"ask": self._inquiries})
+
+    def _judge(self, inquiry: _Inquiry) -> None:
+        silent = inquiry.asked - set(inquiry.places)
+        places = {self.rank: self._place(), **inquiry.places}
+        if self._suspect is not None and not silent:
+            self.settle(self._suspect[1])
+        else:
+            self.settle(judge(self.rank, places, silent, self.left))
+
+    def _place(self) -> Place:
+        calls, doing = self._call()
+        waiting, since = self.waiting, self.since
+        awaits = None if waiting is None else waiting.peer()
+        return Place(calls, doing, awaits, time.monotonic() - since)
+
+    def _on_wake(self) -> None:
+        try:
+            numbers = self._woken.recv(256)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            forward = self._forward
+            if number and forward is not None and forward >= 0:
+                try:
+                    os.write(forward, bytes([number]))
+                except OSError:
+                    continue  # full or closed: its owner has enough to read, or is gone
+            if number == signal.SIGINT and self.waiting is not None:
+                self._on_interrupt()
+
+    def _on_interrupt(self) -> None:
+        """Ctrl-C: Python raises KeyboardInterrupt as soon as the wait is over, so end it.
+
+        A handler of the program's own may only take a note, so then the wait goes on.
+        """
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.settle(Verdict(self.rank, f"rank {self.rank} was interrupted (SIGINT)"))
+
+    def _on_readable(self, peer: int) -> None:
+        sock = self._mesh[peer]
+        try:
+            data = sock.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._forget(peer)
+            if peer not in self.left:
+                lost = f"the link between rank {self.rank} and rank {peer} is lost ({error})"
+                died = f"rank {peer} died"
+                self.settle(Verdict(peer, lost if error.errno in _LINK else died))
+            return
+        if not data:
+            self._forget(peer)
+            if peer not in self.left:
+                self.settle(Verdict(peer, f"rank {peer} died"))
+            return
+        *lines, rest = (self._read[peer] + data).split(b"\n")
+        self._read[peer] = rest[:_LONGEST]
+        for line in lines:
+            self._on_message(peer, json.loads(line))
+
+    def _forget(self, peer: int) -> None:
+        with self._lock:
+            sock = self._mesh.pop(peer)
+        self._selector.unregister(sock)
+        sock.close()
+
+    def _on_message(self, peer: int, message: dict[str, Any]) -> None:
+        if "verdict" in message:
+            culprit, text = message["verdict"]
+            self.settle(Verdict(culprit, text))
+        elif "bye" in message:
+            self.left.add(peer)
+        elif "ask" in message:
+            place = self._place()
+            here = [place.calls, place.doing, place.awaits, place.seconds]
+            self._send(peer, {"here": here, "to": message["ask"]})
+        elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
+            self._inquiry.places[peer] = Place(*message["here"])
+
+
+class _Inquiry:
+    """A question to all ranks: where are you?"""
+
+    def __init__(self, number: int, about: Wait, until: float, asked: set[int]) -> None:
+        self.number, self.about, self.until, self.asked = number, about, until, asked
+        self.places: dict[int, Place] = {}
+
+
+def _after_fork() -> None:
+    for watch in list(_watches):
+        watch._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,396 @@
+"""weft.init and weft.shutdown: alone, under a launcher, on a group that is there already."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import kernels
+from weft.bootstrap import init as module
+from weft.bootstrap.init import init, shutdown
+from weft.bootstrap.launchers import Launch, detect
+from weft.bootstrap.local import launch
+from weft.errors import WeftError, WireError
+from weft.wire import default, process_group
+
+QUICK = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without a launcher's variables and without a group, and see that none is left."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    shutdown()
+    assert not dist.is_initialized()
+
+
+def total(value: float) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def rows_of(wire: weft.Wire | None = None) -> list[int]:
+    rank = dist.get_rank()
+    indices, _ = weft.sparse_all_reduce(
+        (torch.tensor([rank, 9]), torch.ones(2)), group=wire, algorithm="gather"
+    )
+    return indices.tolist()
+
+
+# Alone.
+
+
+def test_alone_it_is_a_group_of_one() -> None:
+    with init() as wire:
+        assert (wire.rank, wire.size) == (0, 1)
+        assert default.current() is wire
+        assert total(3.0) == 3.0
+        assert rows_of() == [0, 9]
+    assert not dist.is_initialized()
+    with pytest.raises(WeftError, match=r"call weft\.init"):
+        default.current()
+
+
+def test_alone_nothing_can_be_reached_from_outside() -> None:
+    with init():
+        for address in listening():
+            assert address in ("0100007F", "0" * 24 + "01000000"), address  # loopback
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert listening() == []
+
+
+def listening() -> list[str]:
+    """Addresses, in hexadecimal, on which this process accepts connections."""
+    mine = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(os.readlink(fd))
+        except FileNotFoundError:  # the one of this listing
+            continue
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def test_again_and_again_leaves_nothing_behind() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with init():
+        rows_of()
+    before = held()
+    for _ in range(3):
+        with init() as wire:
+            rows_of(wire)
+            wire.worker.submit("nothing", lambda: None).wait()
+    assert held() == before
+
+
+def test_a_second_init_is_the_first() -> None:
+    wire = init(timeout=9)
+    assert init() is wire
+    assert init("gloo", timeout=9) is wire
+    with pytest.raises(WeftError, match="timeout=9, and cannot change to 8"):
+        init(timeout=8)
+    with pytest.raises(WeftError, match="rendezvous=None, and cannot change to 'env://'"):
+        init(rendezvous="env://")
+    assert default.current() is wire
+    shutdown()
+    assert init(timeout=8) is not wire
+
+
+def test_the_timeout_is_the_wire_s_and_the_group_s() -> None:
+    assert init().timeout == 300
+    shutdown()
+    assert init(timeout=7.5).timeout == 7.5
+
+
+def test_shutdown_without_init_and_twice() -> None:
+    shutdown()
+    init()
+    shutdown()
+    shutdown()
+
+
+def test_an_error_in_the_block_shuts_down_too() -> None:
+    with pytest.raises(ZeroDivisionError), init():
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def test_kernels_are_compiled_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    monkeypatch.setattr(module.kernels, "warm", lambda: order.append("warm"))
+    start = module._start_group
+    monkeypatch.setattr(module, "_start_group", lambda *args: (order.append("start"), start(*args)))
+    init()
+    assert order == ["warm", "start"]
+
+
+# On a group that the program has set up.
+
+
+def test_a_group_without_gloo_is_not_one_with_it() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(WeftError, match=r"initialised already with .*leave backend= out"):
+            init("gloo")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for timeout in (None, 6.0, None):
+            with init(timeout=timeout) as wire:
+                assert wire is process_group.of_group(None)
+                assert wire.timeout == (1800.0 if timeout is None else timeout)
+            assert dist.is_initialized()
+            assert total(1.0) == 1.0
+        with pytest.raises(WeftError, match="leave rendezvous= out"):
+            init(rendezvous="env://")
+        with init("gloo"), pytest.raises(WeftError, match="running already, with timeout=1800"):
+            init(timeout=6.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_was_destroyed_is_replaced() -> None:
+    first = init()
+    dist.destroy_process_group()
+    second = init()
+    assert second is not first
+    assert default.current() is second
+    assert rows_of() == [0, 9]
+
+
+def test_ranks_adopt_a_group_together() -> None:
+    assert launch(2, adopting, env=QUICK) == [[0, 1, 9]] * 2
+
+
+def adopting() -> list[int]:
+    dist.init_process_group("gloo")
+    for _ in range(2):  # its wire is closed in between, and made again
+        with init(timeout=20):
+            found = rows_of()
+    assert total(1.0) == 2.0
+    dist.destroy_process_group()
+    return found
+
+
+# Under a launcher.
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_meet_several_times(size: int) -> None:
+    assert launch(size, meeting, env=QUICK) == [[[*range(size), 9]] * 3] * size
+
+
+def meeting() -> list[list[int]]:
+    found = []
+    for number in range(3):
+        with init(timeout=20):
+            assert total(1.0) == int(os.environ["WORLD_SIZE"])
+            if number == 1 and dist.get_rank() == 0:
+                time.sleep(0.2)  # the others are at the next meeting before this one has left
+            found.append(rows_of())
+        assert not dist.is_initialized()
+    return found
+
+
+def test_rank_0_hosts_the_meeting_where_no_launcher_does() -> None:
+    """As when a person sets the variables: the store is rank 0's, and each init uses it anew."""
+    hosted = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    assert launch(2, meeting, env=hosted) == [[[0, 1, 9]] * 3] * 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
+def test_ranks_meet_at_a_rendezvous(url: str, tmp_path: Path) -> None:
+    url = url.format(port=free_port(), folder=tmp_path)
+    env = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    assert launch(2, meeting_at, [url], env=env) == [[0, 1, 9]] * 2
+
+
+def meeting_at(url: str) -> list[int]:
+    with init(rendezvous=url, timeout=20):
+        return rows_of()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout() -> None:
+    launch(2, waiting, env={**QUICK, "WORLD_SIZE": "3"})
+
+
+def waiting() -> None:
+    kernels.warm()
+    began = time.monotonic()
+    with pytest.raises(WireError, match=r"the 3 ranks did not meet at .* within 2 s"):
+        init(timeout=2)
+    assert 1.5 < time.monotonic() - began < 20
+    assert not dist.is_initialized()
+
+
+TORCHRUN = """
+import torch, torch.distributed as dist, weft
+from weft.bootstrap import init as start
+from weft.bootstrap.launchers import detect
+
+with start.init(timeout=30) as wire:
+    assert detect().kind == "torchrun", detect()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    indices, values = weft.sparse_all_reduce((torch.tensor([wire.rank, 5]), torch.ones(2)))
+    print(f"rank {wire.rank} of {wire.size}: {ones.item()} {indices.tolist()} {values.tolist()}")
+"""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = subprocess.run([*command, script], capture_output=True, text=True, timeout=55)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [
+        f"rank {rank} of 2: 2.0 [0, 1, 5] [1.0, 1.0, 2.0]" for rank in range(2)
+    ]
+
+
+# What is refused, with nothing sent.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"backend": "mpi"}, "backend 'mpi' is unknown: use gloo, or nccl"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"rendezvous": "http://somewhere"}, "none of env://, tcp://host:port and file://"),
+        ({"rendezvous": "tcp://host:1"}, "needs RANK and WORLD_SIZE"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], complaint: str) -> None:
+    with pytest.raises(WeftError, match=complaint):
+        init(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_nccl_says_what_it_needs() -> None:
+    with pytest.raises(WeftError, match="'nccl' needs a GPU and a CUDA build of torch"):
+        init("nccl")
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2: ranks start at 0"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1', which is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no whole number"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and no MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "but no MASTER_PORT"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, r"launched by mpirun \(OMPI_COMM_WORLD_SIZE=4\)"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "launched by srun"),
+    ],
+)
+def test_a_wrong_environment(
+    env: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WeftError, match=complaint):
+        init()
+    assert not dist.is_initialized()
+
+
+def test_detect_tells_launchers_apart() -> None:
+    of_two = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert detect(of_two) == Launch("environment", 1, 2, 1, 2)
+    assert detect({**of_two, "TORCHELASTIC_RUN_ID": "x"}).kind == "torchrun"
+    two_hosts = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert detect(two_hosts) == Launch("environment", 3, 4, 1, 2)
+    assert detect({"OMPI_COMM_WORLD_SIZE": "1"}).kind == "alone"
+
+
+# Importing, leaving, forking.
+
+
+def in_python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_importing_weft_starts_nothing() -> None:
+    in_python(
+        "import os, sys, torch, torch.distributed\n"
+        "def held():\n"
+        "    fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
+        "           if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "    return len(os.listdir('/proc/self/task')), sorted(fds)\n"
+        "before = held()\n"
+        "import weft, weft.ddp, weft.bootstrap.init, weft.bootstrap.local\n"
+        "assert held() == before, (before, held())\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+
+
+def test_a_program_may_end_without_shutdown() -> None:
+    out = in_python(
+        "import threading, weft\n"
+        "from weft.bootstrap.init import init\n"
+        "wire = init()\n"
+        "wire.worker.submit('nothing', lambda: None).wait()\n"
+        "print('done')\n"
+    )
+    assert out == "done\n"
+
+
+def test_a_forked_child_does_not_say_goodbye_for_its_parent() -> None:
+    assert launch(2, forking, env=QUICK) == [[0, 1, 9]] * 2
+
+
+def forking() -> list[int]:
+    with init(timeout=20):
+        rows_of()
+        if dist.get_rank() == 0:
+            child = os.fork()
+            if child == 0:
+                shutdown()
+                os._exit(0)
+            os.waitpid(child, 0)
+        return rows_of()

@@ -1,0 +1,364 @@
+"""Launching ranks on this machine: what they are given, what comes back, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.bootstrap import local
+from weft.bootstrap.init import init
+from weft.errors import WeftError, WireError
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not spend the test's time waiting for ranks that will not end by themselves."""
+    monkeypatch.setattr(local, "_GRACE", 0.3)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(pids: list[int], within: float = 10.0) -> bool:
+    until = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+# The programs of a rank.
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ) | {"threads": str(torch.get_num_threads()), "cwd": os.getcwd()}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def identity(thing: object) -> object:
+    return thing
+
+
+def summed() -> float:
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def counting(count: int) -> None:
+    for number in range(count):
+        local.send(number)
+
+
+def speaking(text: str) -> None:
+    print(text, rank())
+    print(text, rank(), file=sys.stderr)
+
+
+def failing(who: int) -> None:
+    if rank() == who:
+        raise LookupError("there is no such thing")
+    local.send(os.getpid())
+    time.sleep(60)
+
+
+def failing_everywhere() -> None:
+    if rank() == 1:
+        time.sleep(0.3)
+        raise LookupError("the cause")
+    raise WireError("an echo", rank=rank(), culprit=1)
+
+
+def dying(number: int) -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), number)
+    raise WireError("rank 1 died", rank=rank(), culprit=1)
+
+
+def leaving() -> None:
+    if rank() == 0:
+        os._exit(3)
+
+
+class Stubborn(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raising_what_cannot_be_pickled() -> None:
+    raise Stubborn(1, 2)
+
+
+def late() -> None:
+    if rank() > 0:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(60)
+        time.sleep(60)  # deaf to the first request
+
+
+def with_a_child() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+        os._exit(0)
+    local.send(child)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def returning_but_not_ending() -> int:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return rank()
+
+
+def interrupted() -> None:
+    local.send(("pid", os.getpid()))
+    times = 0
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        times += 1
+    try:
+        time.sleep(0.5)  # a second one would come now
+    except KeyboardInterrupt:
+        times += 1
+    local.send(("interrupted", times))
+
+
+# The tests.
+
+
+def test_results_come_by_rank() -> None:
+    assert local.launch(3, rank) == [0, 1, 2]
+    assert local.launch(1, identity, ["x"]) == ["x"]
+
+
+def test_large_results_arrive() -> None:
+    ones = torch.ones(1 << 20)
+    for back in local.launch(2, identity, [ones]):
+        assert isinstance(back, torch.Tensor)
+        assert back.equal(ones)
+
+
+def test_a_rank_sees_what_torchrun_would_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_OWN", "kept")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of an outer launcher")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for number, env in enumerate(local.launch(2, environment, env={"EXTRA": "1"})):
+        share = str(max(1, local._cores() // 2))
+        wanted = {
+            "RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(number),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": share,
+            "threads": share,
+            "MY_OWN": "kept",
+            "EXTRA": "1",
+            "cwd": os.getcwd(),
+        }
+        assert {name: env.get(name) for name in wanted} == wanted
+        assert "TORCHELASTIC_RUN_ID" not in env
+
+
+def test_threads_that_are_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [env["threads"] for env in local.launch(2, environment)] == ["3", "3"]
+
+
+def test_the_ranks_meet() -> None:
+    assert local.launch(3, summed) == [3.0, 3.0, 3.0]
+
+
+def test_launches_at_once_do_not_meet_each_other() -> None:
+    sums: dict[int, list[float]] = {}
+    launches = [
+        threading.Thread(target=lambda n=size: sums.update({n: local.launch(n, summed)}))
+        for size in (2, 3)
+    ]
+    for each in launches:
+        each.start()
+    for each in launches:
+        each.join()
+    assert sums == {2: [1.0, 1.0], 3: [3.0, 3.0, 3.0]}
+
+
+def test_messages_come_in_order() -> None:
+    heard: dict[int, list[object]] = {0: [], 1: []}
+    local.launch(2, counting, [50], on_message=lambda number, thing: heard[number].append(thing))
+    assert heard == {0: list(range(50)), 1: list(range(50))}
+
+
+def test_sending_is_for_ranks() -> None:
+    with pytest.raises(WeftError, match="not started by"):
+        local.send("anything")
+
+
+def test_a_rank_writes_where_its_launcher_does(capfd: pytest.CaptureFixture[str]) -> None:
+    local.launch(2, speaking, ["hello from"])
+    captured = capfd.readouterr()
+    for text in captured:
+        assert sorted(text.splitlines()) == ["hello from 0", "hello from 1"]
+
+
+def test_a_launch_needs_a_rank() -> None:
+    with pytest.raises(WeftError, match="at least 1 rank, not 0"):
+        local.launch(0, rank)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_error_keeps_its_type_and_says_where_it_comes_from() -> None:
+    pids: list[int] = []
+    with pytest.raises(LookupError, match="no such thing") as caught:
+        local.launch(3, failing, [1], on_message=lambda number, pid: pids.append(pid))
+    notes = "\n".join(caught.value.__notes__)
+    assert "on rank 1 of 3" in notes
+    assert "in failing" in notes  # the remote traceback
+    assert "rank 0 of 3" in notes and "rank 2 of 3" in notes  # how the others ended
+    assert not any(map(alive, pids))
+
+
+def test_the_cause_is_raised_and_not_its_echoes() -> None:
+    with pytest.raises(LookupError, match="the cause") as caught:
+        local.launch(3, failing_everywhere)
+    assert "rank 2 of 3 raised WireError: an echo" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
+    with pytest.raises(WireError, match=f"rank 1 of 3 was killed by {number.name}") as caught:
+        local.launch(3, dying, [number])
+    assert caught.value.culprit == 1
+    assert "rank 0 of 3 raised WireError: rank 1 died" in "\n".join(caught.value.__notes__)
+
+
+def test_a_rank_that_exits_without_a_result_is_named() -> None:
+    with pytest.raises(WireError, match="rank 0 of 2 exited with status 3"):
+        local.launch(2, leaving)
+
+
+def test_an_error_that_cannot_be_pickled_still_says_what_it_was() -> None:
+    with pytest.raises(RuntimeError, match="Stubborn: 1 and 2"):
+        local.launch(1, raising_what_cannot_be_pickled)
+
+
+def test_a_timeout_names_the_late_ranks() -> None:
+    began = time.monotonic()
+    with pytest.raises(WireError, match=re.escape("not finished after 0.5 s")) as caught:
+        local.launch(3, late, timeout=0.5)
+    assert str(caught.value).endswith("ended: 1, 2")
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_has_its_result_need_not_end_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "_GRACE", 0.3)
+    assert local.launch(2, returning_but_not_ending) == [0, 1]
+
+
+def test_a_rank_ends_with_its_own_children() -> None:
+    pids: list[int] = []
+    with pytest.raises(WireError, match="not finished"):
+        local.launch(1, with_a_child, timeout=0.5, on_message=lambda _, pid: pids.append(pid))
+    assert len(pids) == 1
+    assert gone(pids)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_error_of_the_listener_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def listen(number: int, pid: int) -> None:
+        pids.append(pid)
+        raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        local.launch(2, failing, [-1], on_message=listen)
+    assert gone(pids)
+
+
+def test_an_open_init_is_shut_down_for_a_rank() -> None:
+    told: list[object] = []
+    local.launch(2, initialised, on_message=lambda *message: told.append(message))
+    assert sorted(told) == [(0, "closed"), (1, "closed")]
+
+
+def initialised() -> None:
+    wire = init(timeout=20)  # and never shut down
+    close = wire.close
+    wire.close = lambda: (close(), local.send("closed"))
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, {folder!r})
+import test_local
+from weft.bootstrap import local
+
+if __name__ == "__main__":
+    local.launch(2, test_local.interrupted, on_message=lambda *what: print(*what, flush=True))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    """A script that launches two ranks, which sleep until they are interrupted."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER.format(folder=str(Path(__file__).parent)))
+    return script
+
+
+def started(launcher: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """The launcher under way, and its ranks' process ids."""
+    process = subprocess.Popen(
+        [sys.executable, launcher],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[-1].rstrip(")")) for _ in range(2)]
+    return process, pids
+
+
+def test_ctrl_c_reaches_every_rank_once_and_ends_all(launcher: Path) -> None:
+    process, pids = started(launcher)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
+    out, err = process.communicate(timeout=30)
+    assert sorted(out.split("\n")) == ["", "0 ('interrupted', 1)", "1 ('interrupted', 1)"]
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in err
+    assert gone(pids)
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(launcher: Path) -> None:
+    process, pids = started(launcher)
+    process.kill()
+    process.communicate(timeout=30)
+    assert gone(pids)

@@ -1,0 +1,178 @@
+"""The command line of `weft bench`: what it takes, what it refuses, and its exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from weft.bootstrap.local import launch
+from weft.cli.bench import bench, command
+from weft.cli.bench.cases import CASES, Case
+from weft.cli.bench.measure import Job
+
+APP = typer.Typer()
+APP.command()(bench)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def invoke(*given: str) -> Result:
+    return CliRunner().invoke(APP, list(given))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
+    """The jobs that would have been launched, and on how many ranks."""
+    jobs: list[tuple[Job, int]] = []
+
+    def launched(job: Job, ranks: int, json: Path | None) -> bool:
+        jobs.append((job, ranks))
+        return True
+
+    monkeypatch.setattr(command, "_launch", launched)
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--case", "uniform,nope"], "unknown --case 'nope': there is uniform, zipf, small"),
+        (["--case", ","], "--case names nothing: there is uniform"),
+        (["--algorithm", "nope"], "unknown --algorithm 'nope': there is auto, "),
+        (["--peers", "mpi"], "unknown --peers 'mpi': there is torch, horovod, dense"),
+        (["--op", "mean"], "unknown --op 'mean': there is sum, avg"),
+        (["--dtype", "float"], "unknown --dtype 'float': there is float32"),
+        (["--index-dtype", "int8"], "unknown --index-dtype 'int8': there is int32, int64"),
+        (["--distribution", "flat"], "unknown --distribution 'flat': there is uniform"),
+        (["--ids", "mixed"], "unknown --ids 'mixed': there is frequency, shuffled"),
+        (["--ranks", "0"], "--ranks 0: at least 1"),
+        (["--iters", "0"], "--iters 0"),
+        (["--size", "0"], "--size"),
+        (["--size", "nan"], "--size"),
+        (["--density", "-1"], "--density"),
+        (["--density", "2"], "do not fit"),
+        (["--rows", "5", "--height", "9", "--density", "0.1"], "two of the three"),
+        (["--rows", "20", "--height", "10"], "20 distinct rows do not fit in a height of 10"),
+        (["--link", "fast"], "--link 'fast' is no speed: write it as 1gbit or 250mbit"),
+        (["--link", "0gbit"], "no speed"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
+    ],
+)
+def test_refused_in_one_line_with_status_2(
+    given: list[str], words: str, asked: list[tuple[Job, int]]
+) -> None:
+    result = invoke(*given)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
+    assert asked == []
+
+
+def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = invoke("--ranks", "8")
+    assert result.exit_code == 2 and "a launcher that started 4" in result.stderr
+
+
+def test_under_a_launcher_only_rank_0_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = invoke("--case", "nope")
+    assert result.exit_code == 2 and result.stderr == ""
+
+
+def test_the_usual_job(asked: list[tuple[Job, int]]) -> None:
+    assert invoke().exit_code == 0
+    [(job, ranks)] = asked
+    assert job.cases == tuple(CASES.values()) and ranks == 1
+    assert job.algorithms == ("auto",) and job.peers == ("torch", "horovod", "dense")
+    assert job.check and job.link is None and job.iters == 10
+
+
+def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
+    given = "--case zipf,full --size 0.1 --ranks 3 --algorithm all --peers none --link 250mbit"
+    more = "--ids shuffled --no-check --seed 5 --iters 2 --warmup 0 --timeout 9 --op avg"
+    assert invoke(*given.split(), *more.split()).exit_code == 0
+    [(job, ranks)] = asked
+    assert ranks == 3 and job.peers == ()
+    assert [case.name for case in job.cases] == ["zipf", "full"]
+    assert [(case.rows, case.height) for case in job.cases] == [(5000, 100_000), (6000, 10_000)]
+    assert all(case.ids == "shuffled" and case.op == "avg" for case in job.cases)
+    assert {"auto", "gather", "split", "doubling", "dense"} <= set(job.algorithms)
+    assert (job.link, job.seed, job.iters, job.warmup, job.timeout) == (250e6, 5, 2, 0, 9.0)
+    assert not job.check
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--rows 7 --height 70", Case("own", 7, 70)),
+        ("--height 70 --density 0.1 --width 1", Case("own", 7, 70, width=1)),
+        ("--rows 7 --density 0.1", Case("own", 7, 70)),
+        (
+            "--rows 9 --height 5 --distribution zipf --dtype int8 --index-dtype int32",
+            Case("own", 9, 5, distribution="zipf", dtype="int8", index_dtype="int32"),
+        ),
+        ("--case wide --rows 7 --values normal", Case("wide", 7, 100_000, 1024, values="normal")),
+    ],
+)
+def test_own_sizes(given: str, expected: Case, asked: list[tuple[Job, int]]) -> None:
+    assert invoke(*given.split()).exit_code == 0
+    assert asked[0][0].cases == (expected,)
+
+
+def test_wrong_results_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_launch", lambda *_: False)
+    assert invoke().exit_code == 1
+
+
+def test_it_launches_measures_prints_and_writes(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    given = "--ranks 2 --case small,full --size 0.02 --iters 2 --warmup 0 --algorithm auto,split"
+    result = invoke(*given.split(), "--json", str(file))
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
+    assert [line[0] for line in lines] == ["small"] * 5 + ["full"] * 5
+    assert [line[3] for line in lines[:5]] == [
+        *("weft:auto", "weft:split"),
+        *("torch", "horovod", "dense"),
+    ]
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert found["head"]["ranks"] == 2
+    assert [row["status"] for row in found["rows"]] == ["ok"] * 10
+
+
+def as_a_rank(given: list[str]) -> tuple[int, str, str]:
+    """The command in a process that a launcher has told its rank."""
+    result = invoke(*given)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_under_a_launcher_each_process_is_a_rank(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    given = "--case small --size 0.02 --iters 1 --peers torch --json"
+    zero, one = launch(2, as_a_rank, ([*given.split(), str(file)],), timeout=50)
+    assert zero[0] == 0 and one == (0, "", "")
+    lines = [line.split() for line in zero[1].splitlines() if not line.startswith("#")]
+    assert [line[3] for line in lines] == ["weft:auto", "torch"]
+    assert len(json.loads(file.read_text())["rows"]) == 2
+
+
+def test_the_command_line_starts_without_what_it_may_not_need() -> None:
+    code = (
+        "import sys; from weft.cli.bench import bench;"
+        "heavy = {'numba', 'rich.live', 'weft.cli.bench.measure', 'weft.cli.bench.cases'};"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

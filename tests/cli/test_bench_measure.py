@@ -1,0 +1,201 @@
+"""One rank's program of `weft bench`, on real processes: who is right, who is wrong, how long."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.bootstrap.local import launch
+from weft.cli.bench.cases import CASES, Case, indices, values
+from weft.cli.bench.contenders import DENSE_LIMIT, peer, weft_by
+from weft.cli.bench.measure import Job, run
+from weft.cli.bench.oracle import answer, sizes
+from weft.cli.bench.results import Head, Row
+
+PEERS = ("torch", "horovod", "dense")
+TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
+Found = list[Head | Row | str]
+
+
+def found_by(job: Job) -> tuple[bool, Found]:
+    found: Found = []
+    return run(job, found.append), found
+
+
+def the_rows(found: Found) -> dict[tuple[str, str], Row]:
+    return {(row.case, row.name): row for row in found if isinstance(row, Row)}
+
+
+def test_all_contenders_are_right_and_timed() -> None:
+    cases = (TINY, *(CASES[name].scaled(0.002) for name in ("scalar", "identical", "full")))
+    job = Job(cases, ("auto", "split", "gather"), PEERS, iters=3, warmup=1, link=1e9)
+    results = launch(3, found_by, (job,), timeout=50)
+    assert [right for right, _ in results] == [True] * 3
+    assert [found for _, found in results[1:]] == [[], []]  # only rank 0 speaks
+    found = results[0][1]
+    head = found[0]
+    assert isinstance(head, Head)
+    assert (head.ranks, head.hosts, head.link) == (3, 1, 1e9)
+    rows = the_rows(found)
+    assert len(rows) == len(cases) * 6
+    for case in cases:
+        counted = sizes(case, 3, 0)
+        for (name, who), row in rows.items():
+            if name == case.name:
+                assert row.status == "ok", row.why
+                assert len(row.seconds) == 3 and min(row.seconds) > 0
+                assert (row.total, row.union) == (counted.total, counted.union)
+                assert set(row.times) == set(PEERS) - {who}
+                assert row.bound_seconds == pytest.approx(row.bound_bytes * 8e-9)
+        split = rows[case.name, "weft:split"]
+        assert split.chosen == "split" and split.sent_bytes and split.messages
+        assert rows[case.name, "torch"].sent_bytes is None
+        # the bound is what has to be received; the whole group sends what it receives
+        assert split.bytes_ratio is not None and split.bytes_ratio >= 1
+
+
+def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]]:
+    """As `found_by`, where weft adds 1 to a value on that rank (None: all) from a call on."""
+    import weft
+
+    real: Callable[..., Any] = weft.sparse_all_reduce
+    calls = 0
+
+    def faulty(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        result = real(*given, **named)
+        calls += 1
+        if calls >= since and rank in (None, dist.get_rank()):
+            result.values[0] += 1
+        return result
+
+    weft.sparse_all_reduce = faulty
+    right, found = found_by(job)
+    return right, [row for row in found if isinstance(row, Row)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "since", "words"),
+    [
+        (None, 1, "rank 0: 5 of"),
+        (1, 1, "the bits on ranks [1] are not those on rank 0"),
+        (1, 3, "the last iteration differs"),
+    ],
+)
+def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> None:
+    job = Job((TINY,), ("gather",), ("torch",), iters=2, warmup=0)
+    results = launch(2, with_faults, (job, rank, since), timeout=50)
+    assert [right for right, _ in results] == [False, False]  # all exit with the same status
+    weft_row, torch_row = results[0][1]
+    assert weft_row.status == "wrong" and words in weft_row.why
+    assert weft_row.median is None and torch_row.status == "ok"
+    assert torch_row.times == {}
+
+
+def with_a_slow_rank(job: Job) -> tuple[bool, Found]:
+    """As `found_by`, where weft's calls take rank 1 a while longer than the others."""
+    import weft
+
+    real: Callable[..., Any] = weft.sparse_all_reduce
+
+    def slow(*given: Any, **named: Any) -> Any:
+        result = real(*given, **named)
+        time.sleep(0.3 * (dist.get_rank() == 1))
+        return result
+
+    weft.sparse_all_reduce = slow
+    return found_by(job)
+
+
+def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
+    job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
+    rows = the_rows(launch(2, with_a_slow_rank, (job,), timeout=50)[0][1])
+    assert min(rows["tiny", "weft:gather"].seconds) >= 0.3
+
+
+def test_no_check_means_no_check() -> None:
+    job = Job((TINY,), ("gather",), (), iters=1, warmup=0, check=False)
+    [(right, rows)] = launch(1, with_faults, (job, None, 1), timeout=50)
+    assert right and rows[0].status == "ok"
+
+
+def test_every_kind_of_data() -> None:
+    cases = (
+        replace(TINY, name="mean", op="avg"),
+        replace(TINY, name="real", values="normal"),
+        replace(TINY, name="most", op="max", dtype="float64"),
+        replace(TINY, name="half", dtype="bfloat16", index_dtype="int32"),
+        replace(TINY, name="sign", op="prod", dtype="int32"),
+        replace(TINY, name="bits", op="bxor", dtype="uint8"),
+    )
+    job = Job(cases, ("auto", "split"), PEERS, iters=1, warmup=0)
+    rows = the_rows(launch(2, found_by, (job,), timeout=50)[0][1])
+    for case in cases:
+        for name in ("weft:auto", "weft:split"):
+            assert rows[case.name, name].status == "ok", rows[case.name, name].why
+        sums = case.op in ("sum", "avg")
+        for name in PEERS:
+            row = rows[case.name, name]
+            assert row.status == ("ok" if sums else "refused"), row.why
+            assert sums or f"{name} has no {case.op}" in row.why
+
+
+def test_what_does_not_serve_is_refused_with_the_reason() -> None:
+    cases = (
+        replace(TINY, dtype="float16"),
+        replace(TINY, height=DENSE_LIMIT // 20 + 1, name="tall"),
+    )
+    job = Job(cases, ("gather",), PEERS, iters=1, warmup=0)
+    right, found = launch(2, found_by, (job,), timeout=50)[0]
+    rows = the_rows(found)
+    assert right  # refusing is not being wrong
+    assert rows["tiny", "weft:gather"].status == "ok"
+    assert rows["tiny", "torch"].status == "refused" and rows["tiny", "torch"].why
+    assert rows["tall", "dense"].status == "refused" and "MiB" in rows["tall", "dense"].why
+    assert rows["tall", "torch"].status == "ok"
+
+
+def unchanged(case: Case) -> bool:
+    """Whether the rows are as before after everybody has had them."""
+    import weft
+
+    with weft.init():
+        own = indices(case, dist.get_rank(), 0), values(case, dist.get_rank(), 0)
+        before = own[0].clone(), own[1].clone()
+        right = answer(case, dist.get_world_size(), 0, rounds=False)
+        for contender in (weft_by("auto", case, *own), *(peer(name, case, *own) for name in PEERS)):
+            assert not isinstance(contender, str)
+            for _ in range(2):
+                parts = contender.parts(contender.call(contender.prepare()))
+                assert contender.fault(parts, right) is None
+        return torch.equal(own[0], before[0]) and torch.equal(own[1], before[1])
+
+
+def test_nobody_changes_the_data_of_the_next() -> None:
+    assert launch(2, unchanged, (TINY,), timeout=50) == [True, True]
+
+
+def uneven(case: Case) -> str | None:
+    """Horovod's way with as many rows as the rank's number, so that all are padded but one."""
+    import weft
+
+    with weft.init():
+        rank = dist.get_rank()
+        own = torch.arange(rank), torch.full((rank, 5), float(rank + 1))
+        contender = peer("horovod", case, *own)
+        assert not isinstance(contender, str)
+        got = contender.parts(contender.call(contender.prepare()))
+        dense = torch.zeros(3, 5)
+        for other in range(dist.get_world_size()):
+            dense[:other] += other + 1
+        count = dist.get_world_size() - 1
+        right = torch.equal(got[0], torch.arange(count)) and torch.equal(got[1], dense[:count])
+        return None if right else str(got)
+
+
+def test_horovods_way_pads_what_is_uneven() -> None:
+    assert launch(3, uneven, (replace(TINY, height=3),), timeout=50) == [None] * 3

@@ -1,0 +1,231 @@
+"""When machine code is made, by whom, where it is kept; and that all works without."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.kernels import cache
+
+HEAD = """
+import sys, torch
+from weft import kernels
+from weft.kernels.compile import compiler
+from weft.kernels.ops import OPS
+SUM = OPS["sum"]
+def work():
+    found = kernels.distinct(torch.tensor([7, 2, 7]))
+    values = torch.tensor([1.0, 2.0, 4.0])
+    assert kernels.reduce(values, found, SUM).tolist() == [2.0, 5.0]
+    indices, values = kernels.merge([(found.indices, torch.ones(2))] * 2, SUM)
+    assert indices.tolist() == [2, 7] and values.tolist() == [2.0, 2.0]
+SMALL_SET = ("value", "f32", "f32", "sum", "f32")
+def ready():
+    return kernels.ready(torch.int64, torch.float32, SUM)
+"""
+
+
+def start(body, tmp_path, **env):
+    """A Python of its own, with a home that holds nothing yet."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("WEFT_", "NUMBA_", "XDG_"))}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", HEAD + body],
+        env={**keep, "HOME": str(home), "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(body, tmp_path, **env):
+    process = start(body, tmp_path, **env)
+    output, _ = process.communicate(timeout=55)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_importing_weft_kernels_does_not_import_numba(tmp_path):
+    run("assert 'numba' not in sys.modules, 'numba'", tmp_path)
+
+
+def test_without_numba_the_reference_serves(tmp_path):
+    block = "sys.modules['numba'] = None\n"
+    output = run(block + "kernels.warm(); work(); print(ready(), kernels.describe())", tmp_path)
+    assert output.startswith("False torch operations (numba cannot be imported")
+
+
+def test_a_broken_numba_is_like_none(tmp_path):
+    (tmp_path / "numba.py").write_text("raise SystemError('numpy is too new')")
+    body = "kernels.warm(); work(); print(ready(), kernels.describe())"
+    output = run(body, tmp_path, PYTHONPATH=path_with(tmp_path))
+    assert output.startswith("False torch operations (numba cannot be imported: numpy is too new")
+
+
+def path_with(folder):
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
+def test_the_environment_can_keep_to_the_reference(tmp_path):
+    body = "kernels.warm(); work(); print('numba' in sys.modules, ready(), kernels.describe())"
+    output = run(body, tmp_path, WEFT_KERNELS="reference")
+    assert output.startswith("False False torch operations (WEFT_KERNELS=reference)")
+
+
+def test_the_first_calls_do_not_wait(tmp_path):
+    """The reference serves while a thread compiles, which ends with the interpreter."""
+    body = """
+compiler._making.acquire()  # a compiler that takes for ever
+work()
+assert compiler._thread.is_alive() and not ready()
+compiler._making.release()
+"""
+    run(body, tmp_path)
+
+
+def test_the_background_makes_what_was_asked_for(tmp_path):
+    body = """
+import time
+end = time.monotonic() + 50
+while not ready() and time.monotonic() < end:
+    work()
+    time.sleep(0.05)
+assert ready()
+work()
+"""
+    run(body, tmp_path)
+
+
+def test_another_process_loads_what_one_compiled(tmp_path):
+    body = """
+compiler.make(SMALL_SET)
+assert compiler.made(SMALL_SET)
+print(kernels.describe())
+"""
+    where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
+    assert f"kept in {tmp_path}/cache/kernels;" in run(body, tmp_path, **where)
+    directory = tmp_path / "cache" / "kernels"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    made = sorted(path.name for path in directory.iterdir())
+    assert any(name.endswith(".nbc") for name in made)
+    no_compiler = """
+import numba.core.compiler
+def refuse(*args, **kwargs): raise AssertionError("compiled again")
+numba.core.compiler.compile_extra = refuse
+"""
+    run(no_compiler + body, tmp_path, **where)
+    assert sorted(path.name for path in directory.iterdir()) == made
+
+    for path in directory.glob("*.nb?"):  # and damage is repaired
+        path.write_bytes(path.read_bytes()[:-20] if path.suffix == ".nbc" else b"nonsense")
+    run(body, tmp_path, **where)
+    run(no_compiler + body, tmp_path, **where)
+
+
+def test_one_process_compiles_and_the_others_wait(tmp_path):
+    body = """
+import numba.core.compiler
+before, count = numba.core.compiler.compile_extra, []
+numba.core.compiler.compile_extra = lambda *a, **k: count.append(1) or before(*a, **k)
+compiler.make(SMALL_SET)
+assert compiler.made(SMALL_SET)
+print(len(count))
+"""
+    where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
+    together = [start(body, tmp_path, **where) for _ in range(3)]
+    outputs = [process.communicate(timeout=55)[0] for process in together]
+    assert [process.returncode for process in together] == [0] * 3, outputs
+    alone = tmp_path / "alone"
+    assert sum(map(int, outputs)) == int(run(body, tmp_path, WEFT_CACHE_DIR=str(alone)))
+
+
+def test_without_a_cache_it_compiles(tmp_path):
+    body = """
+compiler.make(SMALL_SET)
+assert compiler.made(SMALL_SET)
+print(kernels.describe())
+"""
+    (tmp_path / "file").write_text("")
+    output = run(body, tmp_path, WEFT_CACHE_DIR=str(tmp_path / "file"))
+    assert "kept in no cache" in output
+
+
+def test_a_home_that_cannot_be_written_to(tmp_path):
+    """The directory for temporary files serves; root can write everywhere, so /proc it is."""
+    body = "print(kernels.describe())"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    output = run(body, tmp_path, HOME="/proc/1", TMPDIR=str(temporary))
+    assert f"kept in {temporary}/weft-{os.geteuid()}/kernels" in output
+
+
+def test_exit_while_compiling_is_quiet(tmp_path):
+    assert run("work()", tmp_path) == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_works(tmp_path):
+    body = """
+import os, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
+work()  # the compiler is at work
+child = os.fork()
+if child == 0:
+    work()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+"""
+    run(body, tmp_path)
+
+
+# Whose directory it may be.
+
+
+def test_a_directory_that_is_not_private_is_refused(tmp_path):
+    (tmp_path / "kernels").mkdir(mode=0o755)
+    (tmp_path / "kernels").chmod(0o755)
+    with pytest.raises(PermissionError, match="is not a private directory"):
+        cache._private(tmp_path / "kernels")
+
+
+def test_a_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="is not a private directory"):
+        cache._private(tmp_path / "kernels")
+
+
+def test_a_directory_that_others_could_swap_is_refused(tmp_path):
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"others may rename what is in {parent}"):
+        cache._private(parent / "kernels")
+    parent.chmod(0o1777)  # sticky, as /tmp
+    assert cache._private(parent / "kernels") == parent / "kernels"
+
+
+def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
+    path = cache._private(tmp_path / "kernels")
+    monkeypatch.setattr(cache, "_user", lambda: os.geteuid() + 1)
+    with pytest.raises(PermissionError):
+        cache._private(path)
+
+
+def test_the_stamp_covers_every_file_that_is_compiled():
+    """Whatever the loops import of ours must be in it, else old machine code would be used."""
+    here = Path(cache.__file__).parent
+    for name in cache._SOURCES:
+        imports = [
+            line.split()[1].lstrip(".") + ".py"
+            for line in (here / name).read_text().splitlines()
+            if line.startswith("from .")
+        ]
+        assert set(imports) <= set(cache._SOURCES)

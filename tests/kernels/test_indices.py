@@ -1,0 +1,228 @@
+"""Sorting, uniting and sampling indices: machine code, reference and Python agree."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weft import kernels
+from weft.kernels import cpu_indices, pool, reference
+from weft.kernels.ops import OPS
+
+DTYPES = [torch.int32, torch.int64]
+SOME = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    kernels.warm((dtype, torch.float32, OPS["sum"]) for dtype in DTYPES)
+    assert all(kernels.ready(dtype, torch.float32, OPS["sum"]) for dtype in DTYPES)
+
+
+@pytest.fixture(params=[1, 3, 8])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(pool, "share", lambda nbytes: request.param)
+
+
+def heights(dtype):
+    widest = 31 if dtype is torch.int32 else 62
+    return st.one_of(st.integers(1, 300), st.integers(1, widest).map(lambda bits: 2**bits - 1))
+
+
+def ids_of(generator, count, height, dtype):
+    return torch.tensor([generator.randrange(height) for _ in range(count)], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@SOME
+@given(data=st.data(), count=st.integers(0, 300), seed=st.integers(0, 2**32))
+def test_distinct(threads, dtype, data, count, seed):
+    ids = ids_of(random.Random(seed), count, data.draw(heights(dtype)), dtype)
+    shape = data.draw(st.sampled_from(["any", "sorted", "unique", "shuffled", "negative"]))
+    if shape == "sorted":
+        ids = ids.sort().values
+    elif shape in ("unique", "shuffled"):
+        ids = ids.unique()
+        ids = ids.flip(0) if shape == "shuffled" else ids
+    elif shape == "negative":
+        ids = -ids
+    check_distinct(ids, reference.distinct(ids))
+    found = cpu_indices.distinct(ids)
+    if found is not None:
+        check_distinct(ids, found)
+    else:  # index and position together exceed a word
+        assert int(ids.max() - ids.min()) >= 2**54
+        found = kernels.distinct(ids)
+        check_distinct(ids, found)
+
+
+def check_distinct(ids, found):
+    """The contract, in plain Python."""
+    given = ids.tolist()
+    places = sorted(range(len(given)), key=lambda i: given[i])
+    values = sorted(set(given))
+    assert found.indices.tolist() == values and found.indices.dtype == ids.dtype
+    if given == sorted(given):
+        assert found.order is None
+    else:
+        assert found.order.tolist() == places and found.order.dtype == torch.int64
+    if len(values) == len(given):
+        assert found.starts is None
+    else:
+        starts = [sum(other < value for other in given) for value in values]
+        assert found.starts.tolist() == [*starts, len(given)]
+    if given == values:
+        assert found.indices is ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@SOME
+@given(data=st.data(), runs=st.integers(1, 9), seed=st.integers(0, 2**32))
+def test_union(threads, dtype, data, runs, seed):
+    generator = random.Random(seed)
+    height = data.draw(heights(dtype))
+    counts = [generator.choice([0, 1, 5, 60]) for _ in range(runs)]
+    several = [ids_of(generator, count, height, dtype).unique() for count in counts]
+    check_union(several, reference.union(several))
+    check_union(several, cpu_indices.union(several))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@SOME
+@given(runs=st.integers(2, 9), height=st.integers(1, 500), seed=st.integers(0, 2**32))
+def test_both_ways_to_unite(threads, monkeypatch, dense, runs, height, seed):
+    monkeypatch.setattr(cpu_indices, "_dense", lambda words, total, runs: dense)
+    generator = random.Random(seed)
+    several = [ids_of(generator, 40, height, torch.int64).unique() for _ in range(runs)]
+    check_union(several, cpu_indices.union(several))
+
+
+def check_union(runs, union):
+    together = sorted(set().union(*(run.tolist() for run in runs)))
+    assert union.indices.tolist() == together and union.indices.dtype == runs[0].dtype
+    met = set()
+    for run, slots in zip(runs, union.slots, strict=True):
+        places = [together.index(index) for index in run.tolist()]
+        expected = [p if together[p] in met else ~p for p in places]
+        assert slots.tolist() == expected and slots.dtype == torch.int32
+        met.update(run.tolist())
+
+
+def test_a_union_of_one_is_a_copy():
+    run = torch.tensor([1, 5, 9])
+    union = kernels.union([run])
+    assert union.indices.tolist() == [1, 5, 9]
+    assert union.indices.data_ptr() != run.data_ptr()  # the run may be leased memory
+
+
+def test_an_unsorted_run_is_named():
+    runs = [torch.arange(100), torch.tensor([5, 300, 7])]
+    with pytest.raises(ValueError, match="run 1 of 2 is not sorted"):
+        kernels.union(runs)
+
+
+@pytest.mark.parametrize("threads_of_torch", [1, 4])
+def test_large_inputs_agree(threads_of_torch):
+    """Large enough to be cut for threads without being told to."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of_torch)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(10**6, (400_000,), generator=generator)
+        ours, expected = cpu_indices.distinct(ids), reference.distinct(ids)
+        assert all(map(torch.equal, ours, expected))
+        skewed = (ids.double() / 10**6).pow(12).mul(10**6).long()
+        ours, expected = cpu_indices.distinct(skewed), reference.distinct(skewed)
+        assert all(map(torch.equal, ours, expected))
+        runs = list(map(torch.unique, ids.split(100_000)))
+        for some in (runs, [run * 1000 for run in runs]):
+            ours, expected = cpu_indices.union(some), reference.union(some)
+            assert torch.equal(ours.indices, expected.indices)
+            assert all(map(torch.equal, ours.slots, expected.slots))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_indices_that_are_not_contiguous():
+    ids = torch.tensor([[3, 0], [1, 0], [3, 0]])[:, 0]
+    assert kernels.distinct(ids).indices.tolist() == [1, 3]
+    assert kernels.union([ids[1:2], ids[::2][:1]]).indices.tolist() == [1, 3]
+    assert kernels.sketch(torch.arange(20)[::2], 3).numel() == 3
+
+
+@given(k=st.integers(0, 50), count=st.integers(1, 60), dtype=st.sampled_from(DTYPES))
+def test_quantiles(k, count, dtype):
+    indices = torch.arange(k, dtype=dtype) * 3 + 1
+    expected = (
+        [1 + 3 * min(k - 1, j * k // count) for j in range(count + 1)] if k else [0] * (count + 1)
+    )
+    got = kernels.quantiles(indices, count)
+    assert got.tolist() == expected and got.dtype == torch.int64
+
+
+# Sketches.
+
+
+def mixed(index):
+    """The hash as documented, in unsigned arithmetic."""
+    mask = 2**64 - 1
+    word = index * 0x9E3779B97F4A7C15 & mask
+    word = (word ^ word >> 32) * 0xD6E8FEB86659FD93 & mask
+    return word ^ word >> 32
+
+
+@SOME
+@given(
+    dtype=st.sampled_from(DTYPES),
+    ids=st.sets(st.integers(0, 2**31 - 1), max_size=200),
+    count=st.integers(1, 100),
+)
+def test_sketch_is_the_smallest_hashes(dtype, ids, count):
+    indices = torch.tensor(sorted(ids), dtype=dtype)
+    expected = sorted(ids, key=mixed)[:count]
+    for serve in (kernels.sketch, reference.sketch):
+        got = serve(indices, count)
+        assert got.tolist() == expected and got.dtype == torch.int64
+    if 0 < count < len(ids):
+        assert cpu_indices.sketch(indices, count).tolist() == expected
+
+
+@given(sets=st.lists(st.sets(st.integers(0, 99)), min_size=1, max_size=5))
+def test_the_estimate_is_exact_for_whole_sets(sets):
+    runs = [torch.tensor(sorted(some), dtype=torch.int64) for some in sets]
+    sketches = [kernels.sketch(run, 100) for run in runs]
+    assert kernels.estimate_union(sketches, list(map(len, runs))) == len(set().union(*sets))
+
+
+def test_the_estimate_is_exact_for_identical_sets():
+    run = torch.arange(0, 70_000, 7)
+    assert kernels.estimate_union([kernels.sketch(run, 64)] * 4, [len(run)] * 4) == len(run)
+
+
+@pytest.mark.parametrize("sizes", [(5000, 5000), (5000, 5000, 5000, 5000), (20_000, 40, 3, 0)])
+@pytest.mark.parametrize("height", [6000, 50_000, 10**7])
+def test_the_estimate_is_close(sizes, height):
+    """Five standard deviations, with 256 ids in a sketch; a small set must not spoil it."""
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        runs = [torch.randint(height, (n,), generator=generator).unique() for n in sizes]
+        counts = list(map(len, runs))
+        truth = len(torch.cat(runs).unique())
+        estimate = kernels.estimate_union([kernels.sketch(run, 256) for run in runs], counts)
+        assert isinstance(estimate, int)
+        assert abs(estimate / truth - 1) < 5 / 255**0.5
+        assert max(counts) <= estimate <= sum(counts)
+
+
+def test_the_estimate_is_what_it_was():
+    """The same bits on every machine: a golden number."""
+    runs = [torch.arange(step, 30_000, step) for step in (3, 5, 7)]
+    sketches = [kernels.sketch(run, 32) for run in runs]
+    assert kernels.estimate_union(sketches, list(map(len, runs))) == GOLDEN
+
+
+GOLDEN = 0

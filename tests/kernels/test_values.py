@@ -1,0 +1,431 @@
+"""Reducing, combining, merging: machine code and reference agree bit for bit, and with Python."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from weft import kernels
+from weft.errors import WeftError
+from weft.kernels import cpu, pool, reference
+from weft.kernels.ops import DTYPES, OPS, Op
+
+PAIRS = [(d, op) for d in DTYPES for op in OPS.values() if op.refuses(d) is None]
+NAMES = [f"{str(d).removeprefix('torch.')}-{op.name}" for d, op in PAIRS]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    1.0,
+    -1.5,
+    3e38,
+    1e-40,
+    6e-8,
+    65504,
+]
+FEW = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_values(shape, dtype, mode, generator):
+    """Every bit pattern, or the awkward values, or plain ones."""
+    if dtype is torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if mode == "bits" or not dtype.is_floating_point:
+        size = dtype.itemsize
+        some = torch.randint(256, (*shape, size), dtype=torch.uint8, generator=generator)
+        return some.view(dtype).view(shape)
+    if mode == "special":
+        choice = torch.randint(len(SPECIAL), shape, generator=generator)
+        return torch.tensor(SPECIAL, dtype=torch.float64)[choice].to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def laid_out(values, layout):
+    """The same values, otherwise in memory."""
+    if layout == "transposed" and values.dim() > 1:
+        return values.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "strided":
+        wide = values.new_zeros((*values.shape[:1], 3, *values.shape[1:]))
+        wide[:, 1] = values
+        return wide[:, 1]
+    if layout == "same row":
+        return values[:1].expand(values.shape)
+    return values
+
+
+def same(left, right):
+    """Equal bit for bit, any NaN like any other."""
+    assert left.dtype == right.dtype and left.shape == right.shape
+    if left.dtype.is_floating_point:
+        assert torch.equal(left.isnan(), right.isnan())
+        left, right = (
+            left.nan_to_num(7.0, torch.inf, -torch.inf),
+            right.nan_to_num(7.0, torch.inf, -torch.inf),
+        )
+    bits = BITS[left.dtype.itemsize]
+    assert torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+@st.composite
+def inputs(draw):
+    return {
+        "rows": draw(st.sampled_from([1, 2, 3, 10, 60])),
+        "ids": draw(st.sampled_from([1, 2, 8, 30, 1000])),
+        "row_shape": draw(st.sampled_from([(), (1,), (3,), (2, 5), (64,), (0,), (4, 0)])),
+        "layout": draw(st.sampled_from(["plain", "transposed", "strided", "same row"])),
+        "mode": draw(st.sampled_from(["bits", "special", "plain"])),
+        "sorted": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**32)),
+    }
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Cut even small work for three threads."""
+    monkeypatch.setattr(pool, "share", lambda nbytes: 3)
+
+
+def compiled(dtype, op):
+    kernels.warm([(torch.int64, dtype, op)])
+    assert kernels.ready(torch.int64, dtype, op), kernels.describe()
+
+
+def check_reduce(dtype, op, case):
+    generator = torch.Generator().manual_seed(case["seed"])
+    ids = torch.randint(case["ids"], (case["rows"],), generator=generator)
+    if case["sorted"]:
+        ids = ids.sort().values
+    values = random_values((case["rows"], *case["row_shape"]), dtype, case["mode"], generator)
+    values = laid_out(values, case["layout"])
+    distinct = reference.distinct(ids)
+    u = len(distinct.indices)
+    for out_dtype in {dtype, op.accumulator(dtype)}:
+        for first, last in {(0, u), (u // 3, u - u // 4)}:
+            shape = (last - first, *values.shape[1:])
+            ours, expected = torch.empty(2, *shape, dtype=out_dtype)
+            got = kernels.reduce(values, distinct, op, ours, slice(first, last))
+            assert got is ours
+            reference.reduce(values, distinct, op, expected, first, last)
+            same(ours, expected)
+
+
+@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
+@FEW
+@given(case=inputs())
+def test_reduce_agrees_with_the_reference(dtype, op, case):
+    compiled(dtype, op)
+    check_reduce(dtype, op, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@FEW
+@given(case=inputs())
+def test_reduce_agrees_on_several_threads(threads, dtype, case):
+    compiled(dtype, OPS["sum"])
+    check_reduce(dtype, OPS["sum"], case)
+
+
+def check_combine(dtype, op, case, runs):
+    generator = torch.Generator().manual_seed(case["seed"])
+    indices = [
+        torch.randint(case["ids"], (case["rows"],), generator=generator).unique()
+        for _ in range(runs)
+    ]
+    union = reference.union(indices)
+    cut = len(union.indices) // 3
+    for out_dtype in {dtype, op.accumulator(dtype)}:
+        ours, expected = torch.zeros(2, len(union.indices), *case["row_shape"], dtype=out_dtype)
+        for slots in union.slots:
+            shape = (len(slots), *case["row_shape"])
+            values = laid_out(random_values(shape, dtype, case["mode"], generator), case["layout"])
+            places = torch.where(slots < 0, ~slots, slots)
+            low = places < cut
+            kernels.combine(ours[:cut], slots[low], values[low], op)
+            kernels.combine(ours[cut:], slots[~low], values[~low], op, base=cut)
+            reference.combine(expected, slots, values, op, 0)
+        same(ours, expected)
+
+
+@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
+@FEW
+@given(case=inputs(), runs=st.integers(1, 4))
+def test_combine_agrees_with_the_reference(dtype, op, case, runs):
+    compiled(dtype, op)
+    check_combine(dtype, op, case, runs)
+
+
+@FEW
+@given(case=inputs(), runs=st.integers(1, 4))
+def test_combine_agrees_on_several_threads(threads, case, runs):
+    compiled(torch.float32, OPS["sum"])
+    check_combine(torch.float32, OPS["sum"], case, runs)
+
+
+def test_the_compiled_loops_are_what_was_tested():
+    """Else all of the above would compare the reference with itself."""
+    compiled(torch.float32, OPS["sum"])
+    distinct = reference.distinct(torch.tensor([1, 0, 1]))
+    values, out = torch.tensor([1.0, 2.0, 4.0]), torch.empty(2)
+    assert cpu.reduce(values, distinct, OPS["sum"], out, 0, 2)
+    assert out.tolist() == [2.0, 5.0]
+    slots = reference.union([torch.tensor([0, 3])]).slots[0]
+    assert cpu.combine(out, slots, torch.tensor([8.0, 9.0]), OPS["sum"], 0)
+    assert out.tolist() == [8.0, 9.0]
+
+
+# What the reference itself means, told without torch.
+
+
+def nearest(exact, dtype):
+    """The number of a half-precision dtype nearest to a Python float, ties to even."""
+    guess = torch.tensor(exact, dtype=torch.float64).to(dtype)
+    bits = guess.view(torch.int16)
+    around = [(bits + step).to(torch.int16) for step in (-1, 0, 1)]
+    key = lambda b: (abs(b.view(dtype).double().item() - exact), b.item() & 1)  # noqa: E731
+    return min(around, key=key).view(dtype)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_adds_in_float32_and_rounds_once(dtype, compile):
+    if compile:
+        compiled(dtype, OPS["sum"])
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(40, (400,), generator=generator)
+    values = torch.randn(400, generator=generator).to(dtype)
+    distinct = reference.distinct(ids)
+    out = torch.empty(len(distinct.indices), dtype=dtype)
+    serve = cpu.reduce if compile else reference.reduce
+    serve(values, distinct, OPS["sum"], out, 0, len(out))
+    for index, got in zip(distinct.indices.tolist(), out, strict=True):
+        total = None
+        for value in values[ids == index].tolist():
+            total = torch.tensor(value if total is None else total.item() + value).float()
+        assert got == nearest(total.item(), dtype)
+
+
+def test_duplicates_are_added_in_input_order():
+    big, distinct = 2.0**24, reference.distinct(torch.tensor([5, 5, 5, 5]))
+    values = torch.tensor([[big, 1.0], [1.0, 1.0], [1.0, 1.0], [-big, big]])
+    assert kernels.reduce(values, distinct, OPS["sum"]).tolist() == [[0.0, big + 4]]
+    out = torch.empty(1, 2)
+    reference.reduce(values, distinct, OPS["sum"], out, 0, 1)
+    assert out.tolist() == [[0.0, big + 4]]
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_zeros_have_an_order_wherever_they_lie(name, dtype, width):
+    compiled(dtype, OPS[name])
+    for left, right in itertools.product([0.0, -0.0], repeat=2):
+        values = torch.tensor([left, right], dtype=dtype)[:, None].repeat(1, width)
+        negative = {"min": min, "max": max}[name](left, right, key=lambda z: str(z) != "-0.0")
+        slots = torch.tensor([0], dtype=torch.int32)
+        for serve in (cpu.combine, reference.combine):
+            out = values[:1].clone()
+            serve(out, slots, values[1:], OPS[name], 0)
+            assert out.signbit().tolist() == [[str(negative) == "-0.0"] * width]
+
+
+def test_integers_wrap():
+    compiled(torch.int8, OPS["sum"])
+    out = torch.empty(1, dtype=torch.int8)
+    values = torch.tensor([100, 100], dtype=torch.int8)
+    kernels.reduce(values, reference.distinct(torch.tensor([0, 0])), OPS["sum"], out)
+    assert out.item() == 200 - 256
+
+
+def test_the_first_to_bring_a_row_is_copied_bit_for_bit():
+    compiled(torch.float32, OPS["sum"])
+    bits = torch.tensor([[-0x80000000, 0x7F800123, 1]], dtype=torch.int32)  # -0.0, a NaN, 1e-45
+    out = torch.full((1, 3), 9.0)
+    kernels.combine(
+        out, torch.tensor([-1], dtype=torch.int32), bits.view(torch.float32), OPS["sum"]
+    )
+    assert torch.equal(out.view(torch.int32), bits)
+
+
+# Callables.
+
+
+def join(left, right):
+    """Associative and not commutative: 2 by 2 matrices multiplied."""
+    return torch.matmul(left, right)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1000), ids=st.integers(1, 6), rows=st.integers(1, 14))
+def test_a_callable_is_applied_left_to_right(seed, ids, rows):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(ids, (rows,), generator=generator)
+    values = torch.randint(-2, 3, (rows, 2, 2), generator=generator)
+    op = Op("callable join", join, builtin=False)
+    found = kernels.distinct(indices)
+    got = kernels.reduce(values, found, op)
+    for index, row in zip(found.indices.tolist(), got, strict=True):
+        expected = torch.eye(2, dtype=torch.int64)
+        for value in values[indices == index]:
+            expected = expected @ value
+        assert torch.equal(row, expected)
+    runs = [(found.indices, got), (torch.tensor([0, 3]), values.new_ones(2, 2, 2))]
+    merged = dict(zip(*(part.tolist() for part in kernels.merge(runs, op)), strict=True))
+    if 3 in found.indices:
+        at = found.indices.tolist().index(3)
+        assert merged[3] == (got[at] @ values.new_ones(2, 2)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda a, b: 3, "returned int"),
+        (lambda a, b: (a + b).double(), r"made \(1, 2\) torch.float64 of two tensors \(1, 2\)"),
+        (lambda a, b: (a + b)[:, :1], r"made \(1, 1\)"),
+    ],
+)
+def test_a_callable_that_makes_no_rows_is_refused(function, text):
+    op = Op("callable f", function, builtin=False)
+    found = kernels.distinct(torch.tensor([1, 1]))
+    with pytest.raises(WeftError, match=text):
+        kernels.reduce(torch.ones(2, 2), found, op)
+    with pytest.raises(WeftError, match=text):
+        kernels.combine(torch.ones(1, 2), torch.zeros(1, dtype=torch.int32), torch.ones(1, 2), op)
+
+
+# Finishing, merging, taking.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 49, 1000])
+def test_finish_divides_and_rounds_once(dtype, divisor):
+    values = random_values((500,), dtype, "bits", torch.Generator().manual_seed(divisor))
+    out = torch.empty_like(values)
+    kernels.finish(values, out, divisor)
+    expected = torch.tensor([v / divisor for v in values.double().tolist()], dtype=torch.float64)
+    same(out, expected.to(dtype))
+    kernels.finish(values, values, divisor)
+    same(values, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@given(
+    divisor=st.integers(1, 4095),
+    mantissa=st.integers(2**23, 2**24 - 1),
+    power=st.integers(-30, -20),
+)
+@example(divisor=4095, mantissa=16764928, power=-22)
+def test_finish_rounds_to_half_precision_once(dtype, divisor, mantissa, power):
+    exact = mantissa * 2.0**power
+    for near in (0, -1, 1):  # the quotient next to a tie is where rounding twice would show
+        lower = torch.tensor(exact).to(dtype)
+        upper = (lower.view(torch.int16) + 1).view(dtype).double().item()
+        tie = (lower.double().item() + upper) / 2
+        value = torch.tensor([tie * divisor]).float().view(torch.int32) + near
+        value = value.view(torch.float32)
+        if not torch.isfinite(value).all() or abs(value.item() / divisor) > 60000:
+            continue
+        out = torch.empty(1, dtype=dtype)
+        kernels.finish(value, out, divisor)
+        assert out.item() == nearest(value.item() / divisor, dtype).item()
+
+
+@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
+@pytest.mark.parametrize("row_shape", [(), (3,), (0,)])
+def test_merge_is_the_ops_in_order(dtype, op, row_shape):
+    generator = torch.Generator().manual_seed(3)
+    runs = []
+    for k in (5, 0, 7, 6):
+        indices = torch.randperm(12, generator=generator)[:k].sort().values
+        runs.append((indices, random_values((k, *row_shape), dtype, "special", generator)))
+    indices, values = kernels.merge(runs, op)
+    assert values.dtype == op.accumulator(dtype)
+    for index, got in zip(indices.tolist(), values, strict=True):
+        rows = [v[(i == index).nonzero()[0, 0]].to(values.dtype) for i, v in runs if index in i]
+        total = rows[0]
+        for row in rows[1:]:
+            total = op.function(total, row)
+        same(got, total)
+    again, rounded = kernels.merge(runs, op, dtype)
+    assert torch.equal(again, indices)
+    same(rounded, values.to(dtype))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_take(index_dtype):
+    values = torch.arange(12.0).view(6, 2)
+    out = torch.empty(3, 2)
+    positions = torch.tensor([5, 0, 5], dtype=index_dtype)
+    assert kernels.take(values, positions, out) is out
+    assert out.tolist() == [[10.0, 11.0], [0.0, 1.0], [10.0, 11.0]]
+    with pytest.raises(IndexError):
+        kernels.take(values, torch.tensor([6], dtype=index_dtype))
+
+
+def test_rows_that_need_nothing_are_not_copied():
+    values = torch.arange(6.0).view(3, 2)
+    found = kernels.distinct(torch.tensor([1, 4, 9]))
+    assert kernels.reduce(values, found, OPS["sum"]) is values
+    assert kernels.reduce(values, found, OPS["sum"], rows=slice(1, 3)).data_ptr() == (
+        values[1:].data_ptr()
+    )
+    out = torch.empty(1, 2)
+    assert kernels.reduce(values, found, OPS["sum"], out, slice(2, 3)) is out
+    assert out.tolist() == [[4.0, 5.0]]
+
+
+def test_large_results_need_no_large_temporaries():
+    """With an `out`, only small integers are allocated beside it."""
+    compiled(torch.float32, OPS["sum"])
+    ids = torch.arange(2000).repeat(2)
+    values, found = torch.ones(4000, 256), kernels.distinct(ids)
+    out = torch.empty(2000, 256)
+    slots = kernels.union([found.indices]).slots[0]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        kernels.reduce(values, found, OPS["sum"], out)
+        kernels.combine(out, slots, values[:2000], OPS["sum"])
+    peak = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert peak < 64 << 10
+
+
+# What would touch foreign memory is refused.
+
+
+def test_what_does_not_fit_is_refused():
+    found = kernels.distinct(torch.tensor([3, 1, 3]))
+    with pytest.raises(ValueError, match="3 indices and 2 rows"):
+        kernels.reduce(torch.ones(2, 4), found, OPS["sum"])
+    with pytest.raises(ValueError, match=r"out is \(2, 3\), the result \(2, 4\)"):
+        kernels.reduce(torch.ones(3, 4), found, OPS["sum"], torch.empty(2, 3))
+    slots = torch.tensor([-1, -3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="2 slots"):
+        kernels.combine(torch.empty(3, 4), slots, torch.ones(1, 4), OPS["sum"])
+    compiled(torch.float32, OPS["sum"])
+    with pytest.raises(IndexError, match="1 of 2 rows belong outside of places 0 to 1"):
+        kernels.combine(torch.empty(2, 4), slots, torch.ones(2, 4), OPS["sum"])
+    with pytest.raises(IndexError, match="outside of places 1 to 3"):
+        kernels.combine(torch.empty(3, 4), slots, torch.ones(2, 4), OPS["sum"], base=1)
+
+
+def test_other_layouts_of_out_are_served():
+    compiled(torch.float32, OPS["sum"])
+    found = kernels.distinct(torch.tensor([3, 1, 3]))
+    out = torch.empty(4, 2).t()
+    kernels.reduce(torch.ones(3, 4), found, OPS["sum"], out)
+    assert out.tolist() == [[1.0] * 4, [2.0] * 4]
+
+
+def test_values_that_require_grad_and_negated_views_are_served():
+    compiled(torch.float32, OPS["sum"])
+    found = kernels.distinct(torch.tensor([3, 1, 3]))
+    values = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    assert kernels.reduce(values, found, OPS["sum"]).tolist() == [2.0, 5.0]
+    negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])).conj().imag
+    assert negated.is_neg()
+    assert kernels.reduce(negated, found, OPS["sum"]).tolist() == [-2.0, -5.0]

@@ -1,0 +1,211 @@
+"""Every algorithm, every world: the documented result, bit for bit, the same on every rank.
+
+A new algorithm is under these tests as soon as it is registered. When one fails, its name, the
+transport and the number of ranks are in the test's name; the data come from the rank alone, so a
+failing rank can be run by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import weft
+from weft.kernels.ops import DTYPES, OPS
+from weft.sparse import ALGORITHMS
+from weft.testing import expected, run, spmd
+
+NAMES = ["auto", *sorted(ALGORITHMS)]
+SIZES = (1, 2, 3, 4, 7, 8)
+
+
+def rows_of(rank, kind, *, shape=(3,), dtype=torch.float32, index=torch.int64):
+    """Rows that depend on the rank's number alone; integers, so that every sum is exact."""
+    draw = torch.Generator().manual_seed(rank + 1)
+    height, count = {
+        "few": (40, 12),
+        "duplicates": (7, 60),
+        "many": (900, 400),
+        "identical": (500, 120),
+        "skew": (10_000, 700 if rank == 1 else 3),
+        "some empty": (50, 20 * (rank % 2)),
+        "all empty": (50, 0),
+        "far apart": (3 * 2**31 if index is torch.int64 else 2**31 - 1, 30),
+    }[kind]
+    if kind == "identical":
+        draw = torch.Generator().manual_seed(0)
+    indices = torch.randint(height, (count,), generator=draw)
+    if kind == "skew":  # nearly all rows at the low end
+        indices = indices**2 // height
+    low, high = (0, 2) if dtype is torch.bool else (0 if dtype is torch.uint8 else -4, 5)
+    values = torch.randint(low, high, (count, *shape), generator=draw).to(dtype)
+    return weft.Rows(indices.to(index), values, height)
+
+
+def same_everywhere(wire, rows):
+    """Every rank gives its result to its neighbour, who compares bits."""
+    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+    if wire.size == 1:
+        return
+    for mine in (rows.indices, rows.values):
+        mine = mine.contiguous().view(-1).view(torch.uint8)
+        size = torch.tensor([mine.numel()])
+        theirs = torch.zeros(1, dtype=torch.int64)
+        wire.post([(after, size)], [(before, theirs)]).wait()
+        assert theirs.item() == mine.numel()
+        theirs = torch.empty_like(mine)
+        wire.post([(after, mine)], [(before, theirs)]).wait()
+        assert torch.equal(theirs, mine)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["few", "duplicates", "many", "identical", "skew", "some empty", "all empty"],
+)
+@pytest.mark.parametrize("name", NAMES)
+@spmd(*SIZES)
+def test_equals_the_definition(wire, name, kind):
+    parts = [rows_of(rank, kind) for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+
+    want = expected(parts)
+    assert torch.equal(total.indices, want.indices)
+    assert torch.equal(total.values, want.values)
+    assert total.height == want.height
+    same_everywhere(wire, total)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", NAMES)
+@spmd(3, 8, on=("threads",))
+def test_every_op_and_dtype(wire, name, op):
+    for dtype in DTYPES:
+        if OPS[op].refuses(dtype):
+            continue
+        parts = [rows_of(rank, "duplicates", dtype=dtype) for rank in range(wire.size)]
+        total = weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name)
+        want = expected(parts, op)
+        assert torch.equal(total.indices, want.indices), dtype
+        assert total.values.dtype is dtype
+        # an average of integers is not exact: rounded once, so within one unit in the last place
+        torch.testing.assert_close(
+            total.values, want.values, rtol=2**-7 if op == "avg" else 0, atol=0
+        )
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,), (300,)])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 4, on=("threads",))
+def test_every_row_shape_and_index_dtype(wire, name, index, shape):
+    parts = [rows_of(rank, "few", shape=shape, index=index) for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+    want = expected(parts)
+    assert total.indices.dtype is index
+    assert torch.equal(total.indices, want.indices)
+    assert total.values.shape == want.values.shape
+    assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
+@spmd(4)
+def test_indices_beyond_32_bits(wire, name):
+    parts = [rows_of(rank, "far apart") for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+    want = expected(parts)
+    assert torch.equal(total.indices, want.indices)
+    assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("name", ["gather", "split", "auto"])
+@spmd(3, 7, 8)
+def test_real_numbers_add_in_rank_order(wire, name):
+    def part(rank):
+        draw = torch.Generator().manual_seed(rank)
+        return weft.Rows(
+            torch.randint(300, (500,), generator=draw), torch.randn(500, 5, generator=draw), 300
+        )
+
+    total = weft.sparse_all_reduce(part(wire.rank), algorithm=name)
+    want = expected([part(rank) for rank in range(wire.size)])
+    assert torch.equal(total.values, want.values)
+    same_everywhere(wire, total)
+
+
+@pytest.mark.parametrize("name", ["doubling", "dense"])
+@spmd(3, 7, 8)
+def test_real_numbers_are_the_same_bits_everywhere(wire, name):
+    draw = torch.Generator().manual_seed(wire.rank)
+    rows = weft.Rows(
+        torch.randint(300, (500,), generator=draw), torch.randn(500, 5, generator=draw), 300
+    )
+    first = weft.sparse_all_reduce(rows, algorithm=name)
+    again = weft.sparse_all_reduce(rows, algorithm=name)
+    same_everywhere(wire, first)
+    assert torch.equal(first.values, again.values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(4, on=("threads",))
+def test_nan_and_infinity_pass_through(wire, name):
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])[:, None]
+    rows = weft.Rows(torch.arange(4) + 4 * wire.rank, values, 16)
+    total = weft.sparse_all_reduce(rows, algorithm=name)
+    bits = total.values.view(torch.int32).view(4, 4)
+    assert torch.equal(bits[:, 1:], values[1:].view(torch.int32).view(1, 3).expand(4, 3))
+    assert total.values.view(4, 4)[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
+@spmd(1, 2, 3, 4, 7)
+def test_a_function_gets_its_operands_in_rank_order(wire, name):
+    def last(left, right):
+        return right
+
+    parts = [rows_of(rank, "duplicates") for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(parts[wire.rank], last, algorithm=name)
+    want = expected(parts, last)
+    assert torch.equal(total.values, want.values)
+    same_everywhere(wire, total)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 3, on=("threads",))
+def test_the_input_is_left_alone(wire, name):
+    rows = rows_of(wire.rank, "duplicates")
+    before = rows.indices.clone(), rows.values.clone()
+    total = weft.sparse_all_reduce(rows, algorithm=name)
+    total.values.fill_(99)
+    total.indices.fill_(99)
+    assert torch.equal(rows.indices, before[0])
+    assert torch.equal(rows.values, before[1])
+
+
+@st.composite
+def worlds(draw):
+    ranks = draw(st.sampled_from([2, 3, 4, 5]))
+    height = draw(st.integers(1, 60))
+    width = draw(st.integers(0, 3))
+    value = st.integers(-8, 8)
+    parts = []
+    for _ in range(ranks):
+        indices = draw(st.lists(st.integers(0, height - 1), max_size=25))
+        numbers = draw(st.lists(value, min_size=len(indices), max_size=len(indices)))
+        values = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, width)
+        parts.append(weft.Rows(torch.tensor(indices, dtype=torch.int64), values, height))
+    return parts
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(parts=worlds(), op=st.sampled_from(["sum", "min", "max", "prod"]))
+def test_whatever_hypothesis_makes(name, parts, op):
+    want = expected(parts, op)
+
+    def body(wire):
+        return weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name)
+
+    for total in run(len(parts), body):
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)

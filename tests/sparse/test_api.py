@@ -1,0 +1,188 @@
+"""What may be passed to the call and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.sparse import ALGORITHMS, last_call
+from weft.testing import expected, spmd
+
+
+def part(rank, height=30):
+    draw = torch.Generator().manual_seed(rank)
+    indices = torch.randint(height, (20,), generator=draw)
+    return weft.Rows(indices, torch.randint(-4, 5, (20, 2), generator=draw).float(), height)
+
+
+@spmd(1, 4)
+def test_what_you_give_is_what_you_get(wire):
+    rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
+
+    pair = weft.sparse_all_reduce((rows.indices, rows.values))
+    assert isinstance(pair, tuple)
+    assert torch.equal(pair[0], want.indices)
+    assert torch.equal(pair[1], want.values)
+
+    coo = weft.sparse_all_reduce(rows.to_coo())
+    assert coo.is_coalesced()
+    assert coo.shape == (30, 2)
+    assert torch.equal(coo.to_dense(), want.dense())
+
+    tables = weft.sparse_all_reduce([rows, (rows.indices, rows.values[:, 0].contiguous())])
+    assert isinstance(tables[0], weft.Rows)
+    assert torch.equal(tables[0].values, want.values)
+    assert torch.equal(tables[1][1], want.values[:, 0])
+
+
+@spmd(1, 3)
+def test_several_sparse_dimensions_are_restored(wire):
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
+    for values in (torch.ones(9), torch.ones(9, 2)):
+        coo = torch.sparse_coo_tensor(
+            indices, values, (3, 3, *values.shape[1:]), check_invariants=True
+        )
+        total = weft.sparse_all_reduce(coo)
+        dense = coo.to_dense()
+        if wire.size > 1:
+            wire.dense_all_reduce(dense, "sum").wait()
+        assert total.sparse_dim() == 2
+        assert torch.equal(total.to_dense(), dense)
+
+
+@spmd(1, 2)
+def test_torch_names_of_operations(wire):
+    rows = part(wire.rank)
+    for theirs, ours in (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.AVG, "avg"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+    ):
+        assert torch.equal(
+            weft.sparse_all_reduce(rows, theirs).values, weft.sparse_all_reduce(rows, ours).values
+        )
+
+
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
+@spmd(1, 4)
+def test_out_is_filled(wire, algorithm):
+    rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
+
+    out = torch.full((40,), -1), torch.full((40, 2), 7.0)
+    indices, values = weft.sparse_all_reduce(
+        (rows.indices, rows.values), algorithm=algorithm if algorithm != "dense" else "auto",
+        out=out,
+    )  # fmt: skip
+    assert indices.data_ptr() == out[0].data_ptr()
+    assert values.data_ptr() == out[1].data_ptr()
+    assert torch.equal(indices, want.indices)
+    assert torch.equal(out[1][: len(want)], want.values)
+    assert out[0][len(want) :].eq(-1).all()
+
+    asked = []
+
+    def allocate(count, row_shape, dtypes):
+        asked.append((count, row_shape, dtypes))
+        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+
+    total = weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate)
+    assert asked == [(len(want), (2,), (torch.int64, torch.float32))]
+    assert torch.equal(total.values, want.values)
+
+
+@spmd(1, 2, 4)
+def test_asynchronous_calls_keep_their_order(wire):
+    works = [
+        weft.sparse_all_reduce(
+            (torch.tensor([number, 9]), torch.tensor([1.0, float(number)])), async_op=True
+        )
+        for number in range(5)
+    ]
+    between = weft.sparse_all_reduce((torch.tensor([3]), torch.tensor([2.0])))
+    assert between[1].item() == 2.0 * wire.size
+    for number, work in enumerate(works):
+        indices, values = work.wait()
+        assert work.is_completed()
+        assert indices.tolist() == [number, 9]
+        assert values.tolist() == [wire.size, number * wire.size]
+        assert work.get_future().wait()[1].tolist() == values.tolist()
+
+
+@spmd(2)
+def test_asynchronous_errors_come_out_of_wait(wire):
+    bad = torch.tensor([-1 if wire.rank else 1])
+    work = weft.sparse_all_reduce((bad, torch.ones(1)), async_op=True)
+    with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):
+        work.wait()
+    weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))
+
+
+@spmd(4, on=("gloo",))  # threads share one environment
+def test_the_environment_may_choose(wire):
+    rows = part(wire.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_ALGORITHM", "doubling")
+        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # all have set it
+        weft.sparse_all_reduce(rows)
+        assert last_call().algorithm == "doubling"
+        weft.sparse_all_reduce(rows, algorithm="split")
+        assert last_call().algorithm == "split"
+        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # before it is unset
+
+
+@spmd(1, 2, 3, 4, 7, 8)
+def test_a_call_is_recorded(wire):
+    rows = part(wire.rank)
+    want = expected([part(rank) for rank in range(wire.size)])
+    weft.sparse_all_reduce(rows)
+    record = last_call()
+    assert record.algorithm == ("eager" if wire.size > 1 else "alone")
+    assert record.rows == rows.indices.unique().numel()
+    assert record.union == len(want)
+    assert record.messages == wire.size - 1
+    total = sum(part(rank).indices.unique().numel() for rank in range(wire.size))
+    assert record.total == total
+    bound = (total + (wire.size - 2) * len(want)) / wire.size * (2 * 4 + 4)
+    assert record.bound_bytes == round(bound)
+
+
+@spmd(1, 3, 4)
+def test_explain_says_what_will_run(wire):
+    few, many = part(wire.rank), 4000
+    assert weft.explain(few).chosen == ("eager" if wire.size > 1 else "alone")
+
+    big = weft.Rows(torch.arange(many), torch.ones(many, 40), many)
+    for algorithm in ("auto", "doubling"):
+        said = weft.explain(big, algorithm=algorithm)
+        weft.sparse_all_reduce(big, algorithm=algorithm)
+        assert said.chosen == last_call().algorithm
+        text = str(said)
+        if wire.size > 1:
+            assert all(name in text for name in ALGORITHMS)
+            assert text.count("chosen") == 1
+
+    unknown = weft.explain((torch.arange(many), torch.ones(many, 40)))
+    if wire.size > 1:
+        reasons = {line.algorithm: line.verdict for line in unknown.lines}
+        assert reasons["dense"] == "the height is unknown"
+
+
+@spmd(1, 3)
+def test_lists_of_different_lengths_are_told_apart(wire):
+    table = (torch.tensor([1]), torch.ones(1))
+    assert weft.sparse_all_reduce([]) == []
+    if wire.size > 1:
+        for lengths in ((2, 1), (0, 1), (1, 0)):
+            with pytest.raises(weft.WeftError, match="number of tables: rank 0 has"):
+                weft.sparse_all_reduce([table] * lengths[min(wire.rank, 1)])
+    with pytest.raises(weft.WeftError, match="out is for 1 of 2 tables"):
+        weft.sparse_all_reduce([table] * 2, out=[None])
+    with pytest.raises(weft.WeftError, match="out is for one of 2 tables"):
+        weft.sparse_all_reduce([table] * 2, out=table)
+    first, second = weft.sparse_all_reduce([table, table])
+    assert first[1].item() == second[1].item() == wire.size

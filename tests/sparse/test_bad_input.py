@@ -1,0 +1,189 @@
+"""Bad input: the same WeftError on every rank, naming the rank, and the next call works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.sparse import ALGORITHMS
+from weft.testing import spmd
+
+
+def good(wire, width=4):
+    return weft.Rows(torch.tensor([1, 5, wire.rank % 4]), torch.ones(3, width), 10)
+
+
+def one(*indices, values=None, height=10, dtype=torch.int64):
+    found = torch.tensor(indices, dtype=dtype)
+    return weft.Rows(found, torch.ones(found.shape[0], 4) if values is None else values, height)
+
+
+# what the last rank passes while all others pass good rows, and what everybody must be told
+WRONG = {
+    "negative": (lambda: {"rows": one(3, -2)}, "index -2 is negative"),
+    "too high": (lambda: {"rows": one(3, 10)}, "index 10 is outside of a height of 10"),
+    "float": (lambda: {"rows": one(1, dtype=torch.float32)}, "indices are torch.float32"),
+    "short": (lambda: {"rows": one(1, dtype=torch.int16)}, "indices are torch.int16"),
+    "2-D": (lambda: {"rows": one([1, 2])}, r"indices have shape \(1, 2\)"),
+    "count": (
+        lambda: {"rows": one(1, 2, values=torch.ones(3, 4))},
+        r"2 indices come with values of shape \(3, 4\)",
+    ),
+    "row shape": (
+        lambda: {"rows": one(1, values=torch.ones(1, 5))},
+        r"row shape: rank.* \(4,\), rank \d+ has \(5,\)",
+    ),
+    "value dtype": (
+        lambda: {"rows": one(1, values=torch.ones(1, 4, dtype=torch.float64))},
+        r"value dtype: .*torch.float32, rank \d+ has torch.float64",
+    ),
+    "index dtype": (
+        lambda: {"rows": one(1, dtype=torch.int32)},
+        r"index dtype: .*torch.int64, rank \d+ has torch.int32",
+    ),
+    "height": (lambda: {"rows": one(1, height=11)}, r"height: .* 10, rank \d+ has 11"),
+    "no height": (lambda: {"rows": one(1, height=None)}, r"height: .*rank \d+ has no height"),
+    "op": (lambda: {"op": "max"}, r"op: .* sum, rank \d+ has max"),
+    "a function": (
+        lambda: {"op": torch.logaddexp},
+        r"op: .* sum, rank \d+ has builtin_function_or_method .*logaddexp",
+    ),
+    "algorithm": (lambda: {"algorithm": "split"}, r"algorithm: .* auto, rank \d+ has split"),
+    "unknown op": (lambda: {"op": "median"}, "op 'median' is unknown: use one of sum, avg"),
+    "unknown algorithm": (
+        lambda: {"algorithm": "magic"},
+        f"'magic' is unknown: use auto or one of {', '.join(sorted(ALGORITHMS))}",
+    ),
+    "dense": (lambda: {"rows": torch.ones(10, 4)}, "rows is a tensor of layout torch.strided"),
+    "nonsense": (lambda: {"rows": "rows"}, "rows is a str"),
+    "bits of floats": (lambda: {"op": "bor"}, "op bor is for integers and bool"),
+    "complex": (
+        lambda: {"rows": one(1, values=torch.ones(1, 4, dtype=torch.complex64))},
+        "values of torch.complex64 are not supported",
+    ),
+    "wire dtype": (lambda: {"wire_dtype": torch.bfloat16}, "wire_dtype"),
+    "out's dtype": (
+        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4).half())},
+        "out's values are torch.float16",
+    ),
+    "out's shape": (
+        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 3))},
+        r"out's values have row shape \(3,\)",
+    ),
+    "out in steps": (
+        lambda: {"out": (torch.empty(18, dtype=torch.int64)[::2], torch.empty(9, 4))},
+        "out's indices are not contiguous",
+    ),
+    "out is small": (
+        lambda: {"out": (torch.empty(2, dtype=torch.int64), torch.empty(2, 4))},
+        r"out holds 2 rows, the result has \d+",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(2, 3, 8)
+def test_one_rank_errs_and_all_are_told(wire, what):
+    make, text = WRONG[what]
+    culprit = wire.size - 1
+    arguments = {"rows": good(wire), **(make() if wire.rank == culprit else {})}
+
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.sparse_all_reduce(**arguments)
+    assert f"rank {culprit}" in str(caught.value)
+    alike(wire, str(caught.value))
+
+    total = weft.sparse_all_reduce(good(wire))
+    assert total.values[total.indices == 5].eq(wire.size).all()
+
+
+@spmd(20, on=("threads",))
+def test_many_ranks_are_told_too(wire):
+    for what in ("op", "negative", "row shape", "height", "out is small"):
+        make, text = WRONG[what]
+        arguments = {"rows": good(wire), **(make() if wire.rank == 13 else {})}
+        with pytest.raises(weft.WeftError, match=text) as caught:
+            weft.sparse_all_reduce(**arguments)
+        assert "rank 13" in str(caught.value)
+        alike(wire, str(caught.value))
+    total = weft.sparse_all_reduce(good(wire, width=4))
+    assert total.values[total.indices == 5].eq(wire.size).all()
+
+
+def alike(wire, text):
+    message = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    pending = wire.small_all_gather(message, 4096)
+    assert all(torch.equal(other[: len(message)], message) for other in pending.wait())
+    pending.release()
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "split", "doubling"])
+@pytest.mark.parametrize("count", [3, 9000])
+@spmd(1, 4)
+def test_a_function_that_raises(wire, count, algorithm):
+    rows = weft.Rows(torch.arange(count), torch.ones(count, 4), count)
+
+    def fails(left, right):
+        if wire.rank == wire.size - 1:
+            raise KeyError("no such thing")
+        return left + right
+
+    both = weft.Rows(rows.indices.repeat(2), rows.values.repeat(2, 1), count)
+    with pytest.raises(weft.WeftError, match=rf"rank {wire.size - 1}: KeyError: 'no such thing'"):
+        weft.sparse_all_reduce(both, fails, algorithm=algorithm)
+    with pytest.raises(weft.WeftError, match="op returned"):
+        weft.sparse_all_reduce(
+            both, lambda left, right: left[:, :1] + right[:, :1], algorithm=algorithm
+        )
+    assert torch.equal(
+        weft.sparse_all_reduce(rows, algorithm=algorithm).values, rows.values * wire.size
+    )
+
+
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
+@spmd(1, 4)
+def test_an_allocator_that_raises(wire, algorithm):
+    rows = good(wire)
+
+    def allocate(count, row_shape, dtypes):
+        if wire.rank == 0:
+            raise MemoryError(f"{count} rows are too many")
+        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+
+    def allocate_wrongly(count, row_shape, dtypes):
+        return torch.empty(count, dtype=dtypes[0]), torch.empty(count + 1, *row_shape)
+
+    with pytest.raises(weft.WeftError, match=r"rank 0: MemoryError: \d+ rows are too many"):
+        weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate)
+    with pytest.raises(weft.WeftError, match="out returned"):
+        weft.sparse_all_reduce(rows, algorithm=algorithm, out=allocate_wrongly)
+    weft.sparse_all_reduce(rows, algorithm=algorithm)
+
+
+@spmd(3)
+def test_different_calls_are_told_apart(wire):
+    if wire.rank == 1:  # this rank has already made one call more: it explained, then reduces
+        with pytest.raises(weft.WeftError, match=r"different calls.*explain"):
+            weft.explain(good(wire))
+    else:
+        with pytest.raises(weft.WeftError, match=r"different calls.*sparse_all_reduce"):
+            weft.sparse_all_reduce(good(wire))
+    total = weft.sparse_all_reduce(good(wire))
+    assert total.values[total.indices == 5].eq(wire.size).all()
+
+
+@spmd(3)
+def test_a_call_too_many_is_named_and_healed(wire):
+    if wire.rank == 2:
+        wire.sequence += 1
+    with pytest.raises(weft.WeftError, match=r"different calls: ranks 0, 1 have .*, rank 2 has"):
+        weft.sparse_all_reduce(good(wire))
+    weft.sparse_all_reduce(good(wire))
+
+
+def test_outside_of_a_group_nothing_is_sent():
+    with pytest.raises(weft.WeftError, match=r"call weft.init\(\) first"):
+        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))
+    with pytest.raises(weft.WeftError, match="str is no group"):
+        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group="world")

@@ -1,0 +1,82 @@
+"""Owners have equal work, whatever the data look like; and a header says enough to cut them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.sparse.header import Header
+from weft.sparse.owners import cuts
+
+DRAWS = {
+    "uniform": lambda g: torch.randint(1_000_000, (20_000,), generator=g),
+    "zipf": lambda g: (1_000_000 ** torch.rand(50_000, generator=g)).long() - 1,
+    "clustered": lambda g: torch.randint(3000, (9_000,), generator=g) + 500_000,
+    "two ends": lambda g: torch.cat(
+        [torch.randint(5000, (9_000,), generator=g), 900_000 + torch.randint(5000, (9,))]
+    ),
+}
+
+
+def headers_of(name, ranks):
+    parts = [DRAWS[name](torch.Generator().manual_seed(rank)).unique() for rank in range(ranks)]
+    return parts, functools.reduce(
+        Header.combine, [Header.of(part, rank) for rank, part in enumerate(parts)]
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("name", DRAWS)
+def test_owners_have_equal_work(name, ranks):
+    parts, header = headers_of(name, ranks)
+    edges = torch.tensor([0, *cuts(header, ranks), 2**40])
+    union = torch.cat(parts).unique()
+    rows = sum(torch.searchsorted(part, edges).diff() for part in parts)
+    sums = torch.searchsorted(union, edges).diff()
+    work = rows + (ranks - 1) * sums
+    assert work.max() <= 1.25 * work.float().mean()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 50), max_size=20), min_size=2, max_size=6),
+)
+def test_cuts_ascend_and_a_header_survives_the_wire(parts):
+    headers = [
+        Header.of(torch.tensor(sorted(set(part)), dtype=torch.int64), rank)
+        for rank, part in enumerate(parts)
+    ]
+    whole = functools.reduce(Header.combine, headers)
+    again = Header.unpack(whole.pack())
+    assert again.pack().tolist() == whole.pack().tolist()
+    found = cuts(whole, len(parts))
+    assert len(found) == len(parts) - 1
+    assert found == sorted(found)
+    distinct = {index for part in parts for index in part}
+    assert whole.total == sum(len(set(part)) for part in parts)
+    assert whole.union(None) == len(distinct)  # small sets are sketched whole
+    assert whole.weights.sum() == whole.total
+    assert whole.highest == max(distinct, default=-1)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_union_is_estimated(name):
+    parts, header = headers_of(name, 4)
+    true = torch.cat(parts).unique().numel()
+    assert header.union(None) == pytest.approx(true, rel=0.25)
+    same = functools.reduce(Header.combine, [Header.of(parts[0], rank) for rank in range(4)])
+    assert same.union(None) == parts[0].numel()
+
+
+def test_combining_is_the_same_in_any_tree():
+    parts, _ = headers_of("zipf", 8)
+    single = [Header.of(part, rank) for rank, part in enumerate(parts)]
+    line = functools.reduce(Header.combine, single)
+    pairs = [a.combine(b) for a, b in zip(single[::2], single[1::2], strict=True)]
+    tree = pairs[0].combine(pairs[1]).combine(pairs[2].combine(pairs[3]))
+    assert tree.total == line.total
+    assert tree.sketch.tolist() == line.sketch.tolist()
+    assert tree.union(None) == line.union(None)

@@ -1,0 +1,504 @@
+"""Models under DistributedDataParallel: with weft's hook their gradients are what they were.
+
+The bodies run in processes of their own, as under torchrun. Weights and inputs are small integers
+and the numbers of ranks powers of two, so that plain sums and weft's must agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from weft import ddp
+from weft.bootstrap.init import init
+from weft.bootstrap.local import launch
+from weft.errors import Error, WeftError, WireError
+from weft.wire import process_group
+
+VOCABULARY, WIDTH = 40, 4
+
+
+class Model(nn.Module):
+    """Tables of all kinds, one of them under two names, and a dense part."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
+        self.padded = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0, sparse=sparse)
+        self.bag = nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum", sparse=sparse)
+        self.twin = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
+        self.twin.weight = self.table.weight
+        self.first = nn.Linear(WIDTH, 8)
+        self.second = nn.Linear(8, 2)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(3)
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
+
+    def forward(self, words: Tensor, *, tables: str = "table padded bag twin") -> Tensor:
+        looked_up = [getattr(self, name)(words) for name in tables.split()]
+        pooled = [each.sum(1) if each.dim() == 3 else each for each in looked_up]
+        start = torch.zeros(len(words), WIDTH, dtype=self.first.weight.dtype)
+        hidden: Tensor = self.first(sum(pooled, start)).relu()
+        return self.second(hidden)
+
+
+def words(step: int, count: int = 6) -> Tensor:
+    """A batch of this rank: indices, with duplicates."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, VOCABULARY // 2, (count, 3), generator=generator)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {
+        name: grad.to_dense() if grad.layout == torch.sparse_coo else grad.clone()
+        for name, grad in found.items()
+        if grad is not None
+    }
+
+
+def check_equal(found: nn.Module, wanted: nn.Module) -> None:
+    mine, theirs = gradients(found), gradients(wanted)
+    assert mine.keys() == theirs.keys()
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=0, msg=name)
+
+
+def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedDataParallel]:
+    """The same model twice: under weft's hook, and as it was."""
+    model = Model(**kinds)
+    ours = DistributedDataParallel(copy.deepcopy(model), **options)
+    ddp.register(ours)
+    return ours, DistributedDataParallel(model, **options)
+
+
+def on(size: int, body: Callable[..., Any], *args: Any) -> Any:
+    """Run a rank's program within `weft.init` in so many processes."""
+    return launch(size, _within, (body, args), env={"OMP_NUM_THREADS": "1"})
+
+
+def _within(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with init(timeout=20):
+        return body(*args)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "static views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "unused views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 1e-5},
+}
+
+
+def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
+    """Run a body once for each set of options, in these processes, which are slow to start."""
+    for name, options in OPTIONS.items():
+        try:
+            body(options)
+        except BaseException as error:
+            error.add_note(f"with the options {name!r}")
+            raise
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_are_those_of_plain_ddp(size: int) -> None:
+    on(size, with_all_options, same_gradients)
+
+
+def same_gradients(options: dict[str, Any]) -> None:
+    ours, plain = both(options)
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(words(step)).pow(2).sum().backward()
+        check_equal(ours, plain)
+        assert ours.module.table.weight.grad.is_coalesced()  # optimizers need not sort it again
+        with torch.no_grad():
+            for model in (ours, plain):
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad.to_dense().sign())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_accumulate_under_no_sync(size: int) -> None:
+    on(size, with_all_options, accumulated)
+
+
+def accumulated(options: dict[str, Any]) -> None:
+    ours, plain = both(options)
+    if options.get("static_graph"):  # whose first step must not be under no_sync
+        for model in (ours, plain):
+            model(words(0)).sum().backward()
+    for step in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            with model.no_sync():
+                model(words(10 * step)).sum().backward()
+                model(words(10 * step + 1)).sum().backward()
+            model(words(10 * step + 2)).sum().backward()
+        check_equal(ours, plain)
+
+
+def test_a_batch_may_have_no_rows() -> None:
+    on(2, with_all_options, without_rows)
+
+
+def without_rows(options: dict[str, Any]) -> None:
+    ours, plain = both(options)
+    for step in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(words(step)[: 0 if dist.get_rank() == step else 6]).sum().backward()
+        check_equal(ours, plain)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tables_may_be_unused(size: int) -> None:
+    """On one rank in alternate steps, on all in one, which DistributedDataParallel cannot."""
+    on(size, with_all_options, unused)
+
+
+def unused(options: dict[str, Any]) -> None:
+    ours = DistributedDataParallel(Model(), **options)
+    ddp.register(ours)
+    oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
+    for step in range(5):
+        tables = "table bag" if dist.get_rank() == step % 2 and step < 4 else "bag"
+        for model in (ours, oracle):
+            model.zero_grad()
+            model(words(step), tables=tables).sum().backward()
+        mine, wanted = gradients(ours), gradients(oracle)
+        assert mine.keys() == {*wanted, "table.weight", "padded.weight"}
+        for name, gradient in mine.items():
+            expected = wanted.get(name, torch.zeros_like(gradient))
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=0, msg=name)
+    assert ours.module.padded.weight.grad._nnz() == 0
+    assert ours.module.table.weight.grad._nnz() == 0
+
+
+def test_a_table_may_be_unused_under_no_sync() -> None:
+    on(2, unused_under_no_sync)
+
+
+def unused_under_no_sync() -> None:
+    ours = DistributedDataParallel(Model())
+    ddp.register(ours)
+    oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
+    for model in (ours, oracle):
+        with model.no_sync():
+            model(words(0), tables="bag").sum().backward()
+        model(words(1), tables="table bag").sum().backward()
+        with model.no_sync():
+            model(words(2), tables="table bag").sum().backward()
+        model(words(3), tables="bag").sum().backward()
+    mine, wanted = gradients(ours), gradients(oracle)
+    torch.testing.assert_close(mine["bag.weight"], wanted["bag.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(mine["table.weight"], wanted["table.weight"], rtol=0, atol=0)
+
+
+def test_other_dtypes() -> None:
+    on(2, in_other_dtypes)
+
+
+def in_other_dtypes() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        ours = DistributedDataParallel(Model().to(dtype))
+        ddp.register(ours)
+        plain = DistributedDataParallel(Model(sparse=False).to(dtype))  # gloo: no sparse halves
+        for model in (ours, plain):
+            # one line of words: larger integers are not exact in bfloat16
+            model(words(0, count=1), tables="table padded bag").sum().backward()
+        assert ours.module.table.weight.grad.dtype == dtype
+        wanted = gradients(plain)
+        for name, gradient in gradients(ours).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0, msg=name)
+
+
+def test_any_group_and_number_of_ranks() -> None:
+    """Three ranks, of which two train, with real numbers: equal to rounding."""
+    on(3, among_some)
+
+
+def among_some() -> None:
+    group = dist.new_group([0, 2])
+    for ranks in (None, group):
+        if ranks is group and dist.get_rank() == 1:
+            continue
+        torch.manual_seed(5)
+        model = nn.Sequential(
+            nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True, max_norm=1.5), nn.Linear(WIDTH, 3)
+        )
+        ours = DistributedDataParallel(copy.deepcopy(model), process_group=ranks)
+        plain = DistributedDataParallel(model, process_group=ranks)
+        state = ddp.register(ours)
+        assert state.wire is process_group.of_group(ranks)
+        for wrapped in (ours, plain):
+            wrapped(words(0)).exp().sum().backward()
+        wanted = gradients(plain)
+        for name, gradient in gradients(ours).items():
+            torch.testing.assert_close(gradient, wanted[name], msg=name)
+
+
+def test_hook_and_state_for_trainers() -> None:
+    on(2, given_to_a_trainer)
+
+
+def given_to_a_trainer() -> None:
+    model = Model()
+    ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
+    state = ddp.State(algorithm="gather")
+    ours.register_comm_hook(state, ddp.hook)
+    for wrapped in (ours, plain):
+        wrapped(words(0)).sum().backward()
+    check_equal(ours, plain)
+    assert [call.algorithm for call in state.calls] == ["gather"] * 3  # one for each table
+    assert sorted(call.union for call in state.calls) == sorted(
+        gradient.coalesce()._nnz()
+        for gradient in (parameter.grad for parameter in ours.parameters())
+        if gradient.is_sparse
+    )
+
+
+def test_a_result_is_not_copied_into_its_gradient() -> None:
+    on(2, in_place)
+
+
+def in_place() -> None:
+    reduce_now, results = ddp.reduce_now, []
+
+    def remember(*args: Any) -> Any:
+        results.append(reduce_now(*args))
+        return results[-1]
+
+    ddp.reduce_now = remember
+    model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
+    ddp.register(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(words(0)).sum().backward()
+        result, _record = results[-1]
+        assert model.module.weight.grad._values().data_ptr() == result._values().data_ptr()
+
+
+def test_backward_goes_on_while_gradients_travel() -> None:
+    on(2, overlapped)
+
+
+def overlapped() -> None:
+    model = DistributedDataParallel(Model(), bucket_cap_mb=1e-5)
+    seen: list[bool] = []
+    free = threading.Event()
+
+    def hook(state, bucket):  # torch compares annotations with types, and these are postponed
+        future = ddp.hook(state, bucket)
+        seen.append(free.is_set())
+        if bucket.is_last():
+            free.set()
+        return future
+
+    state = ddp.State()
+    model.register_comm_hook(state, hook)
+    held = state.wire.worker.submit("something long", lambda: free.wait(20))
+    model(words(0)).sum().backward()
+    assert held.wait() is True  # so nothing was waited for before the last bucket had come
+    assert len(seen) > 2 and not any(seen)
+
+
+def test_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
+    texts = on(2, recovering)
+    assert texts[0] == texts[1]
+    assert "algorithm" in texts[0] and "gather" in texts[0] and "split" in texts[0]
+
+
+def recovering() -> str:
+    model = Model()
+    ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
+    state = ddp.register(ours, algorithm=["gather", "split"][dist.get_rank()])
+    with pytest.raises(WeftError) as caught:
+        ours(words(0)).sum().backward()
+    assert type(caught.value) is WeftError
+    assert any("zero_grad" in note for note in caught.value.__notes__)
+    state.algorithm = "auto"
+    for step in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(words(step)).sum().backward()
+        check_equal(ours, plain)
+    return str(caught.value)
+
+
+def test_an_error_of_a_dense_bucket_too() -> None:
+    on(2, recovering_from_a_dense_one)
+
+
+def recovering_from_a_dense_one() -> None:
+    ours, plain = both({"bucket_cap_mb": 1e-5})
+    wire = process_group.of_group(None)
+    dense_all_reduce = wire.dense_all_reduce
+
+    def refuse(tensor: Tensor, op: str) -> None:
+        wire.dense_all_reduce = dense_all_reduce
+        raise WeftError("only once")
+
+    wire.dense_all_reduce = refuse
+    with pytest.raises(WeftError, match="only once"):
+        ours(words(0)).sum().backward()
+    for model in (ours, plain):
+        model.zero_grad()
+        model(words(1)).sum().backward()
+    check_equal(ours, plain)
+
+
+def test_a_closed_wire_is_an_error_as_itself() -> None:
+    on(1, after_the_wire_was_closed)
+
+
+def after_the_wire_was_closed() -> None:
+    model = DistributedDataParallel(Model())
+    ddp.register(model).wire.close()
+    for _ in range(2):  # the model is as good as before
+        with pytest.raises(Error, match="closed"):
+            model(words(0)).sum().backward()
+
+
+def test_survivors_of_a_death_name_the_dead() -> None:
+    with pytest.raises(WireError, match="rank 2 of 3 was killed by SIGKILL") as caught:
+        on(3, killed_in_its_second_step)
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 0 of 3 raised WireError: rank 0: rank 2 died" in notes
+    assert "rank 1 of 3 raised WireError: rank 1: rank 2 died" in notes
+
+
+def killed_in_its_second_step() -> None:
+    model = DistributedDataParallel(Model())
+    ddp.register(model)
+    model(words(0)).sum().backward()
+    output = model(words(1))
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    output.sum().backward()
+
+
+def test_register_takes_a_wrapped_model() -> None:
+    with pytest.raises(WeftError, match="this is Model: wrap it first"):
+        ddp.register(Model())
+
+
+# What the forward hook does to outputs, in this process and without DistributedDataParallel.
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    one: Tensor
+    other: Any
+
+
+class Echo(nn.Module):
+    """Looks its input up in one of two tables, and wraps the result as it is told."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Embedding(9, 2, sparse=True) for _ in range(2))
+        self.wrap = wrap
+
+    def forward(self, index: Tensor) -> Any:
+        return self.wrap(self.used(index))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda x: x, lambda x: x),
+        (lambda x: (x, 3), lambda x: x[0]),
+        (lambda x: [None, x], lambda x: x[1]),
+        (lambda x: {"a": {"b": x}}, lambda x: x["a"]["b"]),
+        (lambda x: collections.OrderedDict(a=x), lambda x: x["a"]),
+        (lambda x: Pair(x, "other"), lambda x: x.one),
+        (lambda x: Record(x, [x]), lambda x: x.other[0]),
+    ],
+)
+def test_outputs_of_any_form_depend_on_all_tables(
+    wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
+) -> None:
+    model = Echo(wrap)
+    ddp.keep_tables_used(model)
+    index = torch.tensor([4, 4])
+    output = model(index)
+    assert type(output) is type(wrap(torch.ones(1)))
+    unwrap(output).sum().backward()
+    assert model.used.weight.grad.coalesce().indices().tolist() == [[4]]
+    assert model.unused.weight.grad._nnz() == 0
+    assert model.unused.weight.grad.shape == (9, 2)
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    model = Echo(lambda x: x + 1)
+    ddp.keep_tables_used(model)
+    output = model(torch.tensor([4]))
+    output.mul_(3)
+    output.sum().backward()
+    assert model.used.weight.grad.to_dense()[4].tolist() == [3.0, 3.0]
+
+
+def test_a_table_that_is_used_costs_no_copy() -> None:
+    model = Echo(lambda x: x)
+    ddp.keep_tables_used(model)
+    output, arrived = model(torch.tensor([4, 5])), []
+    output.register_hook(lambda grad: arrived.append(grad.data_ptr()))
+    output.pow(2).sum().backward()
+    assert [model.used.weight.grad._values().data_ptr()] == arrived
+
+
+def test_without_gradients_an_output_is_left_alone() -> None:
+    outputs = []
+
+    def remember(x: Tensor) -> Tensor:
+        outputs.append(x)
+        return x
+
+    model = Echo(remember)
+    ddp.keep_tables_used(model)
+    with torch.no_grad():
+        assert model(torch.tensor([4])) is outputs[0]
+    model.unused.weight.requires_grad_(False)
+    model.zero_grad()
+    model(torch.tensor([4])).sum().backward()
+    assert model.unused.weight.grad is None
+
+
+def test_a_hooked_model_can_be_copied_and_pickled() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(9, 2, sparse=True), nn.Linear(2, 1))
+    ddp.keep_tables_used(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(torch.tensor([[1, 2]])).sum().backward()
+        assert twin[0].weight.grad.coalesce().indices().tolist() == [[1, 2]]
+        assert model[0].weight.grad is None
+
+
+def test_a_hook_that_is_removed_does_nothing() -> None:
+    model = Echo(lambda x: x)
+    ddp.keep_tables_used(model).remove()
+    model(torch.tensor([4])).sum().backward()
+    assert model.unused.weight.grad is None

@@ -1,0 +1,160 @@
+"""The manual is true: its Python runs, its commands exist, its tables are complete.
+
+A fence that says `python` is executed, one that says `pycon` is a doctest; those of a page run in
+order, in one namespace, in a group of one. A fence that cannot run here is preceded by the comment
+`<!-- not run: why -->` and is only compiled.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import typer.main
+
+import weft
+from weft.cli import app
+from weft.sparse import ALGORITHMS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"(?P<skip><!-- not run: \S.*? -->\n)?"
+    r"^(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def fences(page, *kinds):
+    """(kind, code, line it begins on, whether it is to be run) of each fence of these kinds."""
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        if found["kind"] in kinds:
+            line = text.count("\n", 0, found.start("code"))
+            yield found["kind"], textwrap.dedent(found["code"]), line, found["skip"] is None
+
+
+WITH_PYTHON = [page for page in PAGES if any(fences(page, "python", "pycon"))]
+
+
+@pytest.fixture
+def undone(monkeypatch, tmp_path):
+    """Whatever a page starts or registers is gone after it."""
+    registered = dict(ALGORITHMS)
+    monkeypatch.chdir(tmp_path)
+    yield
+    weft.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ALGORITHMS.clear()
+    ALGORITHMS.update(registered)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_what_a_page_shows_runs(page, undone):
+    space = {"__name__": f"page {name(page)}"}
+    for kind, code, line, runs in fences(page, "python", "pycon"):
+        if kind == "python":
+            # so many lines further down, tracebacks show the line of the page
+            compiled = compile("\n" * line + code, str(page), "exec")
+            if runs:
+                exec(compiled, space)
+            continue
+        example = doctest.DocTestParser().get_doctest(code, {}, name(page), str(page), line)
+        example.globs = space
+        said: list[str] = []
+        doctest.DocTestRunner().run(example, out=said.append, clear_globs=False)
+        assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md", "docs/start.md", "docs/ddp.md"])
+def test_what_a_person_meets_first_is_run(start):
+    assert any(runs for *_, runs in fences(ROOT / start, "python", "pycon"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_have_the_options_that_are_shown(page):
+    commands = typer.main.get_command(app).commands
+    for _, code, line, _ in fences(page, "console", "text"):
+        for shown in code.splitlines():
+            found = re.search(r"\bweft (demo|bench|\w+)\b(.*)", shown)
+            if not (shown.startswith("$ ") and found):
+                continue
+            known = {flag for option in commands[found[1]].params for flag in option.opts}
+            given = shlex.split(found[2], comments=True)
+            flags = {word.split("=")[0] for word in given if word.startswith("--")}
+            assert flags <= known, f"{name(page)}:{line}: {shown}"
+
+
+@pytest.mark.parametrize("page, command", [("docs/demo.md", "demo"), ("docs/bench.md", "bench")])
+def test_options_in_the_prose_exist(page, command):
+    options = typer.main.get_command(app).commands[command].params
+    known = {flag for option in options for flag in option.opts}
+    prose = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    shown = set(re.findall(r"`(--[a-z-]+)", prose))
+    assert shown <= known
+    assert len(shown) >= 5
+    if command == "demo":
+        assert known - shown <= {"paths"}
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_every_algorithm_is_described(algorithm):
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    assert f"\n| [`{algorithm}`](#{algorithm}) |" in text
+    section = text.split(f"\n## {algorithm}\n")[1].split("\n## ")[0]
+    for part in (
+        "Idea",
+        "Steps",
+        "Receives",
+        "Workspace",
+        "Order of addition",
+        "Serves",
+        "Best",
+        "Source",
+    ):
+        assert f"**{part}" in section, part
+
+
+def test_every_environment_variable_is_described():
+    quoted = re.compile(r"[\"'`](WEFT_[A-Z_]+)")
+    sources = (ROOT / "src").rglob("*.py")
+    read = {found for file in sources for found in quoted.findall(file.read_text("utf-8"))}
+    table = (ROOT / "docs/sharp-bits.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"^\| `(WEFT_[A-Z_]+)` \|", table, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_has_one_place_for_figures():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- figures -->") == text.count("<!-- /figures -->") == 1
+    assert text.index("<!-- figures -->") < text.index("<!-- /figures -->")
+
+
+def test_the_search_finds_fences(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# x\n\n```python\na = 1\n```\n\n<!-- not run: no b here -->\n```python\nimport b\n```\n"
+        "\n- item\n\n  ```pycon\n  >>> 1\n  1\n  ```\n\n```text\nc\n```\n"
+    )
+    assert list(fences(page, "python", "pycon")) == [
+        ("python", "a = 1\n", 3, True),
+        ("python", "import b\n", 8, False),
+        ("pycon", ">>> 1\n1\n", 14, True),
+    ]

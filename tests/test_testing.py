@@ -1,0 +1,259 @@
+"""`weft.testing` itself: what a failing body looks like; nothing hangs or is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+import warnings
+
+import pytest
+import torch
+
+from weft.errors import WeftError, WireError
+from weft.testing import RankFailure, pool, processes, run, spmd
+from weft.wire import default
+
+both = pytest.mark.parametrize("on", ["threads", "gloo"])
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@spmd(1, 2, 3, 4, 7, 8)
+def test_a_body_is_one_ranks_program(wire, factor, tmp_path):
+    assert default.current() is wire
+    assert tmp_path.is_dir()  # a fixture, the same on every rank
+    mine = torch.tensor([wire.rank * factor])
+    wire.dense_all_reduce(mine, "sum").wait()
+    assert mine.item() == factor * sum(range(wire.size))
+
+
+def rank_and_base(wire, base, *, step=1):
+    return base + step * wire.rank, torch.full((2,), wire.rank)
+
+
+@both
+def test_results_come_in_rank_order(on):
+    got = run(3, rank_and_base, 10, step=2, on=on)
+    assert [number for number, _ in got] == [10, 12, 14]
+    assert [values.tolist() for _, values in got] == [[0, 0], [1, 1], [2, 2]]
+
+
+def process_ids(wire):
+    return os.getpid(), threading.current_thread().name
+
+
+def test_ranks_are_threads_or_processes():
+    threads, gloo = run(3, process_ids), run(3, process_ids, on="gloo")
+    assert threads == [(os.getpid(), f"rank {rank}") for rank in range(3)]
+    assert len({pid for pid, _ in gloo} | {os.getpid()}) == 4
+
+
+def test_processes_are_kept():
+    assert run(2, process_ids, on="gloo") == run(4, process_ids, on="gloo")[:2]
+
+
+def wire_id(wire):
+    return id(wire)
+
+
+def break_the_wire(wire):
+    if wire.rank == 0:
+        wire.abort("on purpose")
+
+
+def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
+    first = run(2, wire_id, on="gloo")
+    assert run(2, wire_id, on="gloo") == first
+    run(2, break_the_wire, on="gloo")
+    run(2, reduce_after, on="gloo")
+
+
+def reduce_after(wire):
+    mine = torch.ones(1)
+    wire.dense_all_reduce(mine, "sum").wait()
+    assert mine.item() == wire.size
+
+
+def wrong_on_rank_1(wire):
+    if wire.rank == 1:
+        raise KeyError("the cause")
+    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+
+
+@both
+def test_the_causing_rank_is_raised(on):
+    with pytest.raises(KeyError, match="the cause") as caught:
+        run(3, wrong_on_rank_1, on=on)
+    assert caught.value.__notes__ == [f"on rank 1 of 3 ({on})", "ranks [0, 2] raised too"]
+    shown = "".join(traceback.format_exception(caught.value))
+    assert 'raise KeyError("the cause")' in shown  # where, also if that was in another process
+    run(3, reduce_after, on=on)
+
+
+def test_the_other_ranks_are_told_why():
+    told = []
+
+    def body(wire):
+        try:
+            wrong_on_rank_1(wire)
+        except WireError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(KeyError):
+        run(2, body)
+    assert told == ["rank 0: rank 1 gave up: KeyError: 'the cause'; start the group again"]
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_unpicklable(wire):
+    raise Unpicklable("this", "that")
+
+
+def return_unpicklable(wire):
+    return threading.Lock()
+
+
+def test_what_cannot_be_pickled_is_reported():
+    with pytest.raises(WeftError, match="Unpicklable this and that cannot be pickled"):
+        run(2, raise_unpicklable, on="gloo")
+    with pytest.raises(WeftError, match=r"lock .* cannot be pickled"):
+        run(2, return_unpicklable, on="gloo")
+
+
+def warn(wire):
+    warnings.warn("something is old", DeprecationWarning, stacklevel=1)
+
+
+@both
+def test_warnings_are_what_they_are_here(on):
+    with pytest.raises(DeprecationWarning):
+        run(2, warn, on=on)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(2, warn, on=on)
+
+
+def environment(wire, name):
+    return os.environ.get(name)
+
+
+@both
+def test_the_environment_is_what_it_is_here(on, monkeypatch):
+    assert run(2, environment, "WEFT_SOMETHING", on=on) == [None, None]
+    monkeypatch.setenv("WEFT_SOMETHING", "new")
+    assert run(2, environment, "WEFT_SOMETHING", on=on) == ["new", "new"]
+    with pytest.raises(WeftError, match=r"arguments of environment cannot travel .* on threads"):
+        run(2, environment, threading.Lock(), on="gloo")
+
+
+def hang_on_rank_2(wire):
+    if wire.rank == 2:
+        time.sleep(20 if wire.host != "threads" else 3)  # a thread cannot be ended
+    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+
+
+@both
+def test_a_rank_that_hangs_is_reported_with_the_place(on):
+    run(3, reduce_after, on=on, timeout=15.0)  # connects, which is not to be timed
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(3, hang_on_rank_2, on=on, limit=1.0, timeout=15.0)
+    assert "rank 2" in str(caught.value)
+    assert "time.sleep(20 if" in str(caught.value)
+    assert time.monotonic() - began < 15
+    run(3, reduce_after, on=on)
+
+
+def die_on_rank_1(wire):
+    if wire.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wire.dense_all_reduce(torch.ones(1), "sum").wait()
+
+
+def test_a_rank_that_dies_is_reported():
+    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL \(gloo\)"):
+        run(3, die_on_rank_1, on="gloo")
+    run(3, reduce_after, on="gloo")
+
+
+def test_a_body_that_other_processes_cannot_find_is_refused():
+    with pytest.raises(WeftError, match="make it a function at the top of a module"):
+        run(2, lambda wire: None, on="gloo")
+    with pytest.raises(WeftError, match="threads or gloo, not on 'mpi'"):
+        run(2, process_ids, on="mpi")
+
+
+def test_a_body_takes_a_wire_first():
+    with pytest.raises(WeftError, match=r"takes \(values, wire\)"):
+
+        @spmd(2)
+        def body(values, wire):
+            pass
+
+
+def variable(name):
+    return os.environ[name]
+
+
+def kill_myself(rank):
+    if os.environ["RANK"] == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+
+
+def test_processes_are_started_as_by_a_launcher():
+    assert processes(3, variable, "RANK") == ["0", "1", "2"]
+    assert processes(2, variable, "WORLD_SIZE") == ["2", "2"]
+    assert processes(1, variable, "WEFT_X", env={"WEFT_X": "y"}) == ["y"]
+
+
+def test_a_killed_process_is_reported_as_such():
+    with pytest.raises(WireError, match="rank 1 of 2 was killed by SIGTERM"):
+        processes(2, kill_myself, "1")
+
+
+def gone(pids):
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_the_processes_end_when_they_are_not_wanted_any_more():
+    pids = [pid for pid, _ in run(3, process_ids, on="gloo")]
+    pool._stop()
+    assert gone(pids)
+    assert not {pid for pid, _ in run(3, process_ids, on="gloo")} & set(pids)
+
+
+@pytest.mark.timeout(120)  # it imports torch twice, which a busy machine takes long for
+def test_the_processes_end_when_the_caller_dies(tmp_path):
+    program = """
+        import os, sys, weft.testing
+        sys.path.insert(0, os.path.dirname(__file__))
+        import body
+        print(*weft.testing.run(2, body.pid, on="gloo"), flush=True)
+        os._exit(3)
+    """
+    (tmp_path / "body.py").write_text("import os\ndef pid(wire):\n    return os.getpid()\n")
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 3
+    assert len(done.stdout.split()) == 2
+    assert gone(done.stdout.split())

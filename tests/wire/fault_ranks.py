@@ -1,0 +1,206 @@
+"""One host's part in the fault tests: `test_faults` runs it on every host of a netlab.
+
+    fault_ranks.py '[["kill", 2, 20.0], ["stop", 0, 2.0]]'
+
+For each scenario (what happens, to which rank, the wire's timeout) the host forks a process that
+is one rank, sees to it from outside where that is needed, and prints how it ended. Everything it
+prints is a line of JSON, with times on the clock that all hosts of a netlab share.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft import WireError
+from weft.wire.base import Wire
+from weft.wire.process_group import connect
+
+PAUSE = 1.0  # seconds that a paused rank is stopped
+STEPS = 40
+FAULT = 20  # the step in which it happens
+BYTES = 4096
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def say(scenario: int, what: str, **more: object) -> None:
+    line = {"scenario": scenario, "rank": RANK, "what": what, "at": time.monotonic(), **more}
+    print(json.dumps(line), flush=True)
+
+
+def ring(wire: Wire) -> None:
+    """Most ranks await an innocent when one fails."""
+    message = torch.zeros(BYTES, dtype=torch.uint8)
+    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+    pending = wire.post([(after, message)], [(before, BYTES)])
+    pending.wait()
+    pending.release()
+
+
+def dense(wire: Wire) -> None:
+    wire.dense_all_reduce(torch.ones(300_000), "sum").wait()
+
+
+def idle(wire: Wire) -> None:
+    """The last rank takes no part, and the one before it keeps the others waiting."""
+    if wire.rank < wire.size - 2:
+        wire.post((), [(wire.rank + 1, BYTES)]).wait()
+    else:
+        time.sleep(1.0)
+        wire.post()
+
+
+def kill(wire: Wire) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_parent(wire: Wire) -> None:
+    """A child, such as a loader of data, outlives its parent and keeps its sockets open."""
+    if os.fork() == 0:
+        time.sleep(4.0)
+        os._exit(0)
+    time.sleep(0.1)  # the child closes what it shall close
+    kill(wire)
+
+
+def stop(wire: Wire) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep(wire: Wire) -> None:
+    time.sleep(wire.timeout + 1.5)
+
+
+def abort(wire: Wire) -> None:
+    wire.abort("no memory left")
+
+
+def fail(wire: Wire) -> None:
+    raise MemoryError("no memory left")
+
+
+def leave(wire: Wire) -> None:
+    sys.exit(0)
+
+
+def interrupt(wire: Wire) -> None:
+    """Ctrl-C in a wait that would last to the deadline."""
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wire.post((), [((wire.rank + 1) % wire.size, BYTES)]).wait()
+
+
+def cut(wire: Wire) -> None:
+    link(wire.rank, "down")
+
+
+def link(rank: int, state: str) -> None:
+    """Set the other end of a host's link, in the namespace of netlab's switch."""
+    host = subprocess.run(
+        ["ip", "netns", "identify"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    switch = host.rpartition("h")[0] + "sw"
+    subprocess.run(["ip", "-n", switch, "link", "set", f"p{rank}", state], check=True)
+
+
+# what the ranks do, what happens to one of them, and whether it happens inside a call
+FAULTS: dict[str, tuple[Callable[[Wire], None], Callable[[Wire], None], bool]] = {
+    "kill": (ring, kill, True),
+    "kill parent": (ring, kill_parent, True),
+    "kill idle": (idle, kill, False),
+    "kill in dense": (dense, kill, True),
+    "stop": (ring, stop, True),
+    "pause": (ring, stop, True),
+    "cut": (ring, cut, True),
+    "sleep": (ring, sleep, False),
+    "abort": (ring, abort, True),
+    "fail": (ring, fail, True),
+    "leave": (ring, leave, False),
+    "interrupt": (ring, interrupt, True),
+}
+
+
+def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
+    """One rank's program."""
+    torch.set_num_threads(1)
+    logging.basicConfig(
+        stream=sys.stdout, format=f'{{"scenario": {scenario}, "log": "%(message)s"}}'
+    )
+    body, happen, inside = FAULTS[fault]
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]) + scenario,
+        SIZE,
+        is_master=RANK == 0,
+        timeout=timedelta(seconds=30),
+    )
+    wire = connect(store, RANK, SIZE, timeout)
+
+    def call(number: int) -> None:
+        if inside and number == FAULT and victim == RANK:
+            say(scenario, "fault")
+            happen(wire)
+        body(wire)
+
+    try:
+        for number in range(STEPS):
+            if not inside and number == FAULT and victim == RANK:
+                say(scenario, "fault")
+                happen(wire)
+            if body is not idle or number == FAULT:
+                wire.worker.call("sparse_all_reduce", functools.partial(call, number))
+    except (WireError, MemoryError, KeyboardInterrupt) as error:
+        say(
+            scenario,
+            "error",
+            kind=type(error).__name__,
+            text=str(error),
+            culprit=getattr(error, "culprit", None),
+        )
+        try:
+            wire.post()
+        except WireError as again:
+            say(scenario, "again", text=str(again))
+    wire.close()
+    say(scenario, "end", open=len(os.listdir("/proc/self/fd")))
+
+
+def tend(pid: int, fault: str, timeout: float) -> int:
+    """Wait for the process of a rank; what stopped itself is continued or, later, killed."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(PAUSE if fault == "pause" else timeout + 2.0)
+        os.kill(pid, signal.SIGCONT if fault == "pause" else signal.SIGKILL)
+
+
+def main() -> None:
+    for scenario, (fault, victim, timeout) in enumerate(json.loads(sys.argv[1])):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rank(scenario, fault, victim, timeout)
+            except Exception:
+                say(scenario, "broken", text=traceback.format_exc())
+            os._exit(0)  # torch takes its time to be torn down
+        say(scenario, "status", status=tend(pid, fault, timeout))
+        if fault == "cut" and victim == RANK:
+            link(victim, "up")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`weft.wire.dense`: the dense all-reduce in posts, on the threads wire, which is strict."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from weft import WeftError
+from weft.testing import run
+from weft.wire import dense
+
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.fixture(params=["small", "one piece", "many chunks"])
+def form(request, monkeypatch):
+    """Each of the ways a tensor of a few thousand elements may go."""
+    monkeypatch.setattr(dense, "_SMALL", 1 << 30 if request.param == "small" else 0)
+    monkeypatch.setattr(dense, "_SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
+    monkeypatch.setattr(dense, "_BLOCK", 100)
+
+
+def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Numbers over the whole range of the dtype, so that sums wrap and orders show."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    return values.view(torch.uint8).view(dtype)[:count].clone()
+
+
+def exact(op: str, numbers: list[int], dtype: torch.dtype) -> int:
+    """With Python's integers, which never wrap."""
+    first, *rest = numbers
+    for number in rest:
+        first = {
+            "sum": first + number,
+            "prod": first * number,
+            "min": min(first, number),
+            "max": max(first, number),
+            "band": first & number,
+            "bor": first | number,
+            "bxor": first ^ number,
+        }[op]
+    limits = torch.iinfo(dtype)
+    return (first - limits.min) % 2**limits.bits + limits.min
+
+
+def reduce_integers(wire, dtype, op, count):
+    mine = integers(wire.rank, dtype, count)
+    assert dense.all_reduce(wire, mine, op).wait()[0] is mine
+    contributions = zip(
+        *(integers(r, dtype, count).tolist() for r in range(wire.size)), strict=True
+    )
+    assert mine.tolist() == [exact(op, list(each), dtype) for each in contributions]
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "band", "bor", "bxor"])
+@pytest.mark.parametrize("dtype", UNSIGNED + SIGNED, ids=str)
+def test_integers_reduce_as_integers_do(form, dtype, op):
+    run(3, reduce_integers, dtype, op, 301)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+@pytest.mark.parametrize("count", [1, 7, 1000, 2049])
+def test_any_count_among_any_number_of_ranks(form, size, count):
+    run(size, reduce_integers, torch.int32, "sum", count)
+
+
+def reduce_floats(wire, dtype):
+    parts = [
+        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(wire.size)
+    ]
+    mine = parts[wire.rank].clone()
+    dense.all_reduce(wire, mine, "sum").wait()
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    expected = parts[0].to(wide)
+    for part in parts[1:]:
+        expected = expected + part.to(wide)
+    assert torch.equal(mine, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_add_in_rank_order_and_round_once(form, dtype):
+    run(5, reduce_floats, dtype)
+
+
+def reduce_bools(wire):
+    mine = torch.tensor([False, wire.rank == 1, True])
+    for op, expected in {
+        "sum": [False, True, True],
+        "max": [False, True, True],
+        "bor": [False, True, True],
+        "prod": [False, False, True],
+        "min": [False, False, True],
+        "band": [False, False, True],
+    }.items():
+        value = mine.clone()
+        dense.all_reduce(wire, value, op).wait()
+        assert value.tolist() == expected, op
+
+
+def test_bools_are_or_and_and(form):
+    run(3, reduce_bools)
+
+
+def reduce_nan(wire, op):
+    mine = torch.tensor([1.0, torch.nan if wire.rank == 0 else 2.0, -torch.inf] * 50)
+    dense.all_reduce(wire, mine, op).wait()
+    assert mine.isnan().tolist() == [False, True, False] * 50
+    assert (mine[2] == -torch.inf).item() or op == "prod"
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum", "prod"])
+def test_nan_wins(form, op):
+    run(3, reduce_nan, op)
+
+
+def keep_shape(wire):
+    mine = torch.ones(3, 5, 2)
+    pending = dense.all_reduce(wire, mine, "sum")
+    assert pending.wait()[0] is mine and pending.wait()[0] is mine
+    assert torch.equal(mine, torch.full((3, 5, 2), float(wire.size)))
+    pending.release()
+
+
+def test_any_shape_and_waiting_twice(form):
+    run(4, keep_shape)
+    run(1, keep_shape)
+
+
+def refuse(wire, op, dtype, text):
+    with pytest.raises(WeftError, match=text):
+        dense.all_reduce(wire, torch.ones(3, dtype=dtype), op)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "text"),
+    [
+        ("mean", torch.float32, "rank 0: op 'mean' is unknown: use one of sum,"),
+        ("band", torch.float32, "rank 0: op band does not apply to torch.float32"),
+        ("max", torch.complex64, "rank 0: op max does not apply to torch.complex64"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(op, dtype, text):
+    run(1, functools.partial(refuse, op=op, dtype=dtype, text=text))
+
+
+def count_bytes(wire):
+    tensor = torch.ones(64 * 1024 * wire.size)
+    wire.traffic.reset()
+    dense.all_reduce(wire, tensor, "sum").wait()
+    assert wire.traffic.bytes == 2 * (wire.size - 1) * tensor.nbytes // wire.size
+    assert set(wire.traffic.to.values()) == {2 * tensor.nbytes // wire.size}
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_rank_sends_two_parts_to_each_other(size):
+    run(size, count_bytes)

@@ -1,0 +1,38 @@
+"""A link's figures are measured by all ranks together, and the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.testing import run, spmd
+from weft.wire.link import Link, measure
+
+
+@spmd(1, 2, 4, 8)
+def test_all_ranks_get_the_same_figures(wire):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WEFT_LINK", raising=False)
+        link = measure(wire)
+    assert isinstance(link, Link)
+    mine = torch.tensor([link.alpha, link.beta, link.gamma], dtype=torch.float64)
+    pending = wire.small_all_gather(mine.view(torch.uint8), 24)
+    assert all(torch.equal(other, mine.view(torch.uint8)) for other in pending.wait())
+    pending.release()
+    assert min(link.alpha, link.beta, link.gamma) > 0
+
+
+def test_the_environment_may_say_them(monkeypatch):
+    monkeypatch.setenv("WEFT_LINK", "100,1")
+    (link,) = run(1, measure)
+    assert link.alpha == pytest.approx(1e-4, rel=0.1)  # to a quarter of an octave
+    assert link.beta == pytest.approx(8e-9, rel=0.1)
+    assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9))
+
+
+@pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3"])
+def test_figures_that_make_no_sense_are_refused(monkeypatch, text):
+    monkeypatch.setenv("WEFT_LINK", text)
+    with pytest.raises(weft.WeftError, match="latency in µs,rate in Gbit/s"):
+        run(1, measure)

@@ -1,0 +1,396 @@
+"""The process-group wire beyond the contract: groups of the caller's, leaks, forks, signals."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft import WeftError, WireError
+from weft.testing import processes, run
+from weft.wire import process_group
+from weft.wire.process_group import connect, of, of_group, of_mesh
+
+on_gloo = functools.partial(run, on="gloo")
+
+
+def talk(wire):
+    """Everybody hears everybody."""
+    own = torch.tensor([wire.rank + 1], dtype=torch.uint8)
+    pending = wire.small_all_gather(own, 1)
+    assert [int(each) for each in pending.wait()] == list(range(1, wire.size + 1))
+    pending.release()
+
+
+@contextmanager
+def default_group(wire, path, **options):
+    """A default group of torch's among the ranks of `wire`."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size, **options
+    )
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+# groups of the caller's
+
+
+def groups(wire, path):
+    with default_group(wire, path, timeout=timedelta(seconds=17)):
+        world = of_group(None)
+        assert (world.rank, world.size, world.timeout) == (wire.rank, wire.size, 17.0)
+        assert of_group(None) is world and of(dist.group.WORLD) is world
+        talk(world)
+
+        if wire.rank < 2:  # made by their members alone
+            twins = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
+            for twin in twins:
+                talk(of_group(twin))
+
+        pairs = [[0, 1], [1, 2], [0, 1]]  # overlapping, and one of them twice
+        made = [dist.new_group(pair) for pair in pairs]
+        for pair, group in zip(pairs, made, strict=True):
+            if wire.rank in pair:
+                assert of_group(group).size == 2
+                talk(of_group(group))
+            else:
+                with pytest.raises(WeftError, match=f"rank {wire.rank}: .*not in this group"):
+                    of(group)
+        if wire.rank < 2:
+            assert of_group(made[0]) is not of_group(made[2])
+
+        mesh = DeviceMesh("cpu", torch.arange(wire.size))
+        talk(of_mesh(mesh))
+        assert of(mesh) is of_mesh(mesh)
+        with pytest.raises(WeftError, match=r"shape \(3, 1\) has 2 dimensions"):
+            of(DeviceMesh("cpu", torch.arange(wire.size).view(-1, 1)))
+
+
+def test_groups_of_every_kind_have_a_wire(tmp_path):
+    on_gloo(3, groups, str(tmp_path / "store"))
+
+
+def reverse(wire, path):
+    """Ranks of a group are numbered as the group numbers them."""
+    with default_group(wire, path):
+        group = dist.new_group([2, 0, 1])
+        part = of_group(group)
+        assert part.rank == dist.get_group_rank(group, wire.rank)
+        talk(part)
+
+
+def test_ranks_are_those_of_the_group(tmp_path):
+    on_gloo(3, reverse, str(tmp_path / "store"))
+
+
+def destroy(wire, path):
+    with default_group(wire, path):
+        group = dist.new_group([0, 1])
+        kept, world = of_group(group), of_group(None)
+        dist.destroy_process_group(group)
+        with pytest.raises(WeftError, match="was destroyed"):
+            of_group(group)
+        with pytest.raises(WireError, match="closed"):
+            kept.post()
+        world.close()  # as weft.shutdown does
+        again = of_group(None)  # and weft.init, later
+        assert again is not world
+        talk(again)
+        del again, world, kept, group
+    gc.collect()
+    assert not process_group._entries, "the wire outlives its group"
+    with pytest.raises(WeftError, match=r"call weft.init\(\) first"):
+        of_group(None)
+
+
+def test_a_wire_goes_with_its_group(tmp_path):
+    on_gloo(2, destroy, str(tmp_path / "store"))
+
+
+def test_what_is_no_group_is_refused():
+    with pytest.raises(WeftError, match="str is no group: pass None, a weft wire, a torch"):
+        of("world")
+
+
+# joining
+
+
+def test_who_did_not_join_is_named():
+    began = time.monotonic()
+    with pytest.raises(WireError, match="rank 0: wire 'x' of 3 ranks: ranks 1 and 2 did not join"):
+        connect(dist.HashStore(), 0, 3, 0.5, name="x")
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_rank_that_is_none_is_refused():
+    with pytest.raises(WeftError, match="rank 3 is none of 3 ranks"):
+        connect(dist.HashStore(), 3, 3, 1.0)
+
+
+def resources():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def many(wire, path):
+    store = dist.FileStore(path, wire.size)
+    connect(store, wire.rank, wire.size, 20.0).close()  # torch's own threads, made once
+    talk(wire)
+    before = resources()
+    for number in range(50):
+        other = connect(store, wire.rank, wire.size, 20.0)  # all of one name
+        if number % 2:
+            talk(other)
+        if number % 3:
+            other.close()
+        del other  # closes too
+    assert resources() == before
+    talk(wire)
+
+
+def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
+    on_gloo(2, many, str(tmp_path / "store"))
+
+
+def break_and_close(wire, path):
+    before = resources()
+    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
+    pending = other.post((), [(peer, 8) for peer in other.peers])
+    talk(wire)
+    if wire.rank == 0:
+        other.abort("enough")
+    with pytest.raises(WireError, match="rank 0 gave up: enough") as caught:
+        pending.wait()
+    assert caught.value.culprit == 0
+    other.close()
+    assert resources() == before, "while the exception and the pending are still alive"
+    talk(wire)
+
+
+def test_a_broken_wire_leaves_nothing(tmp_path):
+    on_gloo(3, break_and_close, str(tmp_path / "store"))
+
+
+def many_at_once(wire, path):
+    """Wires of different names may be made by different threads, in any order."""
+    store = dist.FileStore(path, wire.size)
+    failures = []
+
+    def make(name):
+        try:
+            with connect(store.clone(), wire.rank, wire.size, 20.0, name=name) as other:
+                talk(other)
+        except BaseException as error:
+            failures.append(error)
+
+    names = ["a", "b", "c"][:: 1 if wire.rank else -1]
+    threads = [threading.Thread(target=make, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
+    on_gloo(2, many_at_once, str(tmp_path / "store"))
+
+
+# surroundings
+
+
+def end_by_abort():
+    """A wait that is under way ends by a verdict, in whatever way the connections were made."""
+    dist.init_process_group("gloo")
+    with of_group(None) as wire:
+        talk(wire)
+        if wire.rank == 1:
+            time.sleep(0.3)
+            wire.abort("enough")
+        began = time.monotonic()
+        with pytest.raises(WireError, match="rank 1 gave up: enough"):
+            wire.post((), [(1 - wire.rank, 8)]).wait()
+        assert time.monotonic() - began < 10.0
+    dist.destroy_process_group()
+
+
+def test_lazy_connections_do_not_matter():
+    processes(2, end_by_abort, env={"TORCH_GLOO_LAZY_INIT": "1"})
+
+
+def on_ipv6():
+    from weft.wire import process_group_connections
+
+    def device():
+        return dist.ProcessGroupGloo.create_device(hostname="::1", lazy_init=False)
+
+    process_group_connections._device = device
+    end_by_abort()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 on this machine")
+def test_ipv6():
+    processes(2, on_ipv6)
+
+
+def fork(wire):
+    """A child cannot use the wire, does not disturb it, and ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            wire.post([(1 - wire.rank, torch.zeros(1))])
+        except WireError as error:
+            status = 0 if "forked process" in str(error) else 2
+        wire.close()
+        del wire
+        gc.collect()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    time.sleep(0.2)  # a goodbye would have come by now
+    talk(wire)
+
+
+def test_a_forked_child_leaves_the_wire_alone():
+    on_gloo(2, fork)
+
+
+def exit_without_close():
+    dist.init_process_group("gloo")
+    wire = of_group(None)
+    talk(wire)
+    if wire.rank == 0:
+        with pytest.raises(WireError, match="rank 1 left") as caught:
+            wire.post((), [(1, 8)]).wait()
+        assert caught.value.culprit == 1
+    return wire.rank  # rank 1 just ends: no death, since it says goodbye at exit
+
+
+def test_a_rank_that_ends_without_closing_has_left():
+    assert processes(2, exit_without_close) == [0, 1]
+
+
+# signals
+
+
+def handled(wire):
+    """A handler of the program's own runs after the wait, and the wait is not disturbed."""
+    seen, (reader, writer) = [], socket.socketpair()
+    writer.setblocking(False)
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
+    outer = signal.set_wakeup_fd(writer.fileno())
+    try:
+        if wire.rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            wire.post((), [(1, 8)]).wait()
+            assert seen, "the handler runs when the wait is over"
+            reader.settimeout(5.0)
+            assert reader.recv(8) == bytes(
+                [signal.SIGINT]
+            )  # whoever waited for it, such as asyncio
+            assert signal.set_wakeup_fd(writer.fileno()) == writer.fileno()
+        else:
+            time.sleep(0.6)
+            wire.post([(0, torch.zeros(1))]).wait()
+    finally:
+        signal.set_wakeup_fd(outer)
+        signal.signal(signal.SIGINT, before)
+        reader.close()
+        writer.close()
+    talk(wire)
+
+
+def in_main_thread(body):
+    dist.init_process_group("gloo")
+    with of_group(None) as wire:
+        body(wire)
+    dist.destroy_process_group()
+
+
+def test_a_signal_that_is_handled_breaks_nothing():
+    processes(2, in_main_thread, handled)
+
+
+# closing
+
+
+def close_elsewhere(wire, path):
+    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
+    talk(other)
+    if wire.rank == 0:
+        threading.Timer(0.3, other.close).start()
+        began = time.monotonic()
+        with pytest.raises(WireError, match="this wire was closed while rank 0 awaited"):
+            other.post((), [(1, 8)]).wait()
+        assert time.monotonic() - began < 10.0
+    else:
+        with pytest.raises(WireError, match="rank 0 left") as caught:
+            other.post((), [(0, 8)]).wait()
+        assert caught.value.culprit == 0
+    other.close()
+
+
+def test_closing_ends_a_wait_in_another_thread(tmp_path):
+    on_gloo(2, close_elsewhere, str(tmp_path / "store"))
+
+
+def last_words(wire, path):
+    """What was sent before a rank closed arrives, however late it is asked for."""
+    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
+    count = 200_000
+    place = torch.zeros(count, dtype=torch.int64)
+    if wire.rank == 0:
+        other.post([(1, torch.arange(count))]).wait()
+        other.close()
+    else:
+        pending = other.post((), [(0, place)])
+        time.sleep(0.5)
+        assert torch.equal(pending.wait()[0], torch.arange(count))
+        other.close()
+    talk(wire)
+
+
+def test_closing_loses_nothing(tmp_path):
+    on_gloo(2, last_words, str(tmp_path / "store"))
+
+
+def peers_are_checked(wire):
+    for peer in (wire.rank, -1, wire.size):
+        with pytest.raises(WeftError, match=f"rank {peer} is no peer among {wire.size} ranks"):
+            wire.post([(peer, torch.zeros(1))])
+        with pytest.raises(WeftError, match=f"rank {peer} is no peer"):
+            wire.post((), [(peer, 8)])
+    talk(wire)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_messages_to_nobody_are_refused(size):
+    on_gloo(size, peers_are_checked)
+
+
+def test_alone_nothing_is_opened():
+    before = resources()
+    wire = connect(dist.HashStore(), 0, 1, 5.0)
+    assert resources() == before
+    assert wire.sub([0]).size == 1 and wire.sub([]) is None
+    wire.abort("no memory left")
+    for _ in range(2):
+        with pytest.raises(WireError, match="rank 0: rank 0 gave up: no memory left; start") as bad:
+            wire.post()
+        assert bad.value.culprit == 0
+    wire.close()
+    with pytest.raises(WireError, match="rank 0: this wire is closed"):
+        wire.dense_all_reduce(torch.zeros(1), "sum")

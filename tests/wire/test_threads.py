@@ -1,0 +1,213 @@
+"""The thread wire is strict: what a real transport would take silently, or die of, it reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from weft.errors import WeftError, WireError
+from weft.testing import run
+from weft.wire import threads
+
+
+@pytest.fixture
+def pair():
+    wires = threads.group(2, timeout=2.0)
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+def test_bytes_beyond_a_short_message_are_garbage(pair):
+    first, second = pair
+    sent = first.post([(1, torch.zeros(3, dtype=torch.uint8))])
+    assert second.post((), [(0, 6)]).wait()[0].tolist() == [0, 0, 0, 0xA5, 0xA5, 0xA5]
+    sent.wait()
+
+
+def test_a_receive_holds_garbage_until_it_is_there(pair):
+    place = torch.zeros(4, dtype=torch.uint8)
+    pair[1].post((), [(0, place)])
+    assert place.tolist() == [0xA5] * 4
+
+
+def test_a_reduction_holds_garbage_until_it_is_done(pair):
+    first, second = (torch.full((2,), 3, dtype=torch.uint8) for _ in pair)
+    pending = pair[0].dense_all_reduce(first, "sum")
+    assert first.tolist() == [0xA5] * 2
+    pair[1].dense_all_reduce(second, "sum").wait()
+    pending.wait()
+    assert first.tolist() == second.tolist() == [6, 6]
+
+
+def test_a_send_that_changes_under_way_is_noticed(pair):
+    first, second = pair
+    message = torch.zeros(100)
+    sent = first.post([(1, message)])
+    message[50] = 1
+    second.post((), [(0, 400)]).wait()
+    with pytest.raises(WireError, match="rank 0 changed a tensor that it was sending to rank 1"):
+        sent.wait()
+    with pytest.raises(WireError, match="rank 1: rank 0 changed"):
+        second.post()
+
+
+def test_a_send_may_change_unnoticed_where_that_is_not_asked_for():
+    first, second = threads.group(2, strict=False)
+    message = torch.zeros(4, dtype=torch.uint8)
+    sent = first.post([(1, message)])
+    message[0] = 1
+    assert second.post((), [(0, 6)]).wait()[0].tolist() == [1, 0, 0, 0, 0xA5, 0xA5]
+    sent.wait()
+
+
+def test_a_send_longer_than_its_receive_breaks_the_wire(pair):
+    first, second = pair
+    second.post((), [(0, 8)])
+    with pytest.raises(WireError, match=r"rank 0 sent 12 bytes to rank 1, .* at most 8") as caught:
+        first.post([(1, torch.zeros(3))])
+    assert caught.value.culprit == 0
+
+
+def test_a_message_out_of_thin_air_is_refused(pair):
+    first = pair[0]
+    for peer in (0, 2, -1):
+        with pytest.raises(WeftError, match=f"rank 0: cannot send to rank {peer} in 2 ranks"):
+            first.post([(peer, torch.zeros(1))])
+        with pytest.raises(WeftError, match=f"rank 0: cannot receive from rank {peer}"):
+            first.post((), [(peer, 4)])
+    first.post()  # nothing broke
+
+
+def ring_of_receives(wire):
+    began = time.monotonic()
+    with pytest.raises(WireError) as caught:
+        wire.post((), [((wire.rank + 1) % wire.size, 4)]).wait()
+    return caught.value.culprit, str(caught.value), time.monotonic() - began
+
+
+def test_ranks_that_all_wait_for_each_other_are_told_at_once():
+    for culprit, text, took in run(3, ring_of_receives, timeout=30.0):
+        assert culprit is None
+        assert "rank 2 awaits 4 bytes from rank 0" in text
+        assert took < 15
+
+
+def sends_nobody_takes(wire):
+    with pytest.raises(WireError, match="rank 1 to take 12 bytes"):
+        wire.post([(1 - wire.rank, torch.zeros(3))]).wait()
+
+
+def test_a_send_waits_for_its_receive():
+    def body(wire):
+        if wire.rank == 0:
+            sends_nobody_takes(wire)
+
+    run(2, body)
+
+
+def test_the_chain_of_waits_leads_to_the_one_who_is_late():
+    def body(wire):
+        if wire.rank == 2:
+            wire.doing = "thinking"
+            time.sleep(1.5)
+            return ""
+        with pytest.raises(WireError) as caught:
+            wire.post((), [(wire.rank + 1, 4)]).wait()
+        assert caught.value.culprit == 2
+        return str(caught.value)
+
+    texts = run(3, body, timeout=0.5)
+    assert "for 0.5 s: rank 2" in texts[0]
+    assert "is in thinking and posts nothing" in texts[1]
+
+
+def test_reductions_that_differ_are_told_apart():
+    def body(wire):
+        values = torch.zeros(3 + wire.rank)
+        with pytest.raises(WireError, match=r"rank 0 sum of \(3,\) .*; rank 1 sum of \(4,\)"):
+            wire.dense_all_reduce(values, "sum").wait()
+
+    run(2, body)
+
+
+def test_an_unknown_op_says_what_there_is(pair):
+    with pytest.raises(WeftError, match="'mean' is unknown: use one of sum, min"):
+        pair[0].dense_all_reduce(torch.zeros(1), "mean")
+
+
+def test_half_precision_rounds_once():
+    def body(wire):
+        values = torch.tensor([1.0 if wire.rank == 0 else 2.0**-9], dtype=torch.bfloat16)
+        wire.dense_all_reduce(values, "sum").wait()
+        return values.item()
+
+    # four quarters of the last place: rounded on the way, each would be lost
+    assert run(5, body) == [1.0 + 2.0**-7] * 5
+
+
+def test_hosts_have_names():
+    wires = threads.group(3, hosts=["a", "b", "a"])
+    assert [wire.host for wire in wires] == ["a", "b", "a"]
+    with pytest.raises(WeftError, match="2 hosts for 3 ranks"):
+        threads.group(3, hosts=["a", "b"])
+    with pytest.raises(WeftError, match="at least one rank, not 0"):
+        threads.group(0)
+
+
+def test_parts_have_the_hosts_of_their_ranks():
+    wires = threads.group(3, hosts=["a", "b", "c"])
+    parts = [wire.sub([2, 0]) for wire in wires]
+    assert parts[1] is None
+    assert (parts[2].rank, parts[2].host, parts[0].rank, parts[0].host) == (0, "c", 1, "a")
+
+
+def test_parts_that_differ_are_noticed():
+    wires = threads.group(3)
+    wires[0].sub([0, 1])
+    with pytest.raises(WireError, match=r"rank 1 makes a part of ranks \[1, 2\]") as caught:
+        wires[1].sub([1, 2])
+    assert caught.value.culprit == 1
+    with pytest.raises(WeftError, match=r"\[0, 0\] are not distinct ranks of 3"):
+        threads.group(3)[0].sub([0, 0])
+
+
+def test_a_wire_breaks_with_all_its_parts():
+    wires = threads.group(3)
+    parts = [wire.sub([2, 0]) for wire in wires]
+    wires[2].abort("no memory")
+    with pytest.raises(WireError, match=r"rank 1: the wire .* broke: rank 2 gave up") as caught:
+        parts[0].post((), [(0, 4)]).wait()
+    assert caught.value.culprit == 0  # rank 2 of the whole
+
+
+def test_a_part_that_breaks_leaves_the_whole():
+    wires = threads.group(2)
+    parts = [wire.sub([1, 0]) for wire in wires]
+    parts[0].abort("on purpose")
+    wires[0].post()
+    with pytest.raises(WireError):
+        parts[1].post()
+
+
+def test_a_closed_wire_lets_go_of_its_memory():
+    wire = threads.group(1)[0]
+    wire.lease(10_000).release()
+    wire.worker.submit("nothing", lambda: None).wait()
+    before = threading.active_count()
+    wire.close()
+    assert threading.active_count() == before - 1
+    assert not wire.memory._free
+
+
+def test_eight_ranks_with_large_messages():
+    def body(wire):
+        sent = torch.full((1_000_000,), float(wire.rank))
+        places = [(peer, torch.empty(1_000_000)) for peer in wire.peers]
+        got = wire.post([(peer, sent) for peer in wire.peers], places).wait()
+        assert [float(each[-1]) for each in got] == [float(peer) for peer in wire.peers]
+
+    run(8, body)

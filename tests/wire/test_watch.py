@@ -1,0 +1,243 @@
+"""`weft.wire.watch`: one watcher, whose peers are the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from weft.wire import watch as module
+from weft.wire.verdict import Verdict
+from weft.wire.watch import Watch
+
+
+class Wait:
+    """A wait for one peer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def peer(self) -> int:
+        return self._peer
+
+
+class Peers:
+    """Ranks 1 and 2 of three, as rank 0 sees them."""
+
+    def __init__(self, stack: ExitStack, timeout: float) -> None:
+        self.ends: dict[int, socket.socket] = {}
+        mesh = {}
+        for peer in (1, 2):
+            mesh[peer], self.ends[peer] = socket.socketpair()
+            mesh[peer].setblocking(False)
+            self.ends[peer].settimeout(10.0)
+            stack.callback(self.ends[peer].close)
+        self.cuts: list[float] = []
+        self.unread = {1: b"", 2: b""}
+        self.watch = Watch(
+            0, timeout, mesh, lambda: self.cuts.append(time.monotonic()), lambda: (7, "barrier")
+        )
+        stack.callback(self.watch.close)
+
+    def say(self, peer: int, **message: object) -> None:
+        self.ends[peer].sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, peer: int) -> dict[str, object]:
+        while b"\n" not in self.unread[peer]:
+            data = self.ends[peer].recv(4096)
+            if not data:
+                return {}
+            self.unread[peer] += data
+        line, _, self.unread[peer] = self.unread[peer].partition(b"\n")
+        return json.loads(line)
+
+    def settled(self) -> Verdict:
+        assert self.watch._settled.wait(10.0), "no verdict"
+        assert self.watch.verdict is not None
+        return self.watch.verdict
+
+
+@pytest.fixture
+def peers():
+    with ExitStack() as stack:
+        yield lambda timeout=20.0: Peers(stack, timeout)
+
+
+def test_the_end_of_a_socket_is_a_death_that_all_hear_of(peers):
+    three = peers()
+    three.ends[2].close()
+    assert three.settled() == Verdict(2, "rank 2 died")
+    assert three.hear(1) == {"verdict": [2, "rank 2 died"]}
+    three.watch.settle(Verdict(1, "something else"))
+    assert three.watch.verdict == Verdict(2, "rank 2 died"), "the first wins"
+    three.watch.close()
+    assert len(three.cuts) == 1
+
+
+def test_a_reset_is_a_death(peers):
+    three = peers()
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as far:
+        near, _ = listener.accept()
+        near.setblocking(False)
+        with ExitStack() as stack:
+            watch = Watch(0, 20.0, {1: near}, lambda: None, lambda: (0, ""))
+            stack.callback(watch.close)
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
+            far.close()
+            assert watch._settled.wait(10.0)
+            assert watch.verdict == Verdict(1, "rank 1 died")
+    assert three.watch.verdict is None
+
+
+def test_a_goodbye_is_no_death(peers):
+    three = peers()
+    three.say(2, bye=True)
+    three.ends[2].close()
+    three.say(1, ask=1)
+    assert "here" in three.hear(1)  # so all before was read
+    assert three.watch.verdict is None and three.watch.left == {2}
+
+
+def test_a_verdict_is_passed_on(peers):
+    three = peers()
+    three.say(1, verdict=[2, "rank 2 gave up: no memory left"])
+    assert three.settled() == Verdict(2, "rank 2 gave up: no memory left")
+    assert three.hear(2) == {"verdict": [2, "rank 2 gave up: no memory left"]}
+
+
+def test_a_message_may_come_in_pieces(peers):
+    three = peers()
+    three.ends[1].sendall(b'{"verdict": [null, ')
+    time.sleep(0.05)
+    three.ends[1].sendall(b'"a reason"]}\n{"bye"')
+    assert three.settled() == Verdict(None, "a reason")
+
+
+def test_nonsense_breaks_the_wire_and_says_so(peers, caplog):
+    three = peers()
+    three.ends[1].sendall(b"nonsense\n")
+    assert three.settled().text.startswith("the watcher of rank 0 failed: JSONDecodeError")
+    assert "watcher failed" in caplog.text
+
+
+def test_it_tells_where_it_is(peers):
+    three = peers()
+    three.say(1, ask=3)
+    calls, doing, awaits, seconds = three.hear(1)["here"]
+    assert (calls, doing, awaits) == (7, "barrier", None) and 0 <= seconds < 10
+    three.watch.begin(Wait(2))
+    three.say(1, ask=4)
+    heard = three.hear(1)
+    assert heard["here"][2] == 2 and heard["to"] == 4
+    three.watch.end()
+
+
+def test_at_the_deadline_it_asks_and_the_silent_is_named(peers):
+    three = peers(0.3)
+    began = time.monotonic()
+    three.watch.begin(Wait(1))
+    three.say(1, here=[7, "barrier", 2, 0.3], to=three.hear(1)["ask"])
+    assert "ask" in three.hear(2)
+    assert three.settled().text.startswith("rank 2 does not answer")
+    assert 0.3 + module._ANSWER - 0.05 < three.cuts[0] - began < 5.0
+    three.watch.end()
+
+
+def test_at_the_deadline_the_one_that_is_behind_is_named(peers):
+    three = peers(0.3)
+    three.watch.begin(Wait(1))
+    three.say(1, here=[7, "barrier", 2, 0.3], to=three.hear(1)["ask"])
+    three.say(2, here=[6, "", None, 9.0], to=three.hear(2)["ask"])
+    assert three.settled().culprit == 2
+    assert three.watch.verdict.text.startswith("rank 2 has not entered call 7 (barrier)")
+    three.watch.end()
+
+
+def test_a_wait_that_ends_while_ranks_are_asked_is_forgotten(peers):
+    three = peers(0.2)
+    three.watch.begin(Wait(1))
+    assert "ask" in three.hear(1)
+    three.watch.end()
+    time.sleep(module._ANSWER + 0.5)
+    assert three.watch.verdict is None
+    three.watch.begin(Wait(1))
+    assert "ask" in three.hear(1)  # the next one is looked after, too
+    three.watch.end()
+
+
+def test_a_wait_has_its_whole_time_however_late_it_begins(peers):
+    three = peers(0.4)
+    time.sleep(0.3)
+    began = time.monotonic()
+    three.watch.begin(Wait(1))
+    assert "ask" in three.hear(1)
+    assert time.monotonic() - began >= 0.4
+    three.watch.end()
+
+
+def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
+    three = peers(0.3)
+    select = three.watch._selector.select
+    paused = threading.Event()
+
+    def pause(timeout):  # as if the process had been stopped meanwhile
+        ready = select(timeout)
+        if not paused.is_set():
+            paused.set()
+            time.sleep(1.0)
+        return ready
+
+    three.watch._selector.select = pause
+    three.watch._rouse()
+    three.watch.begin(Wait(1))
+    assert paused.wait(10.0)
+    began = time.monotonic()
+    assert "ask" in three.hear(1)
+    assert time.monotonic() - began > 1.25, "the pause was counted"
+    three.watch.end()
+
+
+def test_a_failed_wait_is_explained_by_what_is_found_out(peers):
+    three = peers()
+    wait = Wait(1)
+    three.watch.begin(wait)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(three.watch.explain(wait, "reset")))
+    thread.start()
+    for peer in (1, 2):
+        three.say(peer, here=[7, "barrier", 0, 0.1], to=three.hear(peer)["ask"])
+    thread.join(10.0)
+    three.watch.end()
+    assert found == [Verdict(1, "the link between rank 0 and rank 1 failed (reset)")]
+
+
+def test_a_failed_wait_for_one_that_left_says_so(peers):
+    three = peers()
+    three.say(1, bye=True)
+    wait = Wait(1)
+    assert three.watch.explain(wait, "closed by peer") == Verdict(1, "rank 1 left")
+
+
+def test_closing_says_goodbye_and_leaves_nothing(peers):
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with ExitStack() as stack:
+        three = Peers(stack, 20.0)
+        three.watch.close()
+        three.watch.close()
+        assert three.hear(1) == {"bye": True}
+        assert three.hear(1) == {}, "the socket is closed"
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_peer_that_reads_nothing_holds_nobody_up(peers):
+    three = peers()
+    for _ in range(20_000):
+        three.watch._send(2, {"ask": 1})
+    three.say(1, ask=1)
+    assert "here" in three.hear(1)

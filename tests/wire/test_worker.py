@@ -1,0 +1,369 @@
+"""The worker: calls take their turn, in the order they were made, and no peer waits for nothing."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from weft.errors import Error, StillRunning, WeftError, WireError
+from weft.testing import run, spmd
+from weft.wire import threads
+
+
+@pytest.fixture
+def wire():
+    only = threads.group(1)[0]
+    yield only
+    only.close()
+
+
+def test_a_call_runs_in_the_callers_thread_and_starts_none(wire):
+    before = threading.active_count()
+    assert wire.worker.call("ident", threading.get_ident) == threading.get_ident()
+    assert threading.active_count() == before
+
+
+def test_submitted_calls_share_one_daemon_thread(wire):
+    seen = [wire.worker.submit("ident", threading.current_thread).wait() for _ in range(3)]
+    assert len(set(seen)) == 1
+    assert seen[0].daemon
+    assert seen[0] is not threading.current_thread()
+    wire.worker.stop()
+    assert not seen[0].is_alive()
+
+
+def test_calls_run_in_the_order_they_were_made(wire):
+    order, gate = [], threading.Event()
+    works = [wire.worker.submit("wait", gate.wait)]
+    works += [wire.worker.submit("note", lambda i=i: order.append(i)) for i in range(3)]
+    threading.Timer(0.1, gate.set).start()
+    wire.worker.call("note", lambda: order.append("call"))
+    works.append(wire.worker.submit("note", lambda: order.append("last")))
+    for work in works:
+        work.wait()
+    assert order == [0, 1, 2, "call", "last"]
+
+
+def test_only_one_job_runs_at_a_time(wire):
+    running, most = [], []
+
+    def job():
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.002)
+        running.pop()
+
+    def caller():
+        for i in range(10):
+            wire.worker.submit("job", job) if i % 2 else wire.worker.call("job", job)
+
+    callers = [threading.Thread(target=caller) for _ in range(4)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    wire.worker.call("last", job)
+    assert most == [1] * 41
+    assert wire.calls == 41
+
+
+def test_the_wire_knows_what_is_running(wire):
+    assert wire.worker.call("sparse_all_reduce", lambda: (wire.doing, wire.calls)) == (
+        "sparse_all_reduce",
+        1,
+    )
+    assert wire.worker.submit("barrier", lambda: (wire.doing, wire.calls)).wait() == ("barrier", 2)
+    assert wire.doing == ""
+
+
+def test_errors_of_weft_leave_the_wire_as_it_is(wire):
+    def job():
+        raise WeftError("rank 0: wrong")
+
+    for _ in range(2):
+        with pytest.raises(WeftError, match="rank 0: wrong"):
+            wire.worker.call("job", job)
+        work = wire.worker.submit("job", job)
+        with pytest.raises(WeftError, match="rank 0: wrong"):
+            work.wait()
+        assert isinstance(work.exception(), WeftError)
+    assert wire.worker.call("job", lambda: 5) == 5
+    wire.post()
+
+
+@pytest.mark.parametrize("error", [MemoryError("8 GiB"), KeyboardInterrupt()])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_any_other_error_frees_the_peers(error, asynchronous):
+    def job():
+        raise error
+
+    def body(wire):
+        if wire.rank == 1:
+            with pytest.raises(type(error)):
+                if asynchronous:
+                    wire.worker.submit("job", job).wait()
+                else:
+                    wire.worker.call("job", job)
+        else:
+            with pytest.raises(WireError, match=f"rank 1 gave up: {type(error).__name__}"):
+                wire.worker.call("job", wire.post((), [(1, 4)]).wait)
+
+    run(2, body)
+
+
+def test_a_call_from_inside_a_call_is_refused(wire):
+    def nested():
+        return wire.worker.call("inner", lambda: None)
+
+    for use in (wire.worker.call, lambda *a: wire.worker.submit(*a).wait()):
+        with pytest.raises(WeftError, match="rank 0: inner was called from inside outer"):
+            use("outer", nested)
+    with pytest.raises(WeftError, match="inner was called from inside outer"):
+        wire.worker.call("outer", lambda: wire.worker.submit("inner", lambda: None))
+    wire.post()
+
+
+def test_waiting_for_work_behind_oneself_is_refused(wire):
+    work = []
+
+    def outer():
+        started.wait()
+        return work[0].wait()
+
+    started = threading.Event()
+    first = wire.worker.submit("outer", outer)
+    work.append(wire.worker.submit("inner", lambda: None))
+    started.set()
+    with pytest.raises(WeftError, match="inner waits for its turn behind outer"):
+        first.wait()
+    work[0].wait()
+
+
+def test_the_context_goes_along(wire):
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("mine")
+    assert wire.worker.submit("job", variable.get).wait() == "mine"
+    with torch.no_grad():
+        assert wire.worker.submit("job", torch.is_grad_enabled).wait() is False
+    assert wire.worker.submit("job", torch.is_grad_enabled).wait() is True
+    with torch.inference_mode():
+        assert wire.worker.submit("job", torch.is_inference_mode_enabled).wait() is True
+
+
+def test_a_wait_that_times_out_breaks_nothing(wire):
+    gate = threading.Event()
+    work = wire.worker.submit("slow", lambda: gate.wait() and 7)
+    for timeout in (0.05, timedelta(milliseconds=50), 0):
+        with pytest.raises(StillRunning, match="rank 0: slow is still under way") as caught:
+            work.wait(timeout)
+        assert isinstance(caught.value, TimeoutError)
+        assert isinstance(caught.value, Error)
+    assert not work.is_completed()
+    assert work.exception() is None
+    with pytest.raises(WeftError, match="wait\\(\\) for it first"):
+        work.result()
+    assert "under way" in repr(work)
+    gate.set()
+    assert work.wait(timedelta(seconds=10)) == work.wait() == work.result() == 7
+    assert work.is_completed()
+    assert repr(work) == "<Work slow: done>"
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+def test_a_future_gets_the_result(wire, early):
+    gate = threading.Event()
+    work = wire.worker.submit("job", lambda: gate.wait() and torch.ones(3))
+    if not early:
+        gate.set()
+        work.wait()
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value() * 2)
+    gate.set()
+    assert doubled.wait().tolist() == [2, 2, 2]
+    assert future.done()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+def test_a_future_of_a_failure_carries_its_text(wire, early):
+    gate = threading.Event()
+
+    def job():
+        gate.wait()
+        raise WeftError("rank 0: wrong rows")
+
+    work = wire.worker.submit("job", job)
+    if not early:
+        gate.set()
+        with pytest.raises(WeftError):
+            work.wait()
+    future = work.get_future()
+    gate.set()
+    # the error is native: what C++ reads is no tensor made of an exception
+    with pytest.raises(RuntimeError, match="WeftError: rank 0: wrong rows"):
+        future.wait()
+    with pytest.raises(WeftError, match="wrong rows"):
+        work.wait()
+
+
+def test_callbacks_may_wait_for_the_worker(wire):
+    gate, seen = threading.Event(), []
+    work = wire.worker.submit("first", gate.wait)
+    other = wire.worker.submit("second", threading.current_thread)
+
+    def callback(done):
+        seen.append((threading.current_thread(), other.wait(10)))
+        seen.append(wire.worker.call("third", lambda: 3))
+        return done.value()
+
+    chained = work.get_future().then(callback)
+    gate.set()
+    assert chained.wait() is True
+    assert seen[0][0] is not seen[0][1]
+    assert seen[1] == 3
+
+
+def test_after_stop_calls_are_refused(wire):
+    wire.worker.stop()
+    for use in (wire.worker.call, wire.worker.submit):
+        with pytest.raises(WeftError, match="rank 0: late was called after the wire was closed"):
+            use("late", lambda: None)
+    wire.worker.stop()
+
+
+def test_stop_lets_what_was_made_end(wire):
+    done = []
+    for i in range(5):
+        wire.worker.submit("job", lambda i=i: (time.sleep(0.01), done.append(i)))
+    wire.worker.stop()
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_closing_ends_what_is_under_way():
+    wires = threads.group(2, timeout=30.0)
+    work = wires[0].worker.submit("job", lambda: wires[0].post((), [(1, 4)]).wait())
+    began = time.monotonic()
+    wires[0].close()
+    with pytest.raises(WireError, match="rank 0: this wire is closed"):
+        work.wait()
+    assert time.monotonic() - began < 15
+    wires[1].close()
+
+
+def test_a_job_may_close_its_own_wire(wire):
+    wire.worker.submit("shutdown", wire.close).wait()
+    with pytest.raises(WireError):
+        wire.post()
+
+
+def test_an_interrupted_caller_gives_up_its_turn_and_frees_the_peers():
+    def body(wire):
+        if wire.rank == 1:
+            with pytest.raises(WireError, match="rank 0 gave up: KeyboardInterrupt"):
+                wire.post((), [(0, 4)]).wait()
+            return
+        gate, failed, ident = threading.Event(), [], []
+
+        def caller():
+            ident.append(threading.get_ident())
+            try:
+                wire.worker.call("second", lambda: failed.append("it ran"))
+            except KeyboardInterrupt:
+                failed.append("interrupted")
+
+        first = wire.worker.submit("first", gate.wait)
+        thread = threading.Thread(target=caller)
+        thread.start()
+        while wire.worker._tickets < 2:
+            time.sleep(0.001)
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(ident[0]), ctypes.py_object(KeyboardInterrupt))
+        gate.set()  # it wakes up to find that it was interrupted
+        thread.join()
+        first.wait()
+        assert failed == ["interrupted"]
+        assert wire.worker.submit("third", lambda: 3).wait() == 3
+
+    run(2, body)
+
+
+@spmd(1, 2, 3)
+def test_ranks_meet_in_the_same_calls(wire):
+    """Synchronous and asynchronous calls mixed: all ranks run them in the same order."""
+    totals, works = [torch.full((4,), float(wire.rank + i)) for i in range(8)], []
+    for i, total in enumerate(totals):
+
+        def job(total=total):
+            return wire.dense_all_reduce(total, "sum").wait()[0]
+
+        if i % 3 == 2:
+            wire.worker.call("reduce", job)
+        else:
+            works.append(wire.worker.submit("reduce", job))
+    for work in works:
+        work.wait()
+    expected = sum(range(wire.size))
+    for i, total in enumerate(totals):
+        assert total.tolist() == [expected + i * wire.size] * 4
+
+
+ENDINGS = {
+    "a job under way": "worker.submit('job', lambda: wires[0].post((), [(1, 4)]).wait())",
+    "jobs queued": "[worker.submit('job', lambda: time.sleep(0.05)) for _ in range(4)]",
+    "a future waited for": """
+        future = worker.submit('job', lambda: time.sleep(0.3)).get_future()
+        chained = future.then(lambda done: done.value())
+    """,
+    "a failed future": """
+        def job():
+            time.sleep(0.1)
+            raise ValueError("wrong")
+        future = worker.submit('job', job).get_future()
+    """,
+    "a job that never ends": "worker.submit('job', threading.Event().wait)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_exits_cleanly(ending):
+    program = """
+        import threading, time, torch
+        from weft.wire import threads
+        wires = threads.group(2, timeout=300.0)
+        worker = wires[0].worker
+    """
+    program = textwrap.dedent(program) + textwrap.dedent(ENDINGS[ending])
+    if "never" in ending:  # what cannot be ended is left behind, soon
+        program += "\nfrom weft.wire import worker as module; module._LAST = 0.2"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
+    program = """
+        import atexit
+        def tell():  # after what weft does at exit, since that is registered later
+            try:
+                wires[1].post()
+            except Exception as error:
+                print(error, end="")
+        atexit.register(tell)
+        from weft.wire import threads
+        wires = threads.group(2, timeout=300.0)
+        wires[0].worker.submit("reduce", lambda: wires[0].post((), [(1, 4)]).wait())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.startswith("rank 1: rank 0 gave up: its process ends while reduce runs")
+    assert (done.returncode, done.stderr) == (0, "")
