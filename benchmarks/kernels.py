@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--threads N] [--repeat N]
 
 Results are checked first. Times are the least of several runs that take turns, in milliseconds.
-*memcpy* copies the bytes of the result once, into memory that is used again; *torch* is
-`coalesce()` of the COO tensor (for a merge: of all runs together).
+*memcpy* copies the values that go in, once, into memory that is used again; *torch* is `coalesce()`
+of the COO tensor (for a merge: of all runs together).
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def local(case: Case, dtype: torch.dtype, repeat: int) -> dict[str, float]:
     expected = coalesce(indices, values, case.height)
     assert torch.equal(expected.indices()[0], found.indices.long()), case
     assert torch.equal(expected.values(), out), case
-    copy = torch.empty_like(out)
+    copy = torch.empty_like(values)
     return least(
         {
-            "memcpy": lambda: copy.copy_(out),
+            "memcpy": lambda: copy.copy_(values),
             "distinct": lambda: kernels.distinct(indices),
             "reduce": lambda: kernels.reduce(values, found, SUM, out),
             "torch": lambda: coalesce(indices, values, case.height),

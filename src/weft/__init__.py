@@ -3,12 +3,17 @@
 Importing weft starts nothing: no thread, no socket, no compiler.
 """
 
-from . import ddp, sparse
+from typing import TYPE_CHECKING, Any
+
+from . import sparse
 from .bootstrap.init import init, shutdown
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
 from .sparse import algorithm, explain, sparse_all_reduce
 from .wire.base import Wire
+
+if TYPE_CHECKING:
+    from . import ddp
 
 __version__ = "0.1.0"
 
@@ -27,3 +32,11 @@ __all__ = [
     "sparse",
     "sparse_all_reduce",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ddp":  # on first use: it imports what most programs never need
+        import importlib
+
+        return importlib.import_module(".ddp", __name__)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -127,7 +127,10 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     A model with tables that a batch may leave unused needs `keep_tables_used(model)` too.
     """
     gradient = bucket.buffer()
-    _watch_for_errors(state)
+    backward = torch._C._current_graph_task_id()
+    if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
+        return _start(state, gradient).get_future()
+    _watch_for_errors(state, backward)
     try:
         work = _start(state, gradient)
     except Exception as error:  # raised later, by _raise_error, when that does no harm
@@ -173,9 +176,8 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
     return wire.worker.submit("ddp dense bucket", dense)
 
 
-def _watch_for_errors(state: State) -> None:
+def _watch_for_errors(state: State, backward: int) -> None:
     """At the first bucket of a backward, see to it that errors are raised at its end."""
-    backward = torch._C._current_graph_task_id()
     if backward == state._backward and state._pending:
         return
     state._backward, state._pending = backward, []

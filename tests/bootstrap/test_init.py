@@ -64,8 +64,17 @@ def test_alone_it_is_a_group_of_one() -> None:
         default.current()
 
 
-def test_alone_nothing_can_be_reached_from_outside() -> None:
+def test_alone_nothing_can_be_reached_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = []
+    start = dist.init_process_group
+
+    def watched(*args: object, **options: object) -> None:
+        interfaces.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        start(*args, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", watched)
     with init():
+        assert interfaces == ["lo"]
         for address in listening():
             assert address in ("0100007F", "0" * 24 + "01000000"), address  # loopback
     assert "GLOO_SOCKET_IFNAME" not in os.environ

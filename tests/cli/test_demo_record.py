@@ -22,13 +22,16 @@ def reduction(rows: int, total: int, union: int, sent: int = 0, name: str = "spl
     return Reduction(name, rows, total, union, messages=3, sent=sent, bound=sent // 2)
 
 
-def step(number: int, *, loss: float = 1.0, scale: float = 1.0, tables=()) -> Step:
+def step(
+    number: int, *, loss: float = 1.0, gradient: float = 1.0, scale: float = 1.0, tables=()
+) -> Step:
     """Parts of 1, 2, 3, 4, 5 and 6 ms times `scale`; in flight for 10 of them."""
     times = {part: (at + 1) * 1e-3 * scale for at, part in enumerate(PARTS)}
     return Step(
         number=number,
         clock=number + 1.0,
         loss=loss,
+        gradient=gradient,
         in_flight=10e-3 * scale,
         reductions=tuple(tables),
         **times,
@@ -113,7 +116,7 @@ def test_losses_that_agree() -> None:
     assert found is not None and found.agrees
     assert (found.steps, found.at) == (2, 1)
     assert found.difference == pytest.approx(5e-5, rel=1e-3)
-    assert "losses of weft and PyTorch sparse agree over 2 steps" in str(found)
+    assert str(found).startswith("weft and PyTorch sparse agree over 2 steps: losses and gradients")
 
 
 @pytest.mark.parametrize("other", [2.0 * (1 + 2 * TOLERANCE), math.nan, math.inf, -2.0])
@@ -121,6 +124,11 @@ def test_losses_that_do_not_agree(other: float) -> None:
     found = agreement(run("weft", [4.0, 2.0]), run("dense", [4.0, other]))
     assert found is not None and not found.agrees and found.at == 1
     assert "DO NOT AGREE" in str(found)
+
+
+def test_gradients_of_another_length_do_not_agree() -> None:
+    found = agreement(run("weft", [4.0, 2.0]), run("torch", [4.0, 2.0], gradient=4.0))
+    assert found is not None and not found.agrees and (found.what, found.at) == ("gradient", 0)
 
 
 def test_nothing_to_compare() -> None:

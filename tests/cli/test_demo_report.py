@@ -32,7 +32,9 @@ def run(way: str, steps: int, scale: float) -> Run:
             times = dict.fromkeys(PARTS, 0.002 * scale)
             clock = (number + 1) * 12e-3 * scale
             loss = 4.0 / (number + 1)
-            made.add(rank, [Step(number, clock, loss, in_flight=9e-3, reductions=tables, **times)])
+            made.add(
+                rank, [Step(number, clock, loss, 1.0, in_flight=9e-3, reductions=tables, **times)]
+            )
     made.outcomes = [Outcome(300 << 20, 200 << 20)] * 2
     return made
 

@@ -77,6 +77,46 @@ def test_every_rank_starts_from_the_same_tables_and_one_keeps_its_own(tmp_path: 
     np.testing.assert_array_equal(found, kept.word.weight.detach().numpy())
 
 
+def test_the_ways_train_alike_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, in this process: every step is sent, in order, and all ways learn the same."""
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 40, 500).astype(np.int32))
+    np.save(tmp_path / "negatives.npy", np.arange(40, dtype=np.int32))
+    job = train.Job(
+        ("weft", "torch", "dense"), 23, 16, 4, 1, None, 40, tmp_path / "tokens.npy",
+        tmp_path / "negatives.npy", tmp_path / "table",
+    )  # fmt: skip
+    sent: dict[str, list] = {way: [] for way in job.ways}
+    order = []
+
+    def send(message) -> None:
+        way, steps = message
+        sent[way].extend(steps)
+        order.append(way)
+
+    monkeypatch.setattr(train.local, "send", send)
+    train.train(job)
+    assert [[step.number for step in steps] for steps in sent.values()] == [list(range(23))] * 3
+    assert list(dict.fromkeys(order)) == list(job.ways) and order[-1] == "dense"
+    for name in ("loss", "gradient"):
+        weft, *others = ([getattr(step, name) for step in steps] for steps in sent.values())
+        for other in others:
+            assert other == pytest.approx(weft, rel=1e-5)
+    assert sent["weft"][0].loss == pytest.approx(6 * np.log(2), rel=1e-4)  # knows nothing yet
+    assert sent["weft"][-1].loss < sent["weft"][0].loss
+    clocks = [step.clock for step in sent["weft"]]
+    assert clocks == sorted(clocks) and clocks[-1] == pytest.approx(
+        sum(step.seconds for step in sent["weft"])
+    )
+    assert np.fromfile(job.vectors, np.float32).reshape(40, 4).any()
+
+
+def test_the_length_of_sparse_and_dense_gradients_is_the_same() -> None:
+    indices, values = torch.tensor([[4, 1, 4]]), torch.tensor([[1.0, 2.0], [0.0, 2.0], [2.0, 2.0]])
+    sparse = torch.sparse_coo_tensor(indices, values, (6, 2), check_invariants=True)
+    assert train._length([sparse, torch.ones(2, 2)]) == pytest.approx(33**0.5)
+    assert train._length([sparse.to_dense(), torch.ones(2, 2)]) == pytest.approx(33**0.5)
+
+
 def test_time_under_way_counts_once_where_sums_overlap() -> None:
     class Sum:
         reduction = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -92,6 +93,19 @@ def threads(monkeypatch):
     monkeypatch.setattr(pool, "share", lambda nbytes: 3)
 
 
+class Guarded:
+    """Memory for a result, with a margin on both sides that nobody may touch."""
+
+    MARGIN = 1024
+
+    def __init__(self, shape, dtype):
+        self.memory = torch.full((math.prod(shape) + 2 * self.MARGIN,), 1, dtype=dtype)
+        self.out = self.memory[self.MARGIN : -self.MARGIN].view(shape)
+
+    def check(self):
+        assert (self.memory[: self.MARGIN] == 1).all() and (self.memory[-self.MARGIN :] == 1).all()
+
+
 def compiled(dtype, op):
     kernels.warm([(torch.int64, dtype, op)])
     assert kernels.ready(torch.int64, dtype, op), kernels.describe()
@@ -109,11 +123,12 @@ def check_reduce(dtype, op, case):
     for out_dtype in {dtype, op.accumulator(dtype)}:
         for first, last in {(0, u), (u // 3, u - u // 4)}:
             shape = (last - first, *values.shape[1:])
-            ours, expected = torch.empty(2, *shape, dtype=out_dtype)
-            got = kernels.reduce(values, distinct, op, ours, slice(first, last))
-            assert got is ours
+            ours, expected = Guarded(shape, out_dtype), torch.empty(shape, dtype=out_dtype)
+            got = kernels.reduce(values, distinct, op, ours.out, slice(first, last))
+            assert got is ours.out
             reference.reduce(values, distinct, op, expected, first, last)
-            same(ours, expected)
+            same(ours.out, expected)
+            ours.check()
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
@@ -141,16 +156,18 @@ def check_combine(dtype, op, case, runs):
     union = reference.union(indices)
     cut = len(union.indices) // 3
     for out_dtype in {dtype, op.accumulator(dtype)}:
-        ours, expected = torch.zeros(2, len(union.indices), *case["row_shape"], dtype=out_dtype)
+        shape = (len(union.indices), *case["row_shape"])
+        ours, expected = Guarded(shape, out_dtype), torch.zeros(shape, dtype=out_dtype)
         for slots in union.slots:
             shape = (len(slots), *case["row_shape"])
             values = laid_out(random_values(shape, dtype, case["mode"], generator), case["layout"])
             places = torch.where(slots < 0, ~slots, slots)
             low = places < cut
-            kernels.combine(ours[:cut], slots[low], values[low], op)
-            kernels.combine(ours[cut:], slots[~low], values[~low], op, base=cut)
+            kernels.combine(ours.out[:cut], slots[low], values[low], op)
+            kernels.combine(ours.out[cut:], slots[~low], values[~low], op, base=cut)
             reference.combine(expected, slots, values, op, 0)
-        same(ours, expected)
+        same(ours.out, expected)
+        ours.check()
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)

@@ -16,11 +16,11 @@ def test_all_ranks_get_the_same_figures(wire):
         patch.delenv("WEFT_LINK", raising=False)
         link = measure(wire)
     assert isinstance(link, Link)
-    mine = torch.tensor([link.alpha, link.beta, link.gamma], dtype=torch.float64)
-    pending = wire.small_all_gather(mine.view(torch.uint8), 24)
+    mine = torch.tensor([link.alpha, link.beta, link.gamma, link.work], dtype=torch.float64)
+    pending = wire.small_all_gather(mine.view(torch.uint8), 32)
     assert all(torch.equal(other, mine.view(torch.uint8)) for other in pending.wait())
     pending.release()
-    assert min(link.alpha, link.beta, link.gamma) > 0
+    assert min(link.alpha, link.beta, link.gamma, link.work) > 0
 
 
 def test_the_environment_may_say_them(monkeypatch):
@@ -28,7 +28,7 @@ def test_the_environment_may_say_them(monkeypatch):
     (link,) = run(1, measure)
     assert link.alpha == pytest.approx(1e-4, rel=0.1)  # to a quarter of an octave
     assert link.beta == pytest.approx(8e-9, rel=0.1)
-    assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9))
+    assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3"])

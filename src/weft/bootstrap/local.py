@@ -8,7 +8,8 @@ the store of the rendezvous is hosted by the caller on a port that the system ch
 no two ranks that want the same one.
 
 Each rank leads a session of its own (as under torchrun), so a Ctrl-C reaches it once, from the
-launcher, and not twice; and each ends by itself when the launcher is gone, however that died.
+launcher, and not twice; what a rank started itself ends with it; and each rank ends when the
+launcher is gone, however that died.
 """
 
 from __future__ import annotations
@@ -180,6 +181,10 @@ class _Rank:
     def bury(self, listen: Callable[[int, Any], None]) -> None:
         """The process is gone: take what it still said, and note how it ended."""
         self.process.join()
+        assert self.process.pid is not None  # it was started
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there are none
+            # what the rank started itself (data loaders) must not outlive it
+            os.killpg(self.process.pid, signal.SIGKILL)
         while not self.reader.closed and self.reader.poll():
             self.hear(listen)
         self.alive = False
@@ -187,13 +192,10 @@ class _Rank:
             self.kind, self.value = "died", self.process.exitcode
 
     def kill(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None  # it was started
         self.ended = True
         with contextlib.suppress(ProcessLookupError):
-            if number is signal.SIGKILL:
-                # its session too: a rank's own children (data loaders) must not outlive it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid or 0, number)
-            os.kill(self.process.pid or 0, number)
+            os.kill(self.process.pid, number)
 
 
 def _pump(

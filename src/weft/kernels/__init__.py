@@ -44,8 +44,8 @@ __all__ = [
     "combine",
     "describe",
     "distinct",
-    "estimate_union",
     "finish",
+    "hashed",
     "merge",
     "quantiles",
     "ready",
@@ -255,7 +255,7 @@ def quantiles(indices: Tensor, count: int) -> Tensor:
 
 
 def sketch(indices: Tensor, count: int) -> Tensor:
-    """A sample of a set that can be united with the samples of others: see `estimate_union`.
+    """A sample of a set that can be united with the samples of others.
 
     Returns:
         int64 `[min(count, k)]`: of the k distinct indices those with the smallest hashes,
@@ -268,19 +268,16 @@ def sketch(indices: Tensor, count: int) -> Tensor:
     return reference.sketch(indices, count) if found is None else found
 
 
-def estimate_union(sketches: Sequence[Tensor], counts: Sequence[int]) -> int:
-    """How many indices there are in the union of some sets, from their sketches and sizes.
+def hashed(ids: Tensor) -> Tensor:
+    """The hashes by which `sketch` samples: of int64 ids, as int64 that order like the hashes.
 
-    Exact where no sketch leaves anything out, and for equal sketches of equal counts. Else
-    the density of the hashes below the least cut tells it: with n hashes there, the relative
-    standard deviation is 1 / sqrt(n), and n is at least the length of the sketch cut there, less
-    one. All in integers: every rank that has the same sketches has the same result.
+    A bijection; add 2**63 for the hash as a number from 0 up.
 
     Example:
-        >>> estimate_union([torch.tensor([3, 1]), torch.tensor([2, 3, 9])], [2, 3])
-        4
+        >>> hashed(torch.tensor([0])).item() + 2**63
+        0
     """
-    return reference.estimate_union(sketches, counts)
+    return reference.hashed(ids)
 
 
 def ready(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> bool:

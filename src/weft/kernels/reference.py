@@ -21,7 +21,6 @@ __all__ = [
     "Union",
     "combine",
     "distinct",
-    "estimate_union",
     "finish",
     "hashed",
     "quantiles",
@@ -167,25 +166,6 @@ def sketch(indices: Tensor, count: int) -> Tensor:
     if len(ids) <= count:
         return ids[torch.argsort(hashed(ids))]
     return ids[torch.topk(hashed(ids), count, largest=False, sorted=True).indices]
-
-
-def estimate_union(sketches: Sequence[Tensor], counts: Sequence[int]) -> int:
-    """See `weft.kernels.estimate_union`."""
-    same = all(count == counts[0] for count in counts)
-    if same and all(torch.equal(sketch, sketches[0]) for sketch in sketches[1:]):
-        return counts[0]
-    hashes = torch.unique(hashed(torch.cat(list(sketches))))
-    cut = [s for s, count in zip(sketches, counts, strict=True) if len(s) < count]
-    if any(len(sketch) == 0 for sketch in cut):
-        return sum(counts)  # nothing was sampled of one of them
-    if not cut:
-        return len(hashes)
-    # below the least of the cuts every hash of every set is here
-    threshold = int(hashed(torch.stack([sketch[-1] for sketch in cut])).min())
-    below = int((hashes < threshold).sum())
-    width = threshold + 2**63
-    estimate = (2 * (below << 64) + width) // (2 * width) if width else sum(counts)
-    return max(max(counts), min(estimate, sum(counts)))
 
 
 def hashed(ids: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Exp
     if algorithm == "auto" and is_eager(wire, load, index):
         chosen, others = EAGER, load.ranks - 1
         size = load.mean * (load.row + index.itemsize)
-        milliseconds = 1e3 * others * (link.alpha + size * link.beta)
+        milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
         lines.insert(0, _line(EAGER, others, others * size, milliseconds, load, ""))
     else:
         chosen = choose(wire, load, algorithm)

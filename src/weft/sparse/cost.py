@@ -89,12 +89,14 @@ class Cost:
     """What the average rank does.
 
     Attributes:
+        rounds: times that everybody waits for what others only then send.
         messages: sent.
         bytes: received.
         merged: bytes of rows that go through kernels.
         memory: bytes of workspace beyond the result, at the rank with fewest rows.
     """
 
+    rounds: int
     messages: int
     bytes: float
     merged: float
@@ -102,4 +104,5 @@ class Cost:
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
-        return self.messages * link.alpha + self.bytes * link.beta + self.merged * link.gamma
+        waiting = self.rounds * link.alpha + self.messages * link.work
+        return waiting + self.bytes * link.beta + self.merged * link.gamma

@@ -26,6 +26,7 @@ from .registry import algorithm
 def cost(load: Load) -> Cost:
     height, others = load.height or 0, load.ranks - 1
     return Cost(
+        rounds=4,
         messages=4 * others,
         bytes=2 * others / load.ranks * height * (load.partial + 1 / 8),
         merged=3 * height * load.partial,

@@ -33,6 +33,7 @@ def cost(load: Load) -> Cost:
     # the average rank's share of the fold: one message in before, one result out after
     bytes_ = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
     return Cost(
+        rounds=rounds + 2 * bool(folded),
         messages=rounds + 2 * bool(folded),
         bytes=bytes_ * row,
         merged=sum(2 * rows for rows in carried) * load.partial,

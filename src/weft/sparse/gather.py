@@ -26,6 +26,7 @@ from .stream import IndexLists, Inflow, Own, list_messages, merge_blocks, send_r
 def cost(load: Load) -> Cost:
     others = load.ranks - 1
     return Cost(
+        rounds=2,
         messages=others * (list_messages(load.mean, load.index) + load.chunks(load.mean, load.row)),
         bytes=others * load.mean * (load.row + load.index),
         merged=load.total * load.row,

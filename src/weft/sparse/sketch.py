@@ -13,9 +13,12 @@ and Kaplan, "Summarizing data using bottom-k sketches" (PODC 2007).
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-__all__ = ["SIZE", "hashes", "merge", "union_size"]
+from .. import kernels
+
+__all__ = ["SIZE", "merge", "union_size"]
 
 SIZE = 256
 """Ids in a sketch."""
@@ -23,24 +26,16 @@ SIZE = 256
 Ids = NDArray[np.int64]
 
 
-def hashes(ids: Ids) -> NDArray[np.uint64]:
-    """The hash of each id: a bijection of 64 bits, by two rounds of multiply and shift."""
-    mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= np.uint64(0xD6E8FEB86659FD93)
-    mixed ^= mixed >> np.uint64(32)
-    return mixed
-
-
 def merge(sketches: list[Ids]) -> Ids:
     """The sketch of the union of the sets that were sketched, in ascending order of hash."""
     ids = np.unique(np.concatenate(sketches))
-    return ids[np.argsort(hashes(ids), kind="stable")[:SIZE]]
+    merged: Ids = kernels.sketch(torch.from_numpy(ids), SIZE).numpy()
+    return merged
 
 
 def union_size(sketch: Ids) -> int:
     """How many ids the sketched set has: exact below `SIZE`, else estimated."""
     if len(sketch) < SIZE:
         return len(sketch)
-    kth = int(hashes(sketch[SIZE - 1 : SIZE])[0])
+    kth = int(kernels.hashed(torch.from_numpy(sketch[-1:]))) + 2**63
     return ((SIZE - 1) << 64) // max(kth, 1)  # integers: every machine computes the same

@@ -35,6 +35,7 @@ def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     to_owner, sums = load.mean * share, load.union * share
     return Cost(
+        rounds=4,
         messages=others
         * (
             list_messages(to_owner, load.index)

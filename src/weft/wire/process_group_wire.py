@@ -2,13 +2,13 @@
 
 A wait is one wait of gloo's. That can be neither polled nor interrupted, and one that expires
 closes its connection for good, so gloo's own limit lies beyond ours: it is the watcher that ends
-a wait, by shutting the connections down at a verdict.
+a wait, by shutting the connections down at a verdict. It also ends the main thread's wait at
+Ctrl-C, which breaks the wire; a program's own handlers of signals run when the wait is over.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import time
 import weakref
@@ -204,8 +204,8 @@ class _Posted(Pending):
         wire._check()
         works = self.works
         if watch is not None and works:
-            watch.begin(self)
             try:
+                watch.begin(self)
                 for work in works:
                     work.wait(wire._limit)
                     self.at += 1
@@ -251,9 +251,8 @@ def _call_of(wire: weakref.ref[ProcessGroupWire]) -> tuple[int, str]:
 
 @functools.cache
 def _host() -> str:
-    """This machine and, where there are such, this network namespace."""
+    """This machine: containers and network namespaces of one share its cores."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # no Linux
         return socket.gethostname()

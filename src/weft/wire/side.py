@@ -11,7 +11,6 @@ unlike the number of a file descriptor, that cannot come to mean another connect
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import socket
 import stat
@@ -20,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Any, TypeVar
 
 from .verdict import names
@@ -118,7 +118,7 @@ class Listener:
         self._sock.bind((name[0], 0, *name[2:]))
         self._sock.listen(backlog)
         self.port: int = self._sock.getsockname()[1]
-        self.token = secrets.token_bytes(_TOKEN)
+        self.token = os.urandom(_TOKEN)
 
     def __enter__(self) -> Listener:
         return self
@@ -203,7 +203,7 @@ class Listener:
 
     def _who(self, said: bytes) -> int:
         """The rank that introduced itself, or -1."""
-        if len(said) < _TOKEN + 4 or not secrets.compare_digest(said[:_TOKEN], self.token):
+        if len(said) < _TOKEN + 4 or not compare_digest(said[:_TOKEN], self.token):
             return -1
         return int(struct.unpack("!I", said[_TOKEN:])[0])
 

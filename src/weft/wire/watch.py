@@ -86,9 +86,7 @@ class Watch:
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
-        self._suspect: tuple[Wait, Verdict] | None = (
-            None  # a wait that failed, and its likely reason
-        )
+        self._suspect: tuple[Wait, Verdict] | None = None  # a failed wait, and the likely reason
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
         self._pardon = (self.since, 0.0)  # the wait that began then may last so much longer

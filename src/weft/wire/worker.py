@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import os
 import queue
 import threading
 import weakref
@@ -327,6 +328,8 @@ def _text(error: BaseException) -> str:
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
+# a forked child has none of the threads, and perhaps their locks as they were held
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register

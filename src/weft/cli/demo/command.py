@@ -43,7 +43,7 @@ def demo(
             help=f"Pairs of word and context a rank takes in a step; each looks up "
             f"{NEGATIVES + 2} rows."
         ),
-    ] = 4096,
+    ] = 2048,
     min_count: Annotated[int, typer.Option(help="Leave rarer words out.")] = 2,
     compare: Annotated[
         str,

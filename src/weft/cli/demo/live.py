@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .record import Agreement, Run, Summary
-from .settings import WAYS, Settings
+from .settings import Settings
 
 __all__ = ["COLOURS", "Display", "display", "figures_table", "verdict"]
 
@@ -42,14 +42,17 @@ class Display(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def begin(self, run: Run) -> None:
-        """Ranks for this way are being started."""
+    def begin(self, runs: Sequence[Run]) -> None:
+        """The ranks are being started; weft's run is the first."""
 
     def arrived(self, run: Run) -> None:
-        """Steps were added to the run."""
+        """Steps were added to one of the runs."""
 
-    def end(self, run: Run) -> None:
-        """The way has trained, as far as it came."""
+    def end(self) -> None:
+        """The training is over, as far as it came."""
+
+    def say(self, text: str) -> None:
+        """What is going on besides."""
 
 
 def display(console: Console, settings: Settings) -> Display:
@@ -71,8 +74,7 @@ class Moment:
         self.synchronisation = f"{synchronisation * 1e3:.1f} ms"
         self.share = f"{synchronisation / seconds:.0%}"
         self.elapsed = lately[-1].clock
-        limit = settings.limits.get(run.way, float("inf"))
-        self.left = max(0.0, min((run.wanted - run.done) * seconds, limit - self.elapsed))
+        self.left = (run.wanted - run.done) * seconds
         self.reduction = lately[-1].reductions[0] if lately[-1].reductions else None
 
 
@@ -82,7 +84,8 @@ class Lines:
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console, self._settings = console, settings
         self._every = max(1, settings.steps // 10)
-        self._shown = 0
+        self._shown: dict[str, int] = {}
+        self._runs: Sequence[Run] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -95,23 +98,23 @@ class Lines:
     ) -> None:
         pass
 
-    def begin(self, run: Run) -> None:
-        self._shown = 0
-        self._print(f"{run.name}: {run.wanted} steps on {run.ranks} ranks")
+    def begin(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        names = ", ".join(run.name for run in runs)
+        self.say(f"training {runs[0].wanted} steps on {runs[0].ranks} ranks, in turns: {names}")
 
     def arrived(self, run: Run) -> None:
-        if run.done // self._every > self._shown // self._every:
+        if run.done // self._every > self._shown.get(run.way, 0) // self._every:
             self._line(run)
 
-    def end(self, run: Run) -> None:
-        if run.done > self._shown:
-            self._line(run)
-        if run.note:
-            self._print(f"{run.name}: {run.note}")
+    def end(self) -> None:
+        for run in self._runs:
+            if run.done > self._shown.get(run.way, 0):
+                self._line(run)
 
     def _line(self, run: Run) -> None:
         now = Moment(run, self._settings)
-        self._shown = now.done
+        self._shown[run.way] = now.done
         text = (
             f"{run.name:<15} step {now.done:>5}  loss {now.loss}  {now.tokens:>9} tokens/s  "
             f"step {now.step:>8}  synchronisation {now.synchronisation:>8}"
@@ -119,9 +122,9 @@ class Lines:
         if now.reduction is not None:
             one = now.reduction
             text += f"  rows {one.rows:,} of union {one.union:,}  {one.algorithm}"
-        self._print(text)
+        self.say(text)
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
         # as it is: no markup, no wrapping to a width that a file does not have
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -131,8 +134,9 @@ class Panels:
 
     def __init__(self, console: Console, settings: Settings) -> None:
         self._settings = settings
-        self._runs: dict[str, Run] = {}
-        self._ended: set[str] = set()
+        self._runs: Sequence[Run] = ()
+        self._doing = "processes are starting"
+        self._ended = False
         self._began = time.monotonic()
         self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=8)
 
@@ -148,15 +152,17 @@ class Panels:
     ) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def begin(self, run: Run) -> None:
-        self._runs[run.way] = run
+    def begin(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
 
     def arrived(self, run: Run) -> None:
-        pass  # the panel is drawn from the runs, some times a second
+        self._doing = ""  # the panel is drawn from the runs, some times a second
 
-    def end(self, run: Run) -> None:
-        self._ended.add(run.way)
-        self._live.refresh()
+    def end(self) -> None:
+        self._ended = True
+
+    def say(self, text: str) -> None:
+        self._doing = text
 
     def _panel(self) -> Panel:
         settings = self._settings
@@ -168,35 +174,33 @@ class Panels:
         ways.add_row(
             *(Text(name, "dim") for name in ("", "", "step", "loss", "a step", "synchronisation"))
         )
-        for way in settings.ways:
-            ways.add_row(*self._line(way))
-        current = next((run for run in self._runs.values() if run.way not in self._ended), None)
+        for run in self._runs:
+            ways.add_row(*self._line(run))
         parts: list[ConsoleRenderable] = [ways]
-        if current is not None or self._runs:
-            parts += [Text(), self._now(current or self._runs["weft"])]
-        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        if self._runs and self._runs[0].done:
+            parts += [Text(), self._moment(self._runs[0])]
+        if self._doing:
+            parts += [Text(), Text(self._doing, "dim")]
+        elapsed = _duration(time.monotonic() - self._began)
         return Panel(
             Group(*parts),
             title=Text.assemble((" weft demo ", "bold"), (f"{settings.ranks} ranks ", "dim")),
-            subtitle=Text(f" {minutes}:{seconds:02} · Ctrl-C ends and keeps what was made ", "dim"),
+            subtitle=Text(f" {elapsed} · Ctrl-C ends and keeps what was made ", "dim"),
             title_align="left",
             subtitle_align="right",
             border_style="dim",
             padding=(1, 2),
         )
 
-    def _line(self, way: str) -> list[ConsoleRenderable]:
-        run, colour = self._runs.get(way), COLOURS[way]
-        if run is None:
-            return [Text(f"· {WAYS[way]}", "dim"), *[Text()] * 5]
-        ended = way in self._ended
-        mark = "✓" if ended and not run.note else "▸" if not ended else "■"
-        name = Text(f"{mark} {run.name}", colour if ended else f"bold {colour}")
+    def _line(self, run: Run) -> list[ConsoleRenderable]:
+        colour = COLOURS[run.way]
+        mark = "▸" if not self._ended else "■" if run.note else "✓"
+        name = Text(f"{mark} {run.name}", f"bold {colour}")
         bar = ProgressBar(
             total=run.wanted, completed=run.done, complete_style=colour, finished_style=colour
         )
         if not run.done:
-            return [name, bar, Text("starting", "dim"), *[Text()] * 3]
+            return [name, bar, *[Text()] * 4]
         now = Moment(run, self._settings)
         return [
             name,
@@ -207,29 +211,33 @@ class Panels:
             Text(f"{now.synchronisation} {now.share:>4}"),
         ]
 
-    def _now(self, run: Run) -> ConsoleRenderable:
+    def _moment(self, weft: Run) -> ConsoleRenderable:
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim")
-        grid.add_column()
-        if not run.done:
-            grid.add_row("", Text("processes are starting", "dim"))
-            return grid
-        now = Moment(run, self._settings)
-        loss = Text(_sparkline(_some(run.values("loss"), 480), 48), COLOURS[run.way])
-        grid.add_row("loss", loss)
-        grid.add_row("speed", f"{now.tokens} tokens/s, {now.elapsed:.0f} s, {now.left:.0f} s to go")
-        one = now.reduction
-        if one is not None:
-            grid.add_row(
-                "rows",
-                f"{one.rows:,} of a rank, {one.union:,} in the union, "
-                f"{one.sent / 2**20:.2f} MiB sent",
-            )
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+        now = Moment(weft, self._settings)
+        loss = Text(_sparkline(_some(weft.values("loss"), 480), 48), COLOURS["weft"])
+        grid.add_row("weft's loss", loss)
+        grid.add_row("speed", f"{now.tokens} tokens/s")
+        if now.reduction is not None:
+            one = now.reduction
+            sent = f"{one.sent / 2**20:.2f} MiB sent"
+            grid.add_row("rows", f"{one.rows:,} of a rank, {one.union:,} in the union, {sent}")
             grid.add_row("algorithm", one.algorithm)
-        else:
-            sums = "sparse all_reduce" if run.way == "torch" else "all_reduce of whole tables"
-            grid.add_row("algorithm", f"torch.distributed's {sums}")
+        left = sum(Moment(run, self._settings).left for run in self._runs if run.done)
+        if not self._ended:
+            grid.add_row("to go", _duration(left))
         return grid
+
+
+def _duration(seconds: float) -> str:
+    """Minutes and seconds.
+
+    Example:
+        >>> _duration(83.4)
+        '1:23'
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -270,15 +278,18 @@ def figures_table(summaries: Iterable[Summary]) -> Table:
     """The table of all ways, for the terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for name in ("steps", "step", "synchronisation", "sent a step", "peak memory", "tokens/s"):
+    for name in COLUMNS[:-1]:  # the last would not fit into 80 columns
         table.add_column(name, justify="right")
     for one in summaries:
-        table.add_row(one.name, *cells(one))
+        table.add_row(one.name, *cells(one)[:-1])
     return table
 
 
+COLUMNS = ("steps", "step", "synchronisation", "sent a step", "peak memory", "tokens/s")
+
+
 def cells(one: Summary) -> list[str]:
-    """A summary's figures as they are printed, here and in the report."""
+    """A summary's figures as they are printed under `COLUMNS`, here and in the report."""
     sent = "no figure"
     if one.sent is not None:
         sent = f"{one.sent / 2**20:.2f} MiB" + (" computed" if one.computed else "")

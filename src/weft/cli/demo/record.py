@@ -32,12 +32,13 @@ PARTS = ("forward", "backward", "hand_over", "prepare", "wait", "update")
 """The parts of a step, in the order they begin."""
 
 TOLERANCE = 1e-3
-"""Largest relative difference between two ways' losses at any step that counts as equal.
+"""Largest relative difference of two ways, at any step, that counts as equal.
 
 Each way adds the same numbers in another order, so their sums differ in the last bit of an fp32
 (6e-8), and every later step starts from tables that differ by that much. The difference grows as
-training goes on: it is about 1e-6 after hundreds of steps. A way that lost or doubled a rank's
-rows differs by more than 1e-2 within ten.
+training goes on, to about 1e-5 after hundreds of steps. A way that lost or doubled rows of a rank
+differs by more than 1e-2 at once: in the length of the gradient, since Adagrad takes the same steps
+if all gradients are longer by the same factor, so the losses alone would not tell.
 """
 
 
@@ -62,6 +63,7 @@ class Step:
         number: from 0.
         clock: seconds from the start of the first step to the end of this one.
         loss: mean over this rank's pairs.
+        gradient: length of the mean gradient of both tables, as one vector; the same on all ranks.
         forward, backward, hand_over, prepare, wait, update: the parts of the step, which add up
             to it; see `PARTS`. `hand_over` is what starting the reductions costs, `prepare` makes
             the next batch while they are under way, `wait` is for what is not done by then.
@@ -72,6 +74,7 @@ class Step:
     number: int
     clock: float
     loss: float
+    gradient: float
     forward: float
     backward: float
     hand_over: float
@@ -94,10 +97,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank says at the end: its peak resident memory, and that before its first step."""
+    """A rank's peak resident memory when it trains one way, and when it has only started."""
 
     peak_bytes: int
-    start_bytes: int
+    idle_bytes: int
 
 
 @dataclass(slots=True)
@@ -111,7 +114,7 @@ class Run:
         steps: the steps that every rank reported, each the mean over the ranks, with one reduction
             for both tables together.
         algorithms: how often each algorithm was chosen.
-        outcomes: what the ranks said at their end.
+        outcomes: the memory of the ranks, measured in a run of its own.
         interrupted: it was ended from outside.
     """
 
@@ -193,7 +196,7 @@ class Summary:
         hidden: share of the time in flight in which the training went on with something else.
         sent: bytes sent by a rank in a step; None if there is no figure.
         computed: `sent` was computed from the known algorithm, not counted.
-        peak: highest resident memory of any process, None if no rank got to its end.
+        peak: highest resident memory of any rank, None if it was not measured.
         growth: how much of it came with the training.
         tokens: centre words a second, all ranks together.
         loss: mean of the last tenth of the steps.
@@ -233,7 +236,7 @@ class Summary:
             sent=statistics.median(sent) if sent else None,
             computed=run.way != "weft",
             peak=max((one.peak_bytes for one in run.outcomes), default=None),
-            growth=max((one.peak_bytes - one.start_bytes for one in run.outcomes), default=None),
+            growth=max((one.peak_bytes - one.idle_bytes for one in run.outcomes), default=None),
             tokens=run.ranks * batch / step,
             loss=statistics.fmean(losses[-max(1, len(losses) // 10) :]),
         )
@@ -258,11 +261,20 @@ def step_bytes(run: Run, weft: Run, *, vocabulary: int, dim: int) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Whether another way's losses equal weft's: the largest relative difference, and where."""
+    """Whether another way computed what weft did.
+
+    Attributes:
+        name: the other way.
+        steps: steps that both did.
+        difference: the largest relative difference of a step's loss, or of its gradient's length.
+        what: which of the two that is.
+        at: in which step, from 0.
+    """
 
     name: str
     steps: int
     difference: float
+    what: str
     at: int
 
     @property
@@ -270,24 +282,31 @@ class Agreement:
         return self.difference <= TOLERANCE
 
     def __str__(self) -> str:
-        verdict = "agree" if self.agrees else "DO NOT AGREE"
+        both = f"weft and {self.name}"
+        if self.agrees:
+            return (
+                f"{both} agree over {self.steps} steps: losses and gradients within "
+                f"{self.difference:.1e} (allowed {TOLERANCE:.0e})"
+            )
         return (
-            f"losses of weft and {self.name} {verdict} over {self.steps} steps: largest relative "
-            f"difference {self.difference:.1e} at step {self.at + 1}, allowed {TOLERANCE:.0e}"
+            f"{both} DO NOT AGREE over {self.steps} steps: the {self.what} of step {self.at + 1} "
+            f"differs by {self.difference:.1e} (allowed {TOLERANCE:.0e})"
         )
 
 
 def agreement(weft: Run, other: Run) -> Agreement | None:
     """Compare two runs over the steps both did; None if there are none.
 
-    A loss that is no number in one way and a number in the other counts as infinitely different.
+    What is no number in one way and a number in the other counts as infinitely different.
     """
-    pairs = list(zip(weft.values("loss"), other.values("loss"), strict=False))
-    if not pairs:
+    found = [
+        (_relative(one, two), what, at)
+        for what in ("loss", "gradient")
+        for at, (one, two) in enumerate(zip(weft.values(what), other.values(what), strict=False))
+    ]
+    if not found:
         return None
-    differences = [_relative(one, two) for one, two in pairs]
-    at = max(range(len(differences)), key=differences.__getitem__)
-    return Agreement(other.name, len(pairs), differences[at], at)
+    return Agreement(other.name, min(weft.done, other.done), *max(found, key=lambda one: one[0]))
 
 
 def _relative(one: float, two: float) -> float:

@@ -16,7 +16,7 @@ import jinja2
 
 from . import plots
 from .corpus import Corpus
-from .live import cells
+from .live import COLUMNS, cells
 from .record import TOLERANCE, Agreement, Run, Summary, speedups, step_bytes
 from .settings import NEGATIVES, WINDOW, Settings
 from .vectors import Neighbours
@@ -77,16 +77,16 @@ def _values(result: Result) -> dict[str, object]:
     return {
         "headline": _headline(summaries),
         "lead": _lead(result),
-        "interrupted": any(run.interrupted for run in runs),
+        "interrupted": any(run.interrupted and run.note for run in runs),
         "facts": _facts(runs[0], weft),
         "checks": result.agreements,
         "tolerance_note": (
             f"Equal means: within {TOLERANCE:.0e} at every step. The ways add the same numbers in "
             "another order, so their sums differ in the last bit of a 32-bit float, and each "
-            "step starts from what the one before left. A way that lost a rank's rows would "
-            "differ by more than 1e-2 within ten steps."
+            "step starts from what the one before left. A way that lost or doubled a "
+            "rank's rows would differ by more than 1e-2 at once, in the length of the gradient."
         ),
-        "columns": ("steps", "step", "synchronisation", "sent a step", "peak memory", "tokens/s"),
+        "columns": COLUMNS,
         "rows": [
             {"way": run.way, "name": one.name, "note": one.note, "cells": cells(one)}
             for run, one in zip(runs, summaries, strict=True)
@@ -106,11 +106,13 @@ def _values(result: Result) -> dict[str, object]:
 def table_note() -> str:
     """What the figures of the table are."""
     return (
-        "Times are medians over the steps, of the mean over the ranks. Synchronisation is what the "
+        "Times are medians over the steps, of the mean over the ranks; the ways took turns of ten "
+        "steps. Synchronisation is what the "
         "training spends on starting and on waiting for sums, slower ranks included. Sent: bytes a "
         "rank sends in a step, counted for weft, computed from the known algorithm for PyTorch "
         "(ring all-gather of int64 indices and values; ring all-reduce of both tables). Peak "
-        "memory: highest resident memory (RSS) of a process, in parentheses what training added."
+        "memory: highest resident memory (RSS) of a process that trained this way only, for a few "
+        "steps; in parentheses what is beyond a process that has only started."
     )
 
 

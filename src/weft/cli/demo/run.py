@@ -1,15 +1,16 @@
 """The demo from the text to the report: the process that the person started.
 
-The ranks are processes of their own (`weft.bootstrap.local`), new ones for each way, so that each
-way's peak memory is its own. They send their steps here as they go; the word table of the first
-rank lies in a file, so vectors can be written whatever becomes of the ranks.
+The ranks are processes of their own (`weft.bootstrap.local`) and train all ways in turns. They send
+their steps here as they go; the word table of the first rank lies in a file, so vectors can be
+written whatever becomes of the ranks. Each way's memory is measured afterwards, alone.
 """
 
 from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ from weft.errors import WireError
 
 from .corpus import Corpus, negative_table, read, subsample
 from .live import Display, display, figures_table, verdict
-from .record import Outcome, Run, agreement, speedups
+from .record import Run, Step, agreement, speedups
 from .settings import WINDOW, Refused, Settings, check_memory
-from .train import Job, train
+from .train import Job, measure_memory, train
 from .vectors import choose_words, nearest, write_vectors
 
 __all__ = ["run"]
@@ -46,90 +47,95 @@ def run(settings: Settings, command: Sequence[str]) -> int:
     corpus = read(settings.text, min_count=settings.min_count, ranks=settings.ranks)
     _say(console, _about(corpus, settings))
     check_memory(settings, len(corpus.words))
-    runs: list[Run] = []
+    runs = [Run(way, settings.steps, settings.ranks) for way in settings.ways]
     trouble: Refused | None = None
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as name:
-        folder = Path(name)
-        trained = _lay_out(corpus, settings, folder)
+        job = _lay_out(corpus, settings, Path(name))
+        trained = len(np.load(job.tokens, mmap_mode="r"))
         try:
             with display(console, settings) as shown:
-                for way in settings.ways:
-                    runs.append(Run(way, settings.steps, settings.ranks))
-                    _train(runs[-1], _job(settings, corpus, way, folder), shown)
+                _train(runs, job, shown)
         except KeyboardInterrupt:
-            interrupted = runs[-1].interrupted = True
+            interrupted = True
         except Refused as refusal:
             trouble = refusal
+        for one in runs:
+            one.interrupted = interrupted or trouble is not None
         runs = [one for one in runs if one.done]
         if not runs:
             if trouble is not None:
                 raise trouble
             raise KeyboardInterrupt
         shape = (len(corpus.words), settings.dim)
-        table = np.fromfile(folder / "weft.vectors", np.float32).reshape(shape)
+        table = np.fromfile(job.vectors, np.float32).reshape(shape)
     agreed = _write(console, settings, corpus, trained, runs, table, command)
     if trouble is not None:
         raise trouble
     return 130 if interrupted else 0 if agreed else 1
 
 
-def _lay_out(corpus: Corpus, settings: Settings, folder: Path) -> int:
-    """Put what the ranks read into files; returns the number of tokens to train on."""
+def _lay_out(corpus: Corpus, settings: Settings, folder: Path) -> Job:
+    """Put what the ranks read into files, and say what they are to do."""
     tokens = subsample(corpus, seed=settings.seed, at_least=settings.ranks * (2 * WINDOW + 2))
-    try:
-        np.save(folder / "tokens.npy", tokens)
-        np.save(folder / "negatives.npy", negative_table(corpus.counts))
-    except OSError as error:
-        raise Refused(f"cannot write into {folder}: {error.strerror}; set TMPDIR") from None
-    return len(tokens)
-
-
-def _job(settings: Settings, corpus: Corpus, way: str, folder: Path) -> Job:
-    return Job(
-        way=way,
+    job = Job(
+        ways=settings.ways,
         steps=settings.steps,
         batch=settings.batch,
         dim=settings.dim,
         seed=settings.seed,
-        limit=settings.limits.get(way),
+        limit=settings.limit,
         vocabulary=len(corpus.words),
         tokens=folder / "tokens.npy",
         negatives=folder / "negatives.npy",
-        vectors=folder / f"{way}.vectors",
+        vectors=folder / "table",
     )
-
-
-def _train(run: Run, job: Job, shown: Display) -> None:
-    def hear(rank: int, thing: object) -> None:
-        if isinstance(thing, Outcome):
-            run.outcomes.append(thing)
-        elif isinstance(thing, list):
-            run.add(rank, thing)
-            shown.arrived(run)
-
-    shown.begin(run)
     try:
-        local.launch(run.ranks, train, (job,), on_message=hear)
-    except WireError as error:
-        run.interrupted = True
-        raise Refused(
-            f"{run.name}: {_line(error)}; if memory ran out, make --ranks, --dim or --batch smaller"
-        ) from error
+        np.save(job.tokens, tokens)
+        np.save(job.negatives, negative_table(corpus.counts))
     except OSError as error:
-        run.interrupted = True
+        raise Refused(f"cannot write into {folder}: {error.strerror}; set TMPDIR") from None
+    return job
+
+
+def _train(runs: list[Run], job: Job, shown: Display) -> None:
+    """Train, then measure each way's memory in processes that do nothing else."""
+    by_way = {run.way: run for run in runs}
+    ranks = runs[0].ranks
+
+    def hear(rank: int, message: tuple[str, list[Step]]) -> None:
+        way, steps = message
+        by_way[way].add(rank, steps)
+        shown.arrived(by_way[way])
+
+    shown.begin(runs)
+    try:
+        with _refusing():
+            local.launch(ranks, train, (job,), on_message=hear)
+    finally:
+        shown.end()
+    for run in runs:
+        shown.say(f"measuring the memory of {run.name}, in processes of its own")
+        with _refusing():
+            run.outcomes = local.launch(ranks, measure_memory, (job, run.way))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What can go wrong with processes, memory and ports on a machine, as one line."""
+    remedy = "if memory ran out, make --ranks, --dim or --batch smaller"
+    try:
+        yield
+    except WireError as error:
+        raise Refused(f"{_line(error)}; {remedy}") from error
+    except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Refused(f"no free port on 127.0.0.1 for the ranks to meet: {error}") from error
-        raise Refused(f"{run.name}: {_line(error)}") from error
+        raise Refused(f"{_line(error)}; {remedy}") from error
     except (MemoryError, RuntimeError) as error:
-        run.interrupted = True
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise Refused(
-                f"{run.name}: too little memory; make --ranks, --dim or --batch smaller"
-            ) from error
+            raise Refused("too little memory; make --ranks, --dim or --batch smaller") from error
         raise
-    finally:
-        shown.end(run)
 
 
 def _write(
@@ -165,7 +171,7 @@ def _write(
     console.print(Text(table_note(), "dim"), width=min(console.width, 100))
     console.print()
     for line in verdict(agreements):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if len(summaries) > 1:
         _say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
     for one in summaries:

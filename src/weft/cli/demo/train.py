@@ -11,10 +11,11 @@ A batch is a pure function of (seed, rank, step), so every way trains on the sam
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,27 +33,29 @@ from .record import Outcome, Step
 from .settings import NEGATIVES, WINDOW
 from .ways import START, Started, stop_together
 
-__all__ = ["Batches", "Job", "SkipGram", "train"]
+__all__ = ["Batches", "Job", "SkipGram", "Training", "measure_memory", "train"]
 
 _LEARNING_RATE = 0.1
 _REPORT_SECONDS = 0.2
-_CHECK_LIMIT_STEPS = 10
+_TURN = 10  # steps that a way trains before it is the next one's turn
+_MEMORY_STEPS = 8  # by then every buffer is there
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank of one way is told.
+    """What every rank is told.
 
     Attributes:
-        way: a key of `START`.
+        ways: keys of `START`.
         steps, batch, dim, seed: see `Settings`.
-        limit: seconds after which to stop at the next check, or None.
+        limit: seconds of training after which to stop, all ways together, or None.
         vocabulary: number of words.
         tokens, negatives: `.npy` files, int32.
-        vectors: file to keep the word table in, so that it is there whatever becomes of us.
+        vectors: file to keep the first way's word table in, so that it is there whatever becomes
+            of the ranks.
     """
 
-    way: str
+    ways: tuple[str, ...]
     steps: int
     batch: int
     dim: int
@@ -122,101 +125,120 @@ class SkipGram(nn.Module):
         return loss / len(words)
 
 
-def train(job: Job) -> None:
-    """Train as one rank of the group in the environment.
+class Training:
+    """One way's training on one rank, step by step."""
 
-    Sends the launcher lists of `Step` as they come, and an `Outcome` at the end, also if that end
-    is a Ctrl-C.
-    """
-    # PyTorch warns where the checks of sparse tensors are neither on nor off
-    unchecked = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]  # torch has no types here
-    with unchecked, init() as wire:
-        tokens = np.load(job.tokens, mmap_mode="r")
-        part = np.array_split(tokens, wire.size)[wire.rank]
-        batches = Batches(part, np.load(job.negatives), job.batch, job.seed, wire.rank)
-        model = SkipGram(
-            job.vocabulary, job.dim, seed=job.seed, kept=job.vectors if wire.rank == 0 else None
-        )
-        start = _peak_bytes()
-        try:
-            _loop(job, model, batches, wire, local.send)
-        finally:
-            local.send(Outcome(_peak_bytes(), start))
+    def __init__(self, job: Job, way: str, wire: Wire, kept: Path | None) -> None:
+        part = np.array_split(np.load(job.tokens, mmap_mode="r"), wire.size)[wire.rank]
+        negatives = np.load(job.negatives, mmap_mode="r")
+        self._batches = Batches(part, negatives, job.batch, job.seed, wire.rank)
+        self._model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
+        self._tables = [self._model.context.weight, self._model.word.weight]
+        self._updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE) for one in self._tables]
+        self._buffers = {one: torch.zeros_like(one) for one in self._tables if way == "dense"}
+        self._way, self._wire = START[way], wire
+        self._started: dict[Tensor, Started] = {}
+        self._handing_over = self._clock = 0.0
+        self._number = 0
+        self._batch = self._batches(0)
+        for table in self._tables:
+            table.register_post_accumulate_grad_hook(self._hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
 
-
-def _loop(
-    job: Job,
-    model: SkipGram,
-    batches: Batches,
-    wire: Wire,
-    send: Callable[[list[Step]], None],
-) -> None:
-    tables = [model.context.weight, model.word.weight]
-    updates = [torch.optim.Adagrad([table], lr=_LEARNING_RATE) for table in tables]
-    started: dict[Tensor, Started] = {}
-    handing_over = 0.0
-
-    def hand_over(table: Tensor) -> None:
+    def _hand_over(self, table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
-        nonlocal handing_over
         began = time.perf_counter()
         assert table.grad is not None
-        started[table] = START[job.way](table.grad, wire, buffers.get(table))
-        handing_over += time.perf_counter() - began
+        self._started[table] = self._way(table.grad, self._wire, self._buffers.get(table))
+        self._handing_over += time.perf_counter() - began
 
-    buffers = {table: torch.zeros_like(table) for table in tables if job.way == "dense"}
-    for table in tables:
-        table.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]  # nor here
-
-    batch = batches(0)
-    unsent: list[Step] = []
-    stop_together(False)  # all are here, so the clocks start together
-    clock, sent_at = 0.0, time.perf_counter()
-    for number in range(job.steps):
-        handing_over = 0.0
+    def step(self) -> Step:
+        """Train one step."""
+        self._handing_over = 0.0
+        self._started.clear()
         begin = time.perf_counter()
-        loss = model(*batch)
+        loss = self._model(*self._batch)
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
-        if number + 1 < job.steps:
-            batch = batches(number + 1)
+        self._batch = self._batches(self._number + 1)
         now = prepared = time.perf_counter()
-        waited = 0.0
-        for table, update in zip(tables, updates, strict=True):
-            table.grad = started[table].wait()
+        waited, gradients = 0.0, []
+        for table, update in zip(self._tables, self._updates, strict=True):
+            gradient = table.grad = self._started[table].wait()
             waited += time.perf_counter() - now
             update.step()
             table.grad = None
+            gradients.append(gradient)
             now = time.perf_counter()
-        clock += now - begin
-        unsent.append(
-            Step(
-                number=number,
-                clock=clock,
-                loss=loss.item(),
-                forward=forward - begin,
-                backward=backward - forward - handing_over,
-                hand_over=handing_over,
-                prepare=prepared - backward,
-                wait=waited,
-                update=now - prepared - waited,
-                in_flight=_covered(list(started.values())),
-                reductions=tuple(
-                    one.reduction for one in started.values() if one.reduction is not None
-                ),
-            )
+        self._clock += now - begin
+        self._number += 1
+        sums = list(self._started.values())
+        return Step(
+            number=self._number - 1,
+            clock=self._clock,
+            loss=loss.item(),
+            gradient=_length(gradients),  # after the clock: checking is no part of training
+            forward=forward - begin,
+            backward=backward - forward - self._handing_over,
+            hand_over=self._handing_over,
+            prepare=prepared - backward,
+            wait=waited,
+            update=now - prepared - waited,
+            in_flight=_covered(sums),
+            reductions=tuple(one.reduction for one in sums if one.reduction is not None),
         )
-        started.clear()
-        if now - sent_at > _REPORT_SECONDS or number + 1 == job.steps:
-            send(unsent)
-            unsent, sent_at = [], now
-        # not part of any step's time: the same for every way, and no part of training
-        checks = job.limit is not None and (number + 1) % _CHECK_LIMIT_STEPS == 0
-        if checks and stop_together(job.limit is not None and clock > job.limit):
-            break
-    if unsent:
-        send(unsent)
+
+
+def train(job: Job) -> None:
+    """Train all ways as one rank of the group in the environment.
+
+    The ways take turns of some steps, so that whatever else the machine does meets them alike.
+    Sends `(way, [Step, ...])` to the launcher as the steps come.
+    """
+    with _unchecked(), init() as wire:
+        kept = {job.ways[0]: job.vectors} if wire.rank == 0 else {}
+        trainings = {way: Training(job, way, wire, kept.get(way)) for way in job.ways}
+        began = time.monotonic()
+        stop_together(False)  # all are here, so the clocks start together
+        for first in range(0, job.steps, _TURN):
+            for way, training in trainings.items():
+                _turn(way, training, min(_TURN, job.steps - first))
+            late = job.limit is not None and time.monotonic() - began > job.limit
+            if stop_together(late):
+                break
+
+
+def _turn(way: str, training: Training, steps: int) -> None:
+    unsent: list[Step] = []
+    sent = time.monotonic()
+    for _ in range(steps):
+        unsent.append(training.step())
+        if time.monotonic() - sent > _REPORT_SECONDS:
+            local.send((way, unsent))
+            unsent, sent = [], time.monotonic()
+    local.send((way, unsent))
+
+
+def measure_memory(job: Job, way: str) -> Outcome:
+    """Train one way alone for a few steps, as one rank: the memory that takes."""
+    with _unchecked(), init() as wire:
+        idle = _peak_bytes()
+        training = Training(job, way, wire, None)
+        for _ in range(_MEMORY_STEPS):
+            training.step()
+        return Outcome(_peak_bytes(), idle)
+
+
+def _unchecked() -> AbstractContextManager[object]:
+    """Without checks of sparse tensors: PyTorch warns where they are neither on nor off."""
+    checks: AbstractContextManager[object] = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]  # nor here
+    return checks
+
+
+def _length(gradients: list[Tensor]) -> float:
+    """The Euclidean norm of all gradients as one vector, sparse or dense."""
+    values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    return math.hypot(*(float(torch.linalg.vector_norm(one)) for one in values))
 
 
 def _covered(sums: list[Started]) -> float:
