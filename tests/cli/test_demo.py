@@ -106,6 +106,16 @@ def test_without_the_extra_it_says_what_to_install_before_training(
     )
 
 
+def test_the_command_line_starts_without_what_only_a_run_needs() -> None:
+    code = (
+        "import sys, weft.cli\n"
+        "print([n for n in ('matplotlib', 'jinja2', 'numba', 'weft.cli.demo.run') "
+        "if n in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
 @pytest.mark.timeout(180)
 def test_all_three_ways_on_a_small_text(tmp_path: Path, text: Path) -> None:
     found = demo(*SMALL, "--text", text, "--out", tmp_path / "new" / "out")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..errors import WeftError, WireError
-from ..wire import default, process_group
+from ..wire import default
 from ..wire.base import Wire
 from . import launchers
 
@@ -103,6 +103,8 @@ def init(
     group = dist.group.WORLD
     assert group is not None  # it was there, or was started
     try:
+        from ..wire import process_group  # here: `import weft` shall be quick
+
         wire = process_group.of_group(None, timeout=timeout)
         _check_same(wire, url, None, None, timeout)
     except BaseException:

@@ -25,7 +25,7 @@ from ..wire.base import as_bytes
 from ..wire.memory import typed
 from . import sketch
 
-__all__ = ["Header", "RowsInHeader"]
+__all__ = ["Header", "RowsInHeader", "of_all"]
 
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
@@ -214,6 +214,26 @@ class RowsInHeader:
     def described(self, rank: int) -> Header:
         """The header of these rows."""
         return Header.of(self.indices, rank, capacity=self.capacity, fallible=self.fallible)
+
+
+def of_all(everyone: list[RowsInHeader]) -> Header:
+    """The header of ranks that all sent their rows: without a sample, since nobody will choose."""
+    counts = [rows.indices.numel() for rows in everyone]
+    limits = [_NO_LIMIT if rows.capacity is None else rows.capacity for rows in everyone]
+    nothing = np.empty(0, np.int64)
+    return Header(
+        sum(counts),
+        max(counts),
+        min(counts),
+        max(int(rows.indices[-1]) if len(rows.indices) else -1 for rows in everyone),
+        min(limits),
+        limits.index(min(limits)),
+        False,
+        any(rows.fallible for rows in everyone),
+        nothing,
+        nothing,
+        nothing,
+    )
 
 
 def _numpy_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -25,7 +25,7 @@ from .call import Call, row_bytes
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader
+from .header import Header, RowsInHeader, of_all
 from .registry import find
 from .request import Request
 
@@ -150,13 +150,22 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
     shape = agreement.fields["row shape"]
     call.row_shape = call.row_shape if shape == "?" else ast.literal_eval(shape)
     dtype = request.rows.values.dtype
-    headers = [
-        RowsInHeader.unpack(body, call.row_shape, dtype).described(rank)
+    said = [
+        RowsInHeader.unpack(body, call.row_shape, dtype)
         if RowsInHeader.are_in(body)
         else Header.unpack(body)
-        for rank, body in enumerate(agreement.bodies)
+        for body in agreement.bodies
     ]
-    call.header = header = functools.reduce(Header.combine, headers)
+    rows = [one for one in said if isinstance(one, RowsInHeader)]
+    if len(rows) == len(said):
+        header = of_all(rows)
+    else:
+        headers = (
+            one.described(rank) if isinstance(one, RowsInHeader) else one
+            for rank, one in enumerate(said)
+        )
+        header = functools.reduce(Header.combine, headers)
+    call.header = header
     height = request.rows.height
     call.load = Load(
         ranks=wire.size,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from .settings import NEGATIVES, STEPS, Refused, Settings, check_report_extra, make_folder
+from .settings import LIMIT, NEGATIVES, STEPS, Refused, Settings, check_report_extra, make_folder
 
 __all__ = ["demo"]
 
@@ -24,16 +24,16 @@ def demo(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="File or folder to train on, may be repeated.  "
-            "[default: the source of the Python standard library]",
+            help="File or folder to train on, may be repeated; if there is none, the source of the "
+            "Python standard library.",
         ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 4,
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps to train, each way.  "
-            f"[default: {STEPS}, fewer on machines where that would take minutes]",
+            help=f"Steps to train, each way; if not given, {STEPS}, or what the machine does in "
+            f"{LIMIT / 60:.1f} minutes.",
         ),
     ] = None,
     dim: Annotated[int, typer.Option(help="Floats of a word's vector.")] = 64,
@@ -56,8 +56,8 @@ def demo(
 ) -> None:
     """Train word vectors on real text, on several processes, and show what weft does there.
 
-    Sparse gradients are summed by weft, by PyTorch's sparse all-reduce and by a dense one, on the
-    same batches from the same start. Ctrl-C ends it and keeps what was made.
+    Sparse gradients are summed by weft, by PyTorch's sparse all-reduce and by a dense one, all on
+    the same batches from the same start. Ctrl-C ends it and keeps what was made.
     """
     try:
         settings = Settings.checked(

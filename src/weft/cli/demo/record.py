@@ -37,8 +37,8 @@ TOLERANCE = 1e-3
 Each way adds the same numbers in another order, so their sums differ in the last bit of an fp32
 (6e-8), and every later step starts from tables that differ by that much. The difference grows as
 training goes on, to about 1e-5 after hundreds of steps. A way that lost or doubled rows of a rank
-differs by more than 1e-2 at once: in the length of the gradient, since Adagrad takes the same steps
-if all gradients are longer by the same factor, so the losses alone would not tell.
+differs by more than 1e-2 at once: in the length of the gradient, since Adagrad takes nearly the
+same steps if all gradients are longer by one factor, so the losses alone would hardly tell.
 """
 
 

@@ -162,6 +162,7 @@ def _details(result: Result) -> list[tuple[str, str]]:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             versions.append(f"no {name}")
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // settings.ranks)))
     skipped = f", {corpus.skipped} files skipped as not text" if corpus.skipped else ""
     return [
         ("Command", shlex.join(result.command)),
@@ -179,7 +180,7 @@ def _details(result: Result) -> list[tuple[str, str]]:
         ("Algorithms", f"{chosen or 'no figure'}, by number of sums"),
         ("Versions", ", ".join(versions)),
         ("Machine", _machine()),
-        ("Threads", f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'cores / ranks')}"),
+        ("Threads", f"{threads} for each rank"),
     ]
 
 
@@ -192,7 +193,10 @@ def _machine() -> str:
                 break
     except OSError:
         pass  # not Linux
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {cores} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+    return f"{model}, {_cores()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -36,6 +36,10 @@ from .ways import START, Started, stop_together
 __all__ = ["Batches", "Job", "SkipGram", "Training", "measure_memory", "train"]
 
 _LEARNING_RATE = 0.1
+# Adagrad's first step for a number is the sign of its gradient. Where the ranks' gradients cancel,
+# that sign is rounding, and differs with the order of adding: this is above such rounding, and far
+# below true gradients (1e-7 and more).
+_EPS = 1e-8
 _REPORT_SECONDS = 0.2
 _TURN = 10  # steps that a way trains before it is the next one's turn
 _MEMORY_STEPS = 8  # by then every buffer is there
@@ -134,7 +138,9 @@ class Training:
         self._batches = Batches(part, negatives, job.batch, job.seed, wire.rank)
         self._model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
         self._tables = [self._model.context.weight, self._model.word.weight]
-        self._updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE) for one in self._tables]
+        self._updates = [
+            torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in self._tables
+        ]
         self._buffers = {one: torch.zeros_like(one) for one in self._tables if way == "dense"}
         self._way, self._wire = START[way], wire
         self._started: dict[Tensor, Started] = {}
