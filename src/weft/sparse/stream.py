@@ -45,20 +45,19 @@ class IndexLists:
 
     def __init__(self, wire: Wire, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         self._wire, self._sources = wire, sources
-        self._leases: list[Lease] = []
-        heads: dict[int, Tensor] = {}  # by the list's address: the same list to all has one head
-        sends: list[tuple[int, Tensor]] = []
-        for peer, indices in lists.items():
-            key = id(indices)
-            if key not in heads:
-                heads[key] = self._head(indices)
-            sends.append((peer, heads[key]))
-            fit = _fitting(indices.dtype)
-            if indices.numel() > fit:
-                sends.append((peer, indices[fit:]))
         self._dtype = next(iter(lists.values())).dtype if lists else torch.int64
-        self._sent = wire.post(sends)
-        self._incoming = [wire.post((), [(peer, HEAD)]) for peer in sources]
+        self._leases: list[Lease] = []
+        fit = _fitting(self._dtype)
+        heads: dict[int, Tensor] = {}  # by the list's address: the same list to all has one head
+        for indices in lists.values():
+            if id(indices) not in heads:
+                heads[id(indices)] = self._head(indices)
+        self._heads = wire.post_small(
+            [(peer, heads[id(indices)]) for peer, indices in lists.items()],
+            [(peer, HEAD) for peer in sources],
+        )
+        rests = [(peer, rest) for peer, it in lists.items() if len(rest := it[fit:])]
+        self._sent = wire.post(rests, (), LISTS)
 
     def _head(self, indices: Tensor) -> Tensor:
         part = indices[: _fitting(indices.dtype)]
@@ -69,12 +68,11 @@ class IndexLists:
         return lease.tensor
 
     def wait(self) -> dict[int, Tensor]:
-        """The lists by peer; valid until `release()`."""
+        """The lists by peer; valid until `release()`. To be called before any other wait."""
         lists: dict[int, Tensor] = {}
         rests: list[Pending] = []
         fit = _fitting(self._dtype)
-        for peer, pending in zip(self._sources, self._incoming, strict=True):
-            head = pending.wait()[0]
+        for peer, head in zip(self._sources, self._heads.wait(), strict=True):
             count = int(typed(head, (1,), torch.int64)[0])
             if count <= fit:
                 lists[peer] = typed(head, (count,), self._dtype, 8)
@@ -83,7 +81,7 @@ class IndexLists:
             self._leases.append(lease)
             lists[peer] = typed(lease.tensor, (count,), self._dtype)
             lists[peer][:fit] = typed(head, (fit,), self._dtype, 8)
-            rests.append(self._wire.post((), [(peer, lists[peer][fit:])]))
+            rests.append(self._wire.post((), [(peer, lists[peer][fit:])], LISTS))
         for pending in rests:
             pending.wait()
         return lists
@@ -91,8 +89,7 @@ class IndexLists:
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""
         self._sent.wait()
-        for pending in self._incoming:
-            pending.release()
+        self._heads.release()
         for lease in self._leases:
             lease.release()
 

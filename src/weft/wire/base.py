@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Recv", "Send", "Wire"]
 
+_SMALL = 1 << 18  # the channel of small messages, where they have no lane of their own
+
 Send = tuple[int, Tensor]
 """(peer, contiguous CPU tensor of any dtype); it must not change until the post is waited for."""
 
@@ -153,14 +155,29 @@ class Wire(abc.ABC):
     def close(self) -> None:
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
 
+    def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
+        """`post` for messages of some kilobytes, on a lane of their own, which may be quicker.
+
+        They may move only while somebody waits for them: wait for these before anything that a
+        peer sends only after it received them.
+        """
+        self.traffic.count(sends)
+        return self._post_small(sends, recvs)
+
+    def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        return self._post(sends, recvs, _SMALL)
+
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
 
         `wait()` returns one uint8 tensor for each rank, in rank order; each but the own is `cap`
-        bytes long, so messages say their length themselves.
+        bytes long, so messages say their length themselves. As `post_small`, it may move only
+        while it is waited for.
         """
         order = self.peers
-        pending = self.post([(peer, message) for peer in order], [(peer, cap) for peer in order])
+        pending = self.post_small(
+            [(peer, message) for peer in order], [(peer, cap) for peer in order]
+        )
         return _InRankOrder(pending, order, self.rank, message)
 
     def lease(self, nbytes: int) -> Lease:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 import weakref
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .express import Express
 from .side import Address, Listener, cut, with_listener
 from .watch import Watch
 
@@ -38,6 +40,7 @@ class Connections:
     Attributes:
         gloo: the group that carries the data, or None once it was dropped.
         mesh: the side socket to each peer, until a watcher has them.
+        express: the lane of small messages.
         watch: the watcher, once there is one.
     """
 
@@ -46,10 +49,12 @@ class Connections:
         gloo: Gloo,
         ours: Address,
         theirs: frozenset[Address],
-        mesh: dict[int, socket.socket],
+        side: dict[int, socket.socket],
+        express: dict[int, socket.socket],
     ) -> None:
         self.gloo: Gloo | None = gloo
-        self.mesh = mesh
+        self.mesh = side
+        self.express = Express(express)
         self.watch: Watch | None = None
         self._ours, self._theirs = ours, theirs
         self._process = os.getpid()
@@ -72,16 +77,33 @@ class Connections:
             options._threads = 1  # for collectives, of which there are none
             options._timeout = timedelta(seconds=timeout)
             gloo = cast(Gloo, dist.ProcessGroupGloo(store, rank, size, options))
-            with Listener(name, family, size) as listener:
-                own = {"gloo": name[:2], "side": listener.port, "token": listener.token.hex()}
+            with ExitStack() as open_doors:
+                listeners = {
+                    lane: open_doors.enter_context(Listener(name, family, size))
+                    for lane in ("side", "express")
+                }
+                own: dict[str, Any] = {"gloo": name[:2]}
+                own |= {lane: [it.port, it.token.hex()] for lane, it in listeners.items()}
                 hellos = _introduce(gloo, rank, size, json.dumps(own), deadline)
                 at = {peer: Address.of(hello["gloo"]) for peer, hello in hellos.items()}
-                doors = {
-                    peer: (Address(at[peer].host, hello["side"]), bytes.fromhex(hello["token"]))
-                    for peer, hello in hellos.items()
-                }
-                mesh = listener.mesh(rank, doors, deadline)
-            return cls(gloo, Address.of(name), frozenset(at.values()), mesh)
+                meshes: dict[str, dict[int, socket.socket]] = {}
+                for lane, listener in listeners.items():
+                    doors = {
+                        peer: (
+                            Address(at[peer].host, hello[lane][0]),
+                            bytes.fromhex(hello[lane][1]),
+                        )
+                        for peer, hello in hellos.items()
+                    }
+                    meshes[lane] = listener.mesh(rank, doors, deadline)
+                    for sock in meshes[lane].values():
+                        open_doors.callback(sock.close)
+                # all are connected: from here on the sockets are the new object's to close
+                made = cls(gloo, Address.of(name), frozenset(at.values()), **meshes)
+                open_doors.pop_all()
+                for listener in listeners.values():
+                    listener.__exit__()
+            return made
         except BaseException:
             gloo = None  # an exception keeps this frame, which shall not keep the connections
             raise
@@ -89,10 +111,12 @@ class Connections:
     def cut(self) -> None:
         """Shut the data connections down: waits end with an error, here and at the peers'."""
         cut(self._ours, self._theirs)
+        self.express.cut()
 
     def drop(self) -> None:
         """Let go of the data connections."""
         self.gloo = None
+        self.express.close()
 
     def close(self) -> None:
         """Say bye to all and let go of everything. Twice is fine."""

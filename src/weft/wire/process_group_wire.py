@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import dense
-from .base import Pending, Recv, Send, Wire
+from .base import Pending, Recv, Send, Wire, as_bytes
+from .express import Order
 from .memory import Lease
 from .process_group_connections import Connections
 from .verdict import Verdict
@@ -67,9 +68,7 @@ class ProcessGroupWire(Wire):
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         self._check()
-        for peer, _ in (*sends, *recvs):
-            if peer == self.rank or not 0 <= peer < self.size:
-                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+        self._check_peers(sends, recvs)
         posted = _Posted(self, sends, recvs)
         gloo = self._connections.gloo if self._connections is not None else None
         if gloo is None:
@@ -96,6 +95,11 @@ class ProcessGroupWire(Wire):
             finally:
                 self._watch.end()
         return posted
+
+    def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        self._check()
+        self._check_peers(sends, recvs)
+        return _Small(self, sends, recvs)
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
@@ -152,6 +156,11 @@ class ProcessGroupWire(Wire):
         if self._broken is not None:
             raise self._error() from None
 
+    def _check_peers(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+        for peer, _ in (*sends, *recvs):
+            if peer == self.rank or not 0 <= peer < self.size:
+                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+
     def _fail(self, posted: _Posted, error: str) -> NoReturn:
         """Raise why a wait failed, after the watcher found out."""
         assert self._watch is not None
@@ -202,22 +211,30 @@ class _Posted(Pending):
             return self.received
         wire, watch = self._wire, self._wire._watch
         wire._check()
-        works = self.works
-        if watch is not None and works:
+        if watch is not None and self.posts():
+            failed: str | None = None
             try:
                 watch.begin(self)
-                for work in works:
-                    work.wait(wire._limit)
-                    self.at += 1
-            except RuntimeError as error:
-                text = str(error)
-                del work, works  # an exception keeps this frame, which shall not keep connections
-                wire._fail(self, text)
+                try:
+                    self._finish()
+                except (RuntimeError, OSError) as error:
+                    failed = str(error)
+                if failed is not None:  # out here no exception keeps works, and so connections
+                    wire._fail(self, failed)
             finally:
                 watch.end()
         self._done, self.works = True, []
         wire._posted.pop(id(self), None)
         return self.received
+
+    def posts(self) -> bool:
+        """Whether there is anything to wait for."""
+        return bool(self.works)
+
+    def _finish(self) -> None:
+        for work in self.works:
+            work.wait(self._wire._limit)
+            self.at += 1
 
     def release(self) -> None:
         while self.leases:
@@ -241,6 +258,44 @@ class _Posted(Pending):
             waits = f"was sending {tensor.nbytes} bytes to rank {peer}"
         seconds = time.monotonic() - watch.since if watch is not None else 0.0
         return f"while rank {rank} {waits} for {seconds:.2f} s{wire._call()}"
+
+
+class _Small(_Posted):
+    """Sends and receives on the lane of small messages."""
+
+    def __init__(
+        self, wire: ProcessGroupWire, sends: Sequence[Send], recvs: Sequence[Recv]
+    ) -> None:
+        super().__init__(wire, sends, recvs)
+        self._orders: list[tuple[int, Order]] = []
+        connections = wire._connections
+        if connections is None:
+            return
+        for _, want in recvs:
+            if isinstance(want, int):
+                self.leases.append(wire.memory.lease(want))
+                want = self.leases[-1].tensor
+            self.received.append(want)
+        self._orders = connections.express.post(
+            [(peer, _bytes(tensor)) for peer, tensor in sends],
+            [(peer, _bytes(into)) for (peer, _), into in zip(recvs, self.received, strict=True)],
+        )
+
+    def posts(self) -> bool:
+        return bool(self._orders)
+
+    def _finish(self) -> None:
+        connections = self._wire._connections
+        assert connections is not None
+        connections.express.finish(self._orders, self._wire._limit.total_seconds(), self._reach)
+
+    def _reach(self, number: int) -> None:
+        self.at = number
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(as_bytes(tensor).numpy().data).cast("B")
 
 
 def _call_of(wire: weakref.ref[ProcessGroupWire]) -> tuple[int, str]:
