@@ -1,26 +1,29 @@
-"""gather: every rank sends all its rows to every other, and each merges them all.
+"""gather: all rows of all ranks go round the ring, and every rank merges them all.
 
 Index sets go first, so that each rank knows the result's size and every row's place before the
 first value arrives; values follow in chunks that carry no indices, and are merged in rank order
-while later chunks are on the wire. No row waits for another rank's arithmetic, so the link is
+while the last of them are on the wire. No row waits for another rank's arithmetic, so the link is
 never idle; but every rank receives every row of all others and repeats the whole merge.
 
-Best for few ranks whose rows overlap little: without overlap it receives exactly the bound.
-It needs workspace for the rows of all others.
+Best for few ranks whose rows overlap little: without overlap it receives exactly the bound. It
+needs workspace for the rows of all others.
 
-What torch.distributed, Horovod and DeepSpeed do, without their padding, 64-bit indices and
-serial sums; "SSAR_Recursive_double" and "sparse allgather" of Renggli et al., "SparCML"
-(SC'19), section 5, are its relatives.
+What torch.distributed, Horovod and DeepSpeed do, without their padding, 64-bit indices and serial
+sums; the "sparse allgather" of Renggli et al., "SparCML" (SC'19), on the pipelined ring of
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3.
 """
 
 from __future__ import annotations
 
+import torch
+
 from .. import kernels
 from ..rows import Rows
+from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
-from .stream import IndexLists, Inflow, Own, list_messages, merge_blocks, send_rows
+from .stream import VALUES, FromRing, IndexLists, Own, Ring, Source, list_messages, merge_blocks
 
 
 def cost(load: Load) -> Cost:
@@ -36,26 +39,28 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost)
 def gather(rows: Rows, call: Call) -> Rows:
-    wire, peers = call.wire, call.wire.peers
+    wire, order = call.wire, range(call.wire.size)
     indices = rows.indices.to(call.wire_index)
+    lists = IndexLists(wire, dict.fromkeys(wire.peers, indices), wire.peers)
+    found = lists.wait() | {wire.rank: indices}
+    runs = [found[rank] for rank in order]
 
-    lists = IndexLists(wire, dict.fromkeys(peers, indices), peers)
-    sent = [pending for peer in peers for pending in send_rows(call, peer, rows.values)]
+    counts = [run.numel() * (rank != wire.rank) for rank, run in enumerate(runs)]
+    with wire.lease(sum(counts) * call.load.row) as memory:
+        space = typed(memory, (sum(counts), *call.row_shape), call.dtype)
+        values = dict(enumerate(torch.split(space, counts)))
+        ring = Ring(call, values, VALUES)
+        ring.send(rows.values)
 
-    runs = lists.wait() | {wire.rank: indices}
-    inflows = {peer: Inflow(call, peer, runs[peer].numel(), window=1 << 62) for peer in peers}
-    order = range(wire.size)
-    union = kernels.union([runs[rank] for rank in order])
-    result = call.result(union.indices.numel())
-    result.indices.copy_(union.indices)
-
-    sources = [inflows.get(rank) or Own(rows.values) for rank in order]
-    for _ in merge_blocks(call, [runs[rank] for rank in order], sources, union, result.values):
-        pass
-
-    for pending in sent:
-        pending.wait()
+        union = kernels.union(runs)
+        result = call.result(union.indices.numel())
+        result.indices.copy_(union.indices)
+        sources: list[Source] = [
+            Own(rows.values) if rank == wire.rank else FromRing(ring, rank, values[rank])
+            for rank in order
+        ]
+        for _ in merge_blocks(call, runs, sources, union, result.values):
+            pass
+        ring.finish()
     lists.release()
-    for inflow in inflows.values():
-        inflow.release()
     return result

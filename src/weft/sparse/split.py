@@ -6,8 +6,9 @@ ranges are cut so that all owners have equal work, also on skewed data (`owners`
 
 Index sets go to the owners first. An owner merges them while the first values arrive, and tells
 everybody the indices of its sums; so every rank knows the size of the result, and every row's
-place in it, early. Owners merge chunk by chunk into their part of the result and send each finished
-block straight from there; it is received where it belongs. Workspace is bounded, whatever P is.
+place in it, early. Owners merge chunk by chunk into their part of the result; each finished block
+goes round the ring straight from there, and is received where it belongs. Workspace is bounded,
+whatever P is.
 
 Best for overlapping rows or many ranks: the general case.
 
@@ -23,12 +24,11 @@ import torch
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import as_bytes
 from .call import Call
 from .cost import Cost, Load
 from .owners import cuts
 from .registry import algorithm
-from .stream import SUMS, IndexLists, Inflow, Own, list_messages, merge_blocks, send_rows
+from .stream import SUMS, IndexLists, Inflow, Own, Ring, list_messages, merge_blocks, send_rows
 
 
 def cost(load: Load) -> Cost:
@@ -82,23 +82,15 @@ def split(rows: Rows, call: Call) -> Rows:
     place = [slice(a, b) for a, b in pairwise(offsets)]
     for rank in order:
         result.indices[place[rank]] = summed[rank]
-    received = []
-    if call.load.row:
-        for peer in peers:
-            theirs = result.values[place[peer]]
-            received += [
-                wire.post((), [(peer, as_bytes(theirs[row : row + step]))], SUMS)
-                for row in range(0, len(theirs), step)
-            ]
+    ring = Ring(call, {rank: result.values[place[rank]] for rank in order}, SUMS)
 
     mine = result.values[place[me]]
     sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
     for start, stop in merge_blocks(call, [runs[rank] for rank in order], sources, union, mine):
-        if call.load.row:
-            block = as_bytes(mine[start:stop])
-            sent.append(wire.post([(peer, block) for peer in peers], (), SUMS))
+        ring.send(mine[start:stop])
+    ring.finish()
 
-    for pending in received + sent:
+    for pending in sent:
         pending.wait()
     lists.release()
     sums.release()

@@ -2,8 +2,10 @@
 
 * `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
   fixed cap and says the length; what does not fit in it follows in one message of known size.
-* `Outflow`: one rank's rows on their way to a peer, in chunks.
-* `Inflow`: a peer's rows on their way here, in chunks, in a bounded window of workspace.
+* `send_rows` and `Inflow`: one rank's rows on their way to another, in chunks.
+* `Ring`: everybody's rows on their way to everybody, each rank hearing its left neighbour and
+  telling its right one. One stream into each host and one out of it share its link evenly, where
+  streams between all pairs do not: measured at 4 hosts of 1 Gbit/s, 1.1 against 1.6 of the limit.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later
   chunks are still on the wire.
 
@@ -24,7 +26,19 @@ from ..wire.base import Pending, Wire, as_bytes
 from ..wire.memory import Lease, typed
 from .call import Call
 
-__all__ = ["HEAD", "IndexLists", "Inflow", "Own", "Source", "list_messages", "merge_blocks"]
+__all__ = [
+    "SUMS",
+    "VALUES",
+    "FromRing",
+    "IndexLists",
+    "Inflow",
+    "Own",
+    "Ring",
+    "Source",
+    "list_messages",
+    "merge_blocks",
+    "send_rows",
+]
 
 HEAD = 64 << 10
 """Bytes of the first message of an index list."""
@@ -32,7 +46,7 @@ HEAD = 64 << 10
 LISTS, VALUES, SUMS = range(3)
 """The channels."""
 
-_WINDOW = 48 << 20  # bytes of workspace for all inflows of a rank together
+_SLOTS = 8  # chunks that an inflow is ahead at the most
 
 
 def list_messages(count: float, index: int) -> int:
@@ -119,18 +133,17 @@ class Own:
 class Inflow:
     """A peer's rows on their way here.
 
-    Chunks are received into a ring of slots; a slot is free again when the rows after its
-    own are asked for. Where the window holds all of them, everything is posted at once.
+    Chunks are received into a ring of slots; a slot is free again when the rows after its own are
+    asked for. So no peer gets far ahead of the others, and the workspace is bounded.
     """
 
-    def __init__(self, call: Call, peer: int, count: int, *, window: int = _WINDOW) -> None:
+    def __init__(self, call: Call, peer: int, count: int) -> None:
         self._call, self._peer, self._count = call, peer, count
         self._step = call.chunk_rows
         self._chunks = -(-count // self._step) if call.load.row else 0
-        fair = window // max(1, call.wire.size - 1) // max(1, self._step * call.load.row)
-        self._slots = max(2, min(self._chunks, fair))
-        self._lease = call.wire.lease(min(self._slots, self._chunks) * self._step * call.load.row)
-        rows = min(self._slots, self._chunks) * self._step
+        self._slots = min(self._chunks, _SLOTS)
+        rows = self._slots * self._step
+        self._lease = call.wire.lease(rows * call.load.row)
         self._memory = typed(self._lease.tensor, (rows, *call.row_shape), call.dtype)
         self._posted: list[Pending] = []
         self._post_until(self._slots)
@@ -173,6 +186,76 @@ def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
         call.wire.post([(peer, as_bytes(values[first : first + step]))], (), VALUES)
         for first in range(0, len(values), step)
     ]
+
+
+class Ring:
+    """Everybody's rows on their way round the ring of ranks, in chunks.
+
+    First comes what the left neighbour has itself, then what its left neighbour has, and so on; a
+    chunk goes on to the right as soon as it is here, behind what was sent before.
+    """
+
+    def __init__(self, call: Call, memory: Mapping[int, Tensor], channel: int) -> None:
+        """Post the receives: into `memory[origin]`, which has exactly origin's rows."""
+        self._call, self._channel = call, channel
+        self._step = call.chunk_rows
+        wire = call.wire
+        left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        self._coming: list[tuple[int, Tensor, Pending]] = []
+        self._first: dict[int, int] = {}  # of each origin, the number of its first chunk
+        self._here = 0  # chunks that have come, and gone on
+        self._sent: list[Pending] = []
+        for distance in range(1, wire.size):
+            origin = (wire.rank - distance) % wire.size
+            self._first[origin] = len(self._coming)
+            for chunk in self._chunks(memory[origin]):
+                pending = wire.post((), [(left, chunk)], channel)
+                self._coming.append((origin, chunk, pending))
+
+    def _chunks(self, values: Tensor) -> list[Tensor]:
+        if not self._call.load.row:
+            return []
+        starts = range(0, len(values), self._step)
+        return [as_bytes(values[start : start + self._step]) for start in starts]
+
+    def send(self, values: Tensor) -> None:
+        """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
+        if self._call.wire.size > 1:
+            for chunk in self._chunks(values):
+                self._pass_on(chunk)
+
+    def _pass_on(self, chunk: Tensor) -> None:
+        self._sent.append(self._call.wire.post([(self._right, chunk)], (), self._channel))
+
+    def come(self, origin: int, rows: int) -> None:
+        """Wait until so many of an origin's rows are here."""
+        if self._call.load.row:
+            self._advance(self._first[origin] + -(-rows // self._step))
+
+    def _advance(self, count: int) -> None:
+        for origin, chunk, pending in self._coming[self._here : count]:
+            pending.wait()
+            if origin != self._right:
+                self._pass_on(chunk)
+        self._here = max(self._here, count)
+
+    def finish(self) -> None:
+        """Wait until everything is here, and sent on."""
+        self._advance(len(self._coming))
+        for pending in self._sent:
+            pending.wait()
+
+
+class FromRing:
+    """One origin's rows in a ring, as a source."""
+
+    def __init__(self, ring: Ring, origin: int, values: Tensor) -> None:
+        self._ring, self._origin, self._values = ring, origin, values
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        if stop > start:
+            self._ring.come(self._origin, stop)
+            yield self._values[start:stop]
 
 
 def merge_blocks(
