@@ -16,6 +16,7 @@ import weft
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS
 from weft.testing import expected, run, spmd
+from weft.wire.link import Link
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 SIZES = (1, 2, 3, 4, 7, 8)
@@ -75,6 +76,18 @@ def test_equals_the_definition(wire, name, kind):
     assert torch.equal(total.values, want.values)
     assert total.height == want.height
     same_everywhere(wire, total)
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "identical", "skew", "some empty", "far apart"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
+@spmd(2, 3, 8, on=("threads",))
+def test_on_a_slow_link_indices_are_packed(wire, name, kind):
+    wire.link = Link(1e-4, 8e-9, 1e-9, 1e-5)
+    parts = [rows_of(rank, kind) for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+    want = expected(parts)
+    assert torch.equal(total.indices, want.indices)
+    assert torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("op", OPS)

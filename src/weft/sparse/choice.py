@@ -30,6 +30,7 @@ EAGER = "eager"
 
 _SPARE = 64 << 20  # bytes of workspace that a call may use beyond three times its own rows
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
+_GAPS_PAY = 2e-9  # seconds a byte from which packing indices is quicker than sending them
 _CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
 
 
@@ -89,10 +90,11 @@ class Explanation:
 
 
 def with_link(wire: Wire, load: Load) -> Load:
-    """The load with the chunk size that suits the wire's link, which is measured if need be."""
+    """The load with what suits the wire's link, which is measured if need be."""
     link = link_of(wire)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
-    return replace(load, chunk=min(max(chunk, _CHUNKS[0]), _CHUNKS[1]))
+    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
+    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY)
 
 
 def link_of(wire: Wire) -> Link:

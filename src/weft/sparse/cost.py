@@ -15,8 +15,11 @@ import math
 from dataclasses import dataclass
 
 from ..wire.link import Link
+from . import codec
 
 __all__ = ["Cost", "Load"]
+
+_PLACE = 24  # bytes that could be merged while a row's place is found; benchmarks/kernels.py
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Load:
         partial: bytes of a row's values while only some ranks' are added.
         index: bytes of an index on the wire, 4 or 8.
         chunk: bytes of values sent at a time.
+        places: indices lie below this.
+        gaps: index lists are written as gaps.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
     """
 
@@ -47,6 +52,8 @@ class Load:
     partial: int
     index: int
     chunk: int = 1 << 18
+    places: int = 0
+    gaps: bool = False
     in_order: bool = False
 
     @property
@@ -58,6 +65,10 @@ class Load:
     def bound(self) -> float:
         """Bytes that the average rank must receive, an index counted as 4."""
         return (self.total + (self.ranks - 2) * self.union) / self.ranks * (self.row + 4)
+
+    def merging(self, rows: float) -> float:
+        """What merging so many rows costs, in bytes: finding a row's place is worth some more."""
+        return rows * (self.partial + _PLACE)
 
     def union_of(self, ranks: int) -> float:
         """Rows expected in the sum of that many ranks."""
@@ -78,6 +89,10 @@ class Load:
             filled = middle * (1 - (1 - min(1.0, self.mean / middle)) ** self.ranks)
             low, high = (middle, high) if filled < self.union else (low, middle)
         return high
+
+    def index_of(self, count: float) -> int:
+        """Bytes of an index in a list of so many over all places."""
+        return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
 
     def chunks(self, rows: float, row: int) -> int:
         """Messages in which so many rows of values travel."""

@@ -29,7 +29,7 @@ def cost(load: Load) -> Cost:
         rounds=4,
         messages=4 * others,
         bytes=2 * others / load.ranks * height * (load.partial + 1 / 8),
-        merged=3 * height * load.partial,
+        merged=3 * height * load.partial + load.merging(load.union),
         memory=height * load.partial + height / 4,
     )
 

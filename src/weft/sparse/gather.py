@@ -27,12 +27,12 @@ from .stream import VALUES, FromRing, IndexLists, Own, Ring, Source, list_messag
 
 
 def cost(load: Load) -> Cost:
-    others = load.ranks - 1
+    others, index = load.ranks - 1, load.index_of(load.mean)
     return Cost(
         rounds=2,
-        messages=others * (list_messages(load.mean, load.index) + load.chunks(load.mean, load.row)),
-        bytes=others * load.mean * (load.row + load.index),
-        merged=load.total * load.row,
+        messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
+        bytes=others * load.mean * (load.row + index),
+        merged=load.merging(load.total),
         memory=(load.total - load.fewest) * load.row,
     )
 
@@ -41,7 +41,7 @@ def cost(load: Load) -> Cost:
 def gather(rows: Rows, call: Call) -> Rows:
     wire, order = call.wire, range(call.wire.size)
     indices = rows.indices.to(call.wire_index)
-    lists = IndexLists(wire, dict.fromkeys(wire.peers, indices), wire.peers)
+    lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
     found = lists.wait() | {wire.rank: indices}
     runs = [found[rank] for rank in order]
 

@@ -65,8 +65,8 @@ def reduced(wire: Wire, request: Request) -> Done:
             if eager and is_eager(wire, load, given.indices.dtype):
                 name, result = EAGER, _merge_eager(agreement.bodies, mine, call)
             else:
+                call.load = load = with_link(wire, load) if wire.size > 1 else load
                 name = choose(wire, load, request.algorithm)
-                call.load = with_link(wire, load) if wire.size > 1 else load
                 result = _alone(mine, call) if name == ALONE else find(name).run(mine, call)
         finally:
             agreement.release()
@@ -177,6 +177,7 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
         row=row_bytes(call.row_shape, dtype),
         partial=row_bytes(call.row_shape, call.op.accumulator(dtype)),
         index=4 if header.highest < 2**31 else 8,
+        places=header.highest + 1,
         in_order=not call.op.builtin,
     )
     return call.load

@@ -34,17 +34,18 @@ from .stream import SUMS, IndexLists, Inflow, Own, Ring, list_messages, merge_bl
 def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     to_owner, sums = load.mean * share, load.union * share
+    asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
     return Cost(
         rounds=4,
         messages=others
         * (
-            list_messages(to_owner, load.index)
+            list_messages(asked)
             + load.chunks(to_owner, load.row)
-            + list_messages(sums, load.index)
+            + list_messages(told)
             + load.chunks(sums, load.row)
         ),
-        bytes=others * (to_owner + sums) * (load.row + load.index),
-        merged=load.mean * load.row,
+        bytes=others * ((to_owner + sums) * load.row + asked + told),
+        merged=load.merging(load.mean),
         memory=min(load.mean * load.row, 48 << 20),
     )
 
@@ -57,7 +58,7 @@ def split(rows: Rows, call: Call) -> Rows:
     part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
 
     # index sets to their owners, and enough values to keep the link busy behind them
-    lists = IndexLists(wire, {peer: indices[part[peer]] for peer in peers}, peers)
+    lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, peers)
     step = call.chunk_rows
     lead = {p: step * -(-len(indices[part[p]]) // (4 * step)) for p in peers}
     sent = [
@@ -71,7 +72,7 @@ def split(rows: Rows, call: Call) -> Rows:
     # what will be summed here, told to all ahead of the bulk of the values
     order = range(wire.size)
     union = kernels.union([runs[rank] for rank in order])
-    sums = IndexLists(wire, dict.fromkeys(peers, union.indices), peers)
+    sums = IndexLists(call, dict.fromkeys(peers, union.indices), peers)
     for peer in peers:
         sent += send_rows(call, peer, rows.values[part[peer]][lead[peer] :])
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..wire.base import Pending, Wire, as_bytes
+from ..wire.base import Pending, as_bytes
 from ..wire.memory import Lease, typed
+from . import codec
 from .call import Call
 
 __all__ = [
@@ -49,56 +50,46 @@ LISTS, VALUES, SUMS = range(3)
 _SLOTS = 8  # chunks that an inflow is ahead at the most
 
 
-def list_messages(count: float, index: int) -> int:
-    """Messages in which a list of so many indices of so many bytes travels."""
-    return 1 if 8 + count * index <= HEAD else 2
+def list_messages(size: float) -> int:
+    """Messages in which an index list of so many bytes travels."""
+    return 1 if codec.PREFIX + size <= HEAD else 2
 
 
 class IndexLists:
     """Index lists on their way: one to each of some peers, one from each of some peers."""
 
-    def __init__(self, wire: Wire, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
-        self._wire, self._sources = wire, sources
-        self._dtype = next(iter(lists.values())).dtype if lists else torch.int64
+    def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
+        self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
         self._leases: list[Lease] = []
-        fit = _fitting(self._dtype)
-        heads: dict[int, Tensor] = {}  # by the list's address: the same list to all has one head
+        packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
         for indices in lists.values():
-            if id(indices) not in heads:
-                heads[id(indices)] = self._head(indices)
-        self._heads = wire.post_small(
-            [(peer, heads[id(indices)]) for peer, indices in lists.items()],
+            if id(indices) not in packed:
+                self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.gaps))
+                packed[id(indices)] = self._leases[-1].tensor
+        messages = [(peer, packed[id(indices)]) for peer, indices in lists.items()]
+        self._heads = self._wire.post_small(
+            [(peer, message[:HEAD]) for peer, message in messages],
             [(peer, HEAD) for peer in sources],
         )
-        rests = [(peer, rest) for peer, it in lists.items() if len(rest := it[fit:])]
-        self._sent = wire.post(rests, (), LISTS)
-
-    def _head(self, indices: Tensor) -> Tensor:
-        part = indices[: _fitting(indices.dtype)]
-        lease = self._wire.lease(8 + part.numel() * part.element_size())
-        self._leases.append(lease)
-        typed(lease.tensor, (1,), torch.int64)[0] = indices.numel()
-        typed(lease.tensor, tuple(part.shape), part.dtype, 8).copy_(part)
-        return lease.tensor
+        rests = [(peer, message[HEAD:]) for peer, message in messages if len(message) > HEAD]
+        self._sent = self._wire.post(rests, (), LISTS)
 
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
-        lists: dict[int, Tensor] = {}
+        whole: dict[int, Tensor] = {}
         rests: list[Pending] = []
-        fit = _fitting(self._dtype)
         for peer, head in zip(self._sources, self._heads.wait(), strict=True):
-            count = int(typed(head, (1,), torch.int64)[0])
-            if count <= fit:
-                lists[peer] = typed(head, (count,), self._dtype, 8)
+            size = codec.bytes_of(head)
+            if size <= HEAD:
+                whole[peer] = head
                 continue
-            lease = self._wire.lease(count * self._dtype.itemsize)
-            self._leases.append(lease)
-            lists[peer] = typed(lease.tensor, (count,), self._dtype)
-            lists[peer][:fit] = typed(head, (fit,), self._dtype, 8)
-            rests.append(self._wire.post((), [(peer, lists[peer][fit:])], LISTS))
+            self._leases.append(self._wire.lease(size))
+            whole[peer] = self._leases[-1].tensor
+            whole[peer][:HEAD] = head
+            rests.append(self._wire.post((), [(peer, whole[peer][HEAD:])], LISTS))
         for pending in rests:
             pending.wait()
-        return lists
+        return {peer: codec.unpack(message, self._dtype) for peer, message in whole.items()}
 
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""
@@ -106,10 +97,6 @@ class IndexLists:
         self._heads.release()
         for lease in self._leases:
             lease.release()
-
-
-def _fitting(dtype: torch.dtype) -> int:
-    return (HEAD - 8) // dtype.itemsize
 
 
 class Source(Protocol):
