@@ -3,7 +3,7 @@
 Importing weft starts nothing: no thread, no socket, no compiler.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from . import sparse
 from .bootstrap.init import init, shutdown
@@ -12,7 +12,7 @@ from .rows import Rows
 from .sparse import algorithm, explain, sparse_all_reduce
 from .wire.base import Wire
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import ddp
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name == "ddp":  # on first use: it imports what most programs never need
         import importlib
 

@@ -266,16 +266,17 @@ def waiting() -> None:
 
 
 TORCHRUN = """
+import sys
 import torch, torch.distributed as dist, weft
-from weft.bootstrap import init as start
 from weft.bootstrap.launchers import detect
 
-with start.init(timeout=30) as wire:
+with weft.init(timeout=30) as wire:
     assert detect().kind == "torchrun", detect()
     ones = torch.ones(1)
     dist.all_reduce(ones)
     indices, values = weft.sparse_all_reduce((torch.tensor([wire.rank, 5]), torch.ones(2)))
-    print(f"rank {wire.rank} of {wire.size}: {ones.item()} {indices.tolist()} {values.tolist()}")
+    found = f"{ones.item()} {indices.tolist()} {values.tolist()}"
+    sys.stdout.write(f"rank {wire.rank} of {wire.size}: {found}\\n")  # at once: print takes two
 """
 
 
