@@ -28,7 +28,17 @@ from .call import Call
 from .cost import Cost, Load
 from .owners import cuts
 from .registry import algorithm
-from .stream import SUMS, IndexLists, Inflow, Own, Ring, list_messages, merge_blocks, send_rows
+from .stream import (
+    SUMS,
+    IndexLists,
+    Inflow,
+    Own,
+    Ring,
+    list_messages,
+    merge_blocks,
+    send_rows,
+    window,
+)
 
 
 def cost(load: Load) -> Cost:
@@ -46,7 +56,7 @@ def cost(load: Load) -> Cost:
         ),
         bytes=others * ((to_owner + sums) * load.row + asked + told),
         merged=load.merging(load.mean),
-        memory=min(load.mean * load.row, 48 << 20),
+        memory=min(load.mean * load.row, others * window(load) * load.chunk),
     )
 
 

@@ -26,6 +26,7 @@ from ..wire.base import Pending, as_bytes
 from ..wire.memory import Lease, typed
 from . import codec
 from .call import Call
+from .cost import Load
 
 __all__ = [
     "SUMS",
@@ -39,15 +40,23 @@ __all__ = [
     "list_messages",
     "merge_blocks",
     "send_rows",
+    "window",
 ]
 
-HEAD = 64 << 10
+HEAD = 128 << 10
 """Bytes of the first message of an index list."""
 
 LISTS, VALUES, SUMS = range(3)
 """The channels."""
 
 _SLOTS = 8  # chunks that an inflow is ahead at the most
+_WINDOW = 48 << 20  # bytes that all inflows of a rank are ahead, unless two chunks each are more
+
+
+def window(load: Load) -> int:
+    """Chunks that a peer's rows may be ahead of what is merged."""
+    fair = _WINDOW // max(1, load.ranks - 1) // max(1, load.chunk)
+    return max(2, min(_SLOTS, fair))
 
 
 def list_messages(size: float) -> int:
@@ -128,7 +137,7 @@ class Inflow:
         self._call, self._peer, self._count = call, peer, count
         self._step = call.chunk_rows
         self._chunks = -(-count // self._step) if call.load.row else 0
-        self._slots = min(self._chunks, _SLOTS)
+        self._slots = min(self._chunks, window(call.load))
         rows = self._slots * self._step
         self._lease = call.wire.lease(rows * call.load.row)
         self._memory = typed(self._lease.tensor, (rows, *call.row_shape), call.dtype)
