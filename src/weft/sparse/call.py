@@ -70,11 +70,6 @@ class Call:
         return torch.int32 if self.load.index == 4 else torch.int64
 
     @property
-    def gaps(self) -> bool:
-        """Whether index lists are written as gaps."""
-        return self.load.gaps
-
-    @property
     def partial(self) -> torch.dtype:
         """The dtype of sums of some ranks' rows."""
         return self.op.accumulator(self.dtype)

@@ -3,7 +3,7 @@
 Gaps of a list are small where the list is dense, so a byte or two holds each of them; the list
 says itself how wide they are. Lossless. Writing gaps costs two passes over the list and reading
 them one, which a link of some Gbit/s no longer repays: whether to do so follows from the link
-(`Call.gaps`).
+(`Load.gaps`).
 
 The idea is that of inverted files: Witten, Moffat and Bell, "Managing Gigabytes", section 3.3.
 """

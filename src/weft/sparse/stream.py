@@ -73,7 +73,7 @@ class IndexLists:
         packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
         for indices in lists.values():
             if id(indices) not in packed:
-                self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.gaps))
+                self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.load.gaps))
                 packed[id(indices)] = self._leases[-1].tensor
         messages = [(peer, packed[id(indices)]) for peer, indices in lists.items()]
         self._heads = self._wire.post_small(

@@ -23,7 +23,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["all_reduce"]
+__all__ = ["OPS", "all_reduce"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 _SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -34,7 +34,7 @@ _SCATTER, _GATHER = 1 << 16, 1 << 17  # channels that nobody else uses
 
 _Combine = Callable[..., Tensor]
 
-_OPS: dict[str, _Combine] = {
+OPS: dict[str, _Combine] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -58,8 +58,8 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
-    if op not in _OPS:
-        raise WeftError(f"rank {wire.rank}: op {op!r} is unknown: use one of {', '.join(_OPS)}")
+    if op not in OPS:
+        raise WeftError(f"rank {wire.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
     combine, flat = _arithmetic(op, tensor.view(-1))
     try:
         combine(flat[:0], flat[:0])
@@ -76,7 +76,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
 
 def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
     """How two contributions combine, and the tensor seen in the dtype in which they do."""
-    combine, dtype = _OPS[op], flat.dtype
+    combine, dtype = OPS[op], flat.dtype
     if dtype in _SIGNED:
         signed = flat.view(_SIGNED[dtype])
         if op not in ("min", "max"):

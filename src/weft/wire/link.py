@@ -23,6 +23,7 @@ from .base import Wire
 __all__ = ["Link", "measure", "parse"]
 
 _MERGE = 0.35e-9  # seconds for a byte of rows merged by one core; benchmarks/kernels.py
+_WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
 _FIGURES = struct.Struct("<4q")  # steps of alpha, beta, work; cores
@@ -56,8 +57,10 @@ class Link:
 def measure(wire: Wire) -> Link:
     """Measure the link of a wire; collective, every rank gets the same figures."""
     said = os.environ.get("WEFT_LINK")
-    alpha, work = _latency(wire)
-    alpha, beta = parse(said) if said is not None else (alpha, _rate(wire))
+    if said is not None:
+        (alpha, beta), work = parse(said), _WORK
+    else:
+        (alpha, work), beta = _latency(wire), _rate(wire)
     host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
     steps = (_step(alpha), _step(beta), _step(work), os.cpu_count() or 1)
     mine = bytearray(_FIGURES.pack(*steps) + host)
@@ -69,8 +72,7 @@ def measure(wire: Wire) -> Link:
     alphas, betas, works, cores = zip(*map(_FIGURES.unpack_from, heard), strict=True)
     # ranks to a core, where they are closest together
     share = max(1.0, *(ranks_on[host] / n for host, n in zip(hosts, cores, strict=True)))
-    slowest = (_unstep(max(figures)) for figures in (alphas, betas, works))
-    alpha, beta, work = slowest
+    alpha, beta, work = (_unstep(max(figures)) for figures in (alphas, betas, works))
     return Link(alpha, beta, _MERGE * share, work * share)
 
 

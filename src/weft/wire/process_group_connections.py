@@ -77,7 +77,7 @@ class Connections:
             options._threads = 1  # for collectives, of which there are none
             options._timeout = timedelta(seconds=timeout)
             gloo = cast(Gloo, dist.ProcessGroupGloo(store, rank, size, options))
-            with ExitStack() as open_doors:
+            with ExitStack() as open_doors, ExitStack() as sockets:
                 listeners = {
                     lane: open_doors.enter_context(Listener(name, family, size))
                     for lane in ("side", "express")
@@ -97,13 +97,9 @@ class Connections:
                     }
                     meshes[lane] = listener.mesh(rank, doors, deadline)
                     for sock in meshes[lane].values():
-                        open_doors.callback(sock.close)
-                # all are connected: from here on the sockets are the new object's to close
-                made = cls(gloo, Address.of(name), frozenset(at.values()), **meshes)
-                open_doors.pop_all()
-                for listener in listeners.values():
-                    listener.__exit__()
-            return made
+                        sockets.callback(sock.close)
+                sockets.pop_all()  # all are connected: they are the new object's to close
+            return cls(gloo, Address.of(name), frozenset(at.values()), **meshes)
         except BaseException:
             gloo = None  # an exception keeps this frame, which shall not keep the connections
             raise

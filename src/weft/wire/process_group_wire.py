@@ -73,16 +73,11 @@ class ProcessGroupWire(Wire):
         gloo = self._connections.gloo if self._connections is not None else None
         if gloo is None:
             return posted
-        works, received = posted.works, posted.received
+        works = posted.works
         self._posted[id(posted)] = posted
         try:
             for peer, want in recvs:
-                if isinstance(want, int):
-                    lease = self.memory.lease(want)
-                    posted.leases.append(lease)
-                    want = lease.tensor
-                received.append(want)
-                works.append(gloo.recv([want], peer, channel))
+                works.append(gloo.recv([posted.into(want)], peer, channel))
             for peer, tensor in sends:
                 works.append(gloo.send([tensor], peer, channel))
         except RuntimeError as error:
@@ -227,6 +222,14 @@ class _Posted(Pending):
         wire._posted.pop(id(self), None)
         return self.received
 
+    def into(self, want: Tensor | int) -> Tensor:
+        """Where a receive goes: to the tensor given, or to leased memory of so many bytes."""
+        if isinstance(want, int):
+            self.leases.append(self._wire.memory.lease(want))
+            want = self.leases[-1].tensor
+        self.received.append(want)
+        return want
+
     def posts(self) -> bool:
         """Whether there is anything to wait for."""
         return bool(self.works)
@@ -272,10 +275,7 @@ class _Small(_Posted):
         if connections is None:
             return
         for _, want in recvs:
-            if isinstance(want, int):
-                self.leases.append(wire.memory.lease(want))
-                want = self.leases[-1].tensor
-            self.received.append(want)
+            self.into(want)
         self._orders = connections.express.post(
             [(peer, _bytes(tensor)) for peer, tensor in sends],
             [(peer, _bytes(into)) for (peer, _), into in zip(recvs, self.received, strict=True)],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, as_bytes
+from .dense import OPS
 from .memory import Lease
 
 __all__ = ["ThreadWire", "group"]
@@ -30,16 +31,6 @@ __all__ = ["ThreadWire", "group"]
 _GARBAGE = 0xA5  # what undefined bytes hold: neither 0 nor -1, NaN-free and huge in no dtype
 
 _Bytes = NDArray[np.uint8]
-
-_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 def group(
@@ -132,8 +123,8 @@ class ThreadWire(Wire):
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         shared = self._group
-        if op not in _OPS:
-            raise WeftError(f"rank {self.rank}: op {op!r} is unknown: use one of {', '.join(_OPS)}")
+        if op not in OPS:
+            raise WeftError(f"rank {self.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
         part = tensor.clone()
         if shared.strict:
             _memory(tensor).fill(_GARBAGE)
@@ -416,7 +407,7 @@ class _Reduction:
         total = first.float() if narrow else first
         for rank in range(1, self.size):
             part = self.parts[rank][0]
-            total = _OPS[op](total, part)  # a narrow one is promoted
+            total = OPS[op](total, part)  # a narrow one is promoted
         result = _memory(total.to(first.dtype).contiguous())
         for _, target, _ in self.parts.values():
             np.copyto(_memory(target), result)
