@@ -33,6 +33,7 @@ PAUSE = 1.0  # seconds that a paused rank is stopped
 STEPS = 40
 FAULT = 20  # the step in which it happens
 BYTES = 4096
+LARGE = 4 << 20
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -53,6 +54,19 @@ def ring(wire: Wire) -> None:
 
 def dense(wire: Wire) -> None:
     wire.dense_all_reduce(torch.ones(300_000), "sum").wait()
+
+
+def stream(wire: Wire) -> None:
+    """Large messages all the time: whoever fails does so in the middle of some."""
+    after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+    own, other = (torch.zeros(LARGE, dtype=torch.uint8) for _ in range(2))
+    step = LARGE // 8
+    posted = [
+        wire.post([(after, own[at : at + step])], [(before, other[at : at + step])])
+        for at in range(0, LARGE, step)
+    ]
+    for pending in posted:
+        pending.wait()
 
 
 def idle(wire: Wire) -> None:
@@ -77,8 +91,16 @@ def kill_parent(wire: Wire) -> None:
     kill(wire)
 
 
+def kill_soon(wire: Wire) -> None:
+    threading.Timer(0.02, kill, (wire,)).start()
+
+
 def stop(wire: Wire) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_soon(wire: Wire) -> None:
+    threading.Timer(0.02, stop, (wire,)).start()
 
 
 def sleep(wire: Wire) -> None:
@@ -122,7 +144,9 @@ FAULTS: dict[str, tuple[Callable[[Wire], None], Callable[[Wire], None], bool]] =
     "kill parent": (ring, kill_parent, True),
     "kill idle": (idle, kill, False),
     "kill in dense": (dense, kill, True),
+    "kill in stream": (stream, kill_soon, True),
     "stop": (ring, stop, True),
+    "stop in stream": (stream, stop_soon, True),
     "pause": (ring, stop, True),
     "cut": (ring, cut, True),
     "sleep": (ring, sleep, False),
@@ -147,7 +171,10 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
         is_master=RANK == 0,
         timeout=timedelta(seconds=30),
     )
-    wire = connect(store, RANK, SIZE, timeout)
+    wire = connect(store, RANK, SIZE, 30.0)  # a busy machine takes its time to start
+    assert wire._watch is not None
+    wire.timeout = wire._watch.timeout = timeout
+    wire._watch._rouse()  # it would sleep for the timeout that it had
 
     def call(number: int) -> None:
         if inside and number == FAULT and victim == RANK:

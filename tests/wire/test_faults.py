@@ -30,6 +30,8 @@ SCENARIOS = [
     ("kill parent", 2, LONG),
     ("kill idle", 3, LONG),
     ("kill in dense", 2, LONG),
+    ("kill in stream", 1, LONG),
+    ("kill in stream", 2, LONG),
     ("abort", 1, LONG),
     ("fail", 1, LONG),
     ("leave", 1, LONG),
@@ -37,6 +39,7 @@ SCENARIOS = [
     ("pause", 2, LONG),
     ("stop", 2, SHORT),
     ("stop", 0, SHORT),
+    ("stop in stream", 2, SHORT),
     ("sleep", 3, SHORT),
     ("cut", 2, SHORT),
     ("cut", 0, SHORT),
@@ -80,7 +83,7 @@ class Record:
 @pytest.fixture(scope="module")
 def output() -> str:
     """All that the hosts printed."""
-    command = [sys.executable, str(NETLAB), "-n", str(SIZE), "--rate", "none", "--timeout", "150"]
+    command = [sys.executable, str(NETLAB), "-n", str(SIZE), "--rate", "1gbit", "--timeout", "150"]
     hosts = [sys.executable, str(HERE / "fault_ranks.py"), json.dumps(SCENARIOS)]
     ran = subprocess.run([*command, "--", *hosts], capture_output=True, text=True, timeout=170)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -121,7 +124,9 @@ def survivors(victim: int) -> list[int]:
     "kill parent",
     "kill idle",
     "kill in dense",
+    "kill in stream",
     "stop",
+    "stop in stream",
     "cut",
     "sleep",
     "abort",
@@ -138,26 +143,28 @@ def test_every_survivor_names_the_culprit(record: Record, victim: int) -> None:
         assert error["text"].endswith("; start the group again"), error
 
 
-@scenario("kill", "kill parent", "kill idle", "kill in dense", "abort", "fail", "leave")
+@scenario(
+    "kill", "kill parent", "kill idle", "kill in dense", "kill in stream", "abort", "fail", "leave"
+)
 def test_what_is_seen_at_once_ends_the_others_at_once(record: Record, victim: int) -> None:
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < AT_ONCE, late
 
 
-@scenario("stop", "cut", "sleep")
+@scenario("stop", "stop in stream", "cut", "sleep")
 def test_what_is_seen_at_the_deadline_ends_the_others_then(record: Record, victim: int) -> None:
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SHORT + GRACE, late
     assert min(late.values()) > SHORT - 0.5, late  # nobody is condemned before
 
 
-@scenario("kill", "kill parent", "kill idle", "kill in dense")
+@scenario("kill", "kill parent", "kill idle", "kill in dense", "kill in stream")
 def test_a_death_is_called_so(record: Record, victim: int) -> None:
     for rank in survivors(victim):
         assert f"rank {victim} died" in record.errors[rank]["text"]
 
 
-@scenario("stop", "cut")
+@scenario("stop", "stop in stream", "cut")
 def test_silence_is_called_so(record: Record, victim: int) -> None:
     for rank in survivors(victim):
         assert f"rank {victim} does not answer" in record.errors[rank]["text"]

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -166,7 +165,8 @@ def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
 
 
 def break_and_close(wire, path):
-    before = resources()
+    wire.post([(peer, torch.zeros(1)) for peer in wire.peers], [(peer, 4) for peer in wire.peers])
+    before = resources()  # with the thread that large messages start
     other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
     pending = other.post((), [(peer, 8) for peer in other.peers])
     talk(wire)
@@ -213,7 +213,6 @@ def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
 
 
 def end_by_abort():
-    """A wait that is under way ends by a verdict, in whatever way the connections were made."""
     dist.init_process_group("gloo")
     with of_group(None) as wire:
         talk(wire)
@@ -227,23 +226,13 @@ def end_by_abort():
     dist.destroy_process_group()
 
 
-def test_lazy_connections_do_not_matter():
-    processes(2, end_by_abort, env={"TORCH_GLOO_LAZY_INIT": "1"})
-
-
-def on_ipv6():
-    from weft.wire import process_group_connections
-
-    def device():
-        return dist.ProcessGroupGloo.create_device(hostname="::1", lazy_init=False)
-
-    process_group_connections._device = device
-    end_by_abort()
+def test_a_verdict_ends_a_wait_that_is_under_way():
+    processes(2, end_by_abort)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 on this machine")
 def test_ipv6():
-    processes(2, on_ipv6)
+    processes(2, end_by_abort, env={"WEFT_INTERFACE": "::1"})
 
 
 def fork(wire):
@@ -287,30 +276,37 @@ def test_a_rank_that_ends_without_closing_has_left():
 
 
 def handled(wire):
-    """A handler of the program's own runs after the wait, and the wait is not disturbed."""
-    seen, (reader, writer) = [], socket.socketpair()
-    writer.setblocking(False)
+    """A handler of the program's own runs during the wait, which is not disturbed."""
+    seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
-    outer = signal.set_wakeup_fd(writer.fileno())
     try:
         if wire.rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             wire.post((), [(1, 8)]).wait()
-            assert seen, "the handler runs when the wait is over"
-            reader.settimeout(5.0)
-            assert reader.recv(8) == bytes(
-                [signal.SIGINT]
-            )  # whoever waited for it, such as asyncio
-            assert signal.set_wakeup_fd(writer.fileno()) == writer.fileno()
+            assert seen and time.monotonic() - seen[0] > 0.2, "not only when the wait is over"
         else:
-            time.sleep(0.6)
+            time.sleep(0.8)
             wire.post([(0, torch.zeros(1))]).wait()
     finally:
-        signal.set_wakeup_fd(outer)
         signal.signal(signal.SIGINT, before)
-        reader.close()
-        writer.close()
     talk(wire)
+
+
+def raised(wire):
+    """An exception of a handler ends the wait, and breaks the wire for all."""
+    if wire.rank == 0:
+
+        def late(*_):
+            raise TimeoutError("enough")
+
+        before = signal.signal(signal.SIGUSR1, late)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(TimeoutError, match="enough"):
+            wire.post((), [(1, 8)]).wait()
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(WireError, match=r"rank 0 was interrupted \(TimeoutError\)") as caught:
+        wire.post((), [(1 - wire.rank, 8)]).wait()
+    assert caught.value.culprit == 0
 
 
 def in_main_thread(body):
@@ -322,6 +318,10 @@ def in_main_thread(body):
 
 def test_a_signal_that_is_handled_breaks_nothing():
     processes(2, in_main_thread, handled)
+
+
+def test_a_signal_whose_handler_raises_is_told_to_all():
+    processes(2, in_main_thread, raised)
 
 
 # closing

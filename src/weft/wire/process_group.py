@@ -1,8 +1,9 @@
-"""Wires between processes, over gloo: from a store, from a process group, from a device mesh.
+"""Wires between processes, over TCP: from a store, from a process group, from a device mesh.
 
-weft's traffic never mixes with the caller's: a wire is its own gloo group, made from the store
-alone (never `new_group`, whose names and order the caller would have to keep). Beside it stand
-the side sockets of `side` and the watcher of `watch`, which name the culprit when something fails.
+weft's traffic never mixes with the caller's: a wire has sockets of its own (`mesh`, `mover`), made
+from the store alone (never `new_group`, whose names and order the caller would have to keep).
+Beside those that carry data stand the side sockets and the watcher of `watch`, which names the
+culprit when something fails.
 
 Best everywhere but among ranks of one host, where shared memory beats TCP.
 """
@@ -47,7 +48,7 @@ def connect(
         name: tells wires that are made at the same time apart.
 
     Raises:
-        WeftError: the rank is none of them, or this torch has no gloo.
+        WeftError: the rank is none of them.
         WireError: somebody did not come in time.
 
     Example:
@@ -61,14 +62,12 @@ def connect(
         raise WeftError(f"rank {rank} is none of {size} ranks")
     if size == 1:
         return ProcessGroupWire(rank, size, timeout, None, functools.partial(_part, store, timeout))
-    if not dist.is_gloo_available():
-        raise WeftError(f"rank {rank}: this build of torch lacks gloo, which carries weft's bytes")
     failure: Exception
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
         connections = Connections.make(space, rank, size, timeout)
-    except (RuntimeError, OSError) as error:  # of gloo or the store, of the side sockets
+    except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = error
     else:
         part = functools.partial(_part, space, timeout)

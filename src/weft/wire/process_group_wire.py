@@ -1,9 +1,9 @@
 """The wire over process-group connections: posts, waits, and what they raise.
 
-A wait is one wait of gloo's. That can be neither polled nor interrupted, and one that expires
-closes its connection for good, so gloo's own limit lies beyond ours: it is the watcher that ends
-a wait, by shutting the connections down at a verdict. It also ends the main thread's wait at
-Ctrl-C, which breaks the wire; a program's own handlers of signals run when the wait is over.
+A wait ends with what was awaited, or with the verdict of the watcher, which shuts the sockets
+down; its own limit lies beyond that, so that the watcher has the time to find out who is to blame.
+Signals are handled while it waits; one whose handler raises, as Ctrl-C's does, breaks the wire,
+since messages may have got stuck half-way.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import functools
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
-from .express import Order
+from .line import Line, Order
 from .memory import Lease
+from .mover import Lost
 from .process_group_connections import Connections
 from .verdict import Verdict
 from .watch import Watch
 
 __all__ = ["ProcessGroupWire"]
 
-_BEYOND = 3.0  # seconds by which gloo's limit lies beyond the deadline of a wait
+_BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
 
 
 class ProcessGroupWire(Wire):
@@ -56,45 +55,43 @@ class ProcessGroupWire(Wire):
         self._subs = 0
         self._closed = False
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
-        self._posted: dict[int, _Posted] = {}
-        self._limit = timedelta(seconds=timeout + _BEYOND)
         self._watch: Watch | None = None
         if connections is not None:
             call = functools.partial(_call_of, weakref.ref(self))
-            self._watch = Watch(rank, timeout, connections.mesh, connections.cut, call)
+            self._watch = Watch(rank, timeout, connections.side, connections.cut, call)
             connections.watch = self._watch
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, connections.close, exitpriority=0)
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        self._check()
-        self._check_peers(sends, recvs)
-        posted = _Posted(self, sends, recvs)
-        gloo = self._connections.gloo if self._connections is not None else None
-        if gloo is None:
-            return posted
-        works = posted.works
-        self._posted[id(posted)] = posted
-        try:
-            for peer, want in recvs:
-                works.append(gloo.recv([posted.into(want)], peer, channel))
-            for peer, tensor in sends:
-                works.append(gloo.send([tensor], peer, channel))
-        except RuntimeError as error:
-            posted.at, text = len(works), str(error)
-            del works, gloo
-            assert self._watch is not None
-            self._watch.begin(posted)
-            try:
-                self._fail(posted, text)
-            finally:
-                self._watch.end()
-        return posted
+        mover = self._connections.mover if self._connections is not None else None
+        return self._posted(mover.lines if mover is not None else {}, sends, recvs, channel)
 
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
+        mover = self._connections.mover if self._connections is not None else None
+        return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
+
+    def _posted(
+        self,
+        lines: Mapping[int, Line],
+        sends: Sequence[Send],
+        recvs: Sequence[Recv],
+        channel: int,
+    ) -> _Posted:
         self._check()
-        self._check_peers(sends, recvs)
-        return _Small(self, sends, recvs)
+        for peer, _ in (*sends, *recvs):
+            if peer == self.rank or not 0 <= peer < self.size:
+                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+        posted = _Posted(self, sends, recvs)
+        if self._connections is not None:
+            outgoing = [(peer, _bytes(tensor)) for peer, tensor in sends]
+            incoming = [(peer, _bytes(posted.into(want))) for peer, want in recvs]
+            try:
+                posted.orders = self._connections.mover.post(lines, outgoing, incoming, channel)
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+        return posted
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
@@ -124,13 +121,8 @@ class ProcessGroupWire(Wire):
             return
         self._closed = True
         self._join = None  # it holds the store, whose server ends when nobody does
-        connections, watch = self._connections, self._watch
-        if connections is not None and watch is not None:
-            waits = watch.waiting is not None
-            connections.close()
-            if waits:  # another thread does, and shall raise
-                connections.cut()
-        self._let_go()
+        if self._connections is not None:
+            self._connections.close()
         if self._worker is not None:
             self._worker.stop()
         self.memory.drain()
@@ -151,11 +143,6 @@ class ProcessGroupWire(Wire):
         if self._broken is not None:
             raise self._error() from None
 
-    def _check_peers(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
-        for peer, _ in (*sends, *recvs):
-            if peer == self.rank or not 0 <= peer < self.size:
-                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
-
     def _fail(self, posted: _Posted, error: str) -> NoReturn:
         """Raise why a wait failed, after the watcher found out."""
         assert self._watch is not None
@@ -165,6 +152,12 @@ class ProcessGroupWire(Wire):
         verdict = self._watch.explain(posted, error)
         self._break(f"{verdict.text} {what}", verdict.culprit)
         raise self._error() from None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Break the wire: a handler of a signal raised while messages were being moved."""
+        if self._watch is not None:
+            kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            self._watch.settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
 
     def _call(self) -> str:
         """The call that runs, as errors spell it."""
@@ -177,13 +170,6 @@ class ProcessGroupWire(Wire):
 
     def _break(self, text: str, culprit: int | None) -> None:
         self._broken = (f"rank {self.rank}: {text}; start the group again", culprit)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Drop the gloo group, and the works that hold it, so that its connections close."""
-        for posted in list(self._posted.values()):
-            posted.works = []
-        self._posted.clear()
         if self._connections is not None:
             self._connections.drop()
 
@@ -196,101 +182,67 @@ class _Posted(Pending):
     ) -> None:
         self._wire, self._sends, self._recvs = wire, sends, recvs
         self._done = False
-        self.works: list[dist.Work] = []
-        self.received: list[Tensor] = []
-        self.leases: list[Lease] = []
-        self.at = 0  # the work that is waited for
+        self._received: list[Tensor] = []
+        self._leases: list[Lease] = []
+        self._at = 0  # the message that is waited for
+        self.orders: list[tuple[Line, Order]] = []
 
     def wait(self) -> list[Tensor]:
-        if self._done:
-            return self.received
-        wire, watch = self._wire, self._wire._watch
-        wire._check()
-        if watch is not None and self.posts():
-            failed: str | None = None
-            try:
-                watch.begin(self)
-                try:
-                    self._finish()
-                except (RuntimeError, OSError) as error:
-                    failed = str(error)
-                if failed is not None:  # out here no exception keeps works, and so connections
-                    wire._fail(self, failed)
-            finally:
-                watch.end()
-        self._done, self.works = True, []
-        wire._posted.pop(id(self), None)
-        return self.received
+        if not self._done:
+            wire = self._wire
+            wire._check()
+            if self.orders:
+                self._finish()
+            self._done, self.orders = True, []
+        return self._received
+
+    def _finish(self) -> None:
+        wire, watch, connections = self._wire, self._wire._watch, self._wire._connections
+        assert watch is not None and connections is not None
+        watch.begin(self)
+        try:
+            connections.mover.finish(self.orders, wire.timeout + _BEYOND, self._reach)
+        except Lost as error:
+            wire._fail(self, str(error))
+        except BaseException as error:
+            wire._interrupted(error)
+            raise
+        finally:
+            watch.end()
+
+    def _reach(self, number: int) -> None:
+        self._at = number
 
     def into(self, want: Tensor | int) -> Tensor:
         """Where a receive goes: to the tensor given, or to leased memory of so many bytes."""
         if isinstance(want, int):
-            self.leases.append(self._wire.memory.lease(want))
-            want = self.leases[-1].tensor
-        self.received.append(want)
+            self._leases.append(self._wire.memory.lease(want))
+            want = self._leases[-1].tensor
+        self._received.append(want)
         return want
 
-    def posts(self) -> bool:
-        """Whether there is anything to wait for."""
-        return bool(self.works)
-
-    def _finish(self) -> None:
-        for work in self.works:
-            work.wait(self._wire._limit)
-            self.at += 1
-
     def release(self) -> None:
-        while self.leases:
-            self.leases.pop().release()
+        while self._leases:
+            self._leases.pop().release()
 
     def peer(self) -> int:
         """The rank that is waited for."""
-        at = min(self.at, len(self._recvs) + len(self._sends) - 1)
+        at = min(self._at, len(self._recvs) + len(self._sends) - 1)
         return (*self._recvs, *self._sends)[at][0]
 
     def what(self) -> str:
         """What is waited for, for how long and in which call, as a clause of an error."""
         wire, watch = self._wire, self._wire._watch
         rank, peer = wire.rank, self.peer()
-        if self.at < len(self._recvs):
-            want = self._recvs[self.at][1]
+        if self._at < len(self._recvs):
+            want = self._recvs[self._at][1]
             most = f"up to {want}" if isinstance(want, int) else str(want.nbytes)
             waits = f"awaited {most} bytes from rank {peer}"
         else:
-            tensor = self._sends[self.at - len(self._recvs)][1]
+            tensor = self._sends[self._at - len(self._recvs)][1]
             waits = f"was sending {tensor.nbytes} bytes to rank {peer}"
         seconds = time.monotonic() - watch.since if watch is not None else 0.0
         return f"while rank {rank} {waits} for {seconds:.2f} s{wire._call()}"
-
-
-class _Small(_Posted):
-    """Sends and receives on the lane of small messages."""
-
-    def __init__(
-        self, wire: ProcessGroupWire, sends: Sequence[Send], recvs: Sequence[Recv]
-    ) -> None:
-        super().__init__(wire, sends, recvs)
-        self._orders: list[tuple[int, Order]] = []
-        connections = wire._connections
-        if connections is None:
-            return
-        for _, want in recvs:
-            self.into(want)
-        self._orders = connections.express.post(
-            [(peer, _bytes(tensor)) for peer, tensor in sends],
-            [(peer, _bytes(into)) for (peer, _), into in zip(recvs, self.received, strict=True)],
-        )
-
-    def posts(self) -> bool:
-        return bool(self._orders)
-
-    def _finish(self) -> None:
-        connections = self._wire._connections
-        assert connections is not None
-        connections.express.finish(self._orders, self._wire._limit.total_seconds(), self._reach)
-
-    def _reach(self, number: int) -> None:
-        self.at = number
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -79,7 +78,6 @@ class Watch:
         self.left: set[int] = set()
         self.waiting: Wait | None = None
         self.since = time.monotonic()
-        self._forward: int | None = None  # where signals went before this wait; -1: nowhere
         self._cut, self._call = cut, call
         self._mesh = dict(mesh)
         self._read: dict[int, bytes] = dict.fromkeys(mesh, b"")
@@ -93,7 +91,6 @@ class Watch:
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
-        self._wake_fd = self._wake.fileno()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer, sock in self._mesh.items():
@@ -103,20 +100,12 @@ class Watch:
         self._thread.start()
 
     def begin(self, wait: Wait) -> None:
-        """The thread that uses the wire begins to wait; until `end`, Ctrl-C is seen here.
-
-        The interpreter sees a signal only between two of its own steps, and a wait is none.
-        """
+        """The thread that uses the wire begins to wait."""
         self.since = time.monotonic()
         self.waiting = wait
-        if threading.get_ident() == threading.main_thread().ident:  # others see no signals
-            self._forward = signal.set_wakeup_fd(self._wake_fd, warn_on_full_buffer=False)
 
     def end(self) -> None:
         """The wait is over, whatever came of it."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            signal.set_wakeup_fd(forward, warn_on_full_buffer=False)
         self.waiting = None
         self.since = time.monotonic()
 
@@ -280,26 +269,9 @@ class Watch:
 
     def _on_wake(self) -> None:
         try:
-            numbers = self._woken.recv(256)
+            self._woken.recv(256)
         except BlockingIOError:
             return
-        for number in numbers:
-            forward = self._forward
-            if number and forward is not None and forward >= 0:
-                try:
-                    os.write(forward, bytes([number]))
-                except OSError:
-                    continue  # full or closed: its owner has enough to read, or is gone
-            if number == signal.SIGINT and self.waiting is not None:
-                self._on_interrupt()
-
-    def _on_interrupt(self) -> None:
-        """Ctrl-C: Python raises KeyboardInterrupt as soon as the wait is over, so end it.
-
-        A handler of the program's own may only take a note, so then the wait goes on.
-        """
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.settle(Verdict(self.rank, f"rank {self.rank} was interrupted (SIGINT)"))
 
     def _on_readable(self, peer: int) -> None:
         sock = self._mesh[peer]

@@ -1,0 +1,187 @@
+"""TCP connections between every two ranks, on several lanes.
+
+A rank listens on a port that it opens for this, connects to the ranks below it and accepts those
+above; both ends know a token of the listener's, so strangers are turned away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import Any
+
+from .verdict import names
+
+__all__ = ["Door", "Listener"]
+
+_TOKEN = 16  # bytes
+_PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
+_AGAIN = 0.1  # seconds after which to try again
+_WHO = struct.Struct("!II")  # rank, lane
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a rank listens: its numeric host, its port and its token."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class Listener:
+    """Where the sockets of one rank are made; use it as a context manager.
+
+    Attributes:
+        door: where the others connect, and what they must know.
+    """
+
+    def __init__(self, host: str, backlog: int) -> None:
+        """Listen on a numeric host, on a port of one's own.
+
+        Raises:
+            OSError: the host is not this machine's.
+        """
+        family, *_, name = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        self._scope: tuple[Any, ...] = name[2:]  # of IPv6: an interface of this machine
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock.bind(name)
+            self._sock.listen(backlog)
+        except BaseException:
+            self._sock.close()
+            raise
+        port = self._sock.getsockname()[1]
+        self.door = Door(host.partition("%")[0], port, os.urandom(_TOKEN))
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+
+    def mesh(
+        self, rank: int, doors: Mapping[int, Door], lanes: Sequence[str], deadline: float
+    ) -> dict[str, dict[int, socket.socket]]:
+        """A socket to each peer on each lane: to lower ranks made here, from higher ones accepted.
+
+        Args:
+            rank: this rank.
+            doors: of each other rank.
+            lanes: their names, the same on every rank.
+            deadline: as `time.monotonic` tells it.
+
+        Raises:
+            OSError: somebody could not be reached, or did not come in time.
+        """
+        made: dict[tuple[int, int], socket.socket] = {}
+        try:
+            for peer, door in doors.items():
+                for lane in range(len(lanes) if peer < rank else 0):
+                    made[peer, lane] = self._connect(door, deadline)
+                    made[peer, lane].sendall(door.token + _WHO.pack(rank, lane))
+            above = {(peer, lane) for peer in doors if peer > rank for lane in range(len(lanes))}
+            self._accept(made, above, deadline)
+        except BaseException:
+            for sock in made.values():
+                sock.close()
+            raise
+        for sock in made.values():
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return {name: {peer: made[peer, lane] for peer in doors} for lane, name in enumerate(lanes)}
+
+    def _connect(self, door: Door, deadline: float) -> socket.socket:
+        while True:
+            try:
+                return self._connect_once(door, _remaining(deadline))
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                time.sleep(_AGAIN)
+
+    def _connect_once(self, door: Door, timeout: float) -> socket.socket:
+        family, *_, name = socket.getaddrinfo(
+            door.host, door.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        if family == socket.AF_INET6 and self._scope:
+            name = (*name[:2], *self._scope)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(name)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _accept(
+        self,
+        made: dict[tuple[int, int], socket.socket],
+        missing: set[tuple[int, int]],
+        deadline: float,
+    ) -> None:
+        """Take in those that know the token; strangers are turned away and hold nobody up."""
+        said: dict[socket.socket, bytes] = {}
+        self._sock.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            try:
+                while missing:
+                    ready = selector.select(max(0.0, deadline - time.monotonic()))
+                    if not ready:
+                        late = sorted({peer for peer, _ in missing})
+                        raise TimeoutError(f"{names(late)} did not connect")
+                    for sock in [key.fileobj for key, _ in ready]:
+                        assert isinstance(sock, socket.socket)
+                        if sock is self._sock:
+                            new, _ = sock.accept()
+                            new.setblocking(False)
+                            said[new] = b""
+                            selector.register(new, selectors.EVENT_READ)
+                            continue
+                        chunk = _heard(sock, _TOKEN + _WHO.size - len(said[sock]))
+                        said[sock] += chunk
+                        if chunk and len(said[sock]) < _TOKEN + _WHO.size:
+                            continue
+                        selector.unregister(sock)
+                        who = self._who(said.pop(sock))
+                        if who in missing:
+                            made[who] = sock
+                            missing.discard(who)
+                        else:
+                            sock.close()
+            finally:
+                for sock in said:
+                    sock.close()
+
+    def _who(self, said: bytes) -> tuple[int, int]:
+        """The rank that introduced itself and its lane, or what is nobody."""
+        if len(said) < _TOKEN + _WHO.size or not compare_digest(said[:_TOKEN], self.door.token):
+            return -1, -1
+        rank, lane = _WHO.unpack(said[_TOKEN:])
+        return rank, lane
+
+
+def _heard(sock: socket.socket, most: int) -> bytes:
+    """What came in, nothing if the other end is gone."""
+    try:
+        return sock.recv(most)
+    except OSError:
+        return b""
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("no time was left to connect")
+    return remaining

@@ -1,0 +1,77 @@
+"""`weft.wire.interface`: where a rank listens."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from weft.wire import interface
+from weft.wire.interface import own_address
+
+LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_named(monkeypatch):
+    for variable in ("WEFT_INTERFACE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose own addresses, and ways to hosts, are as told."""
+
+    def make(*own, here=(), **ways):
+        monkeypatch.setattr(interface, "_of_machine", lambda: iter(own))
+        monkeypatch.setattr(interface, "_is_here", lambda address: address in here)
+        monkeypatch.setattr(interface, "_towards", lambda host, port: ways.get(host))
+        monkeypatch.setattr(interface, "_server", lambda store: (next(iter(ways), None), 1))
+
+    return make
+
+
+@pytest.mark.parametrize("variable", ["WEFT_INTERFACE", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.parametrize("named", [LOOPBACK, f"nothing7,{LOOPBACK}", "127.0.0.1"])
+def test_an_interface_or_an_address_may_be_named(monkeypatch, variable, named):
+    monkeypatch.setenv(variable, named)
+    assert own_address(dist.HashStore()) == "127.0.0.1"
+
+
+def test_weft_s_own_variable_wins(monkeypatch):
+    monkeypatch.setenv("WEFT_INTERFACE", "127.0.0.5")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing7")
+    assert own_address(dist.HashStore()) == "127.0.0.5"
+
+
+def test_an_interface_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
+    with pytest.raises(OSError, match=f"WEFT_INTERFACE=nothing7 names no.*there are .*{LOOPBACK}"):
+        own_address(dist.HashStore())
+
+
+def test_the_way_to_the_store_s_host_is_taken():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
+
+
+def test_the_store_s_own_host_takes_what_others_can_reach(machine):
+    machine("127.0.1.1", "10.0.0.7", here=("10.0.0.7",), node7="127.0.1.1")
+    assert own_address(dist.HashStore()) == "10.0.0.7"
+
+
+def test_a_loopback_that_is_meant_is_taken(machine):
+    machine("10.0.0.7", here=("10.0.0.7",), localhost="127.0.0.1")
+    assert own_address(dist.HashStore()) == "127.0.0.1"
+
+
+def test_a_host_without_any_other_address_takes_the_loopback(machine):
+    machine("127.0.1.1", "10.0.0.7")
+    assert own_address(dist.HashStore()) == "127.0.0.1"
+
+
+def test_what_leads_nowhere_is_passed_over():
+    assert interface._towards("host.invalid", 80) is None
+    assert not interface._is_here("192.0.2.1") and not interface._is_here("127.0.0.1")

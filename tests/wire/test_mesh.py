@@ -1,0 +1,122 @@
+"""`weft.wire.mesh`: every two ranks are joined, and nobody else."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from weft.wire.mesh import Listener
+
+LANES = ("data", "side")
+
+
+def meshes(listeners, deadline):
+    """The mesh of each rank, made at the same time."""
+    doors = [each.door for each in listeners]
+    made = [None] * len(listeners)
+
+    def make(rank):
+        peers = {peer: door for peer, door in enumerate(doors) if peer != rank}
+        try:
+            made[rank] = listeners[rank].mesh(rank, peers, LANES, deadline)
+        except OSError as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(len(listeners))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.fixture
+def listeners():
+    with ExitStack() as stack:
+        yield [stack.enter_context(Listener("127.0.0.1", 8)) for _ in range(3)]
+
+
+def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
+    door = listeners[0].door
+    with ExitStack() as stack:
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(20), bytes(16) + bytes(7) + b"\1"):
+            stranger = socket.create_connection((door.host, door.port))
+            stack.callback(stranger.close)
+            stranger.sendall(words)  # nothing, something else, a rank without the token
+        for rank, lane in ((1, 2), (0, 0)):  # it knows the token, but is nobody awaited
+            stranger = socket.create_connection((door.host, door.port))
+            stack.callback(stranger.close)
+            stranger.sendall(door.token + struct.pack("!II", rank, lane))
+        made = meshes(listeners, time.monotonic() + 10.0)
+        for mesh in made:
+            for lane in mesh.values():
+                for sock in lane.values():
+                    stack.callback(sock.close)
+        for number, lane in enumerate(LANES):
+            assert [sorted(mesh[lane]) for mesh in made] == [[1, 2], [0, 2], [0, 1]]
+            for rank, mesh in enumerate(made):
+                for peer, sock in mesh[lane].items():
+                    sock.setblocking(True)
+                    sock.sendall(bytes([rank, peer, number]))
+        for number, lane in enumerate(LANES):
+            for rank, mesh in enumerate(made):
+                for peer, sock in mesh[lane].items():
+                    assert sock.recv(3) == bytes([peer, rank, number])
+
+
+def test_who_does_not_come_is_named(listeners):
+    listener, *others = listeners
+    doors = {rank: each.door for rank, each in enumerate(others, start=1)}
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="ranks 1 and 2 did not connect"):
+        listener.mesh(0, doors, LANES, time.monotonic() + 0.3)
+    assert time.monotonic() - began < 5.0
+
+
+def test_no_time_left_is_said(listeners):
+    doors = {0: listeners[0].door}
+    with pytest.raises(TimeoutError, match="no time was left"):
+        listeners[1].mesh(1, doors, LANES, time.monotonic() - 1.0)
+
+
+def test_a_door_that_is_shut_leaves_nothing_open(listeners):
+    with Listener("127.0.0.1", 1) as gone:
+        shut = gone.door
+    before = len(os.listdir("/proc/self/fd"))
+    doors = {0: listeners[0].door, 1: replace(shut, token=bytes(16))}
+    with pytest.raises(ConnectionRefusedError):
+        listeners[2].mesh(2, doors, LANES, time.monotonic() + 5.0)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
+    failures = [errno.EHOSTUNREACH, errno.ENETUNREACH]
+    once = Listener._connect_once
+
+    def connect(self, door, timeout):
+        if failures:
+            raise OSError(failures.pop(), "no route")
+        return once(self, door, timeout)
+
+    monkeypatch.setattr(Listener, "_connect_once", connect)
+    made = meshes(listeners[:2], time.monotonic() + 10.0)
+    assert not failures and [sorted(mesh["data"]) for mesh in made] == [[1], [0]]
+    for mesh in made:
+        for lane in mesh.values():
+            for sock in lane.values():
+                sock.close()
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(OSError, match="Cannot assign"):
+        Listener("192.0.2.1", 1)

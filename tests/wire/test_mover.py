@@ -1,0 +1,150 @@
+"""`weft.wire.mover`: who moves the bytes, and how a wait ends."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from weft.wire.mover import Lost, Mover
+
+FRAME = struct.Struct("!QQ")
+
+
+@pytest.fixture
+def pair():
+    """The movers of two ranks."""
+    bulk, small = socket.socketpair(), socket.socketpair()
+    for sock in (*bulk, *small):
+        sock.setblocking(False)
+    movers = [Mover({1 - rank: bulk[rank]}, {1 - rank: small[rank]}) for rank in (0, 1)]
+    yield movers
+    for mover in movers:
+        mover.close()
+
+
+def memory(size):
+    return memoryview(bytearray(size))
+
+
+def send(mover, payload, channel=0):
+    (peer,) = mover.lines
+    return mover.post(mover.lines, [(peer, memoryview(payload))], (), channel)
+
+
+def receive(mover, size, channel=0):
+    (peer,) = mover.lines
+    place = memory(size)
+    return mover.post(mover.lines, (), [(peer, place)], channel), place
+
+
+def wait(mover, orders, limit=10.0):
+    mover.finish(orders, limit, lambda number: None)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 10.0
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert condition()
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name == "weft mover"]
+
+
+def test_messages_move_while_nobody_waits(pair):
+    left, right = pair
+    payload = bytes(range(256)) * 40_000  # more than sockets hold
+    orders, (awaited, place) = send(left, payload), receive(right, len(payload))
+    order = orders[0][1]
+    wait_for(lambda: order.done and awaited[0][1].done)
+    assert place == payload
+    wait(left, orders)  # which is over at once
+    wait(right, awaited)
+
+
+def test_the_thread_rests_when_nothing_is_under_way(pair):
+    left, right = pair
+    orders, awaited = send(left, b"x"), receive(right, 1)[0]
+    wait_both(pair, orders, awaited)
+    wait_for(lambda: not left._stir.is_set() and not right._stir.is_set())
+    wait_both(pair, send(left, b"y"), receive(right, 1)[0])  # and it wakes up again
+
+
+def wait_both(pair, orders, awaited):
+    other = threading.Thread(target=wait, args=(pair[0], orders))
+    other.start()
+    wait(pair[1], awaited)
+    other.join()
+
+
+def test_small_messages_start_no_thread(pair):
+    left, right = pair
+    before = len(threads())
+    orders = left.post(left.small, [(1, memoryview(b"hello"))], (), 0)
+    place = memory(5)
+    wait(right, right.post(right.small, (), [(0, place)], 0))
+    wait(left, orders)
+    assert place == b"hello" and len(threads()) == before
+
+
+def test_a_wait_ends_at_its_limit(pair):
+    orders, _ = receive(pair[0], 8)
+    began = time.monotonic()
+    with pytest.raises(Lost, match="it did not come in time"):
+        wait(pair[0], orders, 0.2)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_wait_ends_at_its_limit_though_other_messages_come(pair):
+    left, right = pair
+    orders, _ = receive(left, 8, channel=1)
+    for _ in range(300):
+        receive(left, 1)
+    stop = threading.Event()
+
+    def chatter():
+        for _ in range(300):
+            wait(right, send(right, b"x"))
+            if stop.wait(0.002):
+                return
+
+    other = threading.Thread(target=chatter)
+    other.start()
+    with pytest.raises(Lost, match="it did not come in time"):
+        wait(left, orders, 0.2)
+    stop.set()
+    other.join()
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_another_thread_ends_a_wait_for_the_rest_of_a_message(pair, how):
+    """What gloo cannot do."""
+    left, right = pair
+    orders, place = receive(left, 1000)
+    right.lines[0].sock.send(FRAME.pack(0, 1000) + b"x" * 100)
+    wait_for(lambda: place[99] == ord("x"))
+    threading.Timer(0.2, getattr(left, how)).start()
+    began = time.monotonic()
+    with pytest.raises(Lost, match=r"the connection (is|was) closed"):
+        wait(left, orders)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_failure_of_the_thread_reaches_who_waits(pair, monkeypatch):
+    left, _ = pair
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def fail(seconds):
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(left, "_step", fail)
+    orders, _ = receive(left, 8)
+    wait_for(lambda: left._failed is not None)
+    monkeypatch.undo()
+    with pytest.raises(Lost, match="the thread that moves its bytes failed: MemoryError"):
+        wait(left, orders)
