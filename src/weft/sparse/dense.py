@@ -45,6 +45,7 @@ def cost(load: Load) -> Cost:
         rounds=4,
         messages=bits + sums,
         bytes=bit_bytes + sum_bytes,
+        queued=load.queue * (bit_bytes + sum_bytes),
         merged=3 * height * load.partial + load.merging(load.union),
         memory=height * load.partial + height / 4,
     )

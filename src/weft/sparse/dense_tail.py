@@ -57,6 +57,7 @@ def cost(load: Load) -> Cost:
             + load.chunks(height, load.row)
         ),
         bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
+        queued=load.queue * others * (to_owner * load.row + asked),
         merged=load.merging(load.mean) + (height * load.ranks + load.union) * load.row,
         memory=height * (load.ranks + 1) * load.row
         + min(load.mean * load.row, others * window(load) * load.chunk),

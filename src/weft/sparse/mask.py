@@ -45,6 +45,7 @@ def cost(load: Load) -> Cost:
         rounds=4,
         messages=messages + sums,
         bytes=bytes_ + sum_bytes,
+        queued=load.queue * (bytes_ + sum_bytes),
         merged=looked + 2 * values + load.mean * load.row,
         memory=memory + values * (load.partial != load.row),
     )

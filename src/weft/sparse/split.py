@@ -51,6 +51,7 @@ def cost(load: Load) -> Cost:
         ),
         bytes=others * ((to_owner + sums) * load.row + asked + told),
         merged=load.merging(load.mean),
+        queued=load.queue * others * (to_owner * load.row + asked),
         memory=min(load.mean * load.row, others * window(load) * load.chunk),
     )
 
