@@ -4,7 +4,16 @@
 `choice` pick one. Importing an algorithm's file registers it.
 """
 
-from . import dense, doubling, gather, split  # register, in the order they are listed
+from . import (  # register, in the order they are listed
+    dense,
+    dense_tail,
+    doubling,
+    gather,
+    hierarchical,
+    mask,
+    ring,
+    split,
+)
 from .api import Record, explain, last_call, sparse_all_reduce
 from .choice import Explanation
 from .cost import Cost, Load
@@ -19,10 +28,14 @@ __all__ = [
     "Record",
     "algorithm",
     "dense",
+    "dense_tail",
     "doubling",
     "explain",
     "gather",
+    "hierarchical",
     "last_call",
+    "mask",
+    "ring",
     "sparse_all_reduce",
     "split",
 ]

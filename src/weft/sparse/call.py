@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.ops import Op
+from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.base import Wire
 from ..wire.memory import fresh
@@ -102,6 +102,14 @@ class Call:
         if indices is None or values is None:
             indices, values = fresh((count,), self.index), fresh(shape, self.dtype)
         return Rows(indices, values, self.height)
+
+    def of_partials(self) -> Call:
+        """This call for rows that are sums of some ranks' already: not divided, not rounded."""
+        op = OPS["sum"] if self.op.mean else self.op
+        call = Call(self.wire, op, self.row_shape, self.index, self.partial, self.height)
+        call.header = self.header
+        call.load = replace(self.load, row=self.load.partial)
+        return call
 
     def finish(self, partial: Tensor, values: Tensor) -> None:
         """Write sums to the result: divided, rounded once."""

@@ -15,12 +15,13 @@ import torch
 from ..agree import is_direct
 from ..errors import WeftError
 from ..wire.base import Wire
+from ..wire.hosts import hosts_of
 from ..wire.link import Link, measure
 from .cost import Load
 from .header import RowsInHeader
 from .registry import ALGORITHMS, find
 
-__all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained"]
+__all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained", "workspace"]
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -90,11 +91,12 @@ class Explanation:
 
 
 def with_link(wire: Wire, load: Load) -> Load:
-    """The load with what suits the wire's link, which is measured if need be."""
+    """The load with what suits the wire's link and hosts, which are found out if need be."""
     link = link_of(wire)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
-    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY)
+    gaps = link.beta > _GAPS_PAY
+    return replace(load, chunk=chunk, gaps=gaps, hosts=hosts_of(wire), link=link)
 
 
 def link_of(wire: Wire) -> Link:
@@ -150,13 +152,18 @@ def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Exp
     return Explanation(chosen, load, link, tuple(lines))
 
 
+def workspace(load: Load) -> int:
+    """Bytes of workspace that `auto` lets a call use beside its result."""
+    return 3 * load.fewest * load.row + _SPARE
+
+
 def _lines(load: Load, link: Link) -> Iterator[_Line]:
     """All algorithms, quickest first; the verdict says why one cannot be chosen."""
     found = []
     for algorithm in ALGORITHMS.values():
         cost = algorithm.cost(load)
-        reason = algorithm.applies(load)
-        allowed = 3 * load.fewest * load.row + _SPARE
+        reason = algorithm.applies(load) or algorithm.pays(load)
+        allowed = workspace(load)
         if reason is None and cost.memory > allowed:
             reason = (
                 f"needs {cost.memory / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"

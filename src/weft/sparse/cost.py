@@ -14,6 +14,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
 
@@ -40,6 +41,8 @@ class Load:
         places: indices lie below this.
         gaps: index lists are written as gaps.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
+        hosts: which ranks share a host; None is one host for each.
+        link: the network's figures, where they are known.
     """
 
     ranks: int
@@ -55,6 +58,8 @@ class Load:
     places: int = 0
     gaps: bool = False
     in_order: bool = False
+    hosts: Hosts | None = None
+    link: Link | None = None
 
     @property
     def mean(self) -> float:
@@ -69,6 +74,18 @@ class Load:
     def merging(self, rows: float) -> float:
         """What merging so many rows costs, in bytes: finding a row's place is worth some more."""
         return rows * (self.partial + _PLACE)
+
+    @property
+    def queue(self) -> float:
+        """Ranks of a host that share its link when each sends to each, less the one.
+
+        None do on the ring of ranks, where one stream enters a host and one leaves it, and that is
+        how a link's rate was measured.
+        """
+        if self.hosts is None or len(self.hosts.ranks) == 1:
+            return 0.0
+        crowd = max(map(len, self.hosts.ranks))
+        return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)
 
     def union_of(self, ranks: int) -> float:
         """Rows expected in the sum of that many ranks."""
@@ -109,6 +126,8 @@ class Cost:
         bytes: received.
         merged: bytes of rows that go through kernels.
         memory: bytes of workspace beyond the result, at the rank with fewest rows.
+        queued: bytes that pass its host's link meanwhile, for the other ranks of the host.
+        slowest: what the rank that all wait for does, where that is not the average one.
     """
 
     rounds: int
@@ -116,8 +135,12 @@ class Cost:
     bytes: float
     merged: float
     memory: float = 0.0
+    queued: float = 0.0
+    slowest: Cost | None = None
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
+        if self.slowest is not None:
+            return self.slowest.seconds(link)
         waiting = self.rounds * link.alpha + self.messages * link.work
-        return waiting + self.bytes * link.beta + self.merged * link.gamma
+        return waiting + (self.bytes + self.queued) * link.beta + self.merged * link.gamma

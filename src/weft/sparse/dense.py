@@ -12,6 +12,8 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), for t
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -22,23 +24,43 @@ from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
 
+_WHOLE = 1 << 13  # bytes that the wire rather sends whole to all (`weft.wire.dense`)
+_AT_ONCE = 6 << 20  # bytes of others' contributions that it collects at once
+
+
+def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
+    """Messages that a rank sends, and bytes it receives, in a dense reduction by the wire."""
+    others = ranks - 1
+    if nbytes <= _WHOLE:
+        return others * (nbytes > 0), others * nbytes
+    part = nbytes / ranks
+    return 2 * others * math.ceil(part / (_AT_ONCE // others)), 2 * others * part
+
 
 def cost(load: Load) -> Cost:
-    height, others = load.height or 0, load.ranks - 1
+    height = load.height or 0
+    bits, bit_bytes = reduction(load.ranks, math.ceil(height / 8))
+    sums, sum_bytes = reduction(load.ranks, height * load.partial)
     return Cost(
         rounds=4,
-        messages=4 * others,
-        bytes=2 * others / load.ranks * height * (load.partial + 1 / 8),
+        messages=bits + sums,
+        bytes=bit_bytes + sum_bytes,
+        queued=load.queue * (bit_bytes + sum_bytes),
         merged=3 * height * load.partial + load.merging(load.union),
         memory=height * load.partial + height / 4,
     )
 
 
 def applies(load: Load) -> str | None:
+    if load.in_order and load.height is not None:
+        return "op is a function, which has no neutral element"
+    return too_high(load)
+
+
+def too_high(load: Load) -> str | None:
+    """Why a dense tensor of the load's height is out of the question, or None if it is not."""
     if load.height is None:
         return "the height is unknown"
-    if load.in_order:
-        return "op is a function, which needs its operands in the order of ranks"
     if load.height > max(1 << 20, 64 * load.total):
         return "the dense tensor is more than 64 times all rows"
     return None

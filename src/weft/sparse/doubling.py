@@ -36,6 +36,7 @@ def cost(load: Load) -> Cost:
         rounds=rounds + 2 * bool(folded),
         messages=rounds + 2 * bool(folded),
         bytes=bytes_ * row,
+        queued=load.queue * bytes_ * row,
         merged=sum(load.merging(6 * rows) for rows in carried),  # packed, copied, merged afresh
         memory=4 * load.union * row,
     )

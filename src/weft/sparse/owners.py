@@ -12,10 +12,11 @@ operations that every machine rounds alike.
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor, searchsorted
 
 from .header import Header
 
-__all__ = ["cuts"]
+__all__ = ["cuts", "parts"]
 
 _BINS = 64
 
@@ -51,3 +52,9 @@ def cuts(header: Header, ranks: int) -> list[int]:
         into = (goal - int(done[bin_])) * int(edges[bin_ + 1] - edges[bin_]) // int(work[bin_])
         result.append(int(edges[bin_]) + into)
     return result
+
+
+def parts(indices: Tensor, header: Header, ranks: int) -> list[slice]:
+    """Of sorted indices, for each owner those that lie in its range."""
+    ends = searchsorted(indices, indices.new_tensor(cuts(header, ranks))).tolist()
+    return [slice(a, b) for a, b in zip([0, *ends], [*ends, len(indices)], strict=True)]

@@ -33,25 +33,34 @@ class Algorithm:
         run: the schedule.
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
+        pays: None, or why `auto` leaves it where it could serve.
     """
 
     name: str
     run: Schedule
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
+    pays: Callable[[Load], str | None]
+
+
+def _always(load: Load) -> None:
+    return None
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
 
 
 def algorithm(
-    *, cost: Callable[[Load], Cost], applies: Callable[[Load], str | None] = lambda load: None
+    *,
+    cost: Callable[[Load], Cost],
+    applies: Callable[[Load], str | None] = _always,
+    pays: Callable[[Load], str | None] = _always,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name."""
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies)
+        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays)
         return schedule
 
     return register

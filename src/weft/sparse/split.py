@@ -18,25 +18,20 @@ and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
-import torch
-
 from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import Cost, Load
-from .owners import cuts
+from .owners import parts
 from .registry import algorithm
 from .stream import (
-    SUMS,
     IndexLists,
     Inflow,
     Own,
-    Ring,
     list_messages,
     merge_blocks,
     send_rows,
+    share,
     window,
 )
 
@@ -56,6 +51,7 @@ def cost(load: Load) -> Cost:
         ),
         bytes=others * ((to_owner + sums) * load.row + asked + told),
         merged=load.merging(load.mean),
+        queued=load.queue * others * (to_owner * load.row + asked),
         memory=min(load.mean * load.row, others * window(load) * load.chunk),
     )
 
@@ -64,8 +60,7 @@ def cost(load: Load) -> Cost:
 def split(rows: Rows, call: Call) -> Rows:
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     indices = rows.indices.to(call.wire_index)
-    ends = torch.searchsorted(indices, indices.new_tensor(cuts(call.header, wire.size))).tolist()
-    part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
+    part = parts(indices, call.header, wire.size)
 
     # index sets to their owners, and enough values to keep the link busy behind them
     lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, peers)
@@ -88,14 +83,8 @@ def split(rows: Rows, call: Call) -> Rows:
 
     # now the result's size is known, and the place of everybody's sums in it
     summed = sums.wait() | {me: union.indices}
-    offsets = [0, *accumulate(summed[rank].numel() for rank in order)]
-    result = call.result(offsets[-1])
-    place = [slice(a, b) for a, b in pairwise(offsets)]
-    for rank in order:
-        result.indices[place[rank]] = summed[rank]
-    ring = Ring(call, {rank: result.values[place[rank]] for rank in order}, SUMS)
+    result, mine, ring = share(call, [summed[rank] for rank in order])
 
-    mine = result.values[place[me]]
     sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
     for start, stop in merge_blocks(call, [runs[rank] for rank in order], sources, union, mine):
         ring.send(mine[start:stop])

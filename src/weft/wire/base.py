@@ -33,6 +33,7 @@ from .counted import Traffic
 from .memory import Lease, Pool
 
 if TYPE_CHECKING:
+    from .hosts import Hosts
     from .link import Link
     from .worker import Worker
 
@@ -81,6 +82,7 @@ class Wire(abc.ABC):
         calls: how many calls were started; the worker counts them.
         sequence: number of the last call that the ranks agreed on.
         link: figures of the network, once measured (`weft.wire.link`).
+        hosts: which ranks share a host, once told (`weft.wire.hosts`).
     """
 
     rank: int
@@ -97,6 +99,7 @@ class Wire(abc.ABC):
         self.calls = 0
         self.sequence = 0
         self.link: Link | None = None
+        self.hosts: Hosts | None = None
         self._worker: Worker | None = None
 
     def __enter__(self) -> Self:

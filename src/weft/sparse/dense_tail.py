@@ -1,0 +1,136 @@
+"""dense_tail: as split, but the owners share their sums as a dense tensor.
+
+Each rank owns an equal part of the height. It sums the rows of that part, tells everybody by a
+bitmap which of them are there, and shares its part of the dense tensor, rows that are nobody's
+included; the rows that are there are taken out at the end, or, if all are there, were received
+where they belong. Every message of the second half has a length that is known beforehand, so
+nobody waits for anybody's index list to post its receives.
+
+Best when the sums fill nearly all of the tensor though each rank's rows do not: with w bytes of
+values and i of index in a row, when U·(w + i) > V·(w + 1/8). Packed index lists leave little of
+that (docs/algorithms.md has figures).
+
+"DSAR_Split_allgather" of Renggli et al., "SparCML" (SC'19), section 5.3, here with a bitmap, since
+a sum of zero is a row.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from .. import kernels
+from ..rows import Rows
+from ..wire.memory import typed
+from .call import Call
+from .cost import Cost, Load
+from .dense import too_high
+from .registry import algorithm
+from .stream import (
+    LISTS,
+    SUMS,
+    IndexLists,
+    Inflow,
+    Own,
+    Ring,
+    list_messages,
+    merge_blocks,
+    send_rows,
+    window,
+)
+
+
+def cost(load: Load) -> Cost:
+    others, to_owner = load.ranks - 1, load.mean / load.ranks
+    height = (load.height or 0) / load.ranks
+    asked = to_owner * load.index_of(load.mean)
+    return Cost(
+        rounds=3,
+        messages=others
+        * (
+            list_messages(asked)
+            + load.chunks(to_owner, load.row)
+            + 1
+            + load.chunks(height, load.row)
+        ),
+        bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
+        queued=load.queue * others * (to_owner * load.row + asked),
+        merged=load.merging(load.mean) + (height * load.ranks + load.union) * load.row,
+        memory=height * (load.ranks + 1) * load.row
+        + min(load.mean * load.row, others * window(load) * load.chunk),
+    )
+
+
+@algorithm(cost=cost, applies=too_high)
+def dense_tail(rows: Rows, call: Call) -> Rows:
+    wire, me, peers, height = call.wire, call.wire.rank, call.wire.peers, call.height
+    assert height is not None
+    order = range(wire.size)
+    edges = [min(height, rank * _part(height, wire.size)) for rank in range(wire.size + 1)]
+    owned = [slice(a, b) for a, b in pairwise(edges)]
+    indices = rows.indices.to(call.wire_index)
+    ends = torch.searchsorted(indices, indices.new_tensor(edges[1:-1])).tolist()
+    part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
+
+    # rows to their owners
+    lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, peers)
+    sent = [each for peer in peers for each in send_rows(call, peer, rows.values[part[peer]])]
+    runs = lists.wait() | {me: indices[part[me]]}
+    inflows = {peer: Inflow(call, peer, runs[peer].numel()) for peer in peers}
+    union = kernels.union([runs[rank] for rank in order])
+
+    # which of them are there, told to all
+    bitmaps = torch.zeros(-(-height // 8), dtype=torch.uint8)
+    present = np.zeros(edges[me + 1] - edges[me], dtype=np.bool_)
+    present[union.indices.numpy() - edges[me]] = True
+    bits = [bitmaps[-(-a // 8) : -(-b // 8)] for a, b in pairwise(edges)]
+    bits[me].copy_(torch.from_numpy(np.packbits(present)))
+    told = wire.post(
+        [(peer, bits[me]) for peer in peers], [(peer, bits[peer]) for peer in peers], LISTS
+    )
+    told.wait()
+    found = np.flatnonzero(np.unpackbits(bitmaps.numpy(), count=height))
+    result = call.result(len(found))
+    result.indices.copy_(torch.from_numpy(found))
+
+    # sums round the ring, through a dense table unless all rows are there
+    full = len(found) == height
+    with (
+        wire.lease(0 if full else height * call.load.row) as memory,
+        wire.lease(0 if full else union.indices.numel() * call.load.row) as scratch,
+    ):
+        table = result.values if full else typed(memory, (height, *call.row_shape), call.dtype)
+        ring = Ring(call, {rank: table[owned[rank]] for rank in order}, SUMS)
+        mine = table[owned[me]]
+        shape = (union.indices.numel(), *call.row_shape)
+        sums = mine if full else typed(scratch, shape, call.dtype)
+        if not full:
+            mine.zero_()
+        sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
+        at = (union.indices - edges[me]).long()
+        ready = 0  # rows of this rank's part that are sent
+        for start, stop in merge_blocks(call, [runs[r] for r in order], sources, union, sums):
+            if not full:
+                mine[at[start:stop]] = sums[start:stop]
+            done = (int(at[stop - 1]) + 1) // call.chunk_rows * call.chunk_rows
+            ring.send(mine[ready:done])
+            ready = done
+        ring.send(mine[ready:])
+        ring.finish()
+        if not full:
+            kernels.take(table, torch.from_numpy(found), out=result.values)
+
+    for pending in sent:
+        pending.wait()
+    lists.release()
+    for inflow in inflows.values():
+        inflow.release()
+    return result
+
+
+def _part(height: int, ranks: int) -> int:
+    """Rows that a rank owns: whole bytes of the bitmap."""
+    return math.ceil(height / (8 * ranks)) * 8

@@ -1,0 +1,82 @@
+"""Which ranks share a host: for schedules that keep messages off the network.
+
+Ranks find out once for each wire, by telling each other the names of their hosts, so all of them
+see the same. A host is a machine and the network that its processes see: what connects containers
+of one machine may well be a network. `WEFT_HOST` in a rank's environment names its host instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .base import Wire
+
+__all__ = ["Hosts", "hosts_of"]
+
+_DIGEST = 16  # bytes in which a name travels
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of a group by host.
+
+    Attributes:
+        of: for each rank the number of its host; hosts are numbered in the order of their lowest
+            rank.
+
+    Example:
+        >>> hosts = Hosts.named(["red", "blue", "red", "blue", "red"])
+        >>> hosts.ranks
+        ((0, 2, 4), (1, 3))
+        >>> hosts.in_order
+        False
+    """
+
+    of: tuple[int, ...]
+
+    @classmethod
+    def named(cls, names: Sequence[object]) -> Hosts:
+        """From the name of each rank's host."""
+        number = {name: count for count, name in enumerate(dict.fromkeys(names))}
+        return cls(tuple(number[name] for name in names))
+
+    @functools.cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, ascending."""
+        found: list[list[int]] = [[] for _ in range(max(self.of) + 1)]
+        for rank, host in enumerate(self.of):
+            found[host].append(rank)
+        return tuple(map(tuple, found))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks of each host are neighbours."""
+        return list(self.of) == sorted(self.of)
+
+
+def hosts_of(wire: Wire) -> Hosts:
+    """Who is on which host; the ranks tell each other, together, the first time."""
+    if wire.hosts is None:
+        name = os.environ.get("WEFT_HOST") or f"{wire.host} {_network()}"
+        digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
+        pending = wire.small_all_gather(
+            torch.frombuffer(bytearray(digest), dtype=torch.uint8), _DIGEST
+        )
+        wire.hosts = Hosts.named([bytes(message.tolist()) for message in pending.wait()])
+        pending.release()
+    return wire.hosts
+
+
+def _network() -> int:
+    """The network that this process sees, by number."""
+    try:
+        return Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # no Linux
+        return 0

@@ -1,0 +1,81 @@
+"""Some of a wire's ranks, as a wire: nothing is set up, and nothing fails alone.
+
+`Wire.sub` makes connections of its own, which costs time and must be closed. A schedule that runs
+another schedule among some ranks needs neither: a `Part` only gives the ranks new numbers, and
+sends through the wire that it is a part of. So its messages are counted there, a failure is that
+wire's, with its text and its verdict, and a part may be made anew for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..errors import WeftError
+from . import dense
+from .base import Pending, Recv, Send, Wire
+from .memory import Lease
+
+__all__ = ["Part"]
+
+
+class Part(Wire):
+    """Ranks `ranks` of `wire`, this one among them, numbered in the order given.
+
+    No wire of its own: posts between two ranks match in the order they were made, by whatever part
+    or by the wire itself, and errors tell ranks as the wire numbers them.
+
+    Raises:
+        WeftError: the ranks are not distinct ranks of the wire, or this rank is not among them.
+
+    Example:
+        >>> from weft.wire.threads import group
+        >>> wires = group(3)
+        >>> upper = [Part(wires[rank], [1, 2]) for rank in (1, 2)]
+        >>> upper[0].rank, upper[0].size, upper[1].peers
+        (0, 2, [0])
+    """
+
+    def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
+        chosen = list(ranks)
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(wire.size)):
+            raise WeftError(f"rank {wire.rank}: {chosen} are not distinct ranks of {wire.size}")
+        if wire.rank not in chosen:
+            raise WeftError(f"rank {wire.rank} is none of the ranks {chosen}: it has no part")
+        super().__init__(chosen.index(wire.rank), len(chosen), wire.timeout, wire.host)
+        self._wire, self._ranks = wire, chosen
+        self.memory, self.traffic = wire.memory, wire.traffic
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> Pending:
+        return self._post(sends, recvs, channel)  # the wire counts
+
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+        return self._wire.post(self._sends(sends), self._recvs(recvs), channel)
+
+    def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
+        return self._wire.post_small(self._sends(sends), self._recvs(recvs))
+
+    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        return dense.all_reduce(self, tensor, op)
+
+    def sub(self, ranks: Sequence[int]) -> Part | None:
+        chosen = [self._ranks[rank] for rank in ranks]
+        return Part(self._wire, chosen) if self._wire.rank in chosen else None
+
+    def lease(self, nbytes: int) -> Lease:
+        return self._wire.lease(nbytes)
+
+    def abort(self, reason: str) -> None:
+        self._wire.abort(reason)
+
+    def close(self) -> None:
+        """Nothing to let go of: the wire that this is a part of stays."""
+
+    def _sends(self, sends: Sequence[Send]) -> list[Send]:
+        return [(self._ranks[peer], tensor) for peer, tensor in sends]
+
+    def _recvs(self, recvs: Sequence[Recv]) -> list[Recv]:
+        return [(self._ranks[peer], into) for peer, into in recvs]

@@ -1,0 +1,37 @@
+"""Who is on which host: told once, the same on every rank."""
+
+from __future__ import annotations
+
+from weft.testing import spmd
+from weft.testing.outcome import results
+from weft.testing.threads import on_wires
+from weft.wire.hosts import Hosts, hosts_of
+from weft.wire.threads import group
+
+
+def found(wire):
+    hosts = hosts_of(wire)
+    sent = wire.traffic.messages
+    assert hosts_of(wire) is hosts  # who asks again sends nothing
+    assert wire.traffic.messages == sent
+    return hosts
+
+
+def test_ranks_are_told_apart_by_the_names_of_their_hosts():
+    wires = group(5, hosts=["red", "blue", "red", "green", "blue"])
+    for hosts in results(on_wires(wires, found), "threads"):
+        assert hosts == Hosts((0, 1, 0, 2, 1))
+        assert hosts.ranks == ((0, 2), (1, 4), (3,))
+        assert not hosts.in_order
+
+
+@spmd(1, 3)
+def test_ranks_of_one_machine_are_on_one_host(wire):
+    assert found(wire) == Hosts((0,) * wire.size)
+    assert wire.hosts.in_order
+
+
+def test_the_environment_names_a_host(monkeypatch):
+    monkeypatch.setenv("WEFT_HOST", "everywhere")
+    wires = group(2, hosts=["red", "blue"])
+    assert results(on_wires(wires, found), "threads") == [Hosts((0, 0))] * 2

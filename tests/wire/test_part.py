@@ -1,0 +1,77 @@
+"""Some of a wire's ranks, as a wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.testing import contract, spmd
+from weft.wire.part import Part
+
+PAIRS = (contract.channels, contract.shorter, contract.empty, contract.leases)
+ANY = (
+    contract.exchange,
+    contract.keep_order,
+    contract.gather_small,
+    contract.reduce_exactly,
+    contract.reduce_nan,
+    contract.reduce_beside_messages,
+)
+
+
+@spmd(3, 5)
+def test_a_part_does_what_wires_do(wire):
+    """Backwards, while a rank that has no part in it looks on."""
+    ranks = list(range(wire.size - 2, -1, -1))
+    if wire.rank in ranks:
+        part = Part(wire, ranks)
+        assert (part.rank, part.size) == (ranks.index(wire.rank), len(ranks))
+        for body in (*ANY, *(PAIRS if part.size == 2 else ())):
+            body(part)
+        part.close()
+    contract.exchange(wire)
+
+
+@spmd(5, on=("threads",))
+def test_the_wire_counts_what_its_parts_send(wire):
+    before = wire.traffic.messages, wire.traffic.bytes
+    if wire.rank in (2, 4):
+        part = Part(wire, [4, 2])
+        peer = 1 - part.rank
+        part.post([(peer, torch.zeros(4))], [(peer, 16)]).wait()
+        part.post_small([(peer, torch.zeros(2))], [(peer, 8)]).wait()
+        assert wire.traffic.messages == before[0] + 2
+        assert wire.traffic.bytes == before[1] + 24
+        assert wire.traffic.to[6 - wire.rank] == 24
+    else:
+        assert (wire.traffic.messages, wire.traffic.bytes) == before
+
+
+@spmd(4, on=("threads",))
+def test_a_failure_in_a_part_is_everybodys(wire):
+    if wire.rank == 3:
+        Part(wire, [3, 1]).abort("out of memory")
+        return
+    with pytest.raises(weft.WireError, match="rank 3 gave up: out of memory") as caught:
+        if wire.rank == 1:
+            Part(wire, [3, 1]).post((), [(0, 8)]).wait()
+        else:
+            wire.post((), [(2 - wire.rank, 8)]).wait()
+    assert caught.value.culprit == 3
+
+
+@spmd(5, on=("threads",))
+def test_a_part_of_a_part(wire):
+    if wire.rank == 0:
+        with pytest.raises(weft.WeftError, match=r"rank 0 is none of the ranks \[4, 2\]"):
+            Part(wire, [4, 2])
+        for wrong in ([0, 0], [0, 5]):
+            with pytest.raises(weft.WeftError, match="are not distinct ranks of 5"):
+                Part(wire, wrong)
+        return
+    inner = Part(wire, [4, 3, 2, 1]).sub([2, 0])
+    assert (inner is None) == (wire.rank in (1, 3))
+    if inner is not None:
+        assert inner.rank == (2, 4).index(wire.rank)
+        contract.exchange(inner)
