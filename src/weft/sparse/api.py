@@ -5,18 +5,18 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
-from . import run
+from . import coalesced, run
 from .choice import Explanation
 from .record import Record, recording, started
-from .request import Request
+from .request import NOTHING, Request
 
 __all__ = ["explain", "sparse_all_reduce"]
 
@@ -67,12 +67,10 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     wire = default.resolve(group)
-    requests = _requests(rows, op, algorithm, wire_dtype, out)
-
-    def job() -> Any:
-        results = [reduce_now(wire, request)[0] for request in requests]
-        return results[: len(rows)] if isinstance(rows, list) else results[0]
-
+    if isinstance(rows, list):
+        job = _list_job(wire, rows, op, algorithm, wire_dtype, out)
+    else:
+        job = _job(wire, Request.of(rows, op, algorithm, wire_dtype, out))
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
@@ -102,24 +100,43 @@ def explain(
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
 
-def _requests(rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any) -> list[Request]:
-    """One request, or one for each table of a list; an empty list is an empty table."""
-    if not isinstance(rows, list):
-        return [Request.of(rows, op, algorithm, wire_dtype, out)]
-    tables = rows or [Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))]
-    outs = out if isinstance(out, list) else [out] * len(tables)
+def _job(wire: Wire, request: Request) -> Callable[[], Any]:
+    """What reduces one table when its turn has come."""
+    return lambda: reduce_now(wire, request)[0]
+
+
+def _list_job(
+    wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
+) -> Callable[[], list[Any]]:
+    """What reduces a list of tables when its turn has come; an empty list is an empty table."""
+    tables = rows or [NOTHING]
+    places = list(out) if isinstance(out, list) else []
     requests = [
         Request.of(table, op, algorithm, wire_dtype, place)
-        for table, place in zip_longest(tables, outs[: len(tables)])
+        for table, place in zip_longest(tables, places[: len(tables)])
     ]
-    for request in requests:
-        request.fields["number of tables"] = len(rows)
-        if out is not None and (not isinstance(out, list) or len(out) != len(rows)):
-            request.error = (
-                f"out is for {len(out) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
-                "pass a list with one for each"
-            )
-    return requests
+    requests[0].fields["number of tables"] = len(rows)
+    error = None
+    if out is not None and len(places) != len(rows):
+        error = (
+            f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
+            "pass a list with one for each"
+        )
+
+    def job() -> list[Any]:
+        with recording(wire, "sparse_all_reduce") as note:
+            done = coalesced.reduced(wire, requests, error)
+        note(
+            done.algorithm,
+            rows=sum(request.distinct.indices.numel() for request in requests),
+            total=done.total,
+            union=sum(map(len, done.rows)),
+            bound=done.bound,
+        )
+        results = zip(requests, done.rows, strict=True)
+        return [request.restore(result) for request, result in results][: len(rows)]
+
+    return job
 
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:

@@ -248,13 +248,18 @@ def _alone(mine: Rows, call: Call) -> Rows:
 
 
 def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
-    """Tell each other whether a caller's function raised; raises alike on all ranks.
+    """Tell each other what went wrong since the opening, if anything may have; raises alike.
 
-    With a `count`, the rows of a result that only this rank has, also whether it fits.
+    That is what a caller's function raised. With a `count`, the rows of a result that only this
+    rank has, also that it does not fit.
     """
-    header, trouble = call.header, call.trouble
-    if not (header.fallible or (count is not None and header.limited)):
-        return
+    if call.header.fallible or (count is not None and call.header.limited):
+        confess(wire, name, call, count)
+
+
+def confess(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
+    """`settle` where something may have gone wrong."""
+    trouble = call.trouble
     sentence = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
     if sentence is None and count is not None and isinstance(call.out, tuple):
         room = call.out[0].numel()
