@@ -9,7 +9,15 @@ from . import sparse
 from .bootstrap.init import init, shutdown
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
-from .sparse import algorithm, explain, sparse_all_reduce
+from .sparse import (
+    algorithm,
+    explain,
+    sparse_all_gather,
+    sparse_all_reduce,
+    sparse_broadcast,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
 from .wire.base import Wire
 
 if _typing.TYPE_CHECKING:
@@ -30,7 +38,11 @@ __all__ = [
     "init",
     "shutdown",
     "sparse",
+    "sparse_all_gather",
     "sparse_all_reduce",
+    "sparse_broadcast",
+    "sparse_reduce",
+    "sparse_reduce_scatter",
 ]
 
 

@@ -223,8 +223,11 @@ def _combining(
 def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> _Statement:
     assert upper is not None
     first = lower if lower.error else upper
-    body = lower.body if first.error else combine(lower.body, upper.body)
-    return _Statement(_join([lower, upper]), first.error, first.error_rank, body)
+    groups = _join([lower, upper])
+    # bodies of an erring rank, or of different calls, need not be what `combine` expects
+    calls = {group.split(_FIELD, 1)[0].split(_VALUE)[1] for group in groups.decode().split(_GROUP)}
+    body = lower.body if first.error or len(calls) > 1 else combine(lower.body, upper.body)
+    return _Statement(groups, first.error, first.error_rank, body)
 
 
 def _join(said: list[_Statement]) -> bytes:

@@ -14,9 +14,14 @@ from . import (  # register, in the order they are listed
     ring,
     split,
 )
-from .api import Record, explain, last_call, sparse_all_reduce
+from .all_gather import sparse_all_gather
+from .api import explain, sparse_all_reduce
+from .broadcast import sparse_broadcast
 from .choice import Explanation
 from .cost import Cost, Load
+from .record import Record, last_call
+from .reduce import sparse_reduce
+from .reduce_scatter import sparse_reduce_scatter
 from .registry import ALGORITHMS, Algorithm, algorithm
 
 __all__ = [
@@ -36,6 +41,10 @@ __all__ = [
     "last_call",
     "mask",
     "ring",
+    "sparse_all_gather",
     "sparse_all_reduce",
+    "sparse_broadcast",
+    "sparse_reduce",
+    "sparse_reduce_scatter",
     "split",
 ]

@@ -5,54 +5,20 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch.profiler import record_function
 
-from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
-from . import run
+from . import coalesced, run
 from .choice import Explanation
-from .request import Request
+from .record import Record, recording, started
+from .request import NOTHING, Request
 
-if TYPE_CHECKING:
-    from ..wire.worker import Work
-
-__all__ = ["Record", "explain", "last_call", "sparse_all_reduce"]
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What one sparse all-reduce did, on this rank.
-
-    Attributes:
-        algorithm: what ran; "eager" where all rows travelled in the opening exchange.
-        rows: rows of this rank, without duplicates.
-        total: rows of all ranks together, K.
-        union: rows of the result, U.
-        messages: sent by this rank, the opening exchange included.
-        sent_bytes: in those messages.
-        bound_bytes: bytes that the average rank must receive, whatever the algorithm.
-        seconds: from the opening to the result.
-    """
-
-    algorithm: str
-    rows: int
-    total: int
-    union: int
-    messages: int
-    sent_bytes: int
-    bound_bytes: int
-    seconds: float
-
-
-_records: WeakKeyDictionary[Wire, Record] = WeakKeyDictionary()
+__all__ = ["explain", "sparse_all_reduce"]
 
 
 def sparse_all_reduce(
@@ -101,16 +67,11 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     wire = default.resolve(group)
-    requests = _requests(rows, op, algorithm, wire_dtype, out)
-
-    def job() -> Any:
-        results = [reduce_now(wire, request)[0] for request in requests]
-        return results[: len(rows)] if isinstance(rows, list) else results[0]
-
-    if async_op:
-        work: Work[Any] = wire.worker.submit("sparse_all_reduce", job)
-        return work
-    return wire.worker.call("sparse_all_reduce", job)
+    if isinstance(rows, list):
+        job = _list_job(wire, rows, op, algorithm, wire_dtype, out)
+    else:
+        job = _job(wire, Request.of(rows, op, algorithm, wire_dtype, out))
+    return started(wire, "sparse_all_reduce", job, async_op)
 
 
 def explain(
@@ -139,45 +100,54 @@ def explain(
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
 
-def last_call(group: Any = None) -> Record | None:
-    """What the last sparse all-reduce on this group did, on this rank; None before the first."""
-    return _records.get(default.resolve(group))
+def _job(wire: Wire, request: Request) -> Callable[[], Any]:
+    """What reduces one table when its turn has come."""
+    return lambda: reduce_now(wire, request)[0]
 
 
-def _requests(rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any) -> list[Request]:
-    """One request, or one for each table of a list; an empty list is an empty table."""
-    if not isinstance(rows, list):
-        return [Request.of(rows, op, algorithm, wire_dtype, out)]
-    tables = rows or [Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))]
-    outs = out if isinstance(out, list) else [out] * len(tables)
+def _list_job(
+    wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
+) -> Callable[[], list[Any]]:
+    """What reduces a list of tables when its turn has come; an empty list is an empty table."""
+    tables = rows or [NOTHING]
+    places = list(out) if isinstance(out, list) else []
     requests = [
         Request.of(table, op, algorithm, wire_dtype, place)
-        for table, place in zip_longest(tables, outs[: len(tables)])
+        for table, place in zip_longest(tables, places[: len(tables)])
     ]
-    for request in requests:
-        request.fields["number of tables"] = len(rows)
-        if out is not None and (not isinstance(out, list) or len(out) != len(rows)):
-            request.error = (
-                f"out is for {len(out) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
-                "pass a list with one for each"
-            )
-    return requests
+    requests[0].fields["number of tables"] = len(rows)
+    error = None
+    if out is not None and len(places) != len(rows):
+        error = (
+            f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
+            "pass a list with one for each"
+        )
+
+    def job() -> list[Any]:
+        with recording(wire, "sparse_all_reduce") as note:
+            done = coalesced.reduced(wire, requests, error)
+        note(
+            done.algorithm,
+            rows=sum(request.distinct.indices.numel() for request in requests),
+            total=done.total,
+            union=sum(map(len, done.rows)),
+            bound=done.bound,
+        )
+        results = zip(requests, done.rows, strict=True)
+        return [request.restore(result) for request, result in results][: len(rows)]
+
+    return job
 
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
     """One call whose turn on the wire it is: the result in the form asked for, and what it did."""
-    start, messages, sent = time.perf_counter(), wire.traffic.messages, wire.traffic.bytes
-    with record_function("weft::sparse_all_reduce"):
+    with recording(wire, "sparse_all_reduce") as note:
         done = run.reduced(wire, request)
-    load, result = done.load, done.rows
-    record = _records[wire] = Record(
+    record = note(
         done.algorithm,
-        request.distinct.indices.numel(),
-        load.total,
-        len(result),
-        wire.traffic.messages - messages,
-        wire.traffic.bytes - sent,
-        round(load.bound),
-        time.perf_counter() - start,
+        rows=request.distinct.indices.numel(),
+        total=done.load.total,
+        union=len(done.rows),
+        bound=done.load.bound,
     )
-    return request.restore(result), record
+    return request.restore(done.rows), record

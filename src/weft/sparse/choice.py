@@ -7,7 +7,7 @@ measured by all ranks together, so every rank chooses alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,8 +111,10 @@ def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:
     return is_direct(wire) and RowsInHeader.fit(load.most, index.itemsize, load.row)
 
 
-def choose(wire: Wire, load: Load, algorithm: str) -> str:
-    """The name of the algorithm for a load that was not served eagerly.
+def choose(
+    wire: Wire, load: Load, algorithm: str, among: Collection[str] = ALGORITHMS.keys()
+) -> str:
+    """The name of the algorithm for a load that was not served eagerly; `auto` looks `among` some.
 
     Raises:
         WeftError: the algorithm that was asked for cannot serve this load; on every rank.
@@ -123,7 +125,8 @@ def choose(wire: Wire, load: Load, algorithm: str) -> str:
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    return next(line.algorithm for line in _lines(load, link_of(wire)) if not line.verdict)
+    lines = [line for line in _lines(load, link_of(wire)) if line.algorithm in among]
+    return next(line.algorithm for line in lines if not line.verdict)
 
 
 def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:

@@ -30,7 +30,7 @@ __all__ = ["Header", "RowsInHeader", "of_all"]
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
 _FIXED = struct.Struct("<9q2?6x")  # 80 bytes: what follows stays aligned
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 
 Longs = NDArray[np.int64]
 
@@ -75,7 +75,7 @@ class Header:
             count,
             count,
             int(indices[-1]) if count else -1,
-            _NO_LIMIT if capacity is None else capacity,
+            NO_LIMIT if capacity is None else capacity,
             rank,
             True,
             fallible,
@@ -149,6 +149,11 @@ class Header:
             *_thinned(points[order], weights[order]),
         )
 
+    @property
+    def limited(self) -> bool:
+        """Whether some rank passed memory of a certain size."""
+        return self.capacity < NO_LIMIT
+
     def union(self, height: int | None) -> int:
         """Rows that the result will have: an estimate, the same on every rank."""
         if self.alike:
@@ -182,7 +187,7 @@ class RowsInHeader:
     def pack(self) -> Tensor:
         """The rows as bytes."""
         count, wide = self.indices.numel(), self.indices.dtype is torch.int64
-        limit = _NO_LIMIT if self.capacity is None else self.capacity
+        limit = NO_LIMIT if self.capacity is None else self.capacity
         # -1 in place of the sketch's length is what tells rows from a header
         head = _FIXED.pack(count, 0, 0, 0, limit, 0, -1, 0, 0, wide, self.fallible)
         parts = (np.frombuffer(head, np.uint8), *map(_numpy_bytes, (self.indices, self.values)))
@@ -207,7 +212,7 @@ class RowsInHeader:
         return cls(
             typed(body, (count,), index, _FIXED.size),
             typed(body, (count, *row_shape), dtype, start),
-            None if limit == _NO_LIMIT else limit,
+            None if limit == NO_LIMIT else limit,
             fallible,
         )
 
@@ -219,7 +224,7 @@ class RowsInHeader:
 def of_all(everyone: list[RowsInHeader]) -> Header:
     """The header of ranks that all sent their rows: without a sample, since nobody will choose."""
     counts = [rows.indices.numel() for rows in everyone]
-    limits = [_NO_LIMIT if rows.capacity is None else rows.capacity for rows in everyone]
+    limits = [NO_LIMIT if rows.capacity is None else rows.capacity for rows in everyone]
     nothing = np.empty(0, np.int64)
     return Header(
         sum(counts),

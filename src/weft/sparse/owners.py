@@ -12,6 +12,7 @@ operations that every machine rounds alike.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, searchsorted
 
 from .header import Header
@@ -21,8 +22,14 @@ __all__ = ["cuts", "parts"]
 _BINS = 64
 
 
-def cuts(header: Header, ranks: int) -> list[int]:
-    """`ranks - 1` indices, ascending: owner r sums from cut r-1 up to, not including, cut r."""
+def cuts(header: Header, ranks: int, sizes: NDArray[np.int64] | None = None) -> list[int]:
+    """`ranks - 1` indices, ascending: owner r sums from cut r-1 up to, not including, cut r.
+
+    Args:
+        header: of all ranks together.
+        ranks: owners.
+        sizes: bytes of the rows at each of the header's points; None: all rows are alike.
+    """
     if header.total == 0:
         return [0] * (ranks - 1)
     count = len(header.points)
@@ -43,6 +50,8 @@ def cuts(header: Header, ranks: int) -> list[int]:
         power >>= 1
     union = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
     work = rows + (ranks - 1) * np.maximum(union, 1)
+    if sizes is not None:
+        work = work * np.maximum(np.add.reduceat(header.weights * sizes, starts) // rows, 1)
 
     done = np.concatenate([[0], np.cumsum(work)])
     result = []

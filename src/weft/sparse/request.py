@@ -23,12 +23,13 @@ from ..wire import link
 from . import registry
 from .call import Out
 
-__all__ = ["Request", "RowsLike"]
+__all__ = ["NOTHING", "Request", "RowsLike"]
 
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
 
-_NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
+NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
+"""No rows, of no shape in particular."""
 
 
 class _WrongError(Exception):
@@ -50,9 +51,9 @@ class Request:
         restore: gives a result the form that the rows were given in.
     """
 
-    rows: Rows = _NOTHING
+    rows: Rows = NOTHING
     distinct: kernels.Distinct = field(
-        default_factory=lambda: kernels.Distinct(_NOTHING.indices, None, None)
+        default_factory=lambda: kernels.Distinct(NOTHING.indices, None, None)
     )
     op: Op = OPS["sum"]
     algorithm: str = "auto"
@@ -85,6 +86,18 @@ class Request:
             request.error = str(error)
         return request
 
+    @classmethod
+    def to_move(cls, rows: object, out: object) -> Request:
+        """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
+        request = cls()
+        try:
+            request._take_rows(rows, sort=False)
+            request._take_algorithm("auto")
+            request._take_out(out)
+        except (_WrongError, WeftError) as error:
+            request.error = str(error)
+        return request
+
     @property
     def capacity(self) -> int | None:
         """Rows that the caller's buffers hold, None where that is no limit."""
@@ -95,7 +108,14 @@ class Request:
         """Whether a function of the caller's takes part."""
         return callable(self.out) or not self.op.builtin
 
-    def _take_rows(self, given: object) -> None:
+    def take_out(self, out: object) -> None:
+        """Check `out`, for a request that was made without."""
+        try:
+            self._take_out(out)
+        except _WrongError as error:
+            self.error = str(error)
+
+    def _take_rows(self, given: object, *, sort: bool = True) -> None:
         rows, self.restore = _unwrapped(given)
         indices, values = rows.indices, rows.values
         if indices.dim() != 1:
@@ -112,9 +132,11 @@ class Request:
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
         self.rows = Rows(indices.detach().cpu(), values.detach().cpu(), rows.height)
-        self.distinct = kernels.distinct(self.rows.indices)
+        if sort:
+            self.distinct = kernels.distinct(self.rows.indices)
         if indices.numel():
-            low, high = (int(self.distinct.indices[end]) for end in (0, -1))
+            sorted_ = self.distinct.indices if sort else torch.stack(self.rows.indices.aminmax())
+            low, high = (int(sorted_[end]) for end in (0, -1))
             if low < 0:
                 raise _WrongError(f"index {low} is negative: indices count from 0")
             if rows.height is not None and high >= rows.height:
@@ -165,7 +187,9 @@ class Request:
                 f"out has indices of shape {tuple(indices.shape)} and values of shape "
                 f"{tuple(space.shape)}: both must hold the same number of rows"
             )
-        if len(self.rows) and space.shape[1:] != values.shape[1:]:
+        if not len(self.rows):  # then the row shape is the others' to say, and must be this
+            self.fields["row shape"] = tuple(space.shape[1:])
+        elif space.shape[1:] != values.shape[1:]:
             raise _WrongError(
                 f"out's values have row shape {tuple(space.shape[1:])}, the rows have "
                 f"{tuple(values.shape[1:])}"

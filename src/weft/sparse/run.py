@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,16 @@ from .header import Header, RowsInHeader, of_all
 from .registry import find
 from .request import Request
 
-__all__ = ["Done", "explained", "reduced"]
+__all__ = [
+    "Done",
+    "explained",
+    "handed_out",
+    "merge_eager",
+    "opened",
+    "reduced",
+    "settle",
+    "too_small",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +51,24 @@ class Done:
     load: Load
 
 
-def reduced(wire: Wire, request: Request) -> Done:
-    """Run one call; collective."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A call that all ranks agreed on.
+
+    Attributes:
+        call: what every rank knows of it.
+        mine: this rank's rows, canonical; valid inside of `opened`.
+        everyone: the rows of all ranks, if all of them came in the opening exchange.
+    """
+
+    call: Call
+    mine: Rows
+    everyone: list[RowsInHeader] | None
+
+
+@contextmanager
+def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
+    """Agree on a call and look at everybody's rows; collective."""
     given, count = request.rows, request.distinct.indices.numel()
     call = Call(
         wire,
@@ -57,31 +83,48 @@ def reduced(wire: Wire, request: Request) -> Done:
     eager = eager and RowsInHeader.fit(count, given.indices.element_size(), given.row_bytes)
     with wire.lease(count * given.row_bytes) as memory:
         own = _Own(request, call, memory)
-        agreement = _open(wire, request, "sparse_all_reduce", own if eager else None, own.reduce)
+        agreement = _open(wire, request, name, own if eager else None, own.reduce)
         try:
             load = _load(wire, request, agreement, call)
             values = own.reduce().view(count, *call.row_shape)
             mine = Rows(request.distinct.indices, values, given.height)
+            everyone = None
             if eager and is_eager(wire, load, given.indices.dtype):
-                name, result = EAGER, _merge_eager(agreement.bodies, mine, call)
-            else:
-                call.load = load = with_link(wire, load) if wire.size > 1 else load
-                name = choose(wire, load, request.algorithm)
-                result = _alone(mine, call) if name == ALONE else find(name).run(mine, call)
+                everyone = [
+                    RowsInHeader.unpack(body, call.row_shape, call.dtype)
+                    for body in agreement.bodies
+                ]
+            elif wire.size > 1:
+                call.load = with_link(wire, load)
+            yield Opened(call, mine, everyone)
         finally:
             agreement.release()
-    if call.header.fallible:
-        _settle(wire, call)
+
+
+def reduced(wire: Wire, request: Request) -> Done:
+    """Run one call; collective."""
+    with opened(wire, request, "sparse_all_reduce") as opening:
+        call, mine = opening.call, opening.mine
+        if opening.everyone is not None:
+            name, result = EAGER, merge_eager(opening.everyone, call)
+        else:
+            name = choose(wire, call.load, request.algorithm)
+            result = _alone(mine, call) if name == ALONE else find(name).run(mine, call)
+    settle(wire, "sparse_all_reduce", call)
     if len(result) > call.header.capacity:
         raise WeftError(
-            f"rank {call.header.tightest}: out holds {call.header.capacity} rows, the result has "
-            f"{len(result)}: pass larger buffers, or a function that allocates them"
+            f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
-    if call.target is not None:
-        call.target.indices.copy_(result.indices)
-        call.target.values.copy_(result.values)
-        result = call.target
-    return Done(name, result, load.with_union(len(result)))
+    return Done(name, handed_out(result, call), call.load.with_union(len(result)))
+
+
+def handed_out(result: Rows, call: Call) -> Rows:
+    """The result where the caller wants it."""
+    if call.target is None:
+        return result
+    call.target.indices.copy_(result.indices)
+    call.target.values.copy_(result.values)
+    return call.target
 
 
 def explained(wire: Wire, request: Request) -> Explanation:
@@ -125,6 +168,7 @@ def _open(
     eager: _Own | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Agreement:
+    """Exchange headers, or the rows themselves from ranks whose rows are few; collective."""
     indices, capacity, fallible = request.distinct.indices, request.capacity, request.fallible
     if eager is not None:
         body = RowsInHeader(indices, eager.reduce(), capacity, fallible).pack()
@@ -183,9 +227,8 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
     return call.load
 
 
-def _merge_eager(bodies: list[Tensor], mine: Rows, call: Call) -> Rows:
+def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
     """Merge the rows that came in the opening exchange."""
-    everyone = [RowsInHeader.unpack(body, call.row_shape, call.dtype) for body in bodies]
     indices, values = kernels.merge(
         [(rows.indices.to(call.wire_index), rows.values) for rows in everyone],
         call.op,
@@ -204,12 +247,34 @@ def _alone(mine: Rows, call: Call) -> Rows:
     return result
 
 
-def _settle(wire: Wire, call: Call) -> None:
-    """Tell each other whether a caller's function raised; raises alike on all ranks."""
+def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
+    """Tell each other what went wrong since the opening, if anything may have; raises alike.
+
+    That is what a caller's function raised. With a `count`, the rows of a result that only this
+    rank has, also that it does not fit.
+    """
+    if call.header.fallible or (count is not None and call.header.limited):
+        confess(wire, name, call, count)
+
+
+def confess(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
+    """`settle` where something may have gone wrong."""
     trouble = call.trouble
     sentence = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
+    if sentence is None and count is not None and isinstance(call.out, tuple):
+        room = call.out[0].numel()
+        if room < count:
+            sentence = too_small(room, count)
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
-        agree(wire, "the end of sparse_all_reduce", {}, sentence, nothing, lambda a, b: a).release()
+        agree(wire, f"the end of {name}", {}, sentence, nothing, lambda a, b: a).release()
     except WeftError as error:
         raise error from trouble
+
+
+def too_small(room: int, count: int) -> str:
+    """What is said of an `out` that is."""
+    return (
+        f"out holds {room} rows, the result has {count}: pass larger buffers, or a function that "
+        "allocates them"
+    )

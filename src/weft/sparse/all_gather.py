@@ -1,0 +1,83 @@
+"""`sparse_all_gather`: every rank gets the rows of all, one rank's after another's.
+
+For rows that must not be combined, or not yet: samples, queues of indices, gradients that are
+clipped one rank at a time. The schedule is `collect`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..wire import default
+from .collect import collected
+from .record import recording, started
+from .request import Request
+
+__all__ = ["sparse_all_gather"]
+
+_NAME = "sparse_all_gather"
+
+
+def sparse_all_gather(
+    rows: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    return_counts: bool = False,
+    out: Any = None,
+) -> Any:
+    """Concatenate the rows of all ranks in rank order; every rank gets all of them.
+
+    Args:
+        rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`; the result has the same form
+            and device. Indices are int32 or int64; values `[k, *row_shape]` of any dtype. Ranks may
+            have different numbers of rows, or none.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
+            change before.
+        return_counts: also return how many rows are of each rank.
+        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
+            room for it, or a function that allocates them.
+
+    Returns:
+        The rows of rank 0 as they were given, then those of rank 1, and so on: not sorted, and
+        duplicates stay (a COO tensor is not coalesced). With `return_counts` a pair of that and
+        of an int64 tensor `[size]`.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
+            small; the same text on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     rows = torch.tensor([7, wire.rank]), torch.ones(2)
+        ...     (indices, _), counts = weft.sparse_all_gather(rows, return_counts=True)
+        ...     return indices.tolist(), counts.tolist()
+        >>> run(2, program)[0]
+        ([7, 0, 7, 1], [2, 2])
+    """
+    wire = default.resolve(group)
+    request = Request.to_move(rows, out)
+
+    def job() -> Any:
+        with recording(wire, _NAME) as note:
+            all_ = collected(wire, request, _NAME)
+        total = all_.load.total
+        note(
+            all_.algorithm,
+            rows=len(request.rows),
+            total=total,
+            union=total,
+            bound=(wire.size - 1) / wire.size * total * (all_.load.row + 4),
+        )
+        result = request.restore(all_.rows)
+        if isinstance(result, torch.Tensor):
+            result._coalesced_(False)  # duplicates stay
+        return (result, torch.tensor(all_.counts)) if return_counts else result
+
+    return started(wire, _NAME, job, async_op)

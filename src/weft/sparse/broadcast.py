@@ -1,0 +1,144 @@
+"""`sparse_broadcast`: every rank gets the rows that one rank has.
+
+Few rows travel in the opening exchange; more go from rank to rank along the ring in chunks
+(`collect`, where all others have no rows), so a link carries them once. The chunks are such that
+filling the chain takes no longer than need be.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from typing import Any
+
+import torch
+
+from ..rows import Rows
+from ..wire import default
+from ..wire.base import Wire
+from .choice import link_of
+from .collect import collected
+from .cost import Load
+from .record import recording, started
+from .request import NOTHING, Request
+
+__all__ = ["sparse_broadcast"]
+
+_NAME = "sparse_broadcast"
+_CHUNK = 1 << 14  # bytes of the smallest chunk
+
+
+def sparse_broadcast(
+    rows: Any,
+    group_src: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    out: Any = None,
+) -> Any:
+    """Give the rows of one rank to all.
+
+    Args:
+        rows: on `group_src` a sparse COO tensor, `(indices, values)`, or `weft.Rows`; indices are
+            int32 or int64, values `[k, *row_shape]` of any dtype. The other ranks' are not looked
+            at: pass None.
+        group_src: the rank, in the group, whose rows they are; the same on every rank.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
+            change before.
+        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
+            room for it, or a function that allocates them.
+
+    Returns:
+        The rows as they were given, not sorted, duplicates included; in the form that `group_src`
+        gave them in, on every rank; on the CPU on the others.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
+            small; the same text on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     rows = (torch.tensor([7, 2]), torch.ones(2)) if wire.rank == 1 else None
+        ...     return weft.sparse_broadcast(rows, group_src=1)[0].tolist()
+        >>> run(3, program)
+        [[7, 2], [7, 2], [7, 2]]
+    """
+    wire = default.resolve(group)
+    here = wire.rank == group_src
+    request = Request.to_move(rows, out) if here else _listener(out)
+    if not isinstance(group_src, int) or not 0 <= group_src < wire.size:
+        request.error = (
+            f"group_src is {group_src!r}: pass a rank of the group, 0 to {wire.size - 1}"
+        )
+    request.fields["group_src"] = group_src
+    request.fields["form"] = None
+    if here and request.error is None:
+        request.fields["form"] = _form_of(rows)
+        request.fields["row shape"] = tuple(request.rows.row_shape)
+
+    def job() -> Any:
+        with recording(wire, _NAME) as note:
+            all_ = collected(wire, request, _NAME, lambda load: _chunk(wire, load))
+        total = all_.load.total
+        note(
+            all_.algorithm,
+            rows=len(request.rows),
+            total=total,
+            union=total,
+            bound=(wire.size - 1) / wire.size * total * (all_.load.row + 4),
+        )
+        form = all_.fields["form"]
+        result = request.restore(all_.rows) if here else _formed(all_.rows, form)
+        if isinstance(result, torch.Tensor):
+            result._coalesced_(form.endswith(_COALESCED))
+        return result
+
+    return started(wire, _NAME, job, async_op)
+
+
+_COALESCED = "coalesced"
+
+
+def _form_of(rows: Any) -> str:
+    """In words, so that the others can give theirs the same form."""
+    if isinstance(rows, torch.Tensor):
+        coalesced = f" {_COALESCED}" if rows.is_coalesced() else ""
+        return f"coo|{tuple(rows.shape)}|{rows.sparse_dim()}|{coalesced}"
+    return "rows" if isinstance(rows, Rows) else "pair"
+
+
+def _formed(rows: Rows, form: str) -> Any:
+    if form == "rows":
+        return rows
+    if form == "pair":
+        return rows.indices, rows.values
+    return rows.to_coo(ast.literal_eval(form.split("|")[1]))
+
+
+def _listener(out: Any) -> Request:
+    """The request of a rank that has no rows to give, and knows of them what `out` tells."""
+    request = Request.to_move(NOTHING, None)
+    unknown = ("index dtype", "value dtype", "row shape", "height")
+    request.fields.update(dict.fromkeys(unknown))
+    if isinstance(out, tuple | list) and len(out) == 2:
+        like = [part[:0] for part in out if isinstance(part, torch.Tensor) and part.dim()]
+        if len(like) == 2:
+            request = Request.to_move((like[0], like[1]), out)
+            request.fields["height"] = None
+            return request
+    request.take_out(out)
+    return request
+
+
+def _chunk(wire: Wire, load: Load) -> int:
+    """Bytes of a chunk: small ones fill the chain sooner, large ones are fewer."""
+    if load.ranks < 3:
+        return load.chunk
+    link = link_of(wire)
+    size = load.total * (load.row + load.index)
+    best = math.sqrt(size * link.work / ((load.ranks - 2) * link.beta))
+    return max(min(_CHUNK, load.chunk), min(1 << max(0, round(best)).bit_length(), load.chunk))

@@ -1,0 +1,216 @@
+"""Rows as they are, from each rank to all: what `sparse_all_gather` and `sparse_broadcast` share.
+
+Nothing is sorted and nothing combined, so rows may be of any dtype. The opening exchange says how
+many rows each rank has, or carries them; so every length is known, and rows are received where
+they belong. They go round the ring of ranks in chunks: one stream into each host and one out of
+it.
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..agree import BODY, agree, is_direct
+from ..errors import WeftError
+from ..kernels.ops import OPS
+from ..rows import Rows
+from ..wire.base import Wire, as_bytes
+from ..wire.memory import typed
+from .call import Call, row_bytes
+from .choice import ALONE, EAGER, with_link
+from .cost import Load
+from .header import NO_LIMIT, Header
+from .request import Request
+from .run import handed_out, settle, too_small
+from .stream import LISTS, VALUES, Ring
+
+__all__ = ["Collected", "collected"]
+
+_SAID = struct.Struct("<qqq2?6x")  # rows, largest index, room in out; rows are here, out may fail
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All ranks' rows in rank order.
+
+    Attributes:
+        algorithm: "eager", "ring" or "alone".
+        rows: of rank 0, then of rank 1, and so on; each as it was given.
+        counts: how many of each.
+        load: the sizes of the call.
+        fields: what the ranks agreed on.
+    """
+
+    algorithm: str
+    rows: Rows
+    counts: list[int]
+    load: Load
+    fields: dict[str, str]
+
+
+def collected(
+    wire: Wire,
+    request: Request,
+    name: str,
+    chunk: Callable[[Load], int] = lambda load: load.chunk,
+) -> Collected:
+    """Every rank's rows on every rank; collective.
+
+    Args:
+        wire: among whom.
+        request: this rank's rows, and the fingerprint.
+        name: of the call.
+        chunk: bytes of the chunks that go round the ring.
+    """
+    rows = request.rows
+    size = _SAID.size + _aligned(rows.indices.numel() * rows.indices.element_size())
+    size += len(rows) * rows.row_bytes
+    eager = is_direct(wire) and wire.size > 1 and size <= BODY and request.error is None
+    body = _said(request, size if eager else _SAID.size, eager)
+    agreement = agree(
+        wire, name, request.fields, request.error, body, lambda a, b: torch.cat([a, b])
+    )
+    try:
+        said = [
+            _SAID.unpack_from(body.numpy().data, start)
+            for body in agreement.bodies
+            for start in range(0, body.numel() if not is_direct(wire) else 1, _SAID.size)
+        ]
+        call, counts = _call(wire, request, agreement.fields, said)
+        offsets = [0, *accumulate(counts)]
+        if offsets[-1] > call.header.capacity:
+            text = too_small(call.header.capacity, offsets[-1])
+            raise WeftError(f"rank {call.header.tightest}: {text}")
+        result = call.result(offsets[-1])
+        part = [slice(low, high) for low, high in pairwise(offsets)]
+        if all(here for *_, here, _ in said) and wire.size > 1:
+            algorithm = EAGER
+            for body, place in zip(agreement.bodies, part, strict=True):
+                count = place.stop - place.start
+                start = _SAID.size
+                for into in (result.indices[place], result.values[place]):
+                    size = into.numel() * into.element_size()
+                    as_bytes(into).copy_(body[start : start + size])  # aligned for bytes alone
+                    start += _aligned(count * call.index.itemsize)
+        else:
+            algorithm = ALONE if wire.size == 1 else "ring"
+            if wire.size > 1:
+                call.load = with_link(wire, call.load)
+                call.load = dataclasses.replace(call.load, chunk=chunk(call.load))
+            _round(rows, call, result, part)
+    finally:
+        agreement.release()
+    settle(wire, name, call)
+    return Collected(algorithm, handed_out(result, call), counts, call.load, agreement.fields)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _said(request: Request, size: int, eager: bool) -> Tensor:
+    """The body of a statement: how many rows there are, and the rows themselves where few."""
+    rows, limit = request.rows, request.capacity
+    body = torch.zeros(size, dtype=torch.uint8)
+    raw = bytearray(_SAID.size)
+    _SAID.pack_into(
+        raw,
+        0,
+        len(rows),
+        int(rows.indices.max()) if len(rows) else -1,
+        NO_LIMIT if limit is None else limit,
+        eager,
+        request.fallible,
+    )
+    body[: _SAID.size] = torch.frombuffer(raw, dtype=torch.uint8)
+    if eager:
+        count = rows.indices.numel()
+        typed(body, (count,), rows.indices.dtype, _SAID.size).copy_(rows.indices)
+        start = _SAID.size + _aligned(count * rows.indices.element_size())
+        typed(body, tuple(rows.values.shape), rows.values.dtype, start).copy_(rows.values)
+    return body
+
+
+def _call(
+    wire: Wire, request: Request, fields: dict[str, str], said: list[tuple[int, ...]]
+) -> tuple[Call, list[int]]:
+    """What all ranks together said; also what this rank alone did not know."""
+    index, dtype = (getattr(torch, fields[f"{of} dtype"].split(".")[1]) for of in _DTYPES)
+    shape = fields["row shape"]
+    height = fields["height"]
+    counts, highest, limits, _, fallible = zip(*said, strict=True)
+    call = Call(
+        wire,
+        OPS["sum"],
+        row_shape=tuple(request.rows.row_shape) if shape == "?" else ast.literal_eval(shape),
+        index=index,
+        dtype=dtype,
+        height=int(height) if height.isdigit() else None,
+        out=request.out,
+    )
+    nothing = torch.empty(0, dtype=torch.int64).numpy()
+    call.header = Header(
+        sum(counts),
+        max(counts),
+        min(counts),
+        max(highest),
+        min(limits),
+        limits.index(min(limits)),
+        False,
+        any(fallible),
+        nothing,
+        nothing,
+        nothing,
+    )
+    row = row_bytes(call.row_shape, dtype)
+    call.load = Load(
+        ranks=wire.size,
+        total=sum(counts),
+        most=max(counts),
+        fewest=min(counts),
+        union=sum(counts),
+        height=call.height,
+        row=row,
+        partial=row,
+        index=4 if max(highest) < 2**31 else 8,
+        places=max(highest) + 1,
+    )
+    return call, list(counts)
+
+
+_DTYPES = ("index", "value")
+
+
+def _round(rows: Rows, call: Call, result: Rows, part: list[slice]) -> None:
+    """All rows round the ring, first the indices, then the values."""
+    wire, mine = call.wire, part[call.wire.rank]
+    lists = copy.copy(call)
+    lists.load = dataclasses.replace(call.load, row=call.load.index)
+    narrow = call.wire_index != call.index
+    with wire.lease(len(result) * call.load.index * narrow) as memory:
+        indices = result.indices
+        if narrow:
+            indices = typed(memory, tuple(indices.shape), call.wire_index)
+        if len(rows):  # a rank without any may not know the row shape
+            indices[mine] = rows.indices
+            result.values[mine] = rows.values
+        order = range(wire.size)
+        index_ring = Ring(lists, {rank: indices[part[rank]] for rank in order}, LISTS)
+        value_ring = Ring(call, {rank: result.values[part[rank]] for rank in order}, VALUES)
+        index_ring.send(indices[mine])
+        value_ring.send(result.values[mine])
+        index_ring.finish()
+        value_ring.finish()
+        if narrow:
+            result.indices.copy_(indices)

@@ -1,0 +1,188 @@
+"""`sparse_reduce`: one rank gets the reduction of all ranks' rows.
+
+Few rows travel in the opening exchange. Else it is one of two schedules, whichever is predicted to
+be quicker: `direct`, where everybody sends its rows to the one rank, which merges them all; and
+`owners`, where each rank first sums a range of the indices (`owned`) and the one receives the sums,
+which are fewer rows where ranks overlap, and arithmetic that is shared.
+
+The tree of Rabenseifner's reduce, as in Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH" (IJHPCA 2005), section 4.5: a reduce-scatter, then a
+gather; here of sparse rows.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from ..rows import Rows
+from ..wire import default
+from ..wire.base import Wire, as_bytes
+from ..wire.memory import Lease, typed
+from .call import Call
+from .choice import ALONE, EAGER, link_of
+from .cost import Cost, Load
+from .owned import owned, to_one
+from .owners import cuts
+from .record import recording, started
+from .request import Request
+from .run import handed_out, merge_eager, opened, settle
+from .stream import SUMS, IndexLists, list_messages
+
+__all__ = ["sparse_reduce"]
+
+_NAME = "sparse_reduce"
+
+
+def sparse_reduce(
+    rows: Any,
+    op: Any = "sum",
+    group_dst: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    out: Any = None,
+) -> Any:
+    """Reduce the rows of all ranks; one rank gets the result, the others None.
+
+    Args:
+        rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`, as for
+            `weft.sparse_all_reduce`; the result has the same form and device.
+        op: as for `weft.sparse_all_reduce`.
+        group_dst: the rank, in the group, that gets the result; the same on every rank.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
+            change before.
+        out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; the other
+            ranks' is left alone.
+
+    Returns:
+        On `group_dst` what `weft.sparse_all_reduce` would give, ranks added in rank order; None on
+        the others.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others', or `out` is too
+            small; the same text on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     total = weft.sparse_reduce((torch.tensor([wire.rank, 9]), torch.ones(2)))
+        ...     return None if total is None else total[1].tolist()
+        >>> run(2, program)
+        [[1.0, 1.0, 2.0], None]
+    """
+    wire = default.resolve(group)
+    request = Request.of(rows, op, "auto", None, out if wire.rank == group_dst else None)
+    if not isinstance(group_dst, int) or not 0 <= group_dst < wire.size:
+        request.error = request.error or (
+            f"group_dst is {group_dst!r}: pass a rank of the group, 0 to {wire.size - 1}"
+        )
+    request.fields["group_dst"] = group_dst
+
+    def job() -> Any:
+        with recording(wire, _NAME) as note:
+            algorithm, result, call = _reduced(wire, request, group_dst)
+        load, here = call.load, wire.rank == group_dst
+        note(
+            algorithm,
+            rows=request.distinct.indices.numel(),
+            total=load.total,
+            union=len(result),
+            bound=max(0, load.total - load.union) / load.ranks * (load.row + 4),
+        )
+        return request.restore(result) if here else None
+
+    return started(wire, _NAME, job, async_op)
+
+
+def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
+    with opened(wire, request, _NAME) as opening:
+        call, here = opening.call, wire.rank == dst
+        end = call.header.highest + 1
+        all_his = [0] * (dst + 1) + [end] * (wire.size - dst)
+        if opening.everyone is not None:
+            name = EAGER
+            result = merge_eager(opening.everyone, call) if here else _nothing(call)
+        elif wire.size == 1 or _is_direct_quicker(wire, call.load):
+            name = ALONE if wire.size == 1 else "direct"
+            result = owned(opening.mine, call, all_his)
+        else:
+            name = "owners"
+            result = _by_owners(opening.mine, call, dst)
+    settle(wire, _NAME, call, len(result))
+    return name, handed_out(result, call), call
+
+
+def _nothing(call: Call) -> Rows:
+    return Rows(torch.empty(0, dtype=call.index), torch.empty(0, *call.row_shape, dtype=call.dtype))
+
+
+def _is_direct_quicker(wire: Wire, load: Load) -> bool:
+    link = link_of(wire)
+    # in microseconds: every machine rounds these alike
+    direct, owners = (round(1e6 * cost(load).seconds(link)) for cost in (to_one, _through_owners))
+    return direct <= owners
+
+
+def _through_owners(load: Load) -> Cost:
+    """What it costs at the rank that gets the result, where it is most."""
+    others, share = load.ranks - 1, 1 / load.ranks
+    asked, told = load.mean * share, load.union * share
+    indices = [rows * load.index_of(rows * load.ranks) for rows in (asked, told)]
+    return Cost(
+        rounds=4,
+        messages=others * (list_messages(indices[0]) + load.chunks(asked, load.row) + 2),
+        bytes=others * ((asked + told) * load.row + sum(indices)),
+        merged=load.merging(load.mean),
+    )
+
+
+def _by_owners(rows: Rows, call: Call, dst: int) -> Rows:
+    wire, me, size = call.wire, call.wire.rank, call.wire.size
+    leases: list[Lease] = []
+
+    def place(count: int) -> Rows:
+        leases.append(wire.lease(count * call.load.row))
+        values = typed(leases[-1].tensor, (count, *call.row_shape), call.dtype)
+        return Rows(torch.empty(count, dtype=call.wire_index), values)
+
+    sums = owned(rows, call, (0, *cuts(call.header, size), call.header.highest + 1), place)
+    here = me == dst
+    others = wire.peers if here else []
+    lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
+    runs = lists.wait() | {me: sums.indices}
+    if here:
+        offsets = [0, *accumulate(runs[rank].numel() for rank in range(size))]
+        result = call.result(offsets[-1])
+        part = [slice(low, high) for low, high in pairwise(offsets)]
+        for rank, run in runs.items():
+            result.indices[part[rank]] = run
+        coming = [
+            wire.post((), [(peer, as_bytes(chunk))], SUMS)
+            for peer in others
+            for chunk in _chunks(result.values[part[peer]], call)
+        ]
+        result.values[part[me]] = sums.values
+    else:
+        result = _nothing(call)
+        coming = [
+            wire.post([(dst, as_bytes(chunk))], (), SUMS) for chunk in _chunks(sums.values, call)
+        ]
+    for pending in coming:
+        pending.wait()
+    lists.release()
+    for lease in leases:
+        lease.release()
+    return result
+
+
+def _chunks(values: torch.Tensor, call: Call) -> list[torch.Tensor]:
+    if not call.load.row:
+        return []
+    step = call.chunk_rows
+    return [values[start : start + step] for start in range(0, len(values), step)]

@@ -1,0 +1,177 @@
+"""`sparse_reduce_scatter`: every rank gets the sums of the rows that it owns.
+
+What a table needs that is cut over the ranks: each rank is sent the gradients of its own rows and
+no others. Few rows travel in the opening exchange; else the schedule is `owned`. Ranges are cut by
+`owners`, or given.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..errors import WeftError
+from ..rows import Rows
+from ..wire import default
+from ..wire.base import Wire
+from .call import Call
+from .choice import ALONE, EAGER
+from .header import Header, RowsInHeader
+from .owned import owned
+from .owners import cuts
+from .record import recording, started
+from .request import Request
+from .run import handed_out, merge_eager, opened, settle
+
+__all__ = ["own_part", "sparse_reduce_scatter"]
+
+_NAME = "sparse_reduce_scatter"
+_SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
+
+
+def sparse_reduce_scatter(
+    rows: Any,
+    op: Any = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    ranges: Sequence[int] | None = None,
+    out: Any = None,
+) -> Any:
+    """Reduce the rows of all ranks; every rank gets those of the result that it owns.
+
+    Args:
+        rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`, as for
+            `weft.sparse_all_reduce`; the result has the same form and device.
+        op: as for `weft.sparse_all_reduce`.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
+            change before.
+        ranges: size + 1 ascending integers: rank r owns the indices from `ranges[r]` up to, not
+            including, `ranges[r + 1]`; all indices lie in one of these. None: they are cut so that
+            all ranks have equal work in this call, and `weft.sparse.last_call().ranges` says where.
+        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
+            room for this rank's part, or a function that allocates them.
+
+    Returns:
+        This rank's part of what `weft.sparse_all_reduce` would give: canonical rows, the indices
+        those of the whole tensor. Ranks are added in rank order, so the same inputs give the same
+        bits, and given ranges the same as balanced ones.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
+            small; the same text on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):  # a table of 10 rows, 5 of them on each of two ranks
+        ...     rows = weft.Rows(torch.tensor([2, 7]), torch.ones(2), height=10)
+        ...     return weft.sparse_reduce_scatter(rows, ranges=[0, 5, 10]).indices.tolist()
+        >>> run(2, program)
+        [[2], [7]]
+    """
+    wire = default.resolve(group)
+    request = Request.of(rows, op, "auto", None, out)
+    try:
+        given = None if ranges is None else _checked(ranges, wire.size, request.rows)
+        said = "balanced" if given is None else _said(given)
+    except WeftError as error:
+        given, said = None, None
+        request.error = request.error or str(error)
+    request.fields["ranges"] = said
+
+    def job() -> Any:
+        with recording(wire, _NAME) as note:
+            algorithm, bounds, result, call = _scattered(wire, request, given)
+        load = call.load
+        note(
+            algorithm,
+            rows=request.distinct.indices.numel(),
+            total=load.total,
+            union=len(result),
+            bound=max(0, load.total - load.union) / load.ranks * (load.row + 4),
+            ranges=bounds,
+        )
+        return request.restore(result)
+
+    return started(wire, _NAME, job, async_op)
+
+
+def _scattered(
+    wire: Wire, request: Request, given: tuple[int, ...] | None
+) -> tuple[str, tuple[int, ...], Rows, Call]:
+    with opened(wire, request, _NAME) as opening:
+        call, everyone = opening.call, opening.everyone
+        bounds = given or _balanced(call, everyone)
+        if everyone is not None:
+            parts = [own_part(rows, *bounds[wire.rank : wire.rank + 2]) for rows in everyone]
+            name, result = EAGER, merge_eager(parts, call)
+        else:
+            name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
+            result = owned(opening.mine, call, bounds)
+    settle(wire, _NAME, call, len(result))
+    return name, bounds, handed_out(result, call), call
+
+
+def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:
+    """Those of a rank's rows that lie in a range."""
+    indices = rows.indices.long()
+    first, last = torch.searchsorted(indices, torch.tensor([low, high])).tolist()
+    return RowsInHeader(
+        rows.indices[first:last], rows.values[first:last], rows.capacity, rows.fallible
+    )
+
+
+def _balanced(call: Call, everyone: list[RowsInHeader] | None) -> tuple[int, ...]:
+    header = call.header
+    if everyone is not None:  # then nobody has described his rows yet
+        described = (rows.described(rank) for rank, rows in enumerate(everyone))
+        header = functools.reduce(Header.combine, described)
+    end = header.highest + 1 if call.height is None else call.height
+    return (0, *cuts(header, call.wire.size), end)
+
+
+def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
+    """The ranges as integers.
+
+    Raises:
+        WeftError: they are none, or do not hold all indices.
+    """
+    try:
+        bounds = tuple(int(bound) for bound in ranges)
+    except (TypeError, ValueError):
+        raise WeftError(
+            f"ranges is a {type(ranges).__name__}: pass {size + 1} integers, None for balanced ones"
+        ) from None
+    if len(bounds) != size + 1:
+        raise WeftError(
+            f"ranges has {len(bounds)} bounds: {size} ranks need {size + 1}, from the first index "
+            "of rank 0 to the end"
+        )
+    for low, high in pairwise(bounds):
+        if low > high or low < 0:
+            raise WeftError(f"ranges has {high} after {low}: pass ascending bounds from 0 up")
+    if len(rows):
+        low, high = (int(end) for end in torch.aminmax(rows.indices))
+        outside = low if low < bounds[0] else high
+        if not bounds[0] <= outside < bounds[-1]:
+            raise WeftError(
+                f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
+                f"{bounds[-1]}"
+            )
+    return bounds
+
+
+def _said(bounds: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, bounds))
+    if len(bounds) <= _SHOWN:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{bounds[0]} ... {bounds[-1]} ({len(bounds)} bounds, digest {digest})"

@@ -1,0 +1,335 @@
+"""A list of tables in one call: each table's result as if alone, in one table's messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.sparse import ALGORITHMS, last_call
+from weft.testing import expected, run, spmd
+from weft.wire.link import Link
+
+KINDS = [  # row shape, dtype, index dtype, height
+    ((3,), torch.float32, torch.int64, 50),
+    ((), torch.bfloat16, torch.int32, None),
+    ((2, 2), torch.float64, torch.int64, 40),
+    ((3,), torch.float32, torch.int32, 3 * 10**6),
+    ((3,), torch.int8, torch.int64, None),
+    ((0,), torch.float32, torch.int64, 60),
+    ((5,), torch.float16, torch.int64, 2**40),
+]
+ALIKE = [((3,), torch.float32, index, height) for _, _, index, height in KINDS]
+
+
+def table(rank, number, kind, count):
+    """Rows of one table that depend on the rank's and the table's numbers alone."""
+    shape, dtype, index, height = kind
+    draw = torch.Generator().manual_seed(100 * rank + number)
+    places = min(height or 80, 2**31 - 1 if index is torch.int32 else 2**62)
+    indices = torch.randint(places, (count,), generator=draw)
+    indices[::2] %= min(places, 3 * count + 1)  # some that ranks share
+    values = torch.randint(-4, 5, (count, *shape), generator=draw)
+    return weft.Rows(indices.to(index), values.to(dtype), height)
+
+
+def tables_of(rank, kinds, count, *, missing=()):
+    return [
+        table(rank, number, kind, 0 if (rank, number) in missing else count + number)
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def check(wire, got, kinds, count, op="sum", missing=()):
+    everyone = [tables_of(rank, kinds, count, missing=missing) for rank in range(wire.size)]
+    assert len(got) == len(kinds)
+    for number, result in enumerate(got):
+        want = expected([tables[number] for tables in everyone], op)
+        assert result.indices.dtype == want.indices.dtype
+        assert torch.equal(result.indices, want.indices), number
+        assert result.values.dtype == want.values.dtype
+        assert torch.equal(result.values, want.values), number
+        assert result.height == want.height
+
+
+def mine(wire, kinds, count, missing=()):
+    return tables_of(wire.rank, kinds, count, missing=missing)
+
+
+@pytest.mark.parametrize("kinds", [ALIKE, KINDS, KINDS[1:2]], ids=["alike", "mixed", "one"])
+@pytest.mark.parametrize("name", ["auto", *sorted(ALGORITHMS)])
+@spmd(1, 2, 3, 7)
+def test_each_table_as_if_alone(wire, name, kinds):
+    if name == "dense":  # would make tables of 2**40 rows
+        kinds = [(shape, dtype, torch.int64, 50) for shape, dtype, *_ in kinds]
+    missing = [(0, 2), (1, 0), (2, 6), *((rank, 4) for rank in range(7))]
+    got = weft.sparse_all_reduce(mine(wire, kinds, 20, missing), algorithm=name)
+    check(wire, got, kinds, 20, missing=missing)
+    record = last_call()
+    assert record.union == sum(map(len, got))
+    if wire.size == 1:
+        assert record.algorithm == "alone"
+    else:
+        assert record.algorithm == ("eager" if name == "auto" else name)
+
+
+def check_against_single_calls(wire, rows, **options):
+    """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
+    got = weft.sparse_all_reduce(rows, **options)
+    record = last_call()
+    for result, each in zip(got, rows, strict=True):
+        want = weft.sparse_all_reduce(each, algorithm="gather")
+        assert torch.equal(result.indices, want.indices)
+        assert torch.equal(result.values, want.values)
+    return record.algorithm
+
+
+LARGE = [
+    ((40,), torch.float32, torch.int64, 4000),
+    ((), torch.bfloat16, torch.int32, None),
+    ((2, 30), torch.float64, torch.int64, 4000),
+    ((40,), torch.float32, torch.int32, 3 * 10**6),
+    ((7,), torch.int8, torch.int64, 10**6),
+]
+
+
+@pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3], LARGE[0]], LARGE], ids=["alike", "mixed"])
+@pytest.mark.parametrize("rate", [1e-10, 1e-8])
+@spmd(2, 3, 7)
+def test_more_than_fits_in_the_opening(wire, kinds, rate):
+    wire.link = Link(1e-4, rate, 1e-10, 1e-5)
+    few = {(rank, number) for rank in range(2, 7) for number in (0, 2, 4)}
+    for missing in ((), few):  # the latter: rows that fit on some ranks, headers on the others
+        rows = mine(wire, kinds, 600, missing)
+        assert check_against_single_calls(wire, rows) != "eager"
+
+
+@spmd(2, 3, 8, on=("threads",))
+def test_mixed_split_and_gather_in_chunks(wire):
+    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)  # chunks of 128 KiB
+    kinds = [((200,), torch.float32, torch.int64, 900), ((7,), torch.int8, torch.int64, 900)]
+    for name in ("split", "gather"):
+        assert check_against_single_calls(wire, mine(wire, kinds, 700), algorithm=name) == name
+
+
+@spmd(4, on=("threads",))
+def test_owners_share_the_bytes_of_mixed_tables(wire):
+    kinds = [((1,), torch.float32, torch.int64, None), ((99,), torch.float32, torch.int64, None)]
+    rows = [weft.Rows(torch.arange(2000), torch.ones(2000, *kind[0])) for kind in kinds]
+    before = dict(wire.traffic.to)
+    weft.sparse_all_reduce(rows, algorithm="split")
+    sent = {peer: count - before.get(peer, 0) for peer, count in wire.traffic.to.items()}
+    right = (wire.rank + 1) % wire.size  # gets the ring of sums besides
+    others = [count for peer, count in sent.items() if peer != right]
+    assert max(others) < 1.2 * min(others)
+
+
+@pytest.mark.parametrize("op", ["avg", "max", "last"])
+@spmd(1, 3, on=("threads",))
+def test_operations(wire, op):
+    kinds = [kind for kind in KINDS if kind[1] is not torch.int8]
+    for name in ("auto", "gather", "split"):
+        got = weft.sparse_all_reduce(
+            mine(wire, kinds, 30), last if op == "last" else op, algorithm=name
+        )
+        everyone = [tables_of(rank, kinds, 30) for rank in range(wire.size)]
+        for number, result in enumerate(got):
+            want = expected([tables[number] for tables in everyone], last if op == "last" else op)
+            torch.testing.assert_close(
+                result.values, want.values, rtol=2**-7 if op == "avg" else 0, atol=0
+            )
+
+
+def last(left, right):
+    return right
+
+
+def spread(wire, count, shape, dtype):
+    indices = torch.arange(count) * 7 + wire.rank % 2
+    return weft.Rows(indices, torch.ones(count, *shape, dtype=dtype), 7 * count)
+
+
+@pytest.mark.parametrize("kinds", [ALIKE, KINDS], ids=["alike", "mixed"])
+@spmd(4, on=("threads",))
+def test_a_list_takes_the_messages_of_one_table(wire, kinds):
+    shapes = [kinds[number % len(kinds)][:2] for number in range(26)]
+    # few rows: one message to each peer, however many tables
+    weft.sparse_all_reduce([spread(wire, 20, *kind) for kind in shapes])
+    assert last_call().algorithm == "eager"
+    assert last_call().messages == wire.size - 1
+
+    # more: as one table with as many rows, and bytes
+    many = [spread(wire, 500, *kind) for kind in shapes]
+    width = round(sum(rows.row_bytes for rows in many) / 26)
+    one = spread(wire, 26 * 500, (width,), torch.int8)
+    for name in ("gather", "split"):
+        weft.sparse_all_reduce(many, algorithm=name)
+        messages = last_call().messages
+        weft.sparse_all_reduce(one, algorithm=name)
+        assert abs(messages - last_call().messages) <= wire.size
+
+
+@spmd(20, on=("threads",))
+def test_above_sixteen_ranks(wire):
+    missing = [(rank, rank % 7) for rank in range(20)]
+    for name in ("auto", "split"):
+        got = weft.sparse_all_reduce(mine(wire, KINDS, 9, missing), algorithm=name)
+        check(wire, got, KINDS, 9, missing=missing)
+    kinds = list(KINDS)
+    if wire.rank == 13:
+        kinds[3] = ((4,), *kinds[3][1:])
+    with pytest.raises(
+        weft.WeftError, match=r"table 3: rank \d+ has rows of shape \(3,\), rank 13 "
+    ):
+        weft.sparse_all_reduce(mine(wire, kinds, 9))
+    with pytest.raises(weft.WeftError, match="different calls"):
+        both = mine(wire, KINDS, 9)
+        weft.sparse_all_reduce(both if wire.rank % 2 else both[0])
+    weft.sparse_all_reduce(mine(wire, KINDS, 9))
+
+
+@spmd(1, 2, on=("threads",))
+def test_hundreds_of_tables(wire):
+    many = [(torch.tensor([wire.rank, 7]), torch.full((2,), float(n))) for n in range(300)]
+    got = weft.sparse_all_reduce(many)
+    assert len(got) == 300
+    for number, (indices, values) in enumerate(got):
+        assert indices.tolist() == [*range(wire.size), 7]
+        assert values.tolist() == [number] * wire.size + [number * wire.size]
+    assert last_call().messages == 2 * (wire.size - 1)
+    bad = (torch.tensor([-1]), torch.ones(1))
+    with pytest.raises(weft.WeftError, match="rank 0: table 299: index -1 is negative"):
+        weft.sparse_all_reduce([*many[:299], bad if wire.rank == 0 else many[0], *many[300:]])
+
+
+@spmd(1, 3)
+def test_forms_and_outs(wire):
+    rows = mine(wire, KINDS[:3], 20)
+    plain = weft.sparse_all_reduce(rows)
+    out = torch.full((99,), -1, dtype=torch.int32), torch.empty(99, dtype=torch.bfloat16)
+
+    def allocate(count, row_shape, dtypes):
+        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
+
+    given = [rows[0].to_coo(), (rows[1].indices, rows[1].values), rows[2]]
+    for name in ("auto", "split", "doubling"):
+        coo, pair, last_ = weft.sparse_all_reduce(given, algorithm=name, out=[None, out, allocate])
+        assert coo.is_coalesced()
+        assert coo.shape == (50, 3)
+        assert torch.equal(coo.values(), plain[0].values)
+        assert pair[0].data_ptr() == out[0].data_ptr()
+        assert torch.equal(pair[1], plain[1].values)
+        assert out[0][len(plain[1]) :].eq(-1).all()
+        assert torch.equal(last_.values, plain[2].values)
+    work = weft.sparse_all_reduce(rows, async_op=True)
+    for result, want in zip(work.wait(), plain, strict=True):
+        assert torch.equal(result.values, want.values)
+
+
+@spmd(1, 3)
+def test_results_are_the_callers(wire):
+    rows = mine(wire, KINDS, 20)
+    before = [(each.indices.clone(), each.values.clone()) for each in rows]
+    got = weft.sparse_all_reduce(rows)
+    for result in got:
+        result.indices.fill_(3)
+        result.values.fill_(3)
+    weft.sparse_all_reduce(rows)
+    assert all(result.values.eq(3).all() and result.indices.eq(3).all() for result in got)
+    for each, (indices, values) in zip(rows, before, strict=True):
+        assert torch.equal(each.indices, indices)
+        assert torch.equal(each.values, values)
+
+
+def fails(count, row_shape, dtypes):
+    raise MemoryError("not today")
+
+
+def raises(left, right):
+    raise KeyError("no such thing")
+
+
+BOTH = [((2,), torch.float32, torch.int64, 9), ((3,), torch.float32, torch.int64, 9)]
+WRONG = {
+    "index": (
+        lambda rows: {"rows": [rows[0], (torch.tensor([4, -3]), torch.ones(2, 3))]},
+        "rank 1: table 1: index -3 is negative",
+    ),
+    "row shape": (
+        lambda rows: {"rows": [rows[0], weft.Rows(torch.tensor([1]), torch.ones(1, 4), 9)]},
+        r"table 1: rank 0 has rows of shape \(3,\), rank 1 has rows of shape \(4,\); pass",
+    ),
+    "dtype": (
+        lambda rows: {"rows": [weft.Rows(rows[0].indices, rows[0].values.double(), 9), rows[1]]},
+        "table 0: rank 0 has float32 values, .* height 9, rank 1 has float64 values",
+    ),
+    "height": (
+        lambda rows: {"rows": [rows[0], weft.Rows(rows[1].indices, rows[1].values, None)]},
+        "table 1: rank 0 has .* height 9, rank 1 has .* no height",
+    ),
+    "op": (lambda rows: {"op": "max"}, "op: .* sum, rank 1 has max"),
+    "unknown op": (lambda rows: {"op": "median"}, "rank 1: table 0: op 'median' is unknown"),
+    "algorithm": (lambda rows: {"algorithm": "split"}, "algorithm: .* auto, rank 1 has split"),
+    "fewer": (lambda rows: {"rows": rows[:1]}, "number of tables: .* 2, rank 1 has 1"),
+    "no list": (lambda rows: {"rows": rows[0]}, r"different calls: .*of a list .* rank 1 has"),
+    "huge": (
+        lambda rows: {"rows": [rows[0], weft.Rows(torch.tensor([2**62]), torch.ones(1, 3))]},
+        "rank 1: table 1: index 4611686018427387904 is too large for a list",
+    ),
+    "out": (
+        lambda rows: {"out": [None, (torch.empty(1).long(), torch.empty(1, 3))]},
+        r"rank 1: table 1: out holds 1 rows, the result has \d: pass",
+    ),
+    "allocator": (lambda rows: {"out": [fails, None]}, "rank 1: MemoryError: not today"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(2, 3)
+def test_one_rank_errs_and_all_are_told(wire, what):
+    rows = mine(wire, BOTH, 4)
+    make, text = WRONG[what]
+    arguments = {"rows": rows, **(make(rows) if wire.rank == 1 else {})}
+    with pytest.raises(weft.WeftError, match=text):
+        weft.sparse_all_reduce(**arguments)
+    check(wire, weft.sparse_all_reduce(rows), BOTH, 4)
+
+
+@spmd(1, 2, on=("threads",))
+def test_a_function_that_raises(wire):
+    twice = [
+        weft.Rows(rows.indices.repeat(2), rows.values.repeat(2, 1)) for rows in mine(wire, BOTH, 4)
+    ]
+    for name in ("auto", "split", "doubling"):
+        with pytest.raises(weft.WeftError, match="rank 0: KeyError: 'no such thing'"):
+            weft.sparse_all_reduce(twice, raises, algorithm=name)
+
+
+@st.composite
+def worlds(draw):
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5))
+    counts = st.lists(st.integers(0, 12), min_size=len(kinds), max_size=len(kinds))
+    return kinds, draw(st.lists(counts, min_size=1, max_size=4))
+
+
+@settings(max_examples=40)
+@given(world=worlds(), name=st.sampled_from(["auto", "gather", "split", "doubling"]))
+def test_whatever_hypothesis_makes(world, name):
+    kinds, counts = world
+    everyone = [
+        [
+            table(rank, n, kind, count)
+            for n, (kind, count) in enumerate(zip(kinds, mine, strict=True))
+        ]
+        for rank, mine in enumerate(counts)
+    ]
+    wants = [expected(parts) for parts in zip(*everyone, strict=True)]
+    results = run(
+        len(counts), lambda wire: weft.sparse_all_reduce(everyone[wire.rank], algorithm=name)
+    )
+    for got in results:
+        for result, want in zip(got, wants, strict=True):
+            assert torch.equal(result.indices, want.indices)
+            assert torch.equal(result.values, want.values)

@@ -1,0 +1,379 @@
+"""Reduce-scatter, reduce, all-gather and broadcast of rows: what each rank gets, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.sparse import last_call
+from weft.testing import expected, run, spmd
+from weft.wire.link import Link
+
+SIZES = (1, 2, 3, 7)
+LOCK = threading.Lock()
+
+
+def part(rank, kind, *, dtype=torch.float32):
+    """Rows that depend on the rank's number alone."""
+    draw = torch.Generator().manual_seed(rank + 1)
+    height, count, width = {
+        "few": (40, 12, 3),
+        "many": (2_000, 1_200, 40),
+        "empty on some": (50, 20 * (rank % 2), 3),
+        "empty": (50, 0, 3),
+        "skew": (5_000, 1_500 if rank == 1 else 2, 40),
+    }[kind]
+    indices = torch.randint(height, (count,), generator=draw)
+    return weft.Rows(indices, torch.randn(count, width, generator=draw).to(dtype), height)
+
+
+@functools.cache
+def _expected(size, kind, op, dtype):
+    return expected([part(rank, kind, dtype=dtype) for rank in range(size)], op)
+
+
+def total_of(size, kind, op="sum", dtype=torch.float32):
+    """What all ranks' rows add up to; ranks that are threads compute it once."""
+    with LOCK:
+        return _expected(size, kind, op, dtype)
+
+
+def between(rows, low, high):
+    keep = (rows.indices >= low) & (rows.indices < high)
+    return rows.indices[keep], rows.values[keep]
+
+
+def last(left, right):
+    return right
+
+
+def even(height, size):
+    return [height * rank // size for rank in range(size + 1)]
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew"])
+@spmd(*SIZES)
+def test_each_rank_gets_what_it_owns(wire, kind):
+    mine, want = part(wire.rank, kind), total_of(wire.size, kind)
+    given = even(mine.height, wire.size)
+    unequal = [0, *[mine.height // 3] * (wire.size - 1), mine.height]  # some own nothing
+    for ranges in (None, given, unequal):
+        got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+        record = last_call()
+        if ranges is not None:
+            assert record.ranges == tuple(ranges)
+        assert record.ranges[0] == 0
+        assert record.ranges[-1] == mine.height
+        assert record.union == len(got)
+        indices, values = between(want, *record.ranges[wire.rank : wire.rank + 2])
+        assert torch.equal(got.indices, indices)
+        assert torch.equal(got.values, values)
+        assert got.height == mine.height
+
+
+@spmd(4, on=("threads",))
+def test_balanced_ranges_are_balanced(wire):
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = (torch.rand(20_000, generator=draw) ** 4 * 100_000).long()  # crowded at the low end
+    rows = weft.Rows(indices, torch.ones(20_000, 2), 100_000)
+    got = weft.sparse_reduce_scatter(rows)
+    assert last_call().algorithm == "reduce_scatter"
+    share = len(weft.sparse_all_reduce(rows)) / wire.size
+    assert 0.7 * share < len(got) < 1.3 * share
+    even_part = len(weft.sparse_reduce_scatter(rows, ranges=even(100_000, wire.size)))
+    assert not 0.7 * share < even_part < 1.3 * share or wire.rank in (1, 2)
+
+
+@pytest.mark.parametrize("op", ["avg", "max", "last"])
+@spmd(1, 3, on=("threads",))
+def test_operations(wire, op):
+    chosen = last if op == "last" else op
+    for kind in ("few", "many"):
+        mine = part(wire.rank, kind, dtype=torch.bfloat16)
+        want = total_of(wire.size, kind, chosen, torch.bfloat16)
+        ranges = even(want.height, wire.size)
+        got = weft.sparse_reduce_scatter(mine, chosen, ranges=ranges)
+        indices, values = between(want, *ranges[wire.rank : wire.rank + 2])
+        assert torch.equal(got.indices, indices)
+        assert torch.equal(got.values, values)
+        total = weft.sparse_reduce(mine, chosen)
+        if wire.rank == 0:
+            assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty", "skew"])
+@pytest.mark.parametrize("link", ["fast", "slow"])
+@spmd(*SIZES)
+def test_one_rank_gets_the_sum(wire, kind, link):
+    wire.link = Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5)
+    want, dst = total_of(wire.size, kind), wire.size // 2
+    total = weft.sparse_reduce(part(wire.rank, kind), group_dst=dst)
+    if wire.rank != dst:
+        assert total is None
+        return
+    assert torch.equal(total.indices, want.indices)
+    assert torch.equal(total.values, want.values)
+    ran = last_call().algorithm
+    if wire.size == 1:
+        assert ran == "alone"
+    elif kind == "many" and link == "slow":  # nearly half of all rows on each rank
+        assert ran == ("owners" if wire.size > 2 else "direct")
+    elif kind not in ("many", "skew"):
+        assert ran == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
+@pytest.mark.parametrize("kind", ["few", "many", "empty on some", "empty"])
+@spmd(*SIZES)
+def test_rows_of_all_in_rank_order(wire, kind, dtype):
+    parts = [part(rank, kind, dtype=dtype) for rank in range(wire.size)]
+    got, counts = weft.sparse_all_gather(parts[wire.rank], return_counts=True)
+    assert torch.equal(got.indices, torch.cat([rows.indices for rows in parts]))
+    assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
+    assert counts.tolist() == [len(rows) for rows in parts]
+    record = last_call()
+    assert record.algorithm == (
+        "alone"
+        if wire.size == 1
+        else "ring"
+        if kind == "many" and dtype is not torch.bool
+        else "eager"
+    )
+    if record.algorithm == "ring":
+        spare = 512 * wire.size  # statements
+        assert record.sent_bytes == pytest.approx(record.bound_bytes, abs=spare)
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "empty"])
+@spmd(*SIZES)
+def test_the_rows_of_one_on_all(wire, kind):
+    src = wire.size - 1
+    rows = part(src, kind)
+    here = wire.rank == src
+    got = weft.sparse_broadcast(rows if here else None, src)
+    assert isinstance(got, weft.Rows)
+    assert torch.equal(got.indices, rows.indices)
+    assert torch.equal(got.values, rows.values)
+    assert got.height == rows.height
+
+    pair = weft.sparse_broadcast((rows.indices.int(), rows.values) if here else None, src)
+    assert pair[0].dtype is torch.int32
+    assert torch.equal(pair[1], rows.values)
+
+    coo = rows.to_coo()
+    for form in (coo, coo.coalesce()):
+        result = weft.sparse_broadcast(form if here else None, src)
+        assert result.is_coalesced() == form.is_coalesced()
+        assert torch.equal(result._values(), form._values())
+        assert result.shape == form.shape
+
+
+@spmd(20, on=("threads",))
+def test_above_sixteen_ranks(wire):
+    parts = [part(rank, "few") for rank in range(wire.size)]
+    mine, want = parts[wire.rank], expected(parts)
+    got = weft.sparse_all_gather(mine)
+    assert torch.equal(got.values, torch.cat([rows.values for rows in parts]))
+    ranges = even(40, wire.size)
+    scattered = weft.sparse_reduce_scatter(mine, ranges=ranges)
+    assert torch.equal(scattered.values, between(want, *ranges[wire.rank : wire.rank + 2])[1])
+    assert torch.equal(
+        weft.sparse_broadcast(mine if wire.rank == 3 else None, 3).values, parts[3].values
+    )
+    total = weft.sparse_reduce(mine, group_dst=19)
+    assert total is None or torch.equal(total.values, want.values)
+    with pytest.raises(weft.WeftError, match=r"ranges: .*digest .* rank 7 has .*digest"):
+        ranges[1] += wire.rank == 7
+        weft.sparse_reduce_scatter(mine, ranges=ranges)
+
+
+@spmd(1, 4)
+def test_forms_and_devices_stay(wire):
+    draw = torch.Generator().manual_seed(wire.rank)
+    places = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
+    coo = torch.sparse_coo_tensor(places, torch.ones(9, 2), (3, 3, 2), check_invariants=True)
+    dense = coo.to_dense()
+    wire.dense_all_reduce(dense, "sum").wait()
+    total = weft.sparse_reduce(coo)
+    assert total is None or torch.equal(total.to_dense(), dense)
+    gathered = weft.sparse_all_gather(coo)
+    assert not gathered.is_coalesced()
+    assert gathered._nnz() == 9 * wire.size
+    assert torch.equal(gathered.to_dense(), dense)
+    scattered = weft.sparse_reduce_scatter(coo, ranges=even(9, wire.size))
+    assert scattered.is_coalesced()
+    whole = scattered.to_dense()
+    wire.dense_all_reduce(whole, "sum").wait()
+    assert torch.equal(whole, dense)
+
+
+def calls(rows, *, out=None, async_op=False):
+    """Each of the family with these rows: name, and the call."""
+    keywords = {"async_op": async_op, "out": out}
+    return {
+        "scatter": lambda: weft.sparse_reduce_scatter(rows, **keywords),
+        "reduce": lambda: weft.sparse_reduce(rows, **keywords),
+        "gather": lambda: weft.sparse_all_gather(rows, **keywords),
+        "broadcast": lambda: weft.sparse_broadcast(rows, **keywords),
+    }
+
+
+@pytest.mark.parametrize("kind", ["few", "many"])
+@spmd(1, 3)
+def test_out_is_filled(wire, kind):
+    rows = part(wire.rank, kind)
+    room, width = 3 * len(rows), rows.values.shape[1]
+    for name, call in calls(rows).items():
+        plain = call()
+        out = torch.full((room,), -1), torch.full((room, width), 7.0)
+        asked = []
+
+        def allocate(count, row_shape, dtypes, asked=asked):
+            asked.append(count)
+            return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape)
+
+        filled, allocated = (calls(rows, out=where)[name]() for where in (out, allocate))
+        if plain is None:
+            assert filled is allocated is None
+            assert out[0].eq(-1).all()
+            continue
+        assert filled.values.data_ptr() == out[1].data_ptr()
+        assert torch.equal(filled.indices, plain.indices)
+        assert torch.equal(filled.values, plain.values)
+        assert out[0][len(plain) :].eq(-1).all()
+        assert asked == [len(plain)]
+        assert torch.equal(allocated.values, plain.values)
+
+
+@spmd(2, 3)
+def test_works_keep_their_order(wire):
+    rows = part(wire.rank, "few")
+    works = calls(rows, async_op=True)
+    made = {name: call() for name, call in works.items()}
+    for name, work in made.items():
+        now, then = calls(rows)[name](), work.wait()
+        assert (now is None) == (then is None)
+        assert now is None or torch.equal(now.values, then.values)
+
+
+def nothing_works(count, row_shape, dtypes):
+    raise MemoryError(f"{count} rows are too many")
+
+
+BAD = torch.tensor([3, -2])
+WRONG = {
+    "negative": (lambda rows: calls((BAD, torch.ones(2, 3))), "rank 0: index -2 is negative"),
+    "dense": (lambda rows: calls(torch.ones(3)), "rank 0: rows is a tensor of layout"),
+    "out is small": (
+        lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),
+        r"^rank 0: out holds 1 rows, the result has \d+: pass",
+    ),
+    "allocator": (
+        lambda rows: calls(rows, out=nothing_works),
+        r"^rank 0: MemoryError: \d+ rows are too many",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(1, 3)
+def test_one_rank_errs_and_all_are_told(wire, what):
+    rows = part(wire.rank, "few")
+    make, text = WRONG[what]
+    wrong = make(rows) if wire.rank == 0 else calls(rows)
+    for name in wrong:
+        with pytest.raises(weft.WeftError, match=text):
+            wrong[name]()
+        calls(rows)[name]()  # the next call works
+
+
+def disagreeing(rows, odd):
+    """What all must be told, and a call in which the odd rank differs, or all err."""
+    pair, none = (rows.indices, rows.values), (rows.indices[:0], rows.values[:0])
+    doubles = torch.empty(9).long(), torch.empty(9, 3).double()
+    space = torch.empty(99).long(), torch.empty(99, 3 + odd)
+
+    def scatter(ranges):
+        return lambda: weft.sparse_reduce_scatter(rows, ranges=ranges)
+
+    return {
+        "group_dst: ranks 0, 1 have 0, rank 2 has 1": (
+            lambda: weft.sparse_reduce(rows, group_dst=int(odd))
+        ),
+        "group_src: ranks 0, 1 have 0, rank 2 has 1": (
+            lambda: weft.sparse_broadcast(rows, int(odd))
+        ),
+        "rank 0: group_dst is 3: pass a rank of the group, 0 to 2": (
+            lambda: weft.sparse_reduce(rows, group_dst=3)
+        ),
+        "rank 0: group_src is 'x'": lambda: weft.sparse_broadcast(rows, "x"),
+        "ranges: ranks 0, 1 have balanced, rank 2 has 0, 9, 9, 40": (
+            scatter([0, 9, 9, 40] if odd else None)
+        ),
+        "rank 2: ranges has 2 bounds: 3 ranks need 4": scatter([0, 40] if odd else None),
+        "rank 2: ranges has 3 after 5": scatter([0, 5, 3, 40] if odd else None),
+        "rank 2: ranges is a str": scatter("even" if odd else None),
+        r"rank 0: index \d+ is in no range: .* from 0 up to, not including, 3": (
+            scatter([0, 1, 2, 3])
+        ),
+        "value dtype: ranks 0, 1 have torch.float32, rank 2 has torch.float64": (
+            lambda: weft.sparse_all_gather((pair[0], pair[1].double()) if odd else pair)
+        ),
+        "value dtype: rank 0 has torch.float32, rank 2 has torch.float64": (
+            lambda: weft.sparse_broadcast(rows, out=doubles if odd else None)
+        ),
+        "row shape: ranks 0, 1 have .3,., rank 2 has .4,.": (
+            lambda: weft.sparse_all_gather(none if odd else pair, out=space)
+        ),
+        "different calls: ranks 0, 1 have sparse_reduce .*, rank 2 has sparse_all_gather": (
+            lambda: weft.sparse_all_gather(rows) if odd else weft.sparse_reduce(rows)
+        ),
+    }
+
+
+@spmd(3)
+def test_what_must_be_the_same(wire):
+    rows = part(wire.rank, "few")
+    for text, call in disagreeing(rows, wire.rank == 2).items():
+        with pytest.raises(weft.WeftError, match=text):
+            call()
+    assert len(weft.sparse_all_gather(rows)) == 36
+
+
+@st.composite
+def worlds(draw):
+    ranks, height = draw(st.integers(1, 4)), draw(st.integers(1, 40))
+    parts = []
+    for _ in range(ranks):
+        indices = draw(st.lists(st.integers(0, height - 1), max_size=25))
+        numbers = draw(st.lists(st.integers(-8, 8), min_size=len(indices), max_size=len(indices)))
+        values = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 2)
+        parts.append(weft.Rows(torch.tensor(indices, dtype=torch.int64), values, height))
+    cuts = draw(st.lists(st.integers(0, height), min_size=ranks - 1, max_size=ranks - 1))
+    return parts, [0, *sorted(cuts), height]
+
+
+@settings(max_examples=30)
+@given(world=worlds(), balanced=st.booleans(), eager=st.booleans())
+def test_whatever_hypothesis_makes(world, balanced, eager):
+    parts, ranges = world
+    want = expected(parts)
+
+    def body(wire):
+        rows = parts[wire.rank]
+        mine = weft.sparse_reduce_scatter(rows, ranges=None if balanced else ranges)
+        return mine, weft.sparse_reduce(rows, group_dst=wire.size - 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not eager:
+            patch.setattr("weft.sparse.header.RowsInHeader.fit", lambda *_: False)
+        results = run(len(parts), body)
+    assert torch.equal(torch.cat([mine.indices for mine, _ in results]), want.indices)
+    assert torch.equal(torch.cat([mine.values for mine, _ in results]), want.values)
+    assert torch.equal(results[-1][1].values, want.values)
