@@ -169,7 +169,8 @@ def test_explain_says_what_will_run(wire):
     unknown = weft.explain((torch.arange(many), torch.ones(many, 40)))
     if wire.size > 1:
         reasons = {line.algorithm: line.verdict for line in unknown.lines}
-        assert reasons["dense"] == "the height is unknown"
+        assert reasons["dense"] == reasons["dense_tail"] == "the height is unknown"
+        assert reasons["hierarchical"] == "all ranks are on one host"
 
 
 @spmd(1, 3)

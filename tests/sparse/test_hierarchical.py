@@ -75,6 +75,11 @@ def test_a_function_needs_the_ranks_of_a_host_to_be_neighbours(wire):
     for names in ("aabb", "abbb"):
         total = reduced(wire, names, parts, last)
         assert torch.equal(total.values, expected(parts, last).values)
+    # where the leaders would take mask, if it kept the order of ranks
+    wire.link = Link(1e-6, 1e-3, 1e-12, 1e-9)
+    alike = [weft.Rows(parts[0].indices, part.values, 200) for part in parts]
+    total = reduced(wire, "aabb", alike, last)
+    assert torch.equal(total.values, expected(alike, last).values)
     with pytest.raises(weft.WeftError, match="the ranks of a host are not neighbours"):
         reduced(wire, "abab", parts, last)
     with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
