@@ -5,7 +5,6 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,9 @@ __all__ = ["Record", "explain", "last_call", "sparse_all_reduce"]
 @dataclass(frozen=True, slots=True)
 class Record:
     """What one sparse all-reduce did, on this rank.
+
+    Measuring the link, which a group does once, in its first call that needs to know, is in none
+    of the figures.
 
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
@@ -166,7 +168,6 @@ def _requests(rows: Any, op: Any, algorithm: object, wire_dtype: object, out: An
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
     """One call whose turn on the wire it is: the result in the form asked for, and what it did."""
-    start, messages, sent = time.perf_counter(), wire.traffic.messages, wire.traffic.bytes
     with record_function("weft::sparse_all_reduce"):
         done = run.reduced(wire, request)
     load, result = done.load, done.rows
@@ -175,9 +176,9 @@ def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
         request.distinct.indices.numel(),
         load.total,
         len(result),
-        wire.traffic.messages - messages,
-        wire.traffic.bytes - sent,
+        done.spent.messages,
+        done.spent.bytes,
         round(load.bound),
-        time.perf_counter() - start,
+        done.spent.seconds,
     )
     return request.restore(result), record

@@ -28,7 +28,9 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-_SPARE = 64 << 20  # bytes of workspace that a call may use beyond three times its own rows
+_SPARE = 64 << 20  # bytes that a call may use beyond its result and three times its own rows
+_CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
+_SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
 _GAPS_PAY = 2e-9  # seconds a byte from which packing indices is quicker than sending them
 _CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
@@ -101,6 +103,7 @@ def link_of(wire: Wire) -> Link:
     """The figures of the wire's network; measured, by all ranks together, the first time."""
     if wire.link is None:
         wire.link = measure(wire)
+        wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
     return wire.link
 
 
@@ -121,7 +124,12 @@ def choose(wire: Wire, load: Load, algorithm: str) -> str:
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    return next(line.algorithm for line in _lines(load, link_of(wire)) if not line.verdict)
+    lines = list(_lines(load, link_of(wire)))
+    if fits := [line for line in lines if not line.verdict]:
+        return fits[0].algorithm
+    # so much is asked for that nothing keeps within what is allowed: what needs least
+    serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
+    return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
 def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:
@@ -156,11 +164,10 @@ def _lines(load: Load, link: Link) -> Iterator[_Line]:
     for algorithm in ALGORITHMS.values():
         cost = algorithm.cost(load)
         reason = algorithm.applies(load)
-        allowed = 3 * load.fewest * load.row + _SPARE
-        if reason is None and cost.memory > allowed:
-            reason = (
-                f"needs {cost.memory / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
-            )
+        allowed = 3 * load.fewest * (load.row + load.index) + _SPARE
+        needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
+        if reason is None and needed > allowed:
+            reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
         milliseconds = 1e3 * cost.seconds(link)
         found.append(
             _line(algorithm.name, cost.messages, cost.bytes, milliseconds, load, reason or "")

@@ -22,6 +22,8 @@ from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
 
+_SCRATCH = 12 << 20  # two steps of weft.wire.dense
+
 
 def cost(load: Load) -> Cost:
     height, others = load.height or 0, load.ranks - 1
@@ -30,7 +32,9 @@ def cost(load: Load) -> Cost:
         messages=4 * others,
         bytes=2 * others / load.ranks * height * (load.partial + 1 / 8),
         merged=3 * height * load.partial + load.merging(load.union),
-        memory=height * load.partial + height / 4,
+        # the table, which rows it has (a bit each on the wire, a byte each here), what
+        # `dense_all_reduce` holds at once, the places of the rows that are there
+        memory=height * (load.partial + 1 + 1 / 8) + _SCRATCH + load.union * 8,
     )
 
 
@@ -54,6 +58,7 @@ def dense(rows: Rows, call: Call) -> Rows:
     present = np.zeros(height, dtype=np.bool_)
     present[indices.numpy()] = True
     bitmap = torch.from_numpy(np.packbits(present))
+    del present  # a byte for every row of the tensor
     with wire.lease(height * call.load.partial) as memory:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,16 +34,41 @@ __all__ = ["Done", "explained", "reduced"]
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """What a stretch of a call cost on this rank: messages and bytes sent, seconds."""
+
+    messages: int
+    bytes: int
+    seconds: float
+
+    @classmethod
+    def until_now(cls, wire: Wire) -> Spent:
+        return cls(wire.traffic.messages, wire.traffic.bytes, time.perf_counter())
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.messages - other.messages, self.bytes - other.bytes, self.seconds - other.seconds
+        )
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.messages + other.messages, self.bytes + other.bytes, self.seconds + other.seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a call: `load.union` is exact here."""
+    """What came of a call: `load.union` is exact, `spent` is without measuring the link."""
 
     algorithm: str
     rows: Rows
     load: Load
+    spent: Spent
 
 
 def reduced(wire: Wire, request: Request) -> Done:
     """Run one call; collective."""
+    start = Spent.until_now(wire)
     given, count = request.rows, request.distinct.indices.numel()
     call = Call(
         wire,
@@ -65,7 +91,9 @@ def reduced(wire: Wire, request: Request) -> Done:
             if eager and is_eager(wire, load, given.indices.dtype):
                 name, result = EAGER, _merge_eager(agreement.bodies, mine, call)
             else:
+                opened = Spent.until_now(wire)
                 call.load = load = with_link(wire, load) if wire.size > 1 else load
+                start += Spent.until_now(wire) - opened  # the first call measures the link
                 name = choose(wire, load, request.algorithm)
                 result = _alone(mine, call) if name == ALONE else find(name).run(mine, call)
         finally:
@@ -81,7 +109,7 @@ def reduced(wire: Wire, request: Request) -> Done:
         call.target.indices.copy_(result.indices)
         call.target.values.copy_(result.values)
         result = call.target
-    return Done(name, result, load.with_union(len(result)))
+    return Done(name, result, load.with_union(len(result)), Spent.until_now(wire) - start)
 
 
 def explained(wire: Wire, request: Request) -> Explanation:
