@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import weft
 from weft.sparse import ALGORITHMS, last_call
-from weft.testing import expected, spmd
+from weft.testing import expected, run, spmd
 
 
 def part(rank, height=30):
@@ -149,6 +149,22 @@ def test_a_call_is_recorded(wire):
     assert record.total == total
     bound = (total + (wire.size - 2) * len(want)) / wire.size * (2 * 4 + 4)
     assert record.bound_bytes == round(bound)
+
+
+def test_measuring_the_link_is_not_in_the_first_record(monkeypatch):
+    monkeypatch.delenv("WEFT_LINK")
+
+    def body(wire):
+        rows = weft.Rows(torch.arange(4000), torch.ones(4000, 40), 4000)
+        records = []
+        for _ in range(2):
+            weft.sparse_all_reduce(rows, algorithm="gather")
+            records.append(last_call())
+        return [(record.messages, record.sent_bytes) for record in records], wire.traffic.messages
+
+    for (first, second), messages in run(3, body):
+        assert first == second
+        assert messages > first[0] + second[0]  # it was measured
 
 
 @spmd(1, 3, 4)

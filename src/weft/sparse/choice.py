@@ -19,6 +19,7 @@ from ..wire.hosts import hosts_of
 from ..wire.link import Link, measure
 from .cost import Load
 from .header import RowsInHeader
+from .record import apart
 from .registry import ALGORITHMS, find
 
 __all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained", "workspace"]
@@ -29,7 +30,9 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-_SPARE = 64 << 20  # bytes of workspace that a call may use beyond three times its own rows
+_SPARE = 64 << 20  # bytes that a call may use beyond its result and three times its own rows
+_CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
+_SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
 _GAPS_PAY = 2e-9  # seconds a byte from which packing indices is quicker than sending them
 _CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
@@ -102,7 +105,9 @@ def with_link(wire: Wire, load: Load) -> Load:
 def link_of(wire: Wire) -> Link:
     """The figures of the wire's network; measured, by all ranks together, the first time."""
     if wire.link is None:
-        wire.link = measure(wire)
+        with apart(wire):
+            wire.link = measure(wire)
+        wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
     return wire.link
 
 
@@ -126,7 +131,11 @@ def choose(
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
     lines = [line for line in _lines(load, link_of(wire)) if line.algorithm in among]
-    return next(line.algorithm for line in lines if not line.verdict)
+    if fits := [line for line in lines if not line.verdict]:
+        return fits[0].algorithm
+    # so much is asked for that nothing keeps within what is allowed: what needs least
+    serve = [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+    return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
 def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:
@@ -157,7 +166,7 @@ def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Exp
 
 def workspace(load: Load) -> int:
     """Bytes of workspace that `auto` lets a call use beside its result."""
-    return 3 * load.fewest * load.row + _SPARE
+    return 3 * load.fewest * (load.row + load.index) + _SPARE
 
 
 def _lines(load: Load, link: Link) -> Iterator[_Line]:
@@ -167,10 +176,9 @@ def _lines(load: Load, link: Link) -> Iterator[_Line]:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load) or algorithm.pays(load)
         allowed = workspace(load)
-        if reason is None and cost.memory > allowed:
-            reason = (
-                f"needs {cost.memory / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
-            )
+        needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
+        if reason is None and needed > allowed:
+            reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
         milliseconds = 1e3 * cost.seconds(link)
         found.append(
             _line(algorithm.name, cost.messages, cost.bytes, milliseconds, load, reason or "")

@@ -20,6 +20,7 @@ from . import codec
 
 __all__ = ["Cost", "Load"]
 
+_SLOT = 4  # bytes that say where in a union an index belongs
 _PLACE = 24  # bytes that could be merged while a row's place is found; benchmarks/kernels.py
 
 
@@ -107,6 +108,15 @@ class Load:
             low, high = (middle, high) if filled < self.union else (low, middle)
         return high
 
+    def uniting(self, rows: float, union: float) -> float:
+        """Workspace that index lists of so many rows take until they are united: the lists, a slot
+        for each index, and the union."""
+        return rows * (self.listed(rows) + _SLOT) + union * self.index
+
+    def listed(self, count: float) -> int:
+        """Bytes that an index of a received list takes: as it came, and again once it is read."""
+        return self.index_of(count) + (self.index if self.gaps else 0)
+
     def index_of(self, count: float) -> int:
         """Bytes of an index in a list of so many over all places."""
         return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
@@ -125,7 +135,8 @@ class Cost:
         messages: sent.
         bytes: received.
         merged: bytes of rows that go through kernels.
-        memory: bytes of workspace beyond the result, at the rank with fewest rows.
+        memory: bytes of workspace beyond the result and the call's own copy of the rank's rows,
+            at the rank with fewest rows.
         queued: bytes that pass its host's link meanwhile, for the other ranks of the host.
         slowest: what the rank that all wait for does, where that is not the average one.
     """

@@ -26,6 +26,7 @@ from .registry import algorithm
 
 _WHOLE = 1 << 13  # bytes that the wire rather sends whole to all (`weft.wire.dense`)
 _AT_ONCE = 6 << 20  # bytes of others' contributions that it collects at once
+_SCRATCH = 2 * _AT_ONCE
 
 
 def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
@@ -47,7 +48,9 @@ def cost(load: Load) -> Cost:
         bytes=bit_bytes + sum_bytes,
         queued=load.queue * (bit_bytes + sum_bytes),
         merged=3 * height * load.partial + load.merging(load.union),
-        memory=height * load.partial + height / 4,
+        # the table, which rows it has (a bit each on the wire, a byte each here), what
+        # `dense_all_reduce` holds at once, the places of the rows that are there
+        memory=height * (load.partial + 1 + 1 / 8) + _SCRATCH + load.union * 8,
     )
 
 
@@ -76,6 +79,7 @@ def dense(rows: Rows, call: Call) -> Rows:
     present = np.zeros(height, dtype=np.bool_)
     present[indices.numpy()] = True
     bitmap = torch.from_numpy(np.packbits(present))
+    del present  # a byte for every row of the tensor
     with wire.lease(height * call.load.partial) as memory:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))

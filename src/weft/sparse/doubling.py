@@ -12,12 +12,15 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import as_bytes
+from ..wire.base import Pending
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
@@ -32,13 +35,14 @@ def cost(load: Load) -> Cost:
     carried = [load.union_of(2**i) for i in range(rounds)]
     # the average rank's share of the fold: one message in before, one result out after
     bytes_ = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
+    halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
     return Cost(
         rounds=rounds + 2 * bool(folded),
         messages=rounds + 2 * bool(folded),
         bytes=bytes_ * row,
         queued=load.queue * bytes_ * row,
-        merged=sum(load.merging(6 * rows) for rows in carried),  # packed, copied, merged afresh
-        memory=4 * load.union * row,
+        merged=sum(load.merging(4 * rows) for rows in carried) + load.merging(load.union),
+        memory=3 * load.union * row + load.uniting(halves, load.union),
     )
 
 
@@ -47,68 +51,96 @@ def doubling(rows: Rows, call: Call) -> Rows:
     wire, rank = call.wire, call.wire.rank
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
-    mine = (rows.indices.to(call.wire_index), rows.values.to(call.partial))
-
-    def merged(lower: tuple[Tensor, Tensor], upper: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return kernels.merge([lower, upper], call.op, call.partial)
+    mine = _Message.room(call, len(rows))
+    mine.indices.copy_(rows.indices)
+    mine.values.copy_(rows.values)
 
     if rank < paired and rank % 2:
-        _swap(call, rank - 1, send=mine)
-        mine = _swap(call, rank - 1, ranks=wire.size)
-        return _result(mine, call)
+        wire.post([(rank - 1, mine.bytes)]).wait()
+        mine.release()
+        answer = wire.post((), [(rank - 1, _most(call, wire.size))])
+        return _result(_heard(call, answer), call)
     if rank < paired:
-        mine = merged(mine, _swap(call, rank + 1, ranks=1))
+        pending = wire.post((), [(rank + 1, _most(call, 1))])
+        mine = _merged(call, mine, _heard(call, pending))
 
     block = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
     while distance < core:
         other = block ^ distance
         peer = 2 * other if other < paired // 2 else other + paired // 2
-        theirs = _swap(call, peer, send=mine, ranks=2 * distance)
-        mine = merged(mine, theirs) if block < other else merged(theirs, mine)
+        first = other // distance * distance  # of the blocks whose sum the peer has
+        held = distance + min(distance, max(0, paired // 2 - first))
+        pending = wire.post([(peer, mine.bytes)], [(peer, _most(call, held))])
+        theirs = _heard(call, pending)
+        lower, upper = (mine, theirs) if block < other else (theirs, mine)
+        mine = _merged(call, lower, upper)
         distance *= 2
 
     if rank < paired:
-        _swap(call, rank + 1, send=mine)
+        wire.post([(rank + 1, mine.bytes)]).wait()
     return _result(mine, call)
 
 
-def _swap(
-    call: Call, peer: int, *, send: tuple[Tensor, Tensor] | None = None, ranks: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Send rows to a peer, receive the sum of at most `ranks` ranks' rows from it, or both.
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Rows as they travel: how many, the indices, the values; in memory that is to be released."""
 
-    A message is the number of rows, the indices, the values; the receiver knows the most there
-    can be.
-    """
-    wire, load = call.wire, call.load
+    bytes: Tensor
+    indices: Tensor
+    values: Tensor
+    release: Callable[[], None]
+
+    @classmethod
+    def room(cls, call: Call, count: int) -> _Message:
+        """A message of so many rows, to be filled."""
+        lease = call.wire.lease(_size(call, count))
+        typed(lease.tensor, (1,), torch.int64)[0] = count
+        return cls.read(call, lease.tensor, lease.release)
+
+    @classmethod
+    def read(cls, call: Call, memory: Tensor, release: Callable[[], None]) -> _Message:
+        count = int(typed(memory, (1,), torch.int64)[0])
+        nbytes = _size(call, count)
+        start = nbytes - count * call.load.partial
+        return cls(
+            memory[:nbytes],
+            typed(memory, (count,), call.wire_index, 8),
+            typed(memory, (count, *call.row_shape), call.partial, start),
+            release,
+        )
+
+
+def _size(call: Call, count: int) -> int:
+    """Bytes of a message; its values begin at a multiple of 8."""
+    return 8 + -(-count * call.load.index // 8) * 8 + count * call.load.partial
+
+
+def _most(call: Call, ranks: int) -> int:
+    """Bytes that the sum of so many ranks' rows may take."""
+    load = call.load
     most = min(ranks * load.most, load.total if load.height is None else load.height)
-    cap = 16 + most * (load.index + load.partial)
-    outgoing = wire.lease(0)
-    if send is not None:
-        indices, values = send
-        start = -(-(8 + indices.numel() * load.index) // 8) * 8
-        outgoing.release()
-        outgoing = wire.lease(start + indices.numel() * load.partial)
-        typed(outgoing.tensor, (1,), torch.int64)[0] = indices.numel()
-        typed(outgoing.tensor, tuple(indices.shape), indices.dtype, 8).copy_(indices)
-        outgoing.tensor[start:] = as_bytes(values.contiguous())
-    pending = wire.post([(peer, outgoing.tensor)] * (send is not None), [(peer, cap)] * (ranks > 0))
-    received = pending.wait()
-    outgoing.release()
-    indices, values = torch.empty(0), torch.empty(0)
-    if received:
-        count = int(typed(received[0], (1,), torch.int64)[0])
-        start = -(-(8 + count * load.index) // 8) * 8
-        indices = typed(received[0], (count,), call.wire_index, 8).clone()
-        values = typed(received[0], (count, *call.row_shape), call.partial, start).clone()
-    pending.release()
-    return indices, values
+    return _size(call, most)
 
 
-def _result(sums: tuple[Tensor, Tensor], call: Call) -> Rows:
-    indices, values = sums
-    result = call.result(indices.numel())
-    result.indices.copy_(indices)
-    kernels.finish(values, result.values, call.divisor)
+def _heard(call: Call, pending: Pending) -> _Message:
+    return _Message.read(call, pending.wait()[0], pending.release)
+
+
+def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
+    """The sum of two messages, whose memory goes back."""
+    union = kernels.union([lower.indices, upper.indices])
+    both = _Message.room(call, union.indices.numel())
+    both.indices.copy_(union.indices)
+    for slots, part in zip(union.slots, (lower, upper), strict=True):
+        kernels.combine(both.values, slots, part.values, call.op)
+        part.release()
+    return both
+
+
+def _result(mine: _Message, call: Call) -> Rows:
+    result = call.result(mine.indices.numel())
+    result.indices.copy_(mine.indices)
+    kernels.finish(mine.values, result.values, call.divisor)
+    mine.release()
     return result

@@ -33,7 +33,7 @@ def cost(load: Load) -> Cost:
         messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
         bytes=others * load.mean * (load.row + index),
         merged=load.merging(load.total),
-        memory=(load.total - load.fewest) * load.row,
+        memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
     )
 
 

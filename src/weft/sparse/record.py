@@ -21,6 +21,9 @@ __all__ = ["Record", "last_call", "recording", "started"]
 class Record:
     """What one call did, on this rank; for a list of tables, all of them together.
 
+    Measuring the link, which a group does once, in its first call that needs to know, is in none
+    of the figures.
+
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
         rows: rows of this rank, without duplicates where the call combines them.
@@ -45,7 +48,10 @@ class Record:
     ranges: tuple[int, ...] | None = None
 
 
+_Counters = tuple[int, int, float]  # messages and bytes sent, seconds
+
 _records: WeakKeyDictionary[Wire, Record] = WeakKeyDictionary()
+_apart: WeakKeyDictionary[Wire, _Counters] = WeakKeyDictionary()  # what no call is to count
 
 
 def last_call(group: Any = None) -> Record | None:
@@ -69,7 +75,7 @@ class _Note(Protocol):
 @contextmanager
 def recording(wire: Wire, name: str) -> Iterator[_Note]:
     """A call as a range of the profiler; gives the function that notes what it did."""
-    start, messages, sent = time.perf_counter(), wire.traffic.messages, wire.traffic.bytes
+    start = _counters(wire)
 
     def note(
         algorithm: str,
@@ -80,21 +86,35 @@ def recording(wire: Wire, name: str) -> Iterator[_Note]:
         bound: float,
         ranges: tuple[int, ...] | None = None,
     ) -> Record:
+        messages, sent, seconds = _since(start, wire)
         record = _records[wire] = Record(
-            algorithm,
-            rows,
-            total,
-            union,
-            wire.traffic.messages - messages,
-            wire.traffic.bytes - sent,
-            round(bound),
-            time.perf_counter() - start,
-            ranges,
+            algorithm, rows, total, union, messages, sent, round(bound), seconds, ranges
         )
         return record
 
     with record_function(f"weft::{name}"):
         yield note
+
+
+@contextmanager
+def apart(wire: Wire) -> Iterator[None]:
+    """What is done in here is no part of the call that is recorded."""
+    start = _counters(wire)
+    yield
+    messages, sent, seconds = _since(start, wire)
+    before = _apart.get(wire, (0, 0, 0.0))
+    _apart[wire] = (before[0] + messages, before[1] + sent, before[2] + seconds)
+
+
+def _counters(wire: Wire) -> _Counters:
+    messages, sent, seconds = _apart.get(wire, (0, 0, 0.0))
+    traffic = wire.traffic
+    return traffic.messages - messages, traffic.bytes - sent, time.perf_counter() - seconds
+
+
+def _since(start: _Counters, wire: Wire) -> _Counters:
+    messages, sent, seconds = _counters(wire)
+    return messages - start[0], sent - start[1], seconds - start[2]
 
 
 def started(wire: Wire, name: str, job: Callable[[], Any], async_op: bool) -> Any:

@@ -52,7 +52,10 @@ def cost(load: Load) -> Cost:
         bytes=others * ((to_owner + sums) * load.row + asked + told),
         merged=load.merging(load.mean),
         queued=load.queue * others * (to_owner * load.row + asked),
-        memory=min(load.mean * load.row, others * window(load) * load.chunk),
+        # the index lists of one's own share, then those of all sums
+        memory=min(load.mean * load.row, others * window(load) * load.chunk)
+        + load.uniting(load.mean, sums)
+        + load.union * load.listed(load.union),
     )
 
 

@@ -142,7 +142,7 @@ class Inflow:
         self._step = call.chunk_rows
         self._chunks = -(-count // self._step) if call.load.row else 0
         self._slots = min(self._chunks, window(call.load))
-        rows = self._slots * self._step
+        rows = min(count, self._slots * self._step)
         self._lease = call.wire.lease(rows * call.load.row)
         self._memory = typed(self._lease.tensor, (rows, *call.row_shape), call.dtype)
         self._posted: list[Pending] = []

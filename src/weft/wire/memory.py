@@ -37,7 +37,7 @@ class Lease:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._take_back(self._block)
+            pool._take_back(self._block, self.tensor.numel())
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -47,11 +47,17 @@ class Lease:
 
 
 class Pool:
-    """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask."""
+    """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask.
+
+    Attributes:
+        lent: bytes that are lent now, as they were asked for.
+        peak: the most that were lent at once; whoever measures sets it back to `lent`.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
+        self.lent = self.peak = 0
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything."""
@@ -59,10 +65,13 @@ class Pool:
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None
+            self.lent += nbytes
+            self.peak = max(self.peak, self.lent)
         return Lease(self, fresh((size,), torch.uint8) if block is None else block, nbytes)
 
-    def _take_back(self, block: Tensor) -> None:
+    def _take_back(self, block: Tensor, nbytes: int) -> None:
         with self._lock:
+            self.lent -= nbytes
             self._free.setdefault(block.numel(), []).append(block)
 
     def drain(self) -> None:

@@ -1,0 +1,93 @@
+"""A call takes no more memory than its algorithm's cost says, and `auto` keeps what is promised.
+
+Counted in bytes leased from the wire's pool: facts, the same in every run. What the process as a
+whole takes is measured by benchmarks/memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import weft
+from weft.sparse import ALGORITHMS, Load, choice
+from weft.testing import spmd
+from weft.wire.link import Link
+
+COUNT, WIDTH = 12_000, 80
+SPARE = 64 << 20
+OPENING = 416 << 10  # bytes of a statement and the first messages of two lists, from each peer
+
+
+def rows_of(rank, kind, size):
+    """As many rows as fill several chunks, in no order, so that a call makes its own copy."""
+    draw = torch.Generator().manual_seed(rank)
+    indices = torch.randperm(COUNT, generator=draw)
+    if kind == "disjoint":
+        indices = indices * size + rank
+    return weft.Rows(indices, torch.ones(COUNT, WIDTH), COUNT * size)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in sorted(ALGORITHMS)
+        for kind in ("identical", "disjoint")
+        # doubling leases receives for the most that could come; what does not come takes no memory
+        if (name, kind) != ("doubling", "identical")
+    ],
+)
+@spmd(7, on=("threads",))
+def test_workspace_is_what_was_predicted(wire, name, kind):
+    rows = rows_of(wire.rank, kind, wire.size)
+    load = weft.explain(rows, algorithm=name).load
+    pool = wire.memory
+    pool.peak = pool.lent
+    total = weft.sparse_all_reduce(rows, algorithm=name)
+    assert pool.lent == 0, "a lease was not given back"
+
+    cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=len(total)))
+    own = COUNT * load.row
+    assert pool.peak <= cost.memory + own + OPENING * (wire.size - 1)
+
+
+def promised(load):
+    """Bytes beside the result."""
+    return 3 * load.fewest * (load.row + load.index) + SPARE
+
+
+@given(
+    ranks=st.integers(2, 300),
+    most=st.integers(1, 1 << 20),
+    share=st.floats(0, 1),
+    overlap=st.floats(0, 1),
+    row=st.sampled_from([4, 256, 4096]),
+    height=st.sampled_from([None, 1 << 21]),
+    rate=st.sampled_from([4e-11, 8e-10, 8e-9]),
+)
+@example(
+    ranks=300, most=1 << 20, share=0.05, overlap=1.0, row=4, height=None, rate=8e-9
+)  # nothing does: the union's indices alone
+def test_auto_keeps_the_promise_where_anything_does(ranks, most, share, overlap, row, height, rate):
+    fewest = int(share * most)
+    total = most + (ranks - 1) * fewest
+    union = int(most + overlap * (total - most))
+    if height is not None:
+        union = min(union, height)
+    load = Load(ranks, total, most, fewest, union, height, row, row, 4, places=1 << 21)
+    wire = SimpleNamespace(size=ranks, link=Link(1e-4, rate, 3e-10, 5e-5))
+    load = choice.with_link(wire, load)
+    chosen = choice.choose(wire, load, "auto")
+
+    takes = {
+        name: algorithm.cost(load).memory + fewest * row
+        for name, algorithm in ALGORITHMS.items()
+        if algorithm.applies(load) is None
+    }
+    assert takes[chosen] <= promised(load) or takes[chosen] == min(takes.values())
