@@ -30,7 +30,7 @@ EAGER = "eager"
 
 _SPARE = 64 << 20  # bytes of workspace that a call may use beyond three times its own rows
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
-_GAPS_PAY = 2e-9  # seconds a byte from which packing indices is quicker than sending them
+_GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
 _CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
 
 
@@ -94,7 +94,7 @@ def with_link(wire: Wire, load: Load) -> Load:
     link = link_of(wire)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
-    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY)
+    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma)
 
 
 def link_of(wire: Wire) -> Link:

@@ -38,7 +38,7 @@ class Load:
         index: bytes of an index on the wire, 4 or 8.
         chunk: bytes of values sent at a time.
         places: indices lie below this.
-        gaps: index lists are written as gaps.
+        gaps: index lists are written as gaps, in few bits.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
     """
 
@@ -90,7 +90,7 @@ class Load:
             low, high = (middle, high) if filled < self.union else (low, middle)
         return high
 
-    def index_of(self, count: float) -> int:
+    def index_of(self, count: float) -> float:
         """Bytes of an index in a list of so many over all places."""
         return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
 

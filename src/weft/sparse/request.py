@@ -28,6 +28,9 @@ __all__ = ["Request", "RowsLike"]
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
 
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+"""What `wire_dtype` may be beside None."""
+
 _NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
@@ -44,6 +47,7 @@ class Request:
         distinct: its indices, sorted, and their duplicates.
         op: the reduction.
         algorithm: a registered name or "auto".
+        dtype: that values travel in.
         out: where the result is wanted.
         fields: the fingerprint: what must be equal on all ranks.
         error: what is wrong, or None.
@@ -56,6 +60,7 @@ class Request:
     )
     op: Op = OPS["sum"]
     algorithm: str = "auto"
+    dtype: torch.dtype = _NOTHING.values.dtype
     out: Out = None
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
@@ -76,14 +81,17 @@ class Request:
             request._take_rows(rows)
             request._take_op(op)
             request._take_algorithm(algorithm)
-            if wire_dtype is not None:
-                raise _WrongError(
-                    f"wire_dtype={wire_dtype} is not served by this version: leave it None"
-                )
+            request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         except (_WrongError, WeftError) as error:
-            request.error = str(error)
+            request.error, request.dtype = str(error), request.rows.values.dtype
         return request
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """The dtype of the values, where they travel in another; else None."""
+        own = self.rows.values.dtype
+        return None if self.dtype == own else own
 
     @property
     def capacity(self) -> int | None:
@@ -141,6 +149,23 @@ class Request:
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
+
+    def _take_wire_dtype(self, dtype: object) -> None:
+        own = self.rows.values.dtype
+        if dtype is None:
+            self.dtype, self.fields["wire dtype"] = own, "no wire_dtype"
+            return
+        if dtype not in WIRE_DTYPES:
+            names = " or ".join(map(str, WIRE_DTYPES))
+            raise _WrongError(f"wire_dtype is {dtype}: pass {names}, or None")
+        if not own.is_floating_point:
+            raise _WrongError(
+                f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
+                "leave it None"
+            )
+        # what is as narrow already would be rounded for nothing
+        self.dtype = dtype if own.itemsize > dtype.itemsize else own
+        self.fields["wire dtype"] = str(dtype)
 
     def _take_out(self, out: object) -> None:
         if out is None or callable(out):
