@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import weft
 from weft.sparse import codec
+from weft.testing import spmd
+from weft.wire.link import Link
 from weft.wire.memory import Pool
 
 
@@ -41,7 +44,7 @@ def test_lists_come_back(count, bits, seed, dtype, gaps):
     assert size <= indices.numel() * dtype.itemsize
 
 
-def test_lists_that_would_not_become_shorter_are_plain():
+def test_short_lists_and_those_far_apart_are_plain():
     few = torch.arange(1000, dtype=torch.int32)
     assert there_and_back(few, True) == 4 * 1000  # sending them is quicker than packing them
     many = torch.arange(2000, dtype=torch.int32)
@@ -69,3 +72,22 @@ def test_no_index_takes_more_than_a_plain_one():
     assert codec.index_bytes(2000, 2**51, 8) < 8
     assert codec.index_bytes(2000, 2**51, 4) == 4
     assert codec.index_bytes(2000, 2**60, 8) == 8
+
+
+@pytest.mark.parametrize("name", ["gather", "split"])
+@pytest.mark.parametrize("gbit", [1, 100])
+@spmd(3, on=("threads",))
+def test_long_lists_come_in_two_messages(wire, name, gbit):
+    """Beside short ones; packed on the slow link, where they are still longer than the first."""
+    wire.link = Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6)
+    total = torch.zeros(3_000_000)
+    for rank, count in enumerate((900_000, 40, 600_000)):
+        draw = torch.Generator().manual_seed(rank)
+        indices = torch.randint(len(total), (count,), generator=draw)
+        total.index_add_(0, indices, torch.full((count,), rank + 1.0))
+        if rank == wire.rank:
+            rows = weft.Rows(indices, torch.full((count,), rank + 1.0), len(total))
+    assert weft.explain(rows, algorithm=name).load.gaps == (gbit == 1)
+    found = weft.sparse_all_reduce(rows, algorithm=name)
+    assert torch.equal(found.indices, total.nonzero()[:, 0])
+    assert torch.equal(found.values, total[found.indices])

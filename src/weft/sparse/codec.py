@@ -3,8 +3,8 @@
 A list says itself which it is. Gaps are written in a Golomb-Rice code that becomes a bitmap where
 the list is dense (`weft.kernels.gaps`): hardly more than the entropy, 4.8 bits for one index of
 ten. Lossless. Writing and reading them takes a core some 3 ns an index, which a link of 8 Gbit/s
-no longer repays: whether lists may be packed follows from the link (`Load.gaps`). A list that is
-short, or that would not become shorter, is written plainly in any case.
+no longer repays: whether lists may be packed follows from the link (`Load.gaps`). Short lists are
+written plainly in any case.
 
 The idea is that of inverted files: Witten, Moffat and Bell, "Managing Gigabytes", section 3.3.
 """
@@ -35,7 +35,7 @@ def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
     count, plain = indices.numel(), indices.numel() * indices.element_size()
     if gaps and count >= _WORTH:
         code = kernels.gap_code(indices)
-        if code is not None and code.most < plain:
+        if code is not None:  # and then of so many indices it is always the shorter
             lease = memory.lease(PREFIX + code.most)
             size = kernels.pack_gaps(indices, code, lease.tensor[PREFIX:])
             lease.tensor = lease.tensor[: PREFIX + size]
