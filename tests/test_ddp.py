@@ -228,9 +228,15 @@ def test_other_dtypes() -> None:
 
 
 def in_other_dtypes() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+    narrow = torch.bfloat16
+    for dtype, wire_dtype in (
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.float64, None),
+        (torch.float32, narrow),
+    ):
         ours = DistributedDataParallel(Model().to(dtype))
-        ddp.register(ours)
+        ddp.register(ours, wire_dtype=wire_dtype)
         plain = DistributedDataParallel(Model(sparse=False).to(dtype))  # gloo: no sparse halves
         for model in (ours, plain):
             # one line of words: larger integers are not exact in bfloat16
@@ -239,6 +245,11 @@ def in_other_dtypes() -> None:
         wanted = gradients(plain)
         for name, gradient in gradients(ours).items():
             torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0, msg=name)
+    ours.zero_grad()
+    ours(words(0) + dist.get_rank()).sum().mul(1.01).backward()
+    gradient = ours.module.table.weight.grad.values()
+    assert gradient.any()
+    torch.testing.assert_close(gradient, gradient.to(narrow).float(), rtol=0, atol=0)
 
 
 def test_any_group_and_number_of_ranks() -> None:

@@ -62,7 +62,21 @@ WRONG = {
         lambda: {"rows": one(1, values=torch.ones(1, 4, dtype=torch.complex64))},
         "values of torch.complex64 are not supported",
     ),
-    "wire dtype": (lambda: {"wire_dtype": torch.bfloat16}, "wire_dtype"),
+    "wire dtype": (
+        lambda: {"wire_dtype": torch.bfloat16},
+        r"wire dtype: .* no wire_dtype, rank \d+ has torch.bfloat16",
+    ),
+    "wire dtype of integers": (
+        lambda: {
+            "rows": one(1, values=torch.ones(1, 4, dtype=torch.int64)),
+            "wire_dtype": torch.bfloat16,
+        },
+        "wire_dtype is torch.bfloat16, which is for floating point, and the values are torch.int64",
+    ),
+    "unknown wire dtype": (
+        lambda: {"wire_dtype": torch.float32},
+        "wire_dtype is torch.float32: pass torch.bfloat16 or torch.float16, or None",
+    ),
     "out's dtype": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4).half())},
         "out's values are torch.float16",

@@ -12,6 +12,7 @@ from weft.sparse import ALGORITHMS, Load, last_call
 from weft.testing import spmd
 from weft.wire.dense import all_reduce
 from weft.wire.hosts import Hosts
+from weft.wire.link import Link
 
 WIDTH, CHUNK_ROWS = 32, 2048
 
@@ -61,6 +62,27 @@ def check(wire, name, kind):
     exactly = name not in ("doubling", "ring", "hierarchical") or kind == "identical"
     assert sent == pytest.approx(cost.bytes, rel=0.03 if exactly else 0.25, abs=header * wire.size)
     assert said.bytes == pytest.approx(cost.bytes, rel=0.2)  # the union was a guess
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"dense"}))
+@spmd(4, on=("threads",))
+def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
+    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = torch.randint(200_000, (20_000,), generator=draw)
+    rows = weft.Rows(indices, torch.ones(20_000), 200_000)
+    before = wire.traffic.bytes
+    load = weft.explain(rows, algorithm=name, wire_dtype=wire_dtype).load
+    opening = wire.traffic.bytes - before
+    assert load.gaps
+    assert load.row == (4 if wire_dtype is None else 2)
+    weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=wire_dtype)
+    record = last_call()
+    cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=record.union))
+    sent = torch.tensor([record.sent_bytes - opening])
+    wire.dense_all_reduce(sent, "sum").wait()
+    assert sent.item() / wire.size == pytest.approx(cost.bytes, rel=0.02)
 
 
 def test_the_union_of_some_ranks():

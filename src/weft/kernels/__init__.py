@@ -17,6 +17,7 @@ The vocabulary:
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
 * `merge(runs, op)` is union and combine over whole runs.
 * `take`, `quantiles`, `sketch`: see each.
+* `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
 is made in the background. `ready` tells whether it is there, `warm` makes it now, `describe` says
@@ -35,28 +36,35 @@ from torch import Tensor
 
 from . import cpu, cpu_indices, reference
 from .compile import compiler
+from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
 from .reference import Distinct, Union
 
 __all__ = [
     "Distinct",
+    "GapCode",
     "Union",
     "combine",
     "describe",
     "distinct",
+    "expected_bits",
     "finish",
+    "gap_code",
     "hashed",
     "merge",
+    "pack_gaps",
     "quantiles",
     "ready",
     "reduce",
     "sketch",
     "take",
     "union",
+    "unpack_gaps",
     "warm",
 ]
 
 _ALL = slice(None)
+_PIECE = 1 << 15  # numbers
 _COMMON = (
     (torch.int64, torch.float32, OPS["sum"]),
     (torch.int32, torch.float32, OPS["sum"]),
@@ -91,8 +99,8 @@ def reduce(
         values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
         distinct: their distinct indices.
         op: how to combine; a callable is given the j-th duplicates of all indices at once.
-        out: `[n, *row_shape]` of `values.dtype` or `op.accumulator(values.dtype)`, to be filled; by
-            default a new tensor of `values.dtype`.
+        out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
+            point of half precision, to be filled; by default a new tensor of `values.dtype`.
         rows: which n of the distinct indices, a range.
 
     Returns:
@@ -125,9 +133,22 @@ def reduce(
         return out
     plain = distinct.order is None and distinct.starts is None
     values = _plain(values)
+    if values.dtype is torch.float64 and out.dtype.itemsize == 2:
+        _reduce_and_round(values, distinct, op, out, first)
+        return out
     if plain or not (_on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last)):
         reference.reduce(values, distinct, op, out, first, last)
     return out
+
+
+def _reduce_and_round(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int) -> None:
+    """Through float64, in pieces that stay in the cache."""
+    step = max(1, _PIECE // max(1, out[:1].numel()))
+    for start in range(0, len(out), step):
+        piece = out[start : start + step]
+        rows = slice(first + start, first + start + len(piece))
+        space = values.new_empty(piece.shape)
+        finish(reduce(values, distinct, op, space, rows), piece)
 
 
 def union(runs: Sequence[Tensor]) -> Union:
@@ -204,7 +225,8 @@ def merge(
     Args:
         runs: at least one `(indices, values)`, the indices sorted and unique.
         op: how to combine.
-        out_dtype: the dtype of the values returned; by default that of the accumulator.
+        out_dtype: the dtype of the values returned; by default that of the accumulator. Where it is
+            wider than that, it is what they are added in.
 
     Returns:
         The union of the indices, and the values.
@@ -217,7 +239,10 @@ def merge(
     """
     indices, slots = union([run for run, _ in runs])
     first = runs[0][1]
-    total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
+    dtype = op.accumulator(first.dtype)
+    if out_dtype is not None and out_dtype.itemsize > dtype.itemsize:
+        dtype = out_dtype
+    total = first.new_empty((len(indices), *first.shape[1:]), dtype=dtype)
     for slot, (_, values) in zip(slots, runs, strict=True):
         combine(total, slot, values, op)
     if out_dtype is None or out_dtype == total.dtype:
@@ -295,7 +320,7 @@ def warm(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]] = _COMMON) -> None
         >>> warm([(torch.int64, torch.bfloat16, OPS["avg"])])
     """
     for index_dtype, dtype, op in pairs:
-        for key in _keys(index_dtype, dtype, op):
+        for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype)):
             compiler.make(key)
 
 

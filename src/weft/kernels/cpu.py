@@ -8,8 +8,8 @@ None or False where its loops are not compiled (yet), having done nothing: the r
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from .reference import Distinct
 
 __all__ = ["combine", "reduce", "value_key"]
 
+_HALVES = (torch.float16, torch.bfloat16)
+_CONVERTED = {
+    *itertools.product([torch.float32], _HALVES),  # to be sent
+    *itertools.product(_HALVES, [torch.float32, torch.float64]),  # received, to be added
+}
+"""Pairs of dtypes beside those that an operation has by itself."""
+
 
 def value_key(src: torch.dtype, dst: torch.dtype, op: Op) -> Key | None:
     """The set of loops that reduce values of `src` into `dst`; None: there can be none."""
@@ -30,7 +37,9 @@ def value_key(src: torch.dtype, dst: torch.dtype, op: Op) -> Key | None:
 @functools.cache
 def _value_key(src: torch.dtype, dst: torch.dtype, name: str) -> Key | None:
     op = OPS[name]
-    if op.refuses(src) is not None or dst not in (src, op.accumulator(src)):
+    if op.refuses(src) is not None or not (
+        dst in (src, op.accumulator(src)) or (src, dst) in _CONVERTED
+    ):
         return None
     if name in ("band", "bor", "bxor"):  # bits do not care how they are grouped
         return ("value", "u8", "u8", name, "u8")
@@ -70,7 +79,7 @@ def _balanced(starts: Tensor, first: int, last: int, parts: int) -> list[tuple[i
     begin, end = int(starts[first]), int(starts[last])
     goals = [start for start, _ in pool.ranges(begin, end, parts)][1:]
     inner = torch.searchsorted(starts[first : last + 1], torch.tensor(goals)) + first
-    return list(pairwise([first, *inner.tolist(), last]))
+    return list(itertools.pairwise([first, *inner.tolist(), last]))
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "apply",
     "count_ones",
     "load",
+    "lowest_one",
     "prefetch",
     "store",
 ]
@@ -144,5 +145,15 @@ def count_ones(context: Any, word: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
+
+    return types.int64(types.int64), code
+
+
+@_word
+def lowest_one(context: Any, word: Any) -> Any:
+    """lowest_one(word): which bit is the lowest that is set, of an int64 that is not 0."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.int64), code

@@ -45,7 +45,10 @@ def sparse_all_reduce(
         async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
             change before.
         algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
-        wire_dtype: None; reserved for lossy values on the wire.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent. Every rank's sum of an index is rounded to it before it travels, and so is
+            the result, once each, to nearest even; additions are as wide as ever. Lossy:
+            docs/wire-dtype.md has the bound. Values of two bytes travel as they are.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`. What it
             holds after an error is undefined.

@@ -3,6 +3,9 @@
 A caller's function or allocator may raise while others are in the middle of the schedule. The
 schedule does not see that: the trouble is noted, the schedule is finished with harmless values,
 and the ranks tell each other afterwards (`Call.trouble`).
+
+Where the caller gave a `wire_dtype`, a schedule never learns it: it is given rows of that dtype and
+makes a result of that dtype, whose memory is the end of the caller's. There it is widened in place.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..wire.base import Wire
-from ..wire.memory import fresh
+from ..wire.base import Wire, as_bytes
+from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
 
@@ -28,6 +31,8 @@ Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tu
 """(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
 
 Out = tuple[Tensor, Tensor] | Allocator | None
+
+_TAIL = 1 << 12  # numbers that are rather copied than widened in steps that halve
 
 
 @dataclass
@@ -39,7 +44,8 @@ class Call:
         op: the reduction; never raises.
         row_shape: shape of a row.
         index: dtype of the result's indices.
-        dtype: dtype of the result's values.
+        dtype: dtype of the values that a schedule is given, and of those that it makes.
+        wide: dtype of the caller's values where they travel rounded to `dtype`, else None.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
         trouble: what a caller's function raised.
@@ -54,11 +60,13 @@ class Call:
     index: torch.dtype = torch.int64
     dtype: torch.dtype = torch.float32
     height: int | None = None
+    wide: torch.dtype | None = None
     out: Out = None
     trouble: Exception | None = None
     target: Rows | None = None
     header: Header = field(init=False)
     load: Load = field(init=False)
+    _widened: Rows = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.op.builtin:
@@ -72,7 +80,9 @@ class Call:
     @property
     def partial(self) -> torch.dtype:
         """The dtype of sums of some ranks' rows."""
-        return self.op.accumulator(self.dtype)
+        own = self.op.accumulator(self.dtype)
+        exact = self.op.builtin and own == self.dtype  # min and max of rounded values
+        return own if self.wide is None or exact else self.wide
 
     @property
     def divisor(self) -> int:
@@ -86,12 +96,12 @@ class Call:
 
     def result(self, count: int) -> Rows:
         """Memory for a result of so many rows: the caller's where it will do, else fresh."""
-        shape = (count, *self.row_shape)
+        shape, dtype = (count, *self.row_shape), self.wide or self.dtype
         indices = values = None
         if callable(self.out):
             try:
-                indices, values = self.out(count, self.row_shape, (self.index, self.dtype))
-                self._check_allocated(indices, values, shape)
+                indices, values = self.out(count, self.row_shape, (self.index, dtype))
+                self._check_allocated(indices, values, shape, dtype)
             except Exception as error:
                 self.trouble = self.trouble or error
                 indices = values = None
@@ -100,8 +110,31 @@ class Call:
         if indices is not None and values is not None and values.device.type != "cpu":
             self.target, indices = Rows(indices, values, self.height), None
         if indices is None or values is None:
-            indices, values = fresh((count,), self.index), fresh(shape, self.dtype)
-        return Rows(indices, values, self.height)
+            indices, values = fresh((count,), self.index), fresh(shape, dtype)
+        result = Rows(indices, values, self.height)
+        if self.wide is None:
+            return result
+        self._widened = result
+        memory = as_bytes(values)
+        start = memory.numel() // self.wide.itemsize * (self.wide.itemsize - self.dtype.itemsize)
+        return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
+
+    def widened(self, result: Rows) -> Rows:
+        """What a schedule made, in the dtype of the caller's values; to be asked for once.
+
+        The narrow values are the end of the memory of the wide ones. Each step widens as many of
+        them as fit before those that are still to be widened.
+        """
+        if self.wide is None:
+            return result
+        narrow, wide = result.values.view(-1), self._widened.values.view(-1)
+        first, total, ratio = 0, wide.numel(), self.wide.itemsize // self.dtype.itemsize
+        while total - first > _TAIL:
+            last = ((ratio - 1) * total + first) // ratio
+            wide[first:last] = narrow[first:last]
+            first = last
+        wide[first:] = narrow[first:].clone()
+        return self._widened
 
     def of_partials(self) -> Call:
         """This call for rows that are sums of some ranks' already: not divided, not rounded."""
@@ -116,15 +149,19 @@ class Call:
         if partial is not values or self.divisor != 1:
             kernels.finish(partial, values, self.divisor)
 
-    def _check_allocated(self, indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> None:
-        wanted = ((shape[:1], self.index, indices), (shape, self.dtype, values))
-        for wanted_shape, dtype, tensor in wanted:
+    def _check_allocated(
+        self, indices: Tensor, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        for wanted_shape, wanted, tensor in (
+            (shape[:1], self.index, indices),
+            (shape, dtype, values),
+        ):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"out returned {type(tensor).__name__}, not two tensors")
-            if tuple(tensor.shape) != wanted_shape or tensor.dtype != dtype:
+            if tuple(tensor.shape) != wanted_shape or tensor.dtype != wanted:
                 raise ValueError(
                     f"out returned {tuple(tensor.shape)} of {tensor.dtype} for "
-                    f"{wanted_shape} of {dtype}"
+                    f"{wanted_shape} of {wanted}"
                 )
             if not tensor.is_contiguous():
                 raise ValueError("out returned memory that is not contiguous")

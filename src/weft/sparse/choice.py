@@ -34,7 +34,7 @@ _SPARE = 64 << 20  # bytes that a call may use beyond its result and three times
 _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
-_GAPS_PAY = 2e-9  # seconds a byte from which packing indices is quicker than sending them
+_GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
 _CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
 
 
@@ -98,7 +98,7 @@ def with_link(wire: Wire, load: Load) -> Load:
     link = link_of(wire)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
-    gaps = link.beta > _GAPS_PAY
+    gaps = link.beta > _GAPS_PAY * link.gamma
     return replace(load, chunk=chunk, gaps=gaps, hosts=hosts_of(wire), link=link)
 
 

@@ -407,7 +407,7 @@ def _placed(rows: Rows, request: Request, call: Call) -> Rows:
         rows.indices.dtype,
         rows.values.dtype,
         rows.height,
-        request.out,
+        out=request.out,
     )
     place = own.result(len(rows))
     place.indices.copy_(rows.indices)

@@ -40,7 +40,7 @@ class Load:
         index: bytes of an index on the wire, 4 or 8.
         chunk: bytes of values sent at a time.
         places: indices lie below this.
-        gaps: index lists are written as gaps.
+        gaps: index lists are written as gaps, in few bits.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         hosts: which ranks share a host; None is one host for each.
         link: the network's figures, where they are known.
@@ -113,11 +113,11 @@ class Load:
         for each index, and the union."""
         return rows * (self.listed(rows) + _SLOT) + union * self.index
 
-    def listed(self, count: float) -> int:
+    def listed(self, count: float) -> float:
         """Bytes that an index of a received list takes: as it came, and again once it is read."""
         return self.index_of(count) + (self.index if self.gaps else 0)
 
-    def index_of(self, count: float) -> int:
+    def index_of(self, count: float) -> float:
         """Bytes of an index in a list of so many over all places."""
         return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
 

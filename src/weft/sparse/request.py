@@ -31,6 +31,9 @@ RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+"""What `wire_dtype` may be beside None."""
+
 
 class _WrongError(Exception):
     """Carries the sentence of a failed check."""
@@ -45,6 +48,7 @@ class Request:
         distinct: its indices, sorted, and their duplicates.
         op: the reduction.
         algorithm: a registered name or "auto".
+        dtype: that values travel in.
         out: where the result is wanted.
         fields: the fingerprint: what must be equal on all ranks.
         error: what is wrong, or None.
@@ -57,6 +61,7 @@ class Request:
     )
     op: Op = OPS["sum"]
     algorithm: str = "auto"
+    dtype: torch.dtype = NOTHING.values.dtype
     out: Out = None
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
@@ -77,13 +82,10 @@ class Request:
             request._take_rows(rows)
             request._take_op(op)
             request._take_algorithm(algorithm)
-            if wire_dtype is not None:
-                raise _WrongError(
-                    f"wire_dtype={wire_dtype} is not served by this version: leave it None"
-                )
+            request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         except (_WrongError, WeftError) as error:
-            request.error = str(error)
+            request.error, request.dtype = str(error), request.rows.values.dtype
         return request
 
     @classmethod
@@ -97,6 +99,12 @@ class Request:
         except (_WrongError, WeftError) as error:
             request.error = str(error)
         return request
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """The dtype of the values, where they travel in another; else None."""
+        own = self.rows.values.dtype
+        return None if self.dtype == own else own
 
     @property
     def capacity(self) -> int | None:
@@ -163,6 +171,23 @@ class Request:
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
+
+    def _take_wire_dtype(self, dtype: object) -> None:
+        own = self.rows.values.dtype
+        if dtype is None:
+            self.dtype, self.fields["wire dtype"] = own, "no wire_dtype"
+            return
+        if dtype not in WIRE_DTYPES:
+            names = " or ".join(map(str, WIRE_DTYPES))
+            raise _WrongError(f"wire_dtype is {dtype}: pass {names}, or None")
+        if not own.is_floating_point:
+            raise _WrongError(
+                f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
+                "leave it None"
+            )
+        # what is as narrow already would be rounded for nothing
+        self.dtype = dtype if own.itemsize > dtype.itemsize else own
+        self.fields["wire dtype"] = str(dtype)
 
     def _take_out(self, out: object) -> None:
         if out is None or callable(out):

@@ -74,14 +74,16 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         wire,
         request.op,
         index=given.indices.dtype,
-        dtype=given.values.dtype,
+        dtype=request.dtype,
         row_shape=tuple(given.row_shape),
         height=given.height,
+        wide=request.wide,
         out=request.out,
     )
     eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
-    eager = eager and RowsInHeader.fit(count, given.indices.element_size(), given.row_bytes)
-    with wire.lease(count * given.row_bytes) as memory:
+    row = row_bytes(call.row_shape, call.dtype)
+    eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
+    with wire.lease(count * row) as memory:
         own = _Own(request, call, memory)
         agreement = _open(wire, request, name, own if eager else None, own.reduce)
         try:
@@ -115,7 +117,7 @@ def reduced(wire: Wire, request: Request) -> Done:
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
-    return Done(name, handed_out(result, call), call.load.with_union(len(result)))
+    return Done(name, handed_out(call.widened(result), call), call.load.with_union(len(result)))
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
@@ -129,7 +131,8 @@ def handed_out(result: Rows, call: Call) -> Rows:
 
 def explained(wire: Wire, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
-    call = Call(wire, request.op, row_shape=tuple(request.rows.row_shape))
+    shape = tuple(request.rows.row_shape)
+    call = Call(wire, request.op, shape, dtype=request.dtype, wide=request.wide)
     agreement = _open(wire, request, "explain")
     try:
         load = _load(wire, request, agreement, call)
@@ -141,7 +144,10 @@ def explained(wire: Wire, request: Request) -> Explanation:
 
 
 class _Own:
-    """This rank's rows with duplicates combined: once, as late as possible, in leased memory."""
+    """This rank's rows with duplicates combined and rounded to what travels, each once.
+
+    As late as possible, in leased memory.
+    """
 
     def __init__(self, request: Request, call: Call, memory: Tensor) -> None:
         self.request, self._call, self._memory = request, call, memory
@@ -150,13 +156,12 @@ class _Own:
     def reduce(self) -> Tensor:
         if self._values is None:
             distinct, values = self.request.distinct, self.request.rows.values
-            if self.request.error is not None or (
-                distinct.order is None and distinct.starts is None
-            ):
+            ready = distinct.order is None and distinct.starts is None and self._call.wide is None
+            if self.request.error is not None or ready:
                 self._values = values.contiguous()
             else:
                 shape = (distinct.indices.numel(), *values.shape[1:])
-                space = typed(self._memory, shape, values.dtype)
+                space = typed(self._memory, shape, self._call.dtype)
                 self._values = kernels.reduce(values, distinct, self._call.op, out=space)
         return self._values
 
@@ -193,9 +198,8 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
     """What all ranks together said; also fills in what this rank alone did not know."""
     shape = agreement.fields["row shape"]
     call.row_shape = call.row_shape if shape == "?" else ast.literal_eval(shape)
-    dtype = request.rows.values.dtype
     said = [
-        RowsInHeader.unpack(body, call.row_shape, dtype)
+        RowsInHeader.unpack(body, call.row_shape, call.dtype)
         if RowsInHeader.are_in(body)
         else Header.unpack(body)
         for body in agreement.bodies
@@ -218,8 +222,8 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
         fewest=header.fewest,
         union=header.union(height),
         height=height,
-        row=row_bytes(call.row_shape, dtype),
-        partial=row_bytes(call.row_shape, call.op.accumulator(dtype)),
+        row=row_bytes(call.row_shape, call.dtype),
+        partial=row_bytes(call.row_shape, call.partial),
         index=4 if header.highest < 2**31 else 8,
         places=header.highest + 1,
         in_order=not call.op.builtin,

@@ -89,20 +89,26 @@ class IndexLists:
 
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
-        whole: dict[int, Tensor] = {}
-        rests: list[Pending] = []
-        for peer, head in zip(self._sources, self._heads.wait(), strict=True):
+        heads = dict(zip(self._sources, self._heads.wait(), strict=True))
+        rests: dict[int, tuple[Tensor, Pending]] = {}
+        for peer, head in heads.items():
             size = codec.bytes_of(head)
-            if size <= HEAD:
-                whole[peer] = head
-                continue
-            self._leases.append(self._wire.lease(size))
-            whole[peer] = self._leases[-1].tensor
-            whole[peer][:HEAD] = head
-            rests.append(self._wire.post((), [(peer, whole[peer][HEAD:])], LISTS))
-        for pending in rests:
-            pending.wait()
-        return {peer: codec.unpack(message, self._dtype) for peer, message in whole.items()}
+            if size > HEAD:
+                whole = self._room(size)
+                whole[:HEAD] = head
+                rests[peer] = whole, self._wire.post((), [(peer, whole[HEAD:])], LISTS)
+        found = {}
+        for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
+            message = heads[peer]
+            if peer in rests:
+                message, pending = rests[peer]
+                pending.wait()
+            found[peer] = codec.unpack(message, self._dtype, self._room)
+        return found
+
+    def _room(self, nbytes: int) -> Tensor:
+        self._leases.append(self._wire.lease(nbytes))
+        return self._leases[-1].tensor
 
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""

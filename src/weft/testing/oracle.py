@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +14,11 @@ from ..rows import Rows
 __all__ = ["expected"]
 
 
-def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor] = "sum") -> Rows:
+def expected(
+    parts: Sequence[Rows],
+    op: str | Callable[[Tensor, Tensor], Tensor] = "sum",
+    wire_dtype: torch.dtype | None = None,
+) -> Rows:
     """The reduction of all ranks' rows, computed row by row in one process.
 
     Duplicates of a rank come first, in input order, rounded once; then ranks, in rank order; half
@@ -22,6 +27,7 @@ def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor]
     Args:
         parts: each rank's rows.
         op: name of an operation, or a function of two `[1, *row_shape]` tensors.
+        wire_dtype: what a rank's rows, and the result, are rounded to, if that is narrower.
 
     Example:
         >>> one = Rows(torch.tensor([4, 1, 4]), torch.tensor([1.0, 2.0, 4.0]))
@@ -31,6 +37,7 @@ def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor]
     """
     dtype = parts[0].values.dtype
     named = OPS[op] if isinstance(op, str) else None
+    narrow = dtype if wire_dtype is None or dtype.itemsize <= 2 else wire_dtype
     combine = named.function if named else op
     partial = named.accumulator(dtype) if named else dtype
     assert callable(combine)
@@ -42,7 +49,7 @@ def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor]
             row = value.unsqueeze(0)
             mine[index] = combine(mine[index], row) if index in mine else row
         for index, row in mine.items():
-            rounded = row.to(dtype).to(partial)
+            rounded = _rounded(row.to(dtype), narrow).to(partial)
             total[index] = combine(total[index], rounded) if index in total else rounded
 
     indices = torch.tensor(sorted(total), dtype=parts[0].indices.dtype)
@@ -51,4 +58,22 @@ def expected(parts: Sequence[Rows], op: str | Callable[[Tensor, Tensor], Tensor]
     values = torch.cat([total[index] for index in sorted(total)])
     if named is not None and named.mean:
         values = values / len(parts)
-    return Rows(indices, values.to(dtype), parts[0].height)
+    return Rows(indices, _rounded(values.to(dtype), narrow).to(dtype), parts[0].height)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To nearest, ties to even, once: number by number, where torch would round float64 twice."""
+    if values.dtype is not torch.float64 or dtype is torch.float64:
+        return values.to(dtype)
+    digits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    least = {torch.bfloat16: -133, torch.float16: -24}[dtype]  # 2**least is the smallest number
+
+    def one(value: float) -> float:
+        if not math.isfinite(value):
+            return value
+        unit = 2.0 ** max(math.frexp(value)[1] - digits, least)
+        return math.copysign(round(value / unit) * unit, value)  # Python rounds ties to even
+
+    numbers = [one(value) for value in values.flatten().tolist()]
+    # what is too large for the dtype is so before and after torch's own rounding
+    return torch.tensor(numbers, dtype=torch.float64).view(values.shape).to(dtype)

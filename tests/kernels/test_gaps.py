@@ -1,0 +1,110 @@
+"""Sorted indices in few bits: machine code writes the bytes of the definition, and reads them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.kernels import gaps
+from weft.kernels.compile import compiler
+
+DTYPES = [torch.int32, torch.int64]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    for dtype in DTYPES:
+        compiler.make(gaps.gaps_key(dtype))
+        assert compiler.made(gaps.gaps_key(dtype))
+
+
+def packed(indices, monkeypatch, *, by_machine):
+    """What was written, in memory that held something else before."""
+    if not by_machine:
+        monkeypatch.setattr(gaps.compiler, "loops", lambda key: None)
+    code = gaps.gap_code(indices)
+    out = torch.full((code.most + 40,), 0xA5, dtype=torch.uint8)
+    size = gaps.pack_gaps(indices, code, out)
+    assert size <= code.most
+    assert out[size:].eq(0xA5).all()  # nothing is written behind it
+    back = torch.full((len(indices) + 1,), -7, dtype=indices.dtype)
+    gaps.unpack_gaps(out, int(indices[0]), back[:-1])
+    assert torch.equal(back[:-1], indices)
+    assert back[-1] == -7
+    monkeypatch.undo()
+    return out[:size]
+
+
+def check(indices):
+    with pytest.MonkeyPatch.context() as patch:
+        by_machine = packed(indices, patch, by_machine=True)
+        assert torch.equal(by_machine, packed(indices, patch, by_machine=False))
+    return by_machine
+
+
+@st.composite
+def lists(draw):
+    """Lists of blocks, each with gaps of a size of its own."""
+    pieces = draw(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 40)), max_size=5))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    steps = [1 + generator.integers(0, 2**bits, count) for count, bits in pieces]
+    first = draw(st.integers(0, 2**40))
+    return torch.from_numpy(first + np.cumsum(np.concatenate([[0], [3], *steps])))
+
+
+@settings(max_examples=60)
+@given(lists())
+def test_lists_come_back(indices):
+    check(indices)
+    if len(indices) and indices[-1] - indices[0] < 2**31:
+        check((indices - indices[0]).int())
+
+
+def test_the_bytes_are_those_of_the_definition():
+    # gaps 3, 0, 2, 9 leave out 14: a width of 1 is best for a mean of 3.5
+    written = check(torch.tensor([5, 9, 10, 13, 23])).numpy()
+    widths, remainders, marks = written[:8], written[8:24], written[24:]
+    assert widths.tolist() == [1, *[0] * 7]
+    assert int.from_bytes(remainders, "little") == 0b1001  # the last gap's comes highest
+    assert int.from_bytes(marks, "little") == 0b10000_10_1_10  # 4, 1, 0 and 1 zeros, each a one
+
+
+def test_dense_lists_are_bitmaps():
+    indices = torch.tensor([0, 1, 2, 4, 6, 7, 9])
+    written = check(indices)
+    assert written[:8].eq(0).all()  # no remainders: all that is left is a word of zeros
+    assert written[8:16].eq(0).all()
+    bitmap = sum(1 << (index - 1) for index in indices.tolist()[1:])
+    assert int.from_bytes(written[16:].numpy(), "little") == bitmap
+    assert len(check(torch.arange(64_001))) == 256 + 8 + 8000
+
+
+@pytest.mark.parametrize("places", [11, 20, 100, 5000])
+def test_it_takes_hardly_more_than_the_entropy(places):
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(5000 * places, (5000,), generator=generator).unique().int()
+    share = len(indices) / (5000 * places)
+    entropy = -math.log2(share) - (1 - share) / share * math.log2(1 - share)
+    bits = 8 * len(check(indices)) / len(indices)
+    assert entropy < bits < entropy + 0.2
+    assert bits == pytest.approx(gaps.expected_bits(len(indices), 5000 * places), rel=0.02)
+
+
+def test_whatever_the_gaps_it_is_bounded():
+    """One gap that leaves out all that is left out: the worst for a width by the mean."""
+    for beyond in (10**3, 10**5, 10**6, 2 * 10**6):
+        indices = torch.cat([torch.arange(256), torch.tensor([255 + beyond])])
+        bits = 8 * (len(check(indices)) - 16) / 256  # but for what fills up words
+        assert bits < math.log2(beyond / 256) + 2.1 + 0.5
+
+
+def test_too_far_apart():
+    assert gaps.gap_code(torch.tensor([3, 3 + 2**52])) is None
+    check(torch.tensor([3, 2 + 2**52]))
+    check(torch.tensor([2**31 - 2, 2**31 - 1], dtype=torch.int32))
+    check(torch.tensor([0, 2**31 - 1], dtype=torch.int32))

@@ -1,0 +1,140 @@
+"""Values on their way to and from a narrower dtype: rounded once, added as wide as they end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import kernels
+from weft.kernels import cpu, reference
+from weft.kernels.compile import compiler
+from weft.kernels.ops import OPS, Op
+
+HALVES = [torch.float16, torch.bfloat16]
+WIDE = [torch.float32, torch.float64]
+DIGITS = {torch.float16: 11, torch.bfloat16: 8}
+LEAST = {torch.float16: -24, torch.bfloat16: -133}  # 2**LEAST is the smallest number
+
+
+def compiled(src, dst, op):
+    key = cpu.value_key(src, dst, op)
+    compiler.make(key)
+    assert compiler.made(key)
+
+
+def nearest(value, dtype):
+    """To nearest even, in Python."""
+    if not math.isfinite(value) or value == 0:
+        return value
+    unit = 2.0 ** max(math.frexp(value)[1] - DIGITS[dtype], LEAST[dtype])
+    return torch.tensor(math.copysign(round(value / unit) * unit, value)).double().to(dtype).item()
+
+
+def awkward(dtype, generator):
+    """float64 numbers at, beside and between the ties of a narrower dtype."""
+    bits = torch.randint(-(2**15), 2**15, (300,), generator=generator).to(torch.int16)
+    low = bits.view(dtype).double()
+    tie = (low + (bits + 1).view(dtype).double()) / 2
+    return torch.cat(
+        [low, tie, *(torch.nextafter(tie, torch.full_like(tie, end)) for end in (-1e300, 1e300))]
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_float64_is_rounded_once(dtype):
+    values = awkward(dtype, torch.Generator().manual_seed(0))
+    values = torch.cat([values, torch.tensor([0.0, -0.0, 1e-300, -1e-300, 1e300, torch.inf])])
+    assert not torch.equal(values.to(dtype).nan_to_num(), reference_rounded(values, dtype))
+    want = [nearest(value, dtype) for value in values.tolist()]
+    got = reference_rounded(values, dtype)
+    assert torch.equal(got, torch.tensor(want, dtype=torch.float64).to(dtype).nan_to_num())
+    assert torch.equal(got.signbit(), values.signbit() & ~values.isnan())
+
+
+def reference_rounded(values, dtype):
+    out = torch.empty(len(values), dtype=dtype)
+    kernels.finish(values, out)
+    assert torch.equal(out.isnan(), values.isnan())
+    return out.nan_to_num()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("divisor", [3, 49])
+def test_float64_quotients_are_rounded_once(dtype, divisor):
+    values = awkward(dtype, torch.Generator().manual_seed(1)) * divisor
+    values = values[values.isfinite()]
+    out = torch.empty(len(values), dtype=dtype)
+    kernels.finish(values, out, divisor)
+    want = [nearest(value / divisor, dtype) for value in values.tolist()]
+    assert out.double().tolist() == want
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "prod"])
+@pytest.mark.parametrize("dst", HALVES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32), width=st.sampled_from([(), (1,), (5,)]), some=st.booleans())
+def test_what_is_to_be_sent_is_reduced_and_rounded(op, dst, seed, width, some):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(20, (50,), generator=draw)
+    ids = ids if some else ids.unique().flip(0)
+    found = reference.distinct(ids)
+    for src in WIDE:
+        if src is torch.float32:
+            compiled(src, dst, OPS[op])
+        values = torch.randn(len(ids), *width, generator=draw, dtype=torch.float64).to(src)
+        got = torch.empty(len(found.indices), *width, dtype=dst)
+        kernels.reduce(values, found, OPS[op], got)
+        total = kernels.reduce(values, found, OPS[op])
+        want = torch.empty_like(got)
+        kernels.finish(total, want)
+        assert torch.equal(got, want)
+        if src is torch.float32:
+            reference.reduce(values, found, OPS[op], want, 0, len(want))
+            assert torch.equal(got, want)
+            assert cpu.reduce(values, found, OPS[op], want, 0, len(want))
+        piece = kernels.reduce(values, found, OPS[op], got[:3].clone(), slice(2, 5))
+        assert torch.equal(piece, got[2:5])
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+@pytest.mark.parametrize("src", HALVES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32), width=st.sampled_from([(), (1,), (5,)]))
+def test_what_was_sent_is_added_as_wide_as_it_ends(op, src, seed, width):
+    draw = torch.Generator().manual_seed(seed)
+    runs = [torch.randint(30, (20,), generator=draw).unique() for _ in range(3)]
+    union = reference.union(runs)
+    values = [torch.randn(len(run), *width, generator=draw).to(src) for run in runs]
+    for dst in WIDE:
+        compiled(src, dst, OPS[op])
+        totals = []
+        for serve in (cpu.combine, reference.combine):
+            total = torch.zeros(len(union.indices), *width, dtype=dst)
+            for slots, rows in zip(union.slots, values, strict=True):
+                serve(total, slots, rows, OPS[op], 0)
+            totals.append(total)
+        assert torch.equal(*totals)
+        exact = torch.zeros_like(totals[0], dtype=torch.float64)
+        if op == "sum":
+            for run, rows in zip(runs, values, strict=True):
+                exact[torch.searchsorted(union.indices, run)] += rows.double()
+            assert torch.equal(totals[0], exact.to(dst)) or dst is torch.float32
+        merged = kernels.merge(list(zip(runs, values, strict=True)), OPS[op], dst)
+        assert torch.equal(merged[1], totals[0])
+
+
+def test_a_callable_merges_in_the_dtype_that_is_asked_for():
+    seen = []
+
+    def last(left, right):
+        seen.append(left.dtype)
+        return right
+
+    op = Op("callable last", last, builtin=False)
+    runs = [(torch.tensor([1, 2]), torch.ones(2, dtype=torch.bfloat16))] * 2
+    assert kernels.merge(runs, op, torch.float64)[1].dtype is torch.float64
+    assert set(seen) == {torch.float64}

@@ -1,0 +1,221 @@
+"""Values that travel rounded: once for each rank, once for the result, within the bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.sparse import ALGORITHMS, last_call
+from weft.testing import expected, run, spmd
+
+NAMES = ["auto", *sorted(ALGORITHMS)]
+WIRE = [torch.bfloat16, torch.float16]
+IN_RANK_ORDER = ("auto", "gather", "split")
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TINY = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}  # half of the smallest number
+
+
+def part(rank, dtype=torch.float32, count=150, height=200):
+    draw = torch.Generator().manual_seed(rank)
+    indices = torch.randint(height, (count,), generator=draw)
+    values = torch.randn(count, 3, generator=draw, dtype=torch.float64)
+    return weft.Rows(indices, values.to(dtype), height)
+
+
+def alike(wire, values):
+    """All ranks have the bits of rank 0."""
+    bits = values.contiguous().view(-1).view(torch.uint8)
+    other = bits.clone()
+    if wire.rank:
+        wire.post((), [(0, other)]).wait()
+    else:
+        wire.post([(peer, bits) for peer in wire.peers]).wait()
+    assert torch.equal(bits, other)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE)
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 3, 4, on=("threads",))
+def test_every_algorithm_rounds_once_and_once(wire, name, wire_dtype):
+    for dtype in (torch.float32, torch.float64):
+        for op in ("sum", "avg", "min", "max", "prod"):
+            parts = [part(rank, dtype) for rank in range(wire.size)]
+            total = weft.sparse_all_reduce(
+                parts[wire.rank], op, algorithm=name, wire_dtype=wire_dtype
+            )
+            want = expected(parts, op, wire_dtype)
+            assert torch.equal(total.indices, want.indices)
+            assert total.values.dtype is dtype
+            assert torch.equal(total.values, total.values.to(wire_dtype).to(dtype))
+            alike(wire, total.values)
+            if name in IN_RANK_ORDER:
+                assert torch.equal(total.values, want.values), (dtype, op)
+            else:  # another order of additions may end on the other side of a tie
+                unit = 2 * UNIT[wire_dtype]
+                torch.testing.assert_close(total.values, want.values, rtol=unit, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(2, 4, on=("gloo",))
+def test_between_processes(wire, name):
+    parts = [part(rank, count=3000, height=4000) for rank in range(wire.size)]
+    total = weft.sparse_all_reduce(
+        parts[wire.rank], "avg", algorithm=name, wire_dtype=torch.bfloat16
+    )
+    alike(wire, total.values)
+    want = expected(parts, "avg", torch.bfloat16)
+    torch.testing.assert_close(total.values, want.values, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.sampled_from([2, 3, 5]),
+    exponents=st.integers(0, 8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    op=st.sampled_from(["sum", "avg"]),
+)
+def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents, dtype, op):
+    """u·|s| + u·(1+u)·Σ|x| + (P+1)·η as in docs/wire-dtype.md, and what fp32 sums add to that."""
+    draw = torch.Generator().manual_seed(seed)
+    height = 40
+    scale = 10.0 ** torch.randint(-exponents, exponents // 2 + 1, (ranks, 30, 2), generator=draw)
+    values = (torch.randn(ranks, 30, 2, generator=draw).double() * scale).to(dtype)
+    indices = torch.stack([torch.randperm(height, generator=draw)[:30] for _ in range(ranks)])
+    parts = [weft.Rows(indices[rank], values[rank], height) for rank in range(ranks)]
+    exact = torch.zeros(height, 2, dtype=torch.float64)
+    size = torch.zeros(height, 2, dtype=torch.float64)
+    for rows in parts:
+        exact[rows.indices] += rows.values.double()
+        size[rows.indices] += rows.values.double().abs()
+    if op == "avg":
+        exact, size = exact / ranks, size / ranks
+
+    def body(wire):
+        return weft.sparse_all_reduce(parts[wire.rank], op, algorithm=name, wire_dtype=wire_dtype)
+
+    unit, tiny = UNIT[wire_dtype], TINY[wire_dtype]
+    for total in run(ranks, body):
+        there = total.indices
+        error = (total.values.double() - exact[there]).abs()
+        bound = unit * exact[there].abs() + unit * (1 + unit) * size[there] + (ranks + 1) * tiny
+        assert (error <= bound + (1 + unit) ** 2 * ranks * 2**-24 * size[there]).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
+@spmd(1, 3, on=("threads",))
+def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
+    seen = []
+
+    def widest(left, right):
+        seen.append((left.dtype, right.dtype))
+        return torch.where(right.abs() >= left.abs(), right, left)
+
+    for dtype in (torch.float32, torch.float64):
+        parts = [part(rank, dtype) for rank in range(wire.size)]
+        seen.clear()
+        total = weft.sparse_all_reduce(
+            parts[wire.rank], widest, algorithm=name, wire_dtype=torch.float16
+        )
+        assert set(seen) == {(dtype, dtype)}
+        assert torch.equal(total.values, expected(parts, widest, torch.float16).values)
+
+
+@pytest.mark.parametrize("dtype", WIRE)
+@spmd(3, on=("threads",))
+def test_halves_travel_as_they_are(wire, dtype):
+    parts = [part(rank, dtype) for rank in range(wire.size)]
+    for wire_dtype in WIRE:
+        total = weft.sparse_all_reduce(parts[wire.rank], wire_dtype=wire_dtype)
+        assert torch.equal(total.values, expected(parts).values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 3, on=("threads",))
+def test_the_result_is_where_it_was_wanted(wire, name):
+    count = 9000  # more than are copied at once
+    rows = weft.Rows(torch.arange(count), torch.randn(count, 3), count)
+    want = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.bfloat16).values
+    for dtype in (torch.float32, torch.float64):
+        mine = weft.Rows(rows.indices, rows.values.to(dtype), count)
+        out = torch.empty(count + 5, dtype=torch.int64), torch.full((count + 5, 3), 7.0).to(dtype)
+        total = weft.sparse_all_reduce(mine, algorithm=name, wire_dtype=torch.bfloat16, out=out)
+        assert total.values.data_ptr() == out[1].data_ptr()
+        assert out[1][count:].eq(7).all()
+        if dtype is torch.float32:
+            assert torch.equal(total.values, want)
+        asked = []
+
+        def allocate(rows, shape, dtypes, asked=asked):
+            asked.append(dtypes)
+            return torch.empty(rows, dtype=dtypes[0]), torch.empty(rows, *shape, dtype=dtypes[1])
+
+        again = weft.sparse_all_reduce(
+            mine, algorithm=name, wire_dtype=torch.bfloat16, out=allocate
+        )
+        assert asked == [(torch.int64, dtype)]
+        assert torch.equal(again.values, total.values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(4, on=("threads",))
+def test_nan_infinity_and_overflow(wire, name):
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65519.0, 65520.0, 4e-9])
+    rows = weft.Rows(torch.arange(7) + 7 * wire.rank, values[:, None], 28)
+    total = weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=torch.float16).values
+    got = total.view(4, 7)
+    assert got[:, 0].isnan().all()
+    want = torch.tensor([float("inf"), -float("inf"), -0.0, 65504.0, float("inf"), 0.0])
+    assert torch.equal(
+        got[:, 1:].contiguous().view(torch.int32), want.view(torch.int32).expand(4, 6)
+    )
+
+
+@spmd(1, 4, on=("threads",))
+def test_an_average_overflows_only_if_it_is_too_large_itself(wire):
+    rows = weft.Rows(torch.arange(3), torch.full((3, 1), 60000.0), 3)
+    for name in NAMES:
+        total = weft.sparse_all_reduce(rows, "avg", algorithm=name, wire_dtype=torch.float16)
+        assert total.values.eq(torch.tensor(60000.0).half().float()).all()
+
+
+@spmd(2, 3, on=("threads",))
+def test_what_is_sent_is_half(wire):
+    rows = part(wire.rank, count=4000, height=100_000)
+    wide = weft.Rows(rows.indices, rows.values.repeat(1, 100), rows.height)
+    for name in ("gather", "split"):
+        sent = []
+        for wire_dtype in (None, torch.bfloat16):
+            weft.sparse_all_reduce(wide, algorithm=name, wire_dtype=wire_dtype)
+            sent.append(last_call().sent_bytes)
+            said = weft.explain(wide, algorithm=name, wire_dtype=wire_dtype)
+            assert said.load.row == (1200 if wire_dtype is None else 600)
+            assert last_call().bound_bytes == pytest.approx(said.load.bound, rel=0.1)
+        assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
+    few = weft.Rows(rows.indices[:50], wide.values[:50], rows.height)
+    sent = []
+    for wire_dtype in (None, torch.bfloat16):
+        weft.sparse_all_reduce(few, wire_dtype=wire_dtype)
+        assert last_call().algorithm == "eager"
+        sent.append(last_call().sent_bytes)
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
+
+
+@spmd(1, 3, on=("threads",))
+def test_tables_and_empty_ranks(wire):
+    tables = [part(wire.rank), part(wire.rank + 5, torch.bfloat16)]
+    if wire.rank == wire.size - 1:
+        tables[0] = weft.Rows(torch.empty(0, dtype=torch.int64), torch.empty(0), 200)
+    first, second = weft.sparse_all_reduce(tables, wire_dtype=torch.bfloat16)
+    assert first.values.dtype is torch.float32
+    assert second.values.dtype is torch.bfloat16
+    if wire.size > 1:
+        parts = [part(rank) for rank in range(wire.size - 1)]
+        assert torch.equal(first.values, expected(parts, "sum", torch.bfloat16).values)
+    nothing = weft.Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 9)
+    assert len(weft.sparse_all_reduce(nothing, wire_dtype=torch.float16)) == 0
