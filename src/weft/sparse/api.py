@@ -37,7 +37,7 @@ def sparse_all_reduce(
         rows: a sparse COO tensor (any number of sparse dimensions), `(indices, values)`, or
             `weft.Rows`; the result has the same form and device. Indices are int32 or int64, in any
             order, with duplicates, or none at all; values are `[k, *row_shape]`. A list of these is
-            several tables, and gives a list.
+            several tables, of any row shapes and dtypes, in the messages of one; it gives a list.
         op: "sum", "avg" (divides by the size of the group), "min", "max", "prod", "band", "bor",
             "bxor", a `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of
             two `[n, *row_shape]` tensors, applied row by row, the lower rank's rows left.
@@ -47,8 +47,8 @@ def sparse_all_reduce(
         algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
         wire_dtype: None; reserved for lossy values on the wire.
         out: None, `(indices, values)` with room for the result, or a function
-            `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`. What it
-            holds after an error is undefined.
+            `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
+            tables a list with one of these for each. What it holds after an error is undefined.
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and
