@@ -253,3 +253,18 @@ def test_the_stamp_covers_every_file_that_is_compiled():
             if line.startswith("from .")
         ]
         assert set(imports) <= set(cache._SOURCES)
+
+
+def test_the_compiler_leaves_standard_output_alone(tmp_path):
+    colours = """
+from unittest.mock import MagicMock
+sys.modules["colorama"] = colorama = MagicMock(__version__="0.4.6")  # as if it were installed
+class Codes:
+    def __getattr__(self, name):
+        return ""
+colorama.Fore = colorama.Style = Codes()
+compiler.make(SMALL_SET)
+assert compiler.made(SMALL_SET)
+assert not colorama.init.called and not colorama.reinit.called, "numba replaced sys.stdout"
+"""
+    run(colours, tmp_path)

@@ -282,6 +282,13 @@ WRONG = {
         lambda rows: {"out": [None, (torch.empty(1).long(), torch.empty(1, 3))]},
         r"rank 1: table 1: out holds 1 rows, the result has \d: pass",
     ),
+    "out's shape": (  # this rank has no rows, but room for some
+        lambda rows: {
+            "rows": [rows[0], weft.Rows(torch.empty(0).long(), torch.empty(0), 9)],
+            "out": [None, (torch.empty(9).long(), torch.empty(9, 4))],
+        },
+        r"table 1: rank 0 has rows of shape \(3,\), rank 1 has rows of shape \(4,\); pass",
+    ),
     "allocator": (lambda rows: {"out": [fails, None]}, "rank 1: MemoryError: not today"),
 }
 

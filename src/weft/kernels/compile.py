@@ -74,7 +74,7 @@ class Compiler:
             if key in self._made or key in self._failed or self.unusable:
                 return
             try:
-                import numba
+                numba = _numba()
             except Exception as error:  # missing, or broken in any of many ways
                 self.unusable = f"numba cannot be imported: {error}"
                 _log.info("kernels are torch operations: %s", self.unusable)
@@ -148,6 +148,25 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         module = of_indices[name]
         return {loop: getattr(module, loop)(*kinds) for loop in module.LOOPS}
     return {"reduce": value_loops.reduce(*kinds), "combine": value_loops.combine(*kinds[:3])}
+
+
+def _numba() -> Any:
+    """numba, without the colours of its errors.
+
+    For these it replaces `sys.stdout` while it compiles, if colorama is installed; in a thread of
+    ours that would lead astray what the program prints at that moment.
+    """
+    name = "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"
+    before = os.environ.get(name)
+    os.environ[name] = "1"  # looked at once, by the first import
+    try:
+        import numba
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return numba
 
 
 def _machine_code(numba: Any, function: Callable[..., Any]) -> Callable[..., Any]:

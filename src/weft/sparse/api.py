@@ -37,7 +37,7 @@ def sparse_all_reduce(
         rows: a sparse COO tensor (any number of sparse dimensions), `(indices, values)`, or
             `weft.Rows`; the result has the same form and device. Indices are int32 or int64, in any
             order, with duplicates, or none at all; values are `[k, *row_shape]`. A list of these is
-            several tables, and gives a list.
+            several tables, of any row shapes and dtypes, in the messages of one; it gives a list.
         op: "sum", "avg" (divides by the size of the group), "min", "max", "prod", "band", "bor",
             "bxor", a `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of
             two `[n, *row_shape]` tensors, applied row by row, the lower rank's rows left.
@@ -50,8 +50,8 @@ def sparse_all_reduce(
             the result, once each, to nearest even; additions are as wide as ever. Lossy:
             docs/wire-dtype.md has the bound. Values of two bytes travel as they are.
         out: None, `(indices, values)` with room for the result, or a function
-            `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`. What it
-            holds after an error is undefined.
+            `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
+            tables a list with one of these for each. What it holds after an error is undefined.
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and
@@ -127,6 +127,9 @@ def _list_job(
         )
 
     def job() -> list[Any]:
+        if wire_dtype is not None:  # rounded rows are not stacked: a call for each table
+            requests[0].error = requests[0].error or error
+            return [reduce_now(wire, request)[0] for request in requests][: len(rows)]
         with recording(wire, "sparse_all_reduce") as note:
             done = coalesced.reduced(wire, requests, error)
         note(

@@ -126,9 +126,9 @@ class _Own:
                 request.rows.indices.dtype,
                 request.rows.values.dtype,
                 request.rows.height,
-                tuple(request.rows.row_shape) if count else UNKNOWN,
+                UNKNOWN if request.fields["row shape"] is None else request.fields["row shape"],
             )
-            for request, count in zip(requests, self.counts, strict=True)
+            for request in requests
         ]
         self.numbers = np.array(
             [
