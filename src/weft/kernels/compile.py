@@ -1,9 +1,9 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
-A *set* is the loops that are made together, named by a key: `("index", kind)` or `("value", src,
-dst, op, total)`. `Compiler.loops` gives a set that is there, at once; if it is not, one background
-thread starts to make it, and the caller does without. So no collective waits for a compiler.
-`Compiler.make` makes a set now.
+A *set* is the loops that are made together, named by a key: `("index", kind)`, `("share",)` or
+`("value", src, dst, op, total)`. `Compiler.loops` gives a set that is there, at once; if it is
+not, one background thread starts to make it, and the caller does without. So no collective waits
+for a compiler. `Compiler.make` makes a set now.
 """
 
 from __future__ import annotations
@@ -140,11 +140,13 @@ class Compiler:
 
 def _members(key: Key) -> dict[str, Callable[..., Any]]:
     """The loops of a set, still as Python."""
-    from . import index_loops, value_loops  # they import numba
+    from . import index_loops, share_loops, value_loops  # they import numba
 
     name, *kinds = key
     if name == "index":
         return {loop: getattr(index_loops, loop)(*kinds) for loop in index_loops.LOOPS}
+    if name == "share":
+        return {loop: getattr(share_loops, loop)() for loop in share_loops.LOOPS}
     return {"reduce": value_loops.reduce(*kinds), "combine": value_loops.combine(*kinds[:3])}
 
 

@@ -4,7 +4,7 @@
 `choice` pick one. Importing an algorithm's file registers it.
 """
 
-from . import dense, doubling, gather, split  # register, in the order they are listed
+from . import dense, doubling, gather, holders, split  # register, in the order they are listed
 from .api import Record, explain, last_call, sparse_all_reduce
 from .choice import Explanation
 from .cost import Cost, Load
@@ -22,6 +22,7 @@ __all__ = [
     "doubling",
     "explain",
     "gather",
+    "holders",
     "last_call",
     "sparse_all_reduce",
     "split",
