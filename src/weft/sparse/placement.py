@@ -21,9 +21,9 @@ from torch import Tensor
 
 __all__ = ["busiest", "weights"]
 
-_SAMPLE = (512, 2048)  # places looked at: for many ranks, for few
+_SAMPLE = (512, 1024)  # places looked at: for many ranks, for few
 _ONE = 1 << 12  # the greatest weight, and what a place counts for
-_ROUNDS = 24
+_ROUNDS = 12
 _EVEN = 1.03  # the busiest rank, as a multiple of the average, that is good enough
 
 Longs = NDArray[np.int64]

@@ -24,7 +24,8 @@ from .cost import Load
 
 __all__ = ["Relay", "relay_memory", "relay_rows"]
 
-_STEPS = 4  # that have slots: two behind, whose chunks may still be going out, and one ahead
+_AHEAD = 2  # steps whose receives are posted before they are waited for
+_STEPS = _AHEAD + 3  # that have slots: chunks of the two behind may still be going out
 _MOST = 24 << 20  # bytes of slots, unless rows are larger
 
 
@@ -67,7 +68,8 @@ class Relay:
         # of each of the last steps: what comes, in its order, and what goes
         self._coming: list[list[tuple[int, int, Tensor, Pending]]] = [[] for _ in range(_STEPS)]
         self._going: list[list[Pending]] = [[] for _ in range(_STEPS)]
-        self._receive(0)
+        for step in range(_AHEAD):
+            self._receive(step)
 
     def own(self, step: int) -> Tensor | None:
         """Where this rank's rows of this step are to be written; None if it has no more."""
@@ -84,7 +86,7 @@ class Relay:
         for pending in self._going[(step - 2) % _STEPS]:
             pending.wait()
         self._going[(step - 2) % _STEPS].clear()
-        self._receive(step + 1)
+        self._receive(step + _AHEAD)
         for origin, first, slot, pending in self._coming[step % _STEPS]:
             pending.wait()
             if origin != self._right:
