@@ -169,16 +169,16 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
             return post(sends, recvs, channel)
 
         wire._post = ordered
-        shared = torch.arange(1000, 1003) if wire.rank < 2 else torch.arange(1000, 1000)
-        own = torch.arange(200) + 200 * wire.rank
-        rows = weft.Rows(torch.cat([own, shared]), torch.ones(len(own) + len(shared), 1024), 2000)
+        shared = torch.arange(3 if wire.rank < 2 else 0)
+        own = torch.arange(100, 300) + 200 * wire.rank
+        rows = weft.Rows(torch.cat([shared, own]), torch.ones(len(own) + len(shared), 1024), 2000)
         mine = weft.sparse_all_reduce(rows, algorithm="holders")
         wire._post = post
         return mine
 
     for total in run(3, body):
         assert len(total) == 603
-        assert (total.values[-3:] == 2).all() and (total.values[:-3] == 1).all()
+        assert (total.values[:3] == 2).all() and (total.values[3:] == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["disjoint", "half"])
@@ -208,7 +208,7 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
     for peak, load in run(ranks, body):
         assert peak <= own + ALGORITHMS["holders"].cost(load).memory + (1 << 20)  # and index lists
         if kind == "disjoint":
-            assert peak < 0.8 * ALGORITHMS["gather"].cost(load).memory
+            assert peak - own < 0.6 * ALGORITHMS["gather"].cost(load).memory
 
 
 def test_many_ranks_get_smaller_chunks():
@@ -218,18 +218,19 @@ def test_many_ranks_get_smaller_chunks():
     assert relay_rows(load, 3) == 3
 
 
-@spmd(3, 5, on=("threads",))
-def test_more_rows_than_the_relay_has_slots(wire):
+@pytest.mark.parametrize("op, dtype", [("sum", torch.float32), ("avg", torch.bfloat16)])
+@spmd(3, 5)
+def test_more_rows_than_the_relay_has_slots(wire, op, dtype):
     wire.link = SLOW
 
     def part(rank):
         draw = torch.Generator().manual_seed(rank)
         many = 700 if rank == 1 else 40  # 22 chunks of 32 rows, or two
         indices = torch.randperm(900, generator=draw)[:many]
-        return weft.Rows(indices, torch.randn(many, 1024, generator=draw), 900)
+        return weft.Rows(indices, torch.randn(many, 1024, generator=draw).to(dtype), 900)
 
     parts = [part(rank) for rank in range(wire.size)]
-    total = weft.sparse_all_reduce(parts[wire.rank], algorithm="holders")
-    want = expected(parts)
+    total = weft.sparse_all_reduce(parts[wire.rank], op, algorithm="holders")
+    want = expected(parts, op)
     assert torch.equal(total.indices, want.indices)
     assert torch.equal(total.values, want.values)
