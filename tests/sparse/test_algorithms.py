@@ -139,7 +139,7 @@ def test_indices_beyond_32_bits(wire, name):
     assert torch.equal(total.values, want.values)
 
 
-@pytest.mark.parametrize("name", ["gather", "split", "dense_tail", "auto"])
+@pytest.mark.parametrize("name", ["gather", "split", "holders", "dense_tail", "auto"])
 @spmd(3, 7, 8)
 def test_real_numbers_add_in_rank_order(wire, name):
     def part(rank):

@@ -57,7 +57,9 @@ def check(wire, name, kind):
     load = weft.explain(rows, algorithm=name).load
     exact = dataclasses.replace(load, union=record.union)
     cost = ALGORITHMS[name].cost(exact)
-    assert messages == pytest.approx(cost.messages, rel=0.1, abs=1)
+    # who shares rows with whom a load does not say: here with every other rank only
+    partners = name != "holders" or kind == "identical"
+    assert messages == pytest.approx(cost.messages, rel=0.1 if partners else 0.2, abs=1)
     # what some ranks' rows add up to is modelled as if ranks were alike, which odd and even are not
     exactly = name not in ("doubling", "ring", "hierarchical") or kind == "identical"
     assert sent == pytest.approx(cost.bytes, rel=0.03 if exactly else 0.25, abs=header * wire.size)

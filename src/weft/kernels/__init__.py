@@ -16,6 +16,8 @@ The vocabulary:
   it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
 * `merge(runs, op)` is union and combine over whole runs.
+* `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
+  `pick` finds those of a run's rows whose places some run was given; `put` brings rows to places.
 * `take`, `quantiles`, `sketch`: see each.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
 
@@ -34,15 +36,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cpu, cpu_indices, reference
+from . import cpu, cpu_indices, cpu_shares, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
-from .reference import Distinct, Union
+from .reference import Distinct, Picked, Shares, Union
 
 __all__ = [
     "Distinct",
     "GapCode",
+    "Picked",
+    "Shares",
     "Union",
     "combine",
     "describe",
@@ -53,9 +57,12 @@ __all__ = [
     "hashed",
     "merge",
     "pack_gaps",
+    "pick",
+    "put",
     "quantiles",
     "ready",
     "reduce",
+    "shares",
     "sketch",
     "take",
     "union",
@@ -252,6 +259,80 @@ def merge(
     return indices, result
 
 
+def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
+    """Give each place of a union to one of the runs that have it, in proportion to their weights.
+
+    The same slots and weights give the same shares everywhere. Places that several runs have are
+    shared out by a sequence that is more even than chance, so runs of equal weight that have the
+    same places get equally many, give or take two or so.
+
+    Args:
+        slots: of all runs, as `union` gives them.
+        total: U, the places of the union.
+        weights: for each run 1 to 2**16.
+
+    Example:
+        >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
+        >>> given = shares(slots, 3, [1, 1])
+        >>> given.of(0), given.of(1)
+        (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
+    """
+    if min(weights) < 1 or max(weights) > 2**16:
+        raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
+    slots = [slot.contiguous() for slot in slots]
+    found = cpu_shares.shares(slots, total, weights) if _on_cpu(slots[0]) else None
+    return reference.shares(slots, total, weights) if found is None else found
+
+
+def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
+    """Of a run's rows those whose places were given to some run, as that run is to get them.
+
+    Args:
+        slots: of the run.
+        shares: what `shares` said of all runs' slots.
+        run: which run.
+        to: the run that the places were given to; may be the same.
+
+    Example:
+        >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
+        >>> pick(slots[1], shares(slots, 3, [1, 1]), 1, to=0)
+        Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
+    """
+    slots = slots.contiguous()
+    found = cpu_shares.pick(slots, shares, run, to) if _on_cpu(slots) else None
+    return reference.pick(slots, shares, to) if found is None else found
+
+
+def put(out: Tensor, places: Tensor, values: Tensor) -> None:
+    """Bring rows to places, each a different one: `out[places[i]] = values[i]`.
+
+    Args:
+        out: `[n, *row_shape]`.
+        places: int32 `[k]`.
+        values: `[k, *row_shape]`, of the dtype of `out`.
+
+    Raises:
+        IndexError: a place is not one of a row of `out`.
+
+    Example:
+        >>> out = torch.zeros(3)
+        >>> put(out, torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1.0, 4.0]))
+        >>> out
+        tensor([4., 0., 1.])
+    """
+    if len(places) != len(values) or values.shape[1:] != out.shape[1:] or values.dtype != out.dtype:
+        raise ValueError(
+            f"{len(places)} places, values {tuple(values.shape)} of {values.dtype} and out "
+            f"{tuple(out.shape)} of {out.dtype} do not fit together: give a place for each row, "
+            "and rows of one shape and dtype"
+        )
+    if values.numel() == 0:
+        return
+    places, values = places.contiguous(), _plain(values)
+    if not (_on_cpu(values) and cpu_shares.put(out, places, values)):
+        reference.put(out, places, values)
+
+
 def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """The rows at some positions (int32 or int64), in their order.
 
@@ -322,6 +403,7 @@ def warm(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]] = _COMMON) -> None
     for index_dtype, dtype, op in pairs:
         for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype)):
             compiler.make(key)
+    compiler.make(cpu_shares.KEY)  # for every dtype; last, since fewest calls need it
 
 
 def describe() -> str:

@@ -29,7 +29,13 @@ except ImportError:  # Windows: everybody compiles, the files are replaced as a 
 __all__ = ["attach", "directory", "patience"]
 
 _log = logging.getLogger("weft")
-_SOURCES = ("machine.py", "gap_loops.py", "index_loops.py", "value_loops.py")
+_SOURCES = (
+    "machine.py",
+    "gap_loops.py",
+    "index_loops.py",
+    "share_loops.py",
+    "value_loops.py",
+)
 _WAIT = 60.0  # seconds that another process may take for one loop; then it is compiled here too
 
 

@@ -18,19 +18,25 @@ from .ops import Op
 
 __all__ = [
     "Distinct",
+    "Picked",
+    "Shares",
     "Union",
     "combine",
     "distinct",
     "finish",
     "hashed",
+    "pick",
+    "put",
     "quantiles",
     "reduce",
     "rounded",
+    "shares",
     "sketch",
     "union",
 ]
 
 _BLOCK = 1 << 17  # numbers that are divided at once
+_GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
 
 
@@ -60,6 +66,48 @@ class Union(NamedTuple):
 
     indices: Tensor
     slots: list[Tensor]
+
+
+class Shares(NamedTuple):
+    """The places of a union shared out: each is given to one of the runs that have it.
+
+    Attributes:
+        keys: int32 `[U]`: twice the run that a place was given to, plus 1 if several runs have it.
+        order: int32 `[U]`, the places by key: first those that run 0 has alone, then the others
+            given to it, then run 1's, and so on; ascending among equals.
+        at: int32 `[U]`: where in `order` each place stands.
+        starts: where in `order` each key starts, and its end: twice the number of runs, and one.
+    """
+
+    keys: Tensor
+    order: Tensor
+    at: Tensor
+    starts: list[int]
+
+    def of(self, run: int) -> Tensor:
+        """The places given to a run, those first that it has alone."""
+        return self.order[self.starts[2 * run] : self.starts[2 * run + 2]]
+
+    def count(self, run: int) -> int:
+        """How many places were given to a run."""
+        return self.starts[2 * run + 2] - self.starts[2 * run]
+
+    def alone(self, run: int) -> int:
+        """How many places a run has alone."""
+        return self.starts[2 * run + 1] - self.starts[2 * run]
+
+
+class Picked(NamedTuple):
+    """The rows of one run whose places were given to some run, in the order of `Shares.of`.
+
+    Attributes:
+        rows: int32: their positions in their run.
+        slots: int32: their places among those given, counted from 0; as `~place` where no earlier
+            run has it.
+    """
+
+    rows: Tensor
+    slots: Tensor
 
 
 def distinct(indices: Tensor) -> Distinct:
@@ -126,6 +174,50 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> No
     if len(places) and values.numel():
         total = op.accumulator(out.dtype)
         out[places] = _apply(op, out[places].to(total), values.to(total)).to(out.dtype)
+
+
+def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
+    """See `weft.kernels.shares`."""
+    device = slots[0].device
+    runs = [_places(slot) for slot in slots]
+    holders = torch.zeros(total, dtype=torch.int32, device=device)
+    left = torch.zeros(total, dtype=torch.int64, device=device)
+    for places, weight in zip(runs, weights, strict=True):
+        holders[places] += 1
+        left[places] += weight
+    several = holders > 1
+    fraction = (torch.cumsum(several, 0) - 1) * _GOLDEN & 0xFFFFFFFF
+    left = torch.where(several, fraction * left >> 32, 0)
+    whose = torch.zeros(total, dtype=torch.int32, device=device)
+    for run, (places, weight) in enumerate(zip(runs, weights, strict=True)):
+        before = left[places]
+        whose[places[(before >= 0) & (before < weight)]] = run
+        left[places] = before - weight
+    keys = 2 * whose + several
+    order = torch.argsort(keys, stable=True)
+    at = torch.empty_like(keys)
+    at[order] = torch.arange(total, dtype=torch.int32, device=device)
+    counts = torch.bincount(keys, minlength=2 * len(slots))
+    return Shares(keys, order.int(), at, [0, *torch.cumsum(counts, 0).tolist()])
+
+
+def pick(slots: Tensor, shares: Shares, to: int) -> Picked:
+    """See `weft.kernels.pick`."""
+    places = _places(slots)
+    rows = torch.nonzero(shares.keys[places] >> 1 == to).view(-1)
+    there = shares.at[places[rows]] - shares.starts[2 * to]
+    there, order = torch.sort(there)  # places that a run has alone stand first
+    rows = rows[order]
+    return Picked(rows.int(), torch.where(slots[rows] < 0, ~there, there))
+
+
+def put(out: Tensor, places: Tensor, values: Tensor) -> None:
+    """See `weft.kernels.put`."""
+    out[places.long()] = values
+
+
+def _places(slots: Tensor) -> Tensor:
+    return (slots ^ (slots >> 31)).long()
 
 
 def finish(values: Tensor, out: Tensor, divisor: int) -> None:

@@ -1,0 +1,121 @@
+"""What `holders` sends, counted: values against the bound, on average and at the worst rank.
+
+    python benchmarks/holders.py
+
+The ranks are threads, so this needs no network, and a busy machine changes nothing. Prints the
+table of docs/holders.md. *average*: values sent by the average rank, as a multiple of the bound.
+*worst*: what the busiest rank sends or receives. *equally*: the same if holders were chosen
+equally often. *least*: what no schedule can do better than at the worst rank, since a rank must
+send its own rows and receive all those that others have. *indices*: bytes of index lists, as a part
+of the bound's values.
+"""
+
+from __future__ import annotations
+
+import importlib
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import weft
+from weft.sparse.stream import HEAD, LISTS, SUMS, VALUES
+from weft.testing import run
+from weft.wire.base import Wire
+from weft.wire.link import Link
+
+HEIGHT, WIDTH = 1_000_000, 64
+GIGABIT = Link(1e-4, 8e-9, 1e-9, 1e-5)
+
+
+def zipf(tokens: int, draw: torch.Generator) -> Tensor:
+    """The distinct ones among tokens of a Zipf distribution over all rows."""
+    return ((HEIGHT ** torch.rand(tokens, generator=draw)).long() - 1).unique()
+
+
+def index_sets(case: str, ranks: int) -> list[Tensor]:
+    """What each rank has."""
+    draw, every = torch.Generator().manual_seed(0), range(ranks)
+    if case == "uniform":
+        return [torch.randint(HEIGHT, (10_000,), generator=draw).unique() for _ in every]
+    if case == "zipf":
+        return [zipf(50_000, draw) for _ in every]
+    if case == "identical":
+        return [torch.randint(HEIGHT, (10_000,), generator=draw).unique()] * ranks
+    if case == "one has most":
+        return [zipf(50_000 if rank == 1 else 2000, draw) for rank in every]
+    if case == "one to P":
+        return [zipf(50_000 * (rank + 1) // ranks, draw) for rank in every]
+    if case == "half have all":
+        return [torch.arange(10_000 if rank < ranks // 2 else 0) for rank in every]
+    if case == "every other has all":
+        return [torch.arange(10_000 if rank % 2 else 0) for rank in every]
+    assert case == "one has all"
+    return [torch.arange(16_000) if rank == 0 else torch.arange(rank, 16_000, 8) for rank in every]
+
+
+def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
+    """Bytes of values that this rank sent, of values that it received, of indices that it sent."""
+    wire.link = GIGABIT
+    values, lists = [0, 0], 0
+    post, post_small = wire._post, wire._post_small
+
+    def posted(sends, recvs, channel):  # type: ignore[no-untyped-def]  # as the method it replaces
+        nonlocal lists
+        sent = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+        if channel in (VALUES, SUMS):
+            values[0] += sent
+            values[1] += sum(tensor.numel() * tensor.element_size() for _, tensor in recvs)
+        elif channel == LISTS:
+            lists += sent
+        return post(sends, recvs, channel)
+
+    def small(sends, recvs):  # type: ignore[no-untyped-def]
+        nonlocal lists
+        if recvs and recvs[0][1] == HEAD:  # else it is the opening exchange
+            lists += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+        return post_small(sends, recvs)
+
+    rows = weft.Rows(indices, torch.ones(len(indices), WIDTH), HEIGHT)
+    with mock.patch.object(wire, "_post", posted), mock.patch.object(wire, "_post_small", small):
+        weft.sparse_all_reduce(rows, algorithm="holders")
+    return values[0], values[1], lists
+
+
+def line(case: str, ranks: int) -> str:
+    sets = index_sets(case, ranks)
+    total, union = sum(map(len, sets)), len(torch.cat(sets).unique())
+    bound = (total + (ranks - 2) * union) / ranks * WIDTH * 4
+    sent, received, lists = zip(*run(ranks, lambda wire: moved(wire, sets[wire.rank])), strict=True)
+    algorithm = importlib.import_module("weft.sparse.holders")  # the name is the function's too
+    with mock.patch.object(algorithm, "weights", lambda slots, union: [1] * len(slots)):
+        equally = run(ranks, lambda wire: max(moved(wire, sets[wire.rank])[:2]))
+    elsewhere = [
+        len(torch.cat([one for rank, one in enumerate(sets) if rank != me]).unique())
+        for me in range(ranks)
+    ]
+    least = max(1.0, max(*elsewhere, *map(len, sets)) * WIDTH * 4 / bound)
+    figures = (sum(sent) / ranks, max(*sent, *received), max(equally))
+    average, worst, chosen_equally = (figure / bound for figure in figures)
+    indices = sum(lists) / ranks / bound
+    return (
+        f"| {case} | {ranks} | {total // ranks} | {union} | {average:.4f} | {worst:.3f} "
+        f"| {chosen_equally:.3f} | {least:.3f} | {100 * indices:.2f} % |"
+    )
+
+
+if __name__ == "__main__":
+    print("| case | ranks | k̄ | U | average | worst | equally | least | indices |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in ("uniform", "zipf", "identical"):
+        for ranks in (3, 4, 8):
+            print(line(case, ranks), flush=True)
+    for case in (
+        "one has most",
+        "one to P",
+        "one has all",
+        "half have all",
+        "every other has all",
+    ):
+        for ranks in (4, 8):
+            print(line(case, ranks), flush=True)

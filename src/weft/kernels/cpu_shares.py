@@ -1,0 +1,84 @@
+"""What the compiled loops make of slots: sharing places out, putting rows there; see `cpu`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import pool
+from .compile import Key, compiler
+from .reference import Picked, Shares
+
+__all__ = ["KEY", "pick", "put", "shares"]
+
+KEY: Key = ("share",)
+"""The one set of loops for all dtypes."""
+
+
+def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares | None:
+    """See `weft.kernels.shares`."""
+    loops = compiler.loops(KEY)
+    if loops is None:
+        return None
+    words = torch.zeros(total, dtype=torch.int64)
+    keys, order, at = torch.empty(3, total, dtype=torch.int32)
+    for slot, weight in zip(slots, weights, strict=True):
+        loops["weigh"](slot.data_ptr(), len(slot), weight, words.data_ptr())
+    loops["aim"](words.data_ptr(), total, keys.data_ptr())
+    for run, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
+        loops["choose"](slot.data_ptr(), len(slot), weight, run, words.data_ptr(), keys.data_ptr())
+    many = 2 * len(slots)
+    starts = torch.zeros(many + 1, dtype=torch.int64)
+    loops["arrange"](
+        keys.data_ptr(), total, many, starts.data_ptr(), order.data_ptr(), at.data_ptr()
+    )
+    return Shares(keys, order, at, starts.tolist())
+
+
+def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked | None:
+    """See `weft.kernels.pick`."""
+    loops = compiler.loops(KEY)
+    if loops is None:
+        return None
+    keys, start, alone = shares.keys.data_ptr(), shares.starts[2 * to], shares.alone(to)
+    found = loops["tally"](slots.data_ptr(), len(slots), keys, to)
+    rows, there = torch.empty(2, found, dtype=torch.int32)
+    loops["pick"](
+        slots.data_ptr(),
+        len(slots),
+        keys,
+        to,
+        shares.at.data_ptr(),
+        start,
+        alone if run == to else 0,
+        rows.data_ptr(),
+        there.data_ptr(),
+    )
+    return Picked(rows, there)
+
+
+def put(out: Tensor, places: Tensor, values: Tensor) -> bool:
+    """See `weft.kernels.put`."""
+    loops = compiler.loops(KEY)
+    if loops is None or not out.is_contiguous() or out.dtype != values.dtype:
+        return False
+    values = values.resolve_neg().contiguous()
+    size = values.element_size() * math.prod(values.shape[1:])
+    word = next(word for word in (8, 4, 1) if size % word == 0)
+    loop, height, count = loops[f"put{word}"], len(out), len(places)
+    to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
+
+    def part(first: int, last: int) -> int:
+        outside: int = loop(to, height, where, from_, size, first, last, size // word)
+        return outside
+
+    outside = sum(pool.run(part, pool.ranges(0, count, pool.share(2 * count * size))))
+    if outside:
+        raise IndexError(
+            f"{outside} of {count} rows belong outside of places 0 to {height - 1}: "
+            "pass places of the result only"
+        )
+    return True

@@ -1,0 +1,189 @@
+"""The compiled loops that share the places of a union out among the runs; see `cpu_shares`.
+
+Made and called like `value_loops` and `index_loops`. All of them work on slots and places, so one
+set serves every dtype. A *word* (int64, one for each place) first holds what `weigh` counts, then
+what is left of the place's target; a *key* (int32) holds twice the run that was chosen, plus one
+where several runs have the place.
+
+Source of the fractions: Knuth, TAOCP 3, 6.4 (multiplication by the golden ratio).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .machine import load, store
+
+LOOPS = ("aim", "arrange", "choose", "pick", "put1", "put4", "put8", "tally", "weigh")
+
+__all__ = ["LOOPS", *LOOPS]
+
+int32: Any = np.int32  # casts, in machine code
+int64: Any = np.int64
+
+_GOLDEN = 2654435769  # 2**32 divided by the golden ratio; as in `reference`
+_LOW = 0xFFFFFFFF
+
+
+def weigh() -> Callable[..., None]:
+    """Add one holder, and its weight, to the words of a run's places."""
+
+    def loop(slots: int, count: int, weight: int, words: int) -> None:
+        more = (int64(1) << 32) | weight
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            place = slot ^ (slot >> 63)
+            store("i64", words, place, load("i64", words, place) + more)
+
+    return loop
+
+
+def aim() -> Callable[..., None]:
+    """Words become targets, from 0 up to the sum of weights; keys say which places have several."""
+
+    def loop(words: int, total: int, keys: int) -> None:
+        fraction = int64(0)
+        for place in range(total):
+            word = load("i64", words, place)
+            several = (word >> 32) > 1
+            store("i64", words, place, (fraction * (word & _LOW)) >> 32 if several else int64(0))
+            store("i32", keys, place, int32(several))
+            if several:
+                fraction = (fraction + _GOLDEN) & _LOW
+
+    return loop
+
+
+def choose() -> Callable[..., None]:
+    """The run takes its weight off its places' targets, and has those that fall below 0."""
+
+    def loop(slots: int, count: int, weight: int, run: int, words: int, keys: int) -> None:
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            place = slot ^ (slot >> 63)
+            left = load("i64", words, place)
+            if left >= 0:
+                left -= weight
+                store("i64", words, place, left)
+                if left < 0:
+                    store("i32", keys, place, load("i32", keys, place) + int32(2 * run))
+
+    return loop
+
+
+def arrange() -> Callable[..., None]:
+    """Sort the places by key, stably: `order` has the places, `at` where each place stands.
+
+    `starts` has an entry for each key and one more, all 0, and becomes where each key starts.
+    """
+
+    def loop(keys: int, total: int, many: int, starts: int, order: int, at: int) -> None:
+        for place in range(total):
+            key = int64(load("i32", keys, place)) + 1
+            store("i64", starts, key, load("i64", starts, key) + 1)
+        for key in range(many):
+            store("i64", starts, key + 1, load("i64", starts, key + 1) + load("i64", starts, key))
+        for place in range(total):
+            key = int64(load("i32", keys, place))
+            here = load("i64", starts, key)
+            store("i64", starts, key, here + 1)
+            store("i32", order, here, int32(place))
+            store("i32", at, place, int32(here))
+        for key in range(many, 0, -1):
+            store("i64", starts, key, load("i64", starts, key - 1))
+        store("i64", starts, 0, int64(0))
+
+    return loop
+
+
+def tally() -> Callable[..., int]:
+    """How many of a run's places were given to the run `to`."""
+
+    def loop(slots: int, count: int, keys: int, to: int) -> int:
+        found = 0
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            found += int64(load("i32", keys, slot ^ (slot >> 63))) >> 1 == to
+        return found
+
+    return loop
+
+
+def pick() -> Callable[..., None]:
+    """Of a run's places those given to `to`: `rows`, where in the run; `slots_there`, where there.
+
+    `alone` says how many places of this run nobody else has and so stand first: 0 in other runs.
+    """
+
+    def loop(
+        slots: int,
+        count: int,
+        keys: int,
+        to: int,
+        at: int,
+        start: int,
+        alone: int,
+        rows: int,
+        slots_there: int,
+    ) -> None:
+        single, shared = int64(0), int64(alone)
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            first = slot >> 63
+            place = slot ^ first
+            key = int64(load("i32", keys, place))
+            if key >> 1 != to:
+                continue
+            here = shared if key & 1 else single
+            store("i32", rows, here, int32(i))
+            there = int64(load("i32", at, place)) - start
+            store("i32", slots_there, here, int32(there ^ first))
+            shared += key & 1
+            single += 1 - (key & 1)
+
+    return loop
+
+
+def put1() -> Callable[..., int]:
+    """As `put8`, for rows of any size."""
+    return _put("u8")
+
+
+def put4() -> Callable[..., int]:
+    """As `put8`, for rows whose size is a multiple of four bytes."""
+    return _put("i32")
+
+
+def put8() -> Callable[..., int]:
+    """Copy rows `first` to `last` to their places; returns how many have none of `height`."""
+    return _put("i64")
+
+
+def _put(kind: str) -> Callable[..., int]:
+    size = {"u8": 1, "i32": 4, "i64": 8}[kind]
+
+    def loop(
+        out: int,
+        height: int,
+        places: int,
+        values: int,
+        stride: int,
+        first: int,
+        last: int,
+        width: int,
+    ) -> int:
+        outside = 0
+        for i in range(first, last):
+            place = int64(load("i32", places, i))
+            if place < 0 or place >= height:
+                outside += 1
+                continue
+            target, row = out + place * width * size, values + i * stride
+            for j in range(width):
+                store(kind, target, j, load(kind, row, j))
+        return outside
+
+    return loop

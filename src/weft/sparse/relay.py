@@ -1,0 +1,125 @@
+"""Rows round the ring in bounded memory: what comes is used, sent on, and its place used again.
+
+`stream.Ring` receives rows where they stay. A `Relay` is for rows that belong elsewhere: chunks
+come into slots, wait there until they are sent on, and the caller copies them out.
+
+Every rank takes the same *steps*. In step t it sends its own chunk t; what it received from the
+left in the step before, it has sent on already: chunk t-1 of its left neighbour, chunk t-2 of the
+one before that, and so on. So a chunk moves one rank to the right in each step. Whatever is sent in
+a step depends on steps before it alone, and so do the slots, which is why no rank waits in a
+circle, however few slots there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..wire.base import Pending, as_bytes
+from ..wire.memory import typed
+from .call import Call
+from .cost import Load
+
+__all__ = ["Relay", "relay_memory", "relay_rows"]
+
+_AHEAD = 2  # steps whose receives are posted before they are waited for
+_STEPS = _AHEAD + 3  # that have slots: chunks of the two behind may still be going out
+_MOST = 24 << 20  # bytes of slots, unless rows are larger
+
+
+def relay_rows(load: Load, most: float) -> int:
+    """Rows in a chunk, if no rank has more than so many."""
+    fair = min(load.chunk, _MOST // (_STEPS * load.ranks)) // max(1, load.row)
+    return max(1, min(fair, math.ceil(most)))
+
+
+def relay_memory(load: Load, most: float) -> int:
+    """Bytes of slots, if no rank has more rows than so many."""
+    return _STEPS * load.ranks * relay_rows(load, most) * load.row
+
+
+class Relay:
+    """Everybody's rows on their way to everybody, in chunks, in steps.
+
+    Attributes:
+        steps: how many there are.
+        rows: in a chunk.
+    """
+
+    def __init__(self, call: Call, counts: Sequence[int], channel: int) -> None:
+        """Post the first receives.
+
+        Args:
+            call: the call this is for; its rows have bytes.
+            counts: how many rows come from each rank.
+            channel: to use.
+        """
+        wire = call.wire
+        self._wire, self._channel, self._counts = wire, channel, counts
+        self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        self.rows = relay_rows(call.load, max(counts))
+        self.steps = -(-max(counts) // self.rows) + wire.size - 2 if max(counts) else 0
+        slots = _STEPS * wire.size
+        self._lease = wire.lease(slots * self.rows * call.load.row)
+        shape = (slots, self.rows, *call.row_shape)
+        self._slots = typed(self._lease.tensor, shape, call.dtype)
+        # of each of the last steps: what comes, in its order, and what goes
+        self._coming: list[list[tuple[int, int, Tensor, Pending]]] = [[] for _ in range(_STEPS)]
+        self._going: list[list[Pending]] = [[] for _ in range(_STEPS)]
+        for step in range(_AHEAD):
+            self._receive(step)
+
+    def own(self, step: int) -> Tensor | None:
+        """Where this rank's rows of this step are to be written; None if it has no more."""
+        return self._slot(step, self._wire.rank, 0)
+
+    def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Send the own chunk; yields (origin, number of the first row, rows) of what comes.
+
+        The rows are valid until the next is asked for. To be exhausted.
+        """
+        own = self.own(step)
+        if own is not None:
+            self._send(step, own)
+        for pending in self._going[(step - 2) % _STEPS]:
+            pending.wait()
+        self._going[(step - 2) % _STEPS].clear()
+        self._receive(step + _AHEAD)
+        for origin, first, slot, pending in self._coming[step % _STEPS]:
+            pending.wait()
+            if origin != self._right:
+                self._send(step + 1, slot)
+            yield origin, first, slot
+
+    def finish(self) -> None:
+        """Wait until everything is sent on, and give back the memory."""
+        for going in self._going:
+            for pending in going:
+                pending.wait()
+        self._lease.release()
+
+    def _receive(self, step: int) -> None:
+        coming = self._coming[step % _STEPS]
+        coming.clear()
+        if step >= self.steps:
+            return
+        for distance in range(self._wire.size - 1, 0, -1):  # as the left neighbour sends
+            origin = (self._wire.rank - distance) % self._wire.size
+            slot = self._slot(step, origin, distance)
+            if slot is not None:
+                pending = self._wire.post((), [(self._left, as_bytes(slot))], self._channel)
+                coming.append((origin, (step - distance + 1) * self.rows, slot, pending))
+
+    def _send(self, step: int, slot: Tensor) -> None:
+        pending = self._wire.post([(self._right, as_bytes(slot))], (), self._channel)
+        self._going[step % _STEPS].append(pending)
+
+    def _slot(self, step: int, origin: int, distance: int) -> Tensor | None:
+        """The memory of what comes over that distance in a step; distance 0 is the own chunk."""
+        first = (step - max(0, distance - 1)) * self.rows
+        count = min(self.rows, self._counts[origin] - first)
+        if first < 0 or count <= 0:
+            return None
+        return self._slots[step % _STEPS * self._wire.size + distance][:count]
