@@ -203,7 +203,10 @@ class _Memory:
     def reserve(self, count: int, row_shape: tuple[int, ...]) -> Result:
         """Have the caller make room for so many rows."""
         assert self._place is not None
-        self._taken = self._place(count, count * math.prod(row_shape))
+        try:
+            self._taken = self._place(count, count * math.prod(row_shape))
+        except Wrong as wrong:  # weft names the kind of what an allocator raises
+            raise ValueError(str(wrong)) from None
         return self._taken
 
     def allocate(
