@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,9 +24,9 @@ def example(monkeypatch):
     return module
 
 
-def test_it_passes_alone():
-    made = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=50)
-    assert made.stdout.endswith("on 1 ranks\nPASSED\n"), made.stderr
+def test_it_passes_alone(example, capsys):
+    example.main()
+    assert capsys.readouterr().out.endswith("on 1 ranks\nPASSED\n")
 
 
 def test_it_passes_on_several_ranks(example):

@@ -18,8 +18,10 @@ from torch import Tensor
 from .buffers import dtype_in, seen
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
 from .dtypes import Wrong, is_dtype
-from .operation import MODES, Operation, Result, Sent, start
+from .memory import Result
+from .operation import MODES, Operation, start
 from .progress import Event, compose
+from .sent import Sent
 
 __all__ = [
     "Communicator",
@@ -74,10 +76,7 @@ class SparseAllreduceAttr:
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
-"""oneCCL's way to say it."""
-
-default_sparse_allreduce_attr = SparseAllreduceAttr()
-"""As in oneCCL: without a callback, so that no call can be made with it as it is."""
+default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback: no call can do with it
 
 
 def _overloaded(function: Callable[..., Event]) -> Callable[..., Event]:

@@ -7,7 +7,6 @@ is where a result goes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,62 +23,21 @@ from ...wire import default
 from ...wire.base import Wire
 from ...wire.worker import Work
 from .attributes import Attributes
-from .buffers import counted, seen
 from .communicator import Communicator
 from .concatenate import concatenated
-from .dtypes import Wrong, dtype_of, index_dtype_of, narrowed, widened
+from .dtypes import Wrong
+from .memory import Memory, Place, Result
 from .progress import await_all
 from .selection import selected
+from .sent import Sent
 
-__all__ = ["MODES", "Operation", "Result", "Sent", "start"]
+__all__ = ["MODES", "Operation", "start"]
 
 _PLAIN = Attributes()
 MODES = ("regular", "disable", "keep_precision")
 
-Place = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(indices, values) -> memory for so many, 1-D, of the caller's dtypes."""
-
-Result = tuple[Tensor, Tensor]
-"""Indices and values, 1-D, of the caller's dtypes."""
-
 Finish = Callable[[Tensor, Tensor], Callable[[], None] | None]
 """Takes a result. It may raise: then all ranks do. If none did, what it returned is called."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank sends: 1-D tensors that share the caller's memory, as many values an index."""
-
-    indices: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        ind_buf: Any,
-        ind_count: Any,
-        val_buf: Any,
-        val_count: Any,
-        ind_dtype: Any,
-        val_dtype: Any,
-        names: tuple[str, str] = ("index_dtype", "value_dtype"),
-    ) -> Sent:
-        """Check the sending half of a call's parameters; `names` are those of its dtypes."""
-        rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
-        if values % rows if rows else values:
-            raise Wrong(
-                f"{values} values do not divide among {rows} indices: send_val_count must be a "
-                "multiple of send_ind_count"
-            )
-        index, dtype = index_dtype_of(ind_dtype, names[0]), dtype_of(val_dtype, names[1])
-        return cls(
-            seen(ind_buf, rows, index, "send_ind_buf"), seen(val_buf, values, dtype, "send_val_buf")
-        )
-
-    def rows(self, attributes: Attributes) -> Rows:
-        """The rows that are reduced; reads the memory."""
-        count, values = len(self.indices), attributes.before(self.values)
-        return Rows(widened(self.indices), values.view(count, -1) if count else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +104,7 @@ def _run(
     wire: Wire, operation: Operation, marks: Sequence[Any], reduction: Any, algorithm: str
 ) -> Result:
     sent, trouble = operation.sent, None
-    memory = _Memory(operation)
+    memory = Memory(operation.place, sent.indices.dtype)
     rows = Rows(torch.empty(0, dtype=torch.int64), sent.values[:0])
     try:
         await_all(marks)
@@ -191,44 +149,6 @@ def _finish(wire: Wire, operation: Operation, result: Result) -> Result:
     if write is not None:
         write()
     return indices, values
-
-
-class _Memory:
-    """Where the result of one operation goes: to the caller's memory, if there is a place."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._place, self._index = operation.place, operation.sent.indices.dtype
-        self._taken: Result | None = None
-
-    def reserve(self, count: int, row_shape: tuple[int, ...]) -> Result:
-        """Have the caller make room for so many rows."""
-        assert self._place is not None
-        try:
-            self._taken = self._place(count, count * math.prod(row_shape))
-        except Wrong as wrong:  # weft names the kind of what an allocator raises
-            raise ValueError(str(wrong)) from None
-        return self._taken
-
-    def allocate(
-        self, count: int, row_shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
-    ) -> tuple[Tensor, Tensor]:
-        """The caller's memory for weft to write to; indices apart where theirs are narrower."""
-        indices, values = self.reserve(count, row_shape)
-        if indices.dtype == torch.uint64:
-            indices = indices.view(torch.int64)
-        if indices.dtype != dtypes[0]:
-            indices = torch.empty(count, dtype=dtypes[0], device=indices.device)
-        return indices, values.view(count, *row_shape)
-
-    def fill(self, result: tuple[Tensor, Tensor]) -> Result:
-        """The result as the caller's dtypes, in the caller's memory if there is a place."""
-        indices, values = narrowed(result[0], self._index), result[1].view(-1)
-        if self._taken is None:
-            return indices, values
-        for taken, made in zip(self._taken, (indices, values), strict=True):
-            if taken.data_ptr() != made.data_ptr():
-                taken.copy_(made)
-        return self._taken
 
 
 def _sentence(trouble: Exception) -> str:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import StillRunning
 from ...wire.worker import Work
 from .dtypes import Wrong
 
@@ -45,8 +44,6 @@ class Event:
         for work in self.works:
             try:
                 work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except StillRunning:
-                raise
             except Exception as error:  # all shall have ended when this returns
                 failed = failed or error
         if failed is not None:

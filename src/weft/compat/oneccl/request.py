@@ -20,8 +20,10 @@ from ...wire.worker import Work
 from .attributes import Attributes, FnContext, Status
 from .buffers import is_address, one_integer, seen
 from .dtypes import Wrong
-from .operation import Operation, Result, Sent, start
+from .memory import Result
+from .operation import Operation, start
 from .progress import Event
+from .sent import Sent
 
 __all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
 
