@@ -56,6 +56,18 @@ def test_what_some_do_not_know_the_others_say(wire):
 
 
 @spmd(3, 18, on=("threads",))
+def test_fields_that_only_some_have_are_known_to_all(wire):
+    """Ranks in different versions of a call, such as one with a list of tables and one without."""
+    mine = {"shape": "(4,)"} if wire.rank else {"tables": 1}
+    agreement = agree(wire, "test", mine, None, number(0), total)
+    assert {name: agreement.fields[name] for name in ("shape", "tables")} == {
+        "shape": "(4,)",
+        "tables": "1",
+    }
+    agreement.release()
+
+
+@spmd(3, 18, on=("threads",))
 def test_who_differs_is_named(wire):
     value = {1: "b", 2: "c"}.get(wire.rank, "a")
     with pytest.raises(weft.WeftError) as caught:

@@ -260,8 +260,8 @@ def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
     if differing:
         raise WeftError("; ".join(differing))
     return {
-        name: next((f[name] for f, _, _ in who if f[name] != _UNKNOWN), _UNKNOWN)
-        for name in who[0][0]
+        name: next((f[name] for f, _, _ in who if f.get(name, _UNKNOWN) != _UNKNOWN), _UNKNOWN)
+        for name in dict.fromkeys(name for fields, _, _ in who for name in fields)
     }
 
 

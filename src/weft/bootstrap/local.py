@@ -21,7 +21,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,9 +35,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..errors import WeftError, WireError
+from .store import LOOPBACK
+from .store import host as host_store
 
 __all__ = ["launch", "send"]
 
@@ -47,7 +47,6 @@ T = TypeVar("T")
 _PRELOAD = ["torch", "torch.distributed", "numba", "weft", "weft.bootstrap.local"]
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
 _LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
-_HOST = "127.0.0.1"
 
 
 def launch(
@@ -85,7 +84,7 @@ def launch(
     """
     if size < 1:
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
-    store, port = _host_store()
+    store, port = host_store(LOOPBACK)
     environments = [_environment(rank, size, port, env or {}) for rank in range(size)]
     where = (target.__module__, _file_of(target.__module__))
     body = pickle.dumps((target, tuple(args)))
@@ -291,22 +290,6 @@ def _unheard(rank: int, thing: object) -> None:
     """Nobody listens."""
 
 
-def _host_store() -> tuple[dist.TCPStore, int]:
-    """A store for the ranks' rendezvous, reachable from this machine only."""
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            _HOST,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),  # the store closes its copy
-        )
-    return store, port
-
-
 def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
@@ -317,7 +300,7 @@ def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> d
         LOCAL_WORLD_SIZE=str(size),
         GROUP_RANK="0",
         GROUP_WORLD_SIZE="1",
-        MASTER_ADDR=_HOST,
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then only connects, and rank 0 hosts nothing
         TORCHELASTIC_RESTART_COUNT="0",

@@ -1,0 +1,167 @@
+"""Collective call attributes: the fields that the first two generations share, and their effect.
+
+From "Collective Call Attributes" of oneCCL's specification and the comments of its headers. Where C
+has a pointer to write a result to, Python returns the result.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import WeftError
+from .buffers import seen
+from .dtypes import Wrong
+
+__all__ = ["Attributes", "FnContext", "Status", "check_status"]
+
+_LONGEST = 128  # bytes of a match_id: it travels with every call
+_log = logging.getLogger("weft")
+
+
+class Status(enum.IntEnum):
+    """What a callback returns: oneCCL's codes. None, which a function without return gives, is
+    success too."""
+
+    success = 0
+    out_of_resource = 1
+    invalid_arguments = 2
+    unimplemented = 3
+    runtime_error = 4
+    blocked_due_to_resize = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FnContext:
+    """What callbacks are told of the call they belong to.
+
+    Attributes:
+        match_id: as in the attributes.
+        offset: bytes from the start of the operation's values; 0, since they come in one piece.
+    """
+
+    match_id: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attributes:
+    """How a call differs from the ordinary.
+
+    Attributes:
+        prologue_fn: `(in_buf, in_count, in_dtype, context) -> out_buf`: what is reduced in place of
+            the values; as many values, of any dtype that weft reduces.
+        epilogue_fn: `(in_buf, in_count, in_dtype, out_buf, out_count, out_dtype, context) ->
+            status`: makes of the result what is handed out, by filling `out_buf`.
+        reduction_fn: `(in_buf, in_count, inout_buf, out_count, dtype, context) -> status`: the
+            reduction named "custom"; adds `in_buf` into `inout_buf`. It must be associative.
+        priority: has no effect, as with oneCCL's default CCL_PRIORITY=none: the calls of a group
+            run in the order they were made. Another value than 0 is logged.
+        synchronous: whether the call returns only when it is done.
+        to_cache: has no effect: weft keeps no schedules, and its workspaces always.
+        match_id: the name of this operation, at most 128 bytes. It must be the same on every rank:
+            ranks that are in differently named calls are told so, instead of being brought in
+            order.
+    """
+
+    prologue_fn: Callable[..., Any] | None = None
+    epilogue_fn: Callable[..., Any] | None = None
+    reduction_fn: Callable[..., Any] | None = None
+    priority: int = 0
+    synchronous: bool = False
+    to_cache: bool = False
+    match_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.priority:
+            _log.warning(
+                "priority=%s has no effect: the calls of a group run in the order they were made",
+                self.priority,
+            )
+
+    @property
+    def context(self) -> FnContext:
+        """What callbacks are told."""
+        return FnContext(self.match_id)
+
+    def check(self) -> None:
+        """Refuse what cannot be."""
+        if not isinstance(self.match_id, str) or len(self.match_id.encode()) > _LONGEST:
+            raise Wrong(
+                f"match_id is {self.match_id!r:.40}: pass a str of at most {_LONGEST} bytes"
+            )
+        for name in ("prologue_fn", "epilogue_fn", "reduction_fn"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise Wrong(f"{name} is a {type(function).__name__}: pass a function, or None")
+
+    def op(self, reduction: Any) -> Any:
+        """The reduction as weft takes it."""
+        if not (isinstance(reduction, str) and reduction == "custom"):
+            return reduction
+        if self.reduction_fn is None:
+            raise Wrong("the reduction is custom, and there is no function: pass the function")
+        return _out_of_place(self.reduction_fn, self.context)
+
+    def before(self, values: Tensor) -> Tensor:
+        """What is reduced in place of these values."""
+        if self.prologue_fn is None:
+            return values
+        count = values.numel()
+        out = self.prologue_fn(values, count, values.dtype, self.context)
+        if not isinstance(out, Tensor) or out.numel() != count:
+            what = f"{out.numel()} values" if isinstance(out, Tensor) else type(out).__name__
+            raise Wrong(f"prologue_fn returned {what}, not a tensor of {count} values")
+        if out.dtype != values.dtype and self.epilogue_fn is None:
+            raise Wrong(
+                f"prologue_fn made {out.dtype} of {values.dtype}: pass an epilogue_fn that makes "
+                "the result of it"
+            )
+        return seen(out, count, out.dtype, "prologue_fn's out_buf")
+
+    def after(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is handed out in place of these values of a result."""
+        if self.epilogue_fn is None:
+            return result
+        count, out = result.numel(), torch.empty_like(result, dtype=dtype)
+        written = torch.tensor([count])
+        status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
+        check_status(status, "epilogue_fn")
+        if int(written) != count:
+            raise WeftError(f"epilogue_fn made {int(written)} values of {count}: make as many")
+        return out
+
+
+def check_status(status: object, name: str) -> None:
+    """Raise if a callback did not succeed.
+
+    Raises:
+        WeftError: the status is another than success.
+    """
+    if status is not None and status != Status.success:
+        codes = [repr(code) for code in Status if code == status]
+        raise WeftError(f"{name} returned status {codes[0] if codes else repr(status)}")
+
+
+def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[..., Tensor]:
+    """oneCCL's kind of reduction as weft's: rows of the lower rank left, a new tensor returned."""
+
+    def combine(left: Tensor, right: Tensor) -> Tensor:
+        inout, count = left.clone(memory_format=torch.contiguous_format), right.numel()
+        written = torch.tensor([count])
+        status = function(
+            right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context
+        )
+        check_status(status, "reduction_fn")
+        return inout
+
+    # ranks compare their reductions by these names
+    combine.__module__ = getattr(function, "__module__", None) or "?"
+    combine.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
+    return combine

@@ -1,0 +1,134 @@
+"""The second generation: results go to a completion callback in the collective call attributes.
+
+The document: "Sparse collective operations" of oneCCL's beta releases.
+
+Best for C++ code of that time; what is new is better served by `weft.sparse_all_reduce`, which
+returns its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from . import attributes as common
+from .attributes import FnContext, Status, check_status
+from .dtypes import Wrong
+from .operation import Operation, start
+from .progress import Event
+from .sent import Sent
+
+__all__ = ["Attributes", "FnContext", "Status", "sparse_allreduce"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attributes(common.Attributes):
+    """Collective call attributes: those of every call, and the two of this one.
+
+    Attributes:
+        sparse_allreduce_completion_fn: `(indices_buf, indices_count, indices_dtype, values_buf,
+            values_count, values_dtype, fn_ctx, user_ctx) -> status`; must be set. The buffers are
+            1-D tensors on the device of the values that were sent. They are for the time of the
+            callback; keep or copy what is needed. It runs on a thread of weft's, before `wait()`
+            returns, and must not call weft on the same group.
+        sparse_allreduce_completion_ctx: anything; handed on as `user_ctx`.
+    """
+
+    sparse_allreduce_completion_fn: Callable[..., Any] | None = None
+    sparse_allreduce_completion_ctx: Any = None
+
+
+def sparse_allreduce(
+    send_ind_buf: Any,
+    send_ind_count: int,
+    send_val_buf: Any,
+    send_val_count: int,
+    recv_ind_buf: Any,
+    recv_ind_count: Any,
+    recv_val_buf: Any,
+    recv_val_count: Any,
+    index_dtype: Any,
+    value_dtype: Any,
+    reduction: Any,
+    attributes: Attributes | None = None,
+    *,
+    comm: Any = None,
+) -> Event:
+    """Reduce the rows of all ranks and call back; returns at once. See `weft.compat.oneccl`.
+
+    Args:
+        send_ind_buf: indices, in any order, repeated or not; None if there are none.
+        send_ind_count: how many.
+        send_val_buf: values, row after row; None if there are none.
+        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
+        recv_ind_buf: ignored, and so are the other three.
+        recv_ind_count: ignored.
+        recv_val_buf: ignored.
+        recv_val_count: ignored.
+        index_dtype: int8 to int64, uint8 to uint64.
+        value_dtype: whatever weft reduces.
+        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
+            attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
+        attributes: the completion callback, and what is out of the ordinary.
+        comm: a communicator, or whatever weft takes as a group; None: the default group.
+
+    Returns:
+        The request: `wait()`, `test()`.
+
+    Raises:
+        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from
+            the others'; a rank's callback raised, or returned a status other than success.
+        WireError: from `wait()`: a peer or a link failed.
+
+    Example:
+        >>> import torch, weft
+        >>> def keep(indices, indices_count, indices_dtype, values, *rest):
+        ...     fn_ctx, user_ctx = rest[-2:]
+        ...     user_ctx += indices.tolist(), values.tolist()
+        ...     return Status.success
+        >>> result = []
+        >>> asked = Attributes(
+        ...     sparse_allreduce_completion_fn=keep, sparse_allreduce_completion_ctx=result
+        ... )
+        >>> indices, values = torch.tensor([7, 2, 7]), torch.tensor([1.0, 2.0, 4.0])
+        >>> unused = [None] * 4
+        >>> with weft.init():  # alone: a group of one
+        ...     sparse_allreduce(
+        ...         indices, 3, values, 3, *unused, torch.int64, torch.float32, "sum", asked
+        ...     ).wait()
+        >>> result
+        [[2, 7], [2.0, 5.0]]
+    """
+
+    def prepare() -> Operation:
+        if not isinstance(attributes, Attributes):
+            what = "None" if attributes is None else f"a {type(attributes).__name__}"
+            raise Wrong(f"attributes is {what}: pass callback.Attributes with a completion_fn")
+        given, called = attributes, attributes.sparse_allreduce_completion_fn
+        if not callable(called):
+            what = "not set" if called is None else f"a {type(called).__name__}"
+            raise Wrong(f"sparse_allreduce_completion_fn is {what}: results go to it alone")
+        complete = called  # which a checker knows to be no None
+
+        def finish(indices: Tensor, values: Tensor) -> None:
+            status = complete(
+                indices,
+                indices.numel(),
+                indices.dtype,
+                values,
+                values.numel(),
+                values.dtype,
+                given.context,
+                given.sparse_allreduce_completion_ctx,
+            )
+            check_status(status, "sparse_allreduce_completion_fn")
+
+        sent = Sent.of(
+            send_ind_buf, send_ind_count, send_val_buf, send_val_count, index_dtype, value_dtype
+        )
+        return Operation(sent, reduction, finish, given)
+
+    return Event(start(comm, prepare))

@@ -1,0 +1,174 @@
+"""Communicators: the group of ranks that an operation is for, and the key-value store they meet at.
+
+oneCCL's way to a communicator: one rank makes the main key-value store and tells the others its
+address, by whatever means it has; all make a communicator of it. A program that has a group
+already, of torch.distributed or of `weft.init`, needs none of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...agree import agree
+from ...bootstrap import store as stores
+from ...errors import WeftError
+from ...wire import default, process_group
+from ...wire.base import Wire
+
+__all__ = ["Communicator", "Kvs", "create_communicator", "create_kvs", "create_main_kvs"]
+
+_TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kvs:
+    """A key-value store that all ranks reach.
+
+    Example:
+        >>> kvs = create_main_kvs("127.0.0.1")
+        >>> same = create_kvs(kvs.get_address())
+        >>> same.set("color", b"blue")
+        >>> kvs.get("color")
+        b'blue'
+    """
+
+    store: dist.Store
+    address: str
+
+    def get_address(self) -> bytes:
+        """What `create_kvs` needs to know, in at most 256 bytes."""
+        return self.address.encode()
+
+    def get(self, key: str) -> bytes:
+        """What a key was set to; waits until it is."""
+        return bytes(self.store.get(f"user/{key}"))
+
+    def set(self, key: str, data: bytes) -> None:
+        """Set a key."""
+        self.store.set(f"user/{key}", data)  # type: ignore[arg-type]  # bytes are served too
+
+
+def create_main_kvs(host: str | None = None) -> Kvs:
+    """Host a key-value store in this process, for as long as it is held.
+
+    Args:
+        host: the address of this machine that it listens on; None: the one that leads outward.
+    """
+    host = host or stores.outward()
+    store, port = stores.host(host)
+    return Kvs(store, f"{host}:{port}")
+
+
+def create_kvs(address: bytes | str, *, timeout: float = _TIMEOUT) -> Kvs:
+    """The store that another process hosts.
+
+    Args:
+        address: what `get_address()` said there.
+        timeout: seconds in which it must answer.
+
+    Raises:
+        WeftError: that is no address.
+        WireError: nobody answers.
+    """
+    text = address if isinstance(address, str) else bytes(address).rstrip(b"\0").decode()
+    return Kvs(stores.join(text, timeout), text)
+
+
+class Communicator:
+    """A group of ranks; closes what it opened when it is closed, or at the end of a `with` block.
+
+    Attributes:
+        wire: the group as the rest of weft knows it: `group=` of every call takes it.
+    """
+
+    __slots__ = ("_owned", "wire")
+
+    def __init__(self, wire: Wire, *, owned: bool = False) -> None:
+        self.wire, self._owned = wire, owned
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank()} of {self.size()}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self.wire.rank
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.wire.size
+
+    def split(self, color: int) -> Communicator:
+        """The communicator of the ranks that pass the same color, in their order; collective.
+
+        Raises:
+            WeftError: a rank's color is no integer of 64 bits; on every rank.
+        """
+        wire = self.wire
+        wrong = None
+        if not isinstance(color, int) or not -(2**63) <= color < 2**63:
+            wrong, color = f"color is {color!r}: pass an integer of 64 bits", 0
+        mine = torch.tensor([color]).view(torch.uint8)
+
+        def side_by_side(lower: Tensor, upper: Tensor) -> Tensor:
+            return torch.cat([lower, upper])
+
+        def job() -> Wire:
+            agreement = agree(wire, "split", {}, wrong, mine, side_by_side)
+            colors = torch.cat([body.clone() for body in agreement.bodies]).view(torch.int64)
+            agreement.release()
+            parts = [
+                wire.sub([rank for rank, each in enumerate(colors.tolist()) if each == one])
+                for one in sorted(set(colors.tolist()))
+            ]
+            return next(part for part in parts if part is not None)
+
+        return Communicator(wire.worker.call("split", job), owned=True)
+
+    def close(self) -> None:
+        """Leave a group that was made for this communicator; any other stays as it is."""
+        if self._owned:
+            self.wire.close()
+
+
+def create_communicator(
+    size: int | None = None,
+    rank: int | None = None,
+    kvs: Kvs | dist.Store | None = None,
+    *,
+    timeout: float = _TIMEOUT,
+) -> Communicator:
+    """The default group, or a new one among processes that share a key-value store.
+
+    Args:
+        size: how many ranks there are; None, as all three: the default group.
+        rank: which of them this is.
+        kvs: where they meet: of `create_main_kvs` or `create_kvs`, or a torch store. Communicators
+            that are made on one store one after the other do not mix.
+        timeout: seconds that meeting, and then any one wait, may last.
+
+    Raises:
+        WeftError: some of the three are missing, or there is no default group.
+        WireError: not all ranks came.
+
+    Example:
+        >>> with create_communicator(1, 0, create_main_kvs("127.0.0.1")) as comm:
+        ...     comm
+        <Communicator rank 0 of 1>
+    """
+    if size is None and rank is None and kvs is None:
+        return Communicator(default.current())
+    if size is None or rank is None or kvs is None:
+        raise WeftError("pass size, rank and kvs together, or none of them for the default group")
+    store = kvs.store if isinstance(kvs, Kvs) else kvs
+    return Communicator(process_group.connect(store, rank, size, timeout), owned=True)

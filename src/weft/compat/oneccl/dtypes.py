@@ -1,0 +1,95 @@
+"""Data types: oneCCL's names for torch's dtypes, and the index dtypes that weft widens.
+
+oneCCL's indices are of any integer type; weft's are int32 or int64. Widening a result back cannot
+fail, since every index of it was some rank's, of the same dtype.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Wrong", "dtype_of", "index_dtype_of", "is_dtype", "narrowed", "widened"]
+
+NAMES = {
+    "char": torch.int8,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "uint16": torch.uint16,
+    "int": torch.int32,
+    "int32": torch.int32,
+    "uint32": torch.uint32,
+    "int64": torch.int64,
+    "uint64": torch.uint64,
+    "float16": torch.float16,
+    "float": torch.float32,
+    "float32": torch.float32,
+    "double": torch.float64,
+    "float64": torch.float64,
+    "bfp16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+}
+"""oneCCL's names: of its first headers (`ccl_dtype_char`) and its last (`ccl::datatype::int8`)."""
+
+_WIDER = {
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.int32: torch.int32,
+    torch.uint32: torch.int64,
+    torch.int64: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+class Wrong(Exception):
+    """What is wrong with a call, in a sentence without the rank; to be stated to all ranks."""
+
+
+def is_dtype(given: object) -> bool:
+    """Whether this names a dtype: torch's, NumPy's, or a name of oneCCL's."""
+    return isinstance(given, torch.dtype | np.dtype) or (isinstance(given, str) and given in NAMES)
+
+
+def dtype_of(given: object, name: str) -> torch.dtype:
+    """The dtype that the parameter `name` stands for.
+
+    Example:
+        >>> dtype_of("bfp16", "value_dtype")
+        torch.bfloat16
+    """
+    if isinstance(given, torch.dtype):
+        return given
+    word = given.name if isinstance(given, np.dtype) else given
+    if isinstance(word, str) and word in NAMES:
+        return NAMES[word]
+    raise Wrong(f"{name} is {given!r}: pass a torch dtype or one of {', '.join(NAMES)}")
+
+
+def index_dtype_of(given: object, name: str) -> torch.dtype:
+    """The dtype of indices that the parameter `name` stands for."""
+    dtype = dtype_of(given, name)
+    if dtype not in _WIDER:
+        served = ", ".join(str(each).removeprefix("torch.") for each in _WIDER)
+        raise Wrong(f"{name} is {dtype}: indices are of an integer type, one of {served}")
+    return dtype
+
+
+def widened(indices: Tensor) -> Tensor:
+    """Indices as the int32 or int64 that weft takes; the same memory where that is possible."""
+    if indices.dtype != torch.uint64:
+        return indices.to(_WIDER[indices.dtype])
+    signed = indices.view(torch.int64)
+    lowest = int(signed.min()) if len(signed) else 0
+    if lowest < 0:
+        raise Wrong(f"index {lowest + 2**64} is above {2**63 - 1}, the largest that weft carries")
+    return signed
+
+
+def narrowed(indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Indices of a result as the caller's dtype; the same memory where that is possible."""
+    return indices.view(dtype) if dtype == torch.uint64 else indices.to(dtype)

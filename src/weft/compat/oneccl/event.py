@@ -1,0 +1,197 @@
+"""The third generation: a completion or an allocation callback, a communicator, an event.
+
+The document: "Sparse collective operations" of oneCCL 2021.1 to 2021.3, `ccl::preview`.
+
+Best of the three: an allocation callback is told the result's size and gives the memory that the
+result is written straight to. In weft's own call that is `out=`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .buffers import dtype_in, seen
+from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
+from .dtypes import Wrong, is_dtype
+from .memory import Result
+from .operation import MODES, Operation, start
+from .progress import Event, compose
+from .sent import Sent
+
+__all__ = [
+    "Communicator",
+    "Event",
+    "Kvs",
+    "SparseAllreduceAttr",
+    "compose",
+    "create_communicator",
+    "create_kvs",
+    "create_main_kvs",
+    "create_sparse_allreduce_attr",
+    "default_sparse_allreduce_attr",
+    "sparse_allreduce",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAllreduceAttr:
+    """Attributes of a call. One callback must be set, and not both: the call checks that.
+
+    Attributes:
+        completion_fn: `(idx_buf, idx_count, idx_dtype, val_buf, val_count, val_dtype, ctx)`: called
+            with the result, in 1-D tensors on the device of the values that were sent, on a
+            thread of weft's, before `wait()` returns. It must not call weft on the same group.
+        alloc_fn: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`: called
+            with the size of the result, returns two buffers to write it to.
+        fn_ctx: anything; handed on as `ctx`.
+        coalesce_mode: "regular": sorted indices, each once. "disable": the rows of all ranks one
+            after the other, unreduced. "keep_precision": as regular, which in weft adds half
+            precision in float32 and rounds once.
+    """
+
+    completion_fn: Callable[..., Any] | None = None
+    alloc_fn: Callable[..., Any] | None = None
+    fn_ctx: Any = None
+    coalesce_mode: str = "regular"
+
+    def check(self) -> None:
+        """Refuse what cannot be."""
+        if self.coalesce_mode not in MODES:
+            raise Wrong(f"coalesce_mode is {self.coalesce_mode!r}: use one of {', '.join(MODES)}")
+        callbacks = {"completion_fn": self.completion_fn, "alloc_fn": self.alloc_fn}
+        there = {name: each for name, each in callbacks.items() if each is not None}
+        if len(there) != 1:
+            how = (
+                "both completion_fn and alloc_fn" if there else "neither completion_fn nor alloc_fn"
+            )
+            raise Wrong(f"attr has {how}: the result goes to one of them, so set exactly one")
+        for name, each in there.items():
+            if not callable(each):
+                raise Wrong(f"{name} is a {type(each).__name__}: pass a function")
+
+
+create_sparse_allreduce_attr = SparseAllreduceAttr
+default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback: no call can do with it
+
+
+def _overloaded(function: Callable[..., Event]) -> Callable[..., Event]:
+    """Take the arguments of oneCCL's overloads too: no dtypes, and no stream before `attr`."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Event:
+        head, tail = given[:8], given[8:]
+        if tail and tail[0] is not None and not any(map(is_dtype, tail[:2])):
+            tail = (None, None, *tail)
+        if len(tail) > 4 and isinstance(tail[4], SparseAllreduceAttr):
+            tail = (*tail[:4], None, *tail[4:])
+        return function(*head, *tail, **named)
+
+    return call
+
+
+@_overloaded
+def sparse_allreduce(
+    send_ind_buf: Any,
+    send_ind_count: int,
+    send_val_buf: Any,
+    send_val_count: int,
+    recv_ind_buf: Any,
+    recv_ind_count: Any,
+    recv_val_buf: Any,
+    recv_val_count: Any,
+    ind_dtype: Any = None,
+    val_dtype: Any = None,
+    rtype: Any = "sum",
+    comm: Any = None,
+    stream: Any = None,
+    attr: SparseAllreduceAttr = default_sparse_allreduce_attr,
+    deps: Sequence[Any] = (),
+) -> Event:
+    """Reduce the rows of all ranks; returns at once. See `weft.compat.oneccl`.
+
+    The typed overload is served too: without `ind_dtype` and `val_dtype`, whose places are left
+    out, the buffers' own dtypes are taken. So is the one without `stream` before `attr`.
+
+    Args:
+        send_ind_buf: indices, in any order, repeated or not; None if there are none.
+        send_ind_count: how many.
+        send_val_buf: values, row after row; None if there are none.
+        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
+        recv_ind_buf: unused, and so are recv_ind_count, recv_val_buf and recv_val_count.
+        ind_dtype: int8 to int64, uint8 to uint64.
+        val_dtype: whatever weft reduces.
+        rtype: "sum", "prod", "min", "max", another of weft's, a ReduceOp, or a function as
+            `weft.sparse_all_reduce` takes it.
+        comm: a communicator, or whatever weft takes as a group; None: the default group.
+        stream: a stream of an accelerator, whose work must be done before the buffers are read;
+            what the caller's current stream has queued always is.
+        attr: the callback, its context, the coalesce mode.
+        deps: what is waited for before the buffers are read: events, or what else has a `wait()`.
+
+    Raises:
+        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from the
+            others', a callback raised, or what was waited for failed.
+        WireError: from `wait()`: a peer or a link failed.
+
+    Example:
+        >>> import torch, weft
+        >>> def allocate(idx_count, idx_dtype, val_count, val_dtype, ctx):
+        ...     ctx["indices"] = torch.empty(idx_count, dtype=idx_dtype)
+        ...     ctx["values"] = torch.empty(val_count, dtype=val_dtype)
+        ...     return ctx["indices"], ctx["values"]
+        >>> result, unused = {}, [None] * 4
+        >>> attr = create_sparse_allreduce_attr(alloc_fn=allocate, fn_ctx=result)
+        >>> indices, values = torch.tensor([7, 2, 7]), torch.tensor([1.0, 2.0, 4.0])
+        >>> with weft.init():  # alone: a group of one
+        ...     comm = create_communicator()
+        ...     sparse_allreduce(indices, 3, values, 3, *unused, "sum", comm, attr=attr).wait()
+        >>> result
+        {'indices': tensor([2, 7]), 'values': tensor([2., 5.])}
+    """
+
+    def prepare() -> Operation:
+        if not isinstance(attr, SparseAllreduceAttr):
+            raise Wrong(f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr")
+        attr.check()
+        if stream is not None and not hasattr(stream, "synchronize"):
+            raise Wrong(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
+        if not isinstance(deps, list | tuple):
+            raise Wrong(f"deps is a {type(deps).__name__}: pass a list of events")
+        index = dtype_in(send_ind_buf, "send_ind_buf") if ind_dtype is None else ind_dtype
+        value = dtype_in(send_val_buf, "send_val_buf") if val_dtype is None else val_dtype
+        sent = Sent.of(
+            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count, index, value),
+            names=("ind_dtype", "val_dtype"),
+        )
+        complete, allocate = attr.completion_fn, attr.alloc_fn
+
+        def finish(idx: Tensor, val: Tensor) -> None:
+            if complete is not None:
+                complete(idx, idx.numel(), idx.dtype, val, val.numel(), val.dtype, attr.fn_ctx)
+
+        def place(idx_count: int, val_count: int) -> Result:
+            assert allocate is not None
+            dtypes = sent.indices.dtype, sent.values.dtype
+            made = allocate(idx_count, dtypes[0], val_count, dtypes[1], attr.fn_ctx)
+            if not isinstance(made, tuple | list) or len(made) != 2:
+                raise Wrong(f"alloc_fn returned a {type(made).__name__}, not two buffers")
+            return (
+                seen(made[0], idx_count, dtypes[0], "alloc_fn's idx_buf", write=True),
+                seen(made[1], val_count, dtypes[1], "alloc_fn's val_buf", write=True),
+            )
+
+        return Operation(
+            sent,
+            rtype,
+            finish,
+            place=None if allocate is None else place,
+            mode=attr.coalesce_mode,
+            after=[*deps, *([] if stream is None else [stream])],
+        )
+
+    return Event(start(comm, prepare))

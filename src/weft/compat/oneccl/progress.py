@@ -1,0 +1,80 @@
+"""Progress: what a call returns at once, to wait for, to ask whether it is done, to depend on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...wire.worker import Work
+from .dtypes import Wrong
+
+__all__ = ["Event", "await_all", "compose"]
+
+
+class Event:
+    """Operations under way; of none, it is done.
+
+    Example:
+        >>> Event().test()
+        True
+    """
+
+    __slots__ = ("works",)
+
+    def __init__(self, *works: Work[Any]) -> None:
+        self.works = works
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(map(repr, self.works)) or 'of nothing'}>"
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all of it has ended.
+
+        Args:
+            timeout: seconds; None waits as long as the group's own deadlines allow.
+
+        Raises:
+            StillRunning: `timeout` passed first. Nothing is broken: wait again.
+            WeftError: what was wrong with the call; the same on every rank.
+            WireError: a peer or a link failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failed: Exception | None = None
+        for work in self.works:
+            try:
+                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Exception as error:  # all shall have ended when this returns
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def test(self) -> bool:
+        """Whether all of it has ended, well or not."""
+        return all(work.is_completed() for work in self.works)
+
+    def __bool__(self) -> bool:
+        return self.test()
+
+    def cancel(self) -> bool:
+        """Whether it was cancelled: never, since the other ranks are in it."""
+        return False
+
+
+def compose(*events: Event) -> Event:
+    """One event of several: done when all are."""
+    return Event(*(work for event in events for work in event.works))
+
+
+def await_all(events: Sequence[Any]) -> None:
+    """Wait for whatever a call depends on: events, works, futures, streams' events."""
+    for number, event in enumerate(events):
+        # a CUDA event's wait() holds up a stream, and its synchronize() whoever calls
+        names = ("synchronize", "wait", "result")
+        wait = next((getattr(event, name) for name in names if hasattr(event, name)), None)
+        if wait is None:
+            raise Wrong(f"deps[{number}] is a {type(event).__name__}: pass what can be waited for")
+        try:
+            wait()
+        except Exception as error:
+            raise Wrong(f"deps[{number}] failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,159 @@
+"""The first generation: results go to buffers of the caller's, and a request tracks the call.
+
+The document: "Sparse Collective Operations", of oneCCL before its first release (`iccl`).
+
+Best where the result's size is known to fit. It often does not: the result holds the union of all
+ranks' indices, so buffers of the size of what is sent are enough only where the ranks' indices
+overlap, or repeat. Larger buffers are welcome, and `event` asks for as much as there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import WeftError
+from ...wire.worker import Work
+from .attributes import Attributes, FnContext, Status
+from .buffers import is_address, one_integer, seen
+from .dtypes import Wrong
+from .memory import Result
+from .operation import Operation, start
+from .progress import Event
+from .sent import Sent
+
+__all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
+
+
+class Request(Event):
+    """One call under way.
+
+    Attributes:
+        recv_ind_count: elements that were written to `recv_ind_buf`; None until it is done.
+        recv_val_count: elements that were written to `recv_val_buf`; None until it is done.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work[Result]) -> None:
+        super().__init__(work)
+        self._work = work
+
+    @property
+    def recv_ind_count(self) -> int | None:
+        return self._count(0)
+
+    @property
+    def recv_val_count(self) -> int | None:
+        return self._count(1)
+
+    def _count(self, which: int) -> int | None:
+        done = self._work.is_completed() and self._work.exception() is None
+        return self._work.result()[which].numel() if done else None
+
+
+def sparse_allreduce(
+    send_ind_buf: Any,
+    send_ind_count: int,
+    send_val_buf: Any,
+    send_val_count: int,
+    recv_ind_buf: Any,
+    recv_ind_count: Any,
+    recv_val_buf: Any,
+    recv_val_count: Any,
+    index_dtype: Any,
+    value_dtype: Any,
+    reduction: Any,
+    attributes: Attributes | None = None,
+    *,
+    comm: Any = None,
+) -> Request:
+    """Reduce the rows of all ranks into buffers; returns at once. See `weft.compat.oneccl`.
+
+    Args:
+        send_ind_buf: indices, in any order, repeated or not; None if there are none.
+        send_ind_count: how many.
+        send_val_buf: values, row after row; None if there are none.
+        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
+        recv_ind_buf: *out*: the reduced indices, ascending, each once. At least as large as the
+            result; an address counts as `send_ind_count` elements, an `Address` as its own.
+        recv_ind_count: *out*: how many they are; a buffer of one integer, or None.
+        recv_val_buf: *out*: the reduced values. May be `send_val_buf`.
+        recv_val_count: *out*: how many they are; a buffer of one integer, or None.
+        index_dtype: of both index buffers: int8 to int64, uint8 to uint64.
+        value_dtype: of both value buffers: whatever weft reduces.
+        reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
+            attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
+        attributes: what is out of the ordinary.
+        comm: a communicator, or whatever weft takes as a group; None: the default group.
+
+    Raises:
+        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from
+            the others', or a result does not fit on some rank. Then nothing was written on any.
+        WireError: from `wait()`: a peer or a link failed.
+
+    Example:
+        >>> import numpy as np, weft
+        >>> with weft.init():  # alone: a group of one
+        ...     indices, values = np.array([7, 2, 7]), np.array([1.0, 2.0, 4.0], np.float32)
+        ...     found, sums = np.empty(3, np.int64), np.empty(3, np.float32)
+        ...     request = sparse_allreduce(
+        ...         indices, 3, values, 3, found, None, sums, None, "int64", "float", "sum"
+        ...     )
+        ...     request.wait()
+        ...     found[: request.recv_ind_count].tolist(), sums[: request.recv_val_count].tolist()
+        ([2, 7], [2.0, 5.0])
+    """
+
+    def prepare() -> Operation:
+        given = Attributes() if attributes is None else attributes
+        if not isinstance(given, Attributes):
+            raise Wrong(f"attributes is a {type(given).__name__}: pass request.Attributes, or None")
+        sent = Sent.of(
+            send_ind_buf, send_ind_count, send_val_buf, send_val_count, index_dtype, value_dtype
+        )
+        ends = []
+        for buffer, name, like in (
+            (recv_ind_buf, "recv_ind_buf", sent.indices),
+            (recv_val_buf, "recv_val_buf", sent.values),
+        ):
+            extent = like.numel() if is_address(buffer) else None
+            ends.append(seen(buffer, extent, like.dtype, name, write=True))
+        counts = (
+            one_integer(recv_ind_count, "recv_ind_count"),
+            one_integer(recv_val_count, "recv_val_count"),
+        )
+        return Operation(sent, reduction, _into((ends[0], ends[1]), counts), given)
+
+    return Request(start(comm, prepare))
+
+
+def _into(
+    ends: Result, counts: tuple[Tensor | None, Tensor | None]
+) -> Callable[[Tensor, Tensor], Callable[[], None]]:
+    """What writes a result to the caller's buffers, once it fits on every rank."""
+
+    def finish(indices: Tensor, values: Tensor) -> Callable[[], None]:
+        made = (indices, values)
+        if any(end.numel() < part.numel() for end, part in zip(ends, made, strict=True)):
+            raise WeftError(
+                f"recv_ind_buf holds {ends[0].numel()} elements and recv_val_buf "
+                f"{ends[1].numel()}, the result has {indices.numel()} indices and "
+                f"{values.numel()} values: pass buffers of that size"
+            )
+        for count, part in zip(counts, made, strict=True):
+            if count is not None and part.numel() > torch.iinfo(count.dtype).max:
+                raise WeftError(f"a count of {count.dtype} cannot be {part.numel()}: pass an int64")
+
+        def write() -> None:
+            for end, count, part in zip(ends, counts, made, strict=True):
+                end[: part.numel()].copy_(part)
+                if count is not None:
+                    count.fill_(part.numel())
+
+        return write
+
+    return finish

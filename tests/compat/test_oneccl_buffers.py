@@ -1,0 +1,178 @@
+"""Whatever has memory is a buffer; what cannot be one is refused, with the parameter's name."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import mmap
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from weft.compat.oneccl.buffers import Address, counted, dtype_in, one_integer, seen
+from weft.compat.oneccl.dtypes import NAMES, Wrong, dtype_of, index_dtype_of, is_dtype
+
+FLOATS = [1.0, 2.0, 4.0, 8.0]
+
+
+class OnlyDLPack:
+    """What a tensor of another library is to us."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __dlpack__(self, **named):
+        return self._tensor.__dlpack__(**named)
+
+    def __dlpack_device__(self):
+        return self._tensor.__dlpack_device__()
+
+
+def mapped(values):
+    memory = mmap.mmap(-1, 16)
+    memory[:] = np.array(values, np.float32).tobytes()
+    return memory
+
+
+KINDS = {
+    "tensor": lambda: torch.tensor(FLOATS),
+    "rows": lambda: torch.tensor(FLOATS).view(2, 2),
+    "with gradient": lambda: torch.tensor(FLOATS, requires_grad=True),
+    "numpy": lambda: np.array(FLOATS, np.float32),
+    "array": lambda: array.array("f", FLOATS),
+    "ctypes": lambda: (ctypes.c_float * 4)(*FLOATS),
+    "memoryview": lambda: memoryview(array.array("f", FLOATS)),
+    "bytearray": lambda: bytearray(np.array(FLOATS, np.float32).tobytes()),
+    "mmap": lambda: mapped(FLOATS),
+    "dlpack": lambda: OnlyDLPack(torch.tensor(FLOATS)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_is_shared(kind):
+    buffer = KINDS[kind]()
+    tensor = seen(buffer, 3, torch.float32, "send_val_buf", write=True)
+    assert tensor.tolist() == FLOATS[:3]
+    tensor[1] = 16.0
+    again = seen(buffer, None, torch.float32, "send_val_buf")
+    assert again.tolist() == [1.0, 16.0, 4.0, 8.0]
+    if kind not in ("bytearray", "mmap"):
+        assert dtype_in(buffer, "send_val_buf") == torch.float32
+
+
+def test_what_is_only_read_may_be_read_only():
+    frozen = np.array(FLOATS, np.float32)
+    frozen.flags.writeable = False
+    for buffer in (frozen, frozen.tobytes()):
+        assert seen(buffer, 4, torch.float32, "x").tolist() == FLOATS
+        with pytest.raises(Wrong, match="x is read-only"):
+            seen(buffer, 4, torch.float32, "x", write=True)
+
+
+def test_addresses():
+    held = (ctypes.c_double * 4)(*FLOATS)
+    where = ctypes.addressof(held)
+    for buffer in (where, ctypes.c_void_p(where), Address(where, 4, "double")):
+        assert seen(buffer, 3, torch.float64, "x").tolist() == FLOATS[:3]
+    assert seen(Address(where, 4, torch.float64), None, torch.float64, "x").tolist() == FLOATS
+    assert seen(0, 0, torch.float64, "x").numel() == 0  # no elements need no memory
+    assert seen(None, 0, torch.float64, "x").numel() == 0
+
+
+def test_memory_lives_as_long_as_it_is_seen():
+    owner = np.arange(1000)
+    gone = weakref.ref(owner)
+    tensor = seen(owner, 1000, torch.int64, "x")
+    del owner
+    gc.collect()
+    assert gone() is not None
+    assert tensor[-1] == 999
+    del tensor
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_dtypes(name):
+    dtype = dtype_of(name, "val_dtype")
+    assert isinstance(dtype, torch.dtype)
+    assert dtype_of(dtype, "val_dtype") is dtype
+    assert is_dtype(name)
+    assert dtype_of(np.dtype("f4"), "val_dtype") is torch.float32
+    assert not is_dtype("sum")
+
+
+HELD = np.zeros(6, np.float32)
+WRONG = {
+    "nothing": (None, 1, "x is a NoneType: pass a tensor"),
+    "an object": (object(), 1, "x is a object: pass a tensor"),
+    "a flag": (True, 1, "x is a bool"),
+    "null": (0, 1, "x is at address 0x0, where no torch.float32 can be"),
+    "negative": (-8, 1, "x is at address -0x8"),
+    "crooked": (HELD.ctypes.data + 2, 1, "where no torch.float32 can be"),
+    "endless": (HELD.ctypes.data, None, "x is an address of unknown extent"),
+    "short": (HELD, 7, "x holds 6 elements, the call says 7"),
+    "a short address": (Address(HELD.ctypes.data, 6, "float"), 7, "x holds 6 elements"),
+    "another type": (
+        HELD.astype(np.float64),
+        1,
+        "x holds torch.float64, the call says torch.float32",
+    ),
+    "another address": (
+        Address(HELD.ctypes.data, 6, "int"),
+        1,
+        "x holds torch.int32, the call says",
+    ),
+    "no count": (Address(HELD.ctypes.data, None, "float"), 1, "the count of x is None"),
+    "no dtype": (Address(HELD.ctypes.data, 1, "long"), 1, "the dtype of x is 'long'"),
+    "steps": (HELD[::2], 1, "x is an array that is not contiguous"),
+    "torch steps": (torch.zeros(6)[::2], 1, r"x is a tensor that is not contiguous: pass x\.cont"),
+    "sparse": (torch.zeros(3).to_sparse(), 1, "x is a tensor that is not contiguous"),
+    "foreign bytes": (HELD.astype(">f4"), 1, "x holds '>f4', which torch has no dtype for"),
+    "complex": (HELD.astype(np.complex64), 1, "x holds '<c8'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_a_buffer(what):
+    buffer, count, text = WRONG[what]
+    with pytest.raises(Wrong, match=text):
+        seen(buffer, count, torch.float32, "x")
+
+
+def test_counts_are_integers():
+    assert counted(np.int64(3), "x") == 3
+    for bad in (None, 2.0, "2", -1):
+        with pytest.raises(Wrong, match=r"x is .*: pass the number of elements"):
+            counted(bad, "x")
+
+
+def test_buffers_of_one_integer():
+    assert one_integer(None, "x") is None
+    for buffer in (
+        torch.tensor(0),
+        np.zeros(1, np.uint8),
+        ctypes.c_size_t(0),
+        array.array("q", [0]),
+    ):
+        one_integer(buffer, "x").fill_(7)
+        assert int(np.asarray(buffer).reshape(-1)[0]) == 7
+    for bad in (
+        torch.zeros(1),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.bool),
+    ):
+        with pytest.raises(Wrong, match=r"x holds . elements of .*: pass a buffer of one integer"):
+            one_integer(bad, "x")
+    with pytest.raises(Wrong, match="x is an address, which has no dtype"):
+        one_integer(HELD.ctypes.data, "x")
+
+
+def test_indices_are_of_an_integer_type():
+    assert index_dtype_of("uint64", "ind_dtype") is torch.uint64
+    for bad in ("float", torch.bool):
+        with pytest.raises(Wrong, match=r"ind_dtype is torch.*: indices are of an integer type"):
+            index_dtype_of(bad, "ind_dtype")

@@ -1,0 +1,115 @@
+"""Communicators: of the default group, of a key-value store, of a part; and the store itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.compat.oneccl import event
+from weft.testing import processes, run, spmd
+
+
+def total(comm, value):
+    """The sum of a value over a communicator's ranks."""
+    result = []
+    attr = event.create_sparse_allreduce_attr(
+        completion_fn=lambda *all: result.append(all[3].item())
+    )
+    one = torch.tensor([0]), torch.tensor([float(value)])
+    event.sparse_allreduce(one[0], 1, one[1], 1, *[None] * 4, "sum", comm, attr=attr).wait()
+    return result[0]
+
+
+@spmd(1, 3)
+def test_the_default_group(wire):
+    comm = event.create_communicator()
+    assert (comm.rank(), comm.size()) == (wire.rank, wire.size)
+    assert total(comm, wire.rank) == sum(range(wire.size))
+    comm.close()  # which leaves the group as it was
+    assert total(event.create_communicator(), 1) == wire.size
+    assert total(None, 1) == wire.size
+    assert repr(comm) == f"<Communicator rank {wire.rank} of {wire.size}>"
+
+
+@spmd(4)
+def test_split_by_color(wire):
+    comm = event.create_communicator()
+    with comm.split(wire.rank % 2) as half:
+        assert (half.rank(), half.size()) == (wire.rank // 2, 2)
+        assert total(half, wire.rank) == (2 if wire.rank % 2 == 0 else 4)
+    with comm.split(-7) as same:
+        assert (same.rank(), same.size()) == (wire.rank, 4)
+    with comm.split(wire.rank) as alone:
+        assert total(alone, wire.rank) == wire.rank
+
+
+@spmd(20, on=("threads",))
+def test_many_ranks_split(wire):
+    """Above 16 ranks colors travel by way of others."""
+    with event.create_communicator().split(wire.rank // 7) as part:
+        assert (part.rank(), part.size()) == (wire.rank % 7, 7 if wire.rank < 14 else 6)
+
+
+@spmd(3, on=("threads",))
+def test_a_color_is_an_integer(wire):
+    with pytest.raises(weft.WeftError, match="rank 1: color is 'red': pass an integer"):
+        event.create_communicator().split("red" if wire.rank == 1 else 2)
+    event.create_communicator().split(3).close()
+
+
+def meet(rank, size, address):
+    """One process: rank 0 has made the store, the others join it."""
+    kvs = event.create_kvs(address)
+    kvs.set(f"greeting {rank}", bytes([rank, 255]))
+    assert kvs.get(f"greeting {(rank + 1) % size}") == bytes([(rank + 1) % size, 255])
+    comm = event.create_communicator(size, rank, kvs, timeout=30.0)
+    backwards = event.create_communicator(size, size - 1 - rank, kvs, timeout=30.0)
+    with comm, backwards:
+        return total(comm, rank), backwards.rank(), total(backwards, 1)
+
+
+def of_environment(size, address):
+    import os
+
+    return meet(int(os.environ["RANK"]), size, address)
+
+
+def test_processes_meet_at_a_store():
+    main = event.create_main_kvs("127.0.0.1")
+    address = main.get_address()
+    assert len(address) <= 256
+    assert processes(2, of_environment, 2, address.ljust(256, b"\0")) == [
+        (1.0, 1, 2.0),
+        (1.0, 0, 2.0),
+    ]
+
+
+def test_any_store_of_torch_serves():
+    store = dist.HashStore()
+
+    def program(wire):
+        with event.create_communicator(2, wire.rank, store, timeout=10.0) as comm:
+            return total(comm, 1)
+
+    assert run(2, program) == [2.0, 2.0]
+
+
+def test_the_main_store_is_reachable():
+    kvs = event.create_main_kvs()  # at whatever address this machine has
+    kvs.set("x", b"1")
+    assert event.create_kvs(kvs.get_address()).get("x") == b"1"
+
+
+def test_what_is_wrong_is_raised_here():
+    for given in ((2, None, None), (2, 0, None), (None, None, dist.HashStore())):
+        with pytest.raises(weft.WeftError, match="pass size, rank and kvs together"):
+            event.create_communicator(*given)
+    for address in (b"nowhere", b"host:port", ":80", "x:70000"):
+        with pytest.raises(weft.WeftError, match="is no address of a store: pass host:port"):
+            event.create_kvs(address)
+    with pytest.raises(weft.WireError, match=r"no store answers at 127\.0\.0\.1:9 within 0\.2 s"):
+        event.create_kvs("127.0.0.1:9", timeout=0.2)
+    with pytest.raises(weft.WeftError, match=r"call weft\.init"):
+        event.create_communicator()

@@ -1,0 +1,43 @@
+"""The example passes as a program of one rank and in a group, and fails where a result is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.compat.oneccl import event
+from weft.testing import run
+
+PROGRAM = Path(__file__).resolve().parents[2] / "examples/oneccl/sparse_allreduce.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("oneccl_example", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VALUE_TYPES", ("bfloat16", "int64"))
+    return module
+
+
+def test_it_passes_alone(example, capsys):
+    example.main()
+    assert capsys.readouterr().out.endswith("on 1 ranks\nPASSED\n")
+
+
+def test_it_passes_on_several_ranks(example):
+    assert run(3, lambda wire: example.test_all(event.create_communicator())) == [10] * 3
+
+
+def test_it_sees_what_is_wrong(example):
+    def program(wire):
+        data = example.prep_data(event.create_communicator(), "int64", "int64", "sum")
+        data.send_vbuf[5, 3] += wire.rank
+        with pytest.raises(SystemExit, match=r"FAILED: request: row \d+ is"):
+            example.run_request(data, "int64", "int64", "sum")
+
+    run(2, program)

@@ -1,0 +1,351 @@
+"""The first generation: every parameter of its document, and every attribute."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.compat.oneccl import Address, request
+from weft.compat.oneccl.selection import ONECCL
+from weft.sparse import ALGORITHMS, last_call
+from weft.testing import expected, run, spmd
+
+WIDTH = 3
+
+
+def part(rank):
+    """Unequal counts, repeated indices, no order."""
+    draw = torch.Generator().manual_seed(rank)
+    count = 9 - 2 * rank
+    indices = torch.randint(12, (count,), generator=draw)
+    return weft.Rows(indices, torch.randint(-4, 5, (count, WIDTH), generator=draw).float())
+
+
+def arguments(rank, **changed):
+    indices, values = part(rank).indices, part(rank).values
+    given = {
+        "send_ind_buf": indices,
+        "send_ind_count": indices.numel(),
+        "send_val_buf": values,
+        "send_val_count": values.numel(),
+        "recv_ind_buf": torch.full((20,), -7),
+        "recv_ind_count": torch.tensor([-1]),
+        "recv_val_buf": torch.full((20, WIDTH), -7.0),
+        "recv_val_count": torch.tensor([-1]),
+        "index_dtype": torch.int64,
+        "value_dtype": torch.float32,
+        "reduction": "sum",
+        "attributes": None,
+    }
+    assert list(given) == list(inspect.signature(request.sparse_allreduce).parameters)[:12]
+    return given | changed
+
+
+def started(given):
+    return request.sparse_allreduce(*given.values())  # by position, in the document's order
+
+
+def check(wire, made, given, op="sum", scale=1):
+    want = expected([part(rank) for rank in range(wire.size)], op)
+    made.wait()
+    assert made.test()
+    assert (made.recv_ind_count, made.recv_val_count) == (len(want), want.values.numel())
+    found, sums = (
+        torch.as_tensor(given[name]).view(-1) for name in ("recv_ind_buf", "recv_val_buf")
+    )
+    assert int(given["recv_ind_count"][0]) == len(want)
+    assert int(given["recv_val_count"][0]) == want.values.numel()
+    assert found[: len(want)].tolist() == want.indices.tolist()
+    assert sums[: want.values.numel()].tolist() == (want.values * scale).view(-1).tolist()
+    assert found[len(want) :].eq(-7).all()  # nothing is written beyond the counts
+    assert sums[want.values.numel() :].eq(-7).all()
+
+
+@spmd(1, 2, 4)
+def test_buffers_and_counts_are_filled(wire):
+    given = arguments(wire.rank)
+    check(wire, started(given), given)
+
+
+@spmd(1, 3, on=("threads",))
+def test_every_reduction(wire):
+    for theirs, ours in (
+        ("prod", "prod"),
+        ("min", "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (torch.maximum, torch.maximum),
+    ):
+        given = arguments(wire.rank, reduction=theirs)
+        check(wire, started(given), given, ours)
+
+
+@spmd(2, on=("threads",))
+def test_the_request_tracks_the_call(wire):
+    given = arguments(wire.rank)
+    if wire.rank == 0:
+        made = started(given)
+        assert not made.test()  # the other rank has not called yet
+        assert not made
+        assert made.recv_ind_count is None
+        assert not made.cancel()
+        with pytest.raises(weft.StillRunning):
+            made.wait(timeout=0.02)
+        turn.set()
+    else:
+        turn.wait(10)
+        made = started(given)
+    check(wire, made, given)
+
+
+turn = threading.Event()
+
+
+@spmd(1, 2, on=("threads",))
+def test_where_results_may_go(wire):
+    numpy = {
+        "recv_ind_buf": np.full(20, -7),
+        "recv_ind_count": np.zeros(1, np.uint64),
+        "recv_val_buf": np.full((20, WIDTH), -7, np.float32),
+        "recv_val_count": (ctypes.c_int * 1)(),
+    }
+    held = (ctypes.c_int64 * 20)(*[-7] * 20), (ctypes.c_float * 60)(*[-7] * 60)
+    addresses = {
+        "recv_ind_buf": Address(ctypes.addressof(held[0]), 20, torch.int64),
+        "recv_val_buf": Address(ctypes.addressof(held[1]), 60, "float"),
+    }
+    for buffers in (numpy, addresses):
+        given = arguments(wire.rank, **buffers)
+        made = started(given)
+        made.wait()
+        if buffers is addresses:
+            given |= {"recv_ind_buf": list(held[0]), "recv_val_buf": list(held[1])}
+        check(wire, made, given)
+
+    given = arguments(wire.rank, recv_ind_count=None, recv_val_count=None)
+    made = started(given)
+    made.wait()
+    given |= {"recv_ind_count": [made.recv_ind_count], "recv_val_count": [made.recv_val_count]}
+    check(wire, made, given)
+
+
+@spmd(1, 2, on=("threads",))
+def test_in_place_where_it_fits(wire):
+    """The document's own case: buffers of the dimension of what is sent."""
+    indices, values = torch.tensor([5, 2, 5, 1]), torch.arange(4.0)
+    given = arguments(
+        wire.rank,
+        send_ind_buf=indices,
+        send_ind_count=4,
+        send_val_buf=values,
+        send_val_count=4,
+        recv_ind_buf=indices.data_ptr(),
+        recv_val_buf=ctypes.c_void_p(values.data_ptr()),
+    )
+    made = started(given)
+    made.wait()
+    assert made.recv_ind_count == made.recv_val_count == 3
+    assert indices.tolist() == [1, 2, 5, 1]
+    assert values.tolist() == [3.0 * wire.size, 1.0 * wire.size, 2.0 * wire.size, 3.0]
+
+
+TIGHT = {
+    "indices": ({"recv_ind_buf": torch.full((4,), -7)}, "recv_ind_buf holds 4 elements"),
+    "values": ({"recv_val_buf": torch.full((7,), -7.0)}, "recv_val_buf 7,"),
+    "a count": ({"recv_val_count": torch.zeros(1, dtype=torch.int8)}, None),
+}
+
+
+@pytest.mark.parametrize("what", TIGHT)
+@spmd(1, 3, on=("threads",))
+def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire, what):
+    changed, text = TIGHT[what]
+    changed = {name: tensor.clone() for name, tensor in changed.items()}
+    tight = wire.size - 1
+    wide = 60 if what == "a count" else 1  # values enough that an int8 cannot count them
+    mine = part(wire.rank)
+    values = mine.values.repeat(1, wide)
+    given = arguments(
+        wire.rank,
+        send_val_buf=values,
+        send_val_count=values.numel(),
+        recv_val_buf=torch.full((20 * WIDTH * wide,), -7.0),
+    ) | (changed if wire.rank == tight else {})
+    want = expected([part(rank) for rank in range(wire.size)])
+    size = f"the result has {len(want)} indices and {len(want) * WIDTH * wide} values"
+    with pytest.raises(weft.WeftError, match=f"rank {tight}: ") as caught:
+        started(given).wait()
+    if text is None:
+        assert f"a count of torch.int8 cannot be {len(want) * WIDTH * wide}" in str(caught.value)
+    else:
+        assert text in str(caught.value)
+        assert size in str(caught.value)
+    assert given["recv_ind_buf"].eq(-7).all()
+    assert given["recv_val_buf"].eq(-7).all()
+    assert given["recv_ind_count"].tolist() == [-1]
+    given = arguments(wire.rank)
+    check(wire, started(given), given)
+
+
+@spmd(1, 2, on=("threads",))
+def test_attributes(wire):
+    seen = []
+
+    def half(in_buf, in_count, in_dtype, context):
+        seen.append((in_buf.numel(), in_count, in_dtype, context))
+        return in_buf.to(torch.float64) / 2
+
+    def back(in_buf, in_count, in_dtype, out_buf, out_count, out_dtype, context):
+        seen.append((in_dtype, out_dtype, context.match_id))
+        out_buf.copy_(in_buf * 4)
+        assert out_count.tolist() == [in_count] == [out_buf.numel()]
+        return request.Status.success
+
+    def reduce(in_buf, in_count, inout_buf, out_count, dtype, context):
+        assert out_count.tolist() == [in_count] == [in_buf.numel()] == [inout_buf.numel()]
+        seen.append((dtype, context.offset))
+        inout_buf += in_buf
+
+    attributes = request.Attributes(
+        prologue_fn=half,
+        epilogue_fn=back,
+        reduction_fn=reduce,
+        synchronous=True,
+        to_cache=True,
+        match_id="embedding",
+    )
+    given = arguments(wire.rank, reduction="custom", attributes=attributes)
+    made = started(given)
+    assert made.test()  # synchronous
+    check(wire, made, given, scale=2)
+    count = part(wire.rank).values.numel()
+    context = request.FnContext("embedding", 0)
+    assert seen[0] == (count, count, torch.float32, context)
+    assert (torch.float64, 0) in seen
+    assert seen[-1] == (torch.float64, torch.float32, "embedding")
+
+
+def test_priority_says_that_it_has_no_effect(caplog):
+    request.Attributes(priority=0)
+    assert not caplog.records
+    request.Attributes(priority=3)
+    assert "priority=3 has no effect" in caplog.text
+
+
+def fails(*_):
+    return request.Status.runtime_error
+
+
+def raises(*_):
+    raise KeyError("no such thing")
+
+
+WRONG = {
+    "an attribute": ({"attributes": 3}, "attributes is a int"),
+    "match_id": ({"attributes": request.Attributes(match_id="x" * 129)}, "match_id is 'xxx"),
+    "no function": ({"attributes": request.Attributes(prologue_fn=3)}, "prologue_fn is a int"),
+    "a prologue": (
+        {"attributes": request.Attributes(prologue_fn=raises)},
+        "KeyError: 'no such thing'",
+    ),
+    "a prologue's count": (
+        {"attributes": request.Attributes(prologue_fn=lambda b, *_: b[1:])},
+        "prologue_fn returned 14 values, not a tensor of 15 values",
+    ),
+    "a prologue's dtype": (
+        {"attributes": request.Attributes(prologue_fn=lambda b, *_: b.double())},
+        "pass an epilogue_fn",
+    ),
+    "an epilogue": (
+        {"attributes": request.Attributes(epilogue_fn=fails)},
+        "epilogue_fn returned status <Status.runtime_error: 4>",
+    ),
+    "no custom function": ({"reduction": "custom"}, "the reduction is custom, and there is no"),
+    "the reduction": ({"reduction": "median"}, "op 'median' is unknown"),
+    "a count": ({"send_ind_count": 4.5}, "send_ind_count is 4.5: pass the number of elements"),
+    "a negative count": ({"send_val_count": -3}, "send_val_count is -3"),
+    "too long": ({"send_ind_count": 15}, "send_ind_buf holds 5 elements, the call says 15"),
+    "index_dtype": ({"index_dtype": "long"}, "index_dtype is 'long': pass a torch dtype"),
+    "float indices": ({"index_dtype": "float"}, "index_dtype is torch.float32: indices are of"),
+    "value_dtype": ({"value_dtype": torch.float64}, "send_val_buf holds torch.float32, the call"),
+    "nowhere": ({"recv_ind_buf": None}, "recv_ind_buf is a NoneType"),
+    "read-only": ({"recv_val_buf": bytes(800)}, "recv_val_buf is read-only"),
+    "two counts": ({"recv_ind_count": torch.zeros(2).int()}, "recv_ind_count holds 2 elements"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_one_rank_errs_and_all_are_told(wire, what):
+    changed, text = WRONG[what]
+    given = arguments(wire.rank) | (changed if wire.rank == 2 else {})
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        started(given).wait()
+    assert str(caught.value).startswith("rank 2: ")
+    assert given["recv_ind_count"] is None or given["recv_ind_count"].max() <= 0
+    given = arguments(wire.rank)
+    check(wire, started(given), given)
+
+
+@spmd(3, on=("threads",))
+def test_a_reduction_that_fails_is_told_to_all(wire):
+    for function, text in ((fails, "reduction_fn returned status"), (raises, "no such thing")):
+        attributes = request.Attributes(reduction_fn=function)
+        given = arguments(wire.rank, reduction="custom", attributes=attributes)
+        with pytest.raises(weft.WeftError, match=text):
+            started(given).wait()
+
+
+@spmd(3, on=("threads",))
+def test_what_differs_is_told_to_all(wire):
+    odd = wire.rank == 1
+    for changed, text in (
+        ({"attributes": request.Attributes(match_id="b" if odd else "a")}, "match_id: .* 'a', "),
+        ({"reduction": "max" if odd else "sum"}, "op: ranks 0, 2 have sum, rank 1 has max"),
+    ):
+        with pytest.raises(weft.WeftError, match=f"the ranks differ in {text}"):
+            started(arguments(wire.rank, **changed)).wait()
+    small = part(wire.rank).indices.to(torch.int8 if odd else torch.int64)
+    changed = {"send_ind_buf": small, "index_dtype": small.dtype}
+    changed["recv_ind_buf"] = torch.zeros(20, dtype=small.dtype)
+    with pytest.raises(weft.WeftError, match=r"the ranks differ in index dtype: .*int8"):
+        started(arguments(wire.rank, **changed)).wait()
+
+
+CHOICES = {name: ours for name, ours in ONECCL.items() if ours in ALGORITHMS}
+
+
+@pytest.mark.parametrize("name, ours", [*CHOICES.items(), ("doubling", "doubling")])
+def test_the_environment_chooses_an_algorithm(monkeypatch, name, ours):
+    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", name)
+
+    def program(wire):
+        given = arguments(wire.rank)
+        check(wire, started(given), given)
+        return last_call().algorithm
+
+    assert run(3, program) == [ours] * 3
+
+
+def test_an_unknown_algorithm_lists_what_there_is(monkeypatch):
+    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", "magic")
+
+    def program(wire):
+        with pytest.raises(weft.WeftError, match=r"'magic' is unknown: use one of .*allgatherv"):
+            started(arguments(wire.rank))
+
+    run(2, program)
+
+
+@spmd(2, on=("threads",))
+def test_a_group_can_be_named(wire):
+    given = arguments(wire.rank)
+    check(wire, request.sparse_allreduce(*given.values(), comm=wire), given)
+    with pytest.raises(weft.WeftError, match="str is no group"):
+        request.sparse_allreduce(*given.values(), comm="world")
