@@ -40,9 +40,13 @@ def test_what_is_sent_within_and_between_hosts(wire, hosts, kind):
     check(wire, "hierarchical", kind)
 
 
-def check(wire, name, kind):
-    # ranks that are threads reduce dense tensors without a message; others do it in posts
+def reduce_in_posts(wire):
+    """Ranks that are threads reduce dense tensors without a message; others do it in posts."""
     wire.dense_all_reduce = lambda tensor, op: all_reduce(wire, tensor, op)
+
+
+def check(wire, name, kind):
+    reduce_in_posts(wire)
     if kind == "disjoint" and wire.size > 4:
         kind = "half"  # four places between two rows: no more than four ranks can be disjoint
     rows = rows_of(wire.rank, kind, wire.size)
@@ -70,6 +74,7 @@ def check(wire, name, kind):
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"dense"}))
 @spmd(4, on=("threads",))
 def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
+    reduce_in_posts(wire)
     wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
     draw = torch.Generator().manual_seed(wire.rank)
     indices = torch.randint(200_000, (20_000,), generator=draw)

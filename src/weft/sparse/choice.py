@@ -99,7 +99,10 @@ def with_link(wire: Wire, load: Load) -> Load:
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
     gaps = link.beta > _GAPS_PAY * link.gamma
-    return replace(load, chunk=chunk, gaps=gaps, hosts=hosts_of(wire), link=link)
+    if wire.hosts is None:
+        with apart(wire):
+            hosts_of(wire)
+    return replace(load, chunk=chunk, gaps=gaps, hosts=wire.hosts, link=link)
 
 
 def link_of(wire: Wire) -> Link:

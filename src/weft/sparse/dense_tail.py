@@ -59,8 +59,10 @@ def cost(load: Load) -> Cost:
         bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
         queued=load.queue * others * (to_owner * load.row + asked),
         merged=load.merging(load.mean) + (height * load.ranks + load.union) * load.row,
-        memory=height * (load.ranks + 1) * load.row
-        + min(load.mean * load.row, others * window(load) * load.chunk),
+        # all rows may lie in one rank's range
+        memory=(height * load.ranks + load.union) * load.row
+        + load.uniting(load.total, load.union)
+        + min(load.total * load.row, others * window(load) * load.chunk),
     )
 
 

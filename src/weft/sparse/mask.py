@@ -78,7 +78,7 @@ def mask(rows: Rows, call: Call) -> Rows:
 
 def _by_bitmap(load: Load) -> bool:
     """Whether a bitmap of all places is less than the index sets of all ranks; in integers."""
-    return 2 * load.places // 8 < load.total * load.index_of(load.mean)
+    return 2 * load.places < load.total * round(8 * load.index_of(load.mean))
 
 
 def _reduced_bitmap(indices: Tensor, call: Call) -> Tensor:

@@ -98,6 +98,7 @@ class Request:
             request._take_out(out)
         except (_WrongError, WeftError) as error:
             request.error = str(error)
+        request.dtype = request.rows.values.dtype
         return request
 
     @property
