@@ -1,7 +1,9 @@
 """Models under DistributedDataParallel: with weft's hook their gradients are what they were.
 
-The bodies run in processes of their own, as under torchrun. Weights and inputs are small integers
-and the numbers of ranks powers of two, so that plain sums and weft's must agree to the last bit.
+The bodies run in the processes that all tests share, since importing what
+DistributedDataParallel needs takes longer than a test; each has a default group of its own. Weights
+and inputs are small integers and the numbers of ranks powers of two, so that plain sums and weft's
+must agree to the last bit.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +27,9 @@ from weft import ddp
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.errors import Error, WeftError, WireError
+from weft.testing import run
 from weft.wire import process_group
+from weft.wire.base import Wire
 
 VOCABULARY, WIDTH = 40, 4
 
@@ -85,12 +91,19 @@ def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedD
 
 def on(size: int, body: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's program within `weft.init` in so many processes."""
-    return launch(size, _within, (body, args), env={"OMP_NUM_THREADS": "1"})
+    with tempfile.TemporaryDirectory() as folder:
+        return run(size, _within, f"file://{folder}/meeting", body, args, on="gloo")
 
 
-def _within(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with init(timeout=20):
-        return body(*args)
+def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DistributedDataParallel warns of what is tested here
+        dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+        try:
+            with init(timeout=20):
+                return body(*args)
+        finally:
+            dist.destroy_process_group()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,7 +127,7 @@ def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
             raise
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [4, 2, 1])
 def test_gradients_are_those_of_plain_ddp(size: int) -> None:
     on(size, with_all_options, same_gradients)
 
@@ -284,14 +297,15 @@ def in_place() -> None:
         results.append(reduce_now(*args))
         return results[-1]
 
-    ddp.reduce_now = remember
     model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     ddp.register(model)
-    for _ in range(2):
-        model.zero_grad()
-        model(words(0)).sum().backward()
-        result, _record = results[-1]
-        assert model.module.weight.grad._values().data_ptr() == result._values().data_ptr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "reduce_now", remember)
+        for _ in range(2):
+            model.zero_grad()
+            model(words(0)).sum().backward()
+            result, _record = results[-1]
+            assert model.module.weight.grad._values().data_ptr() == result._values().data_ptr()
 
 
 def test_backward_goes_on_while_gradients_travel() -> None:
@@ -396,13 +410,14 @@ def after_the_wire_was_closed() -> None:
 
 def test_survivors_of_a_death_name_the_dead() -> None:
     with pytest.raises(WireError, match="rank 2 of 3 was killed by SIGKILL") as caught:
-        on(3, killed_in_its_second_step)
+        launch(3, killed_in_its_second_step, env={"OMP_NUM_THREADS": "1"})
     notes = "\n".join(caught.value.__notes__)
     assert "rank 0 of 3 raised WireError: rank 0: rank 2 died" in notes
     assert "rank 1 of 3 raised WireError: rank 1: rank 2 died" in notes
 
 
 def killed_in_its_second_step() -> None:
+    init(timeout=20)
     model = DistributedDataParallel(Model())
     ddp.register(model)
     model(words(0)).sum().backward()

@@ -117,15 +117,13 @@ def late() -> None:
 
 
 def with_a_child() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
         os._exit(0)
     local.send(child)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
 
 
@@ -301,10 +299,19 @@ def test_what_a_rank_started_ends_with_it() -> None:
     assert gone(local.launch(2, leaving_a_child))
 
 
-def test_what_a_rank_started_ends_with_it_when_both_are_deaf() -> None:
+def test_what_a_rank_started_ends_with_it_when_both_are_deaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ladder = ((signal.SIGINT, 0.2), (signal.SIGTERM, 0.2), (signal.SIGKILL, 10.0))
+    monkeypatch.setattr(local, "_LADDER", ladder)
     pids: list[int] = []
-    with pytest.raises(WireError, match="not finished"):
-        local.launch(1, with_a_child, timeout=4, on_message=lambda _, pid: pids.append(pid))
+
+    def listen(_: int, pid: int) -> None:
+        pids.append(pid)
+        raise KeyError(pid)  # as soon as there is something to end
+
+    with pytest.raises(KeyError):
+        local.launch(1, with_a_child, on_message=listen)
     assert len(pids) == 1
     assert gone(pids)
 

@@ -1,6 +1,8 @@
 """One rank's program of `weft bench`, on real processes: who is right, who is wrong, how long."""
 
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,16 +11,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bootstrap.local import launch
 from weft.cli.bench.cases import CASES, Case, indices, values
 from weft.cli.bench.contenders import DENSE_LIMIT, peer, weft_by
 from weft.cli.bench.measure import Job, run
 from weft.cli.bench.oracle import answer, sizes
 from weft.cli.bench.results import Head, Row
+from weft.testing import run as in_pool
+from weft.wire.base import Wire
 
 PEERS = ("torch", "horovod", "dense")
 TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
 Found = list[Head | Row | str]
+
+
+def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a rank's program in so many of the processes that all tests share."""
+    with tempfile.TemporaryDirectory() as folder:
+        return in_pool(size, _within, f"file://{folder}/meeting", body, args, on="gloo")
+
+
+def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sparse tensors of torch are in beta
+            return body(*args)
+    finally:
+        dist.destroy_process_group()
 
 
 def found_by(job: Job) -> tuple[bool, Found]:
@@ -33,7 +52,7 @@ def the_rows(found: Found) -> dict[tuple[str, str], Row]:
 def test_all_contenders_are_right_and_timed() -> None:
     cases = (TINY, *(CASES[name].scaled(0.002) for name in ("scalar", "identical", "full")))
     job = Job(cases, ("auto", "split", "gather"), PEERS, iters=3, warmup=1, link=1e9)
-    results = launch(3, found_by, (job,), timeout=50)
+    results = on(3, found_by, job)
     assert [right for right, _ in results] == [True] * 3
     assert [found for _, found in results[1:]] == [[], []]  # only rank 0 speaks
     found = results[0][1]
@@ -73,8 +92,9 @@ def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]
             result.values[0] += 1
         return result
 
-    weft.sparse_all_reduce = faulty
-    right, found = found_by(job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft, "sparse_all_reduce", faulty)
+        right, found = found_by(job)
     return right, [row for row in found if isinstance(row, Row)]
 
 
@@ -88,7 +108,7 @@ def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]
 )
 def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> None:
     job = Job((TINY,), ("gather",), ("torch",), iters=2, warmup=0)
-    results = launch(2, with_faults, (job, rank, since), timeout=50)
+    results = on(2, with_faults, job, rank, since)
     assert [right for right, _ in results] == [False, False]  # all exit with the same status
     weft_row, torch_row = results[0][1]
     assert weft_row.status == "wrong" and words in weft_row.why
@@ -107,19 +127,20 @@ def with_a_slow_rank(job: Job) -> tuple[bool, Found]:
         time.sleep(0.3 * (dist.get_rank() == 1))
         return result
 
-    weft.sparse_all_reduce = slow
-    return found_by(job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft, "sparse_all_reduce", slow)
+        return found_by(job)
 
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
-    rows = the_rows(launch(2, with_a_slow_rank, (job,), timeout=50)[0][1])
+    rows = the_rows(on(2, with_a_slow_rank, job)[0][1])
     assert min(rows["tiny", "weft:gather"].seconds) >= 0.3
 
 
 def test_no_check_means_no_check() -> None:
     job = Job((TINY,), ("gather",), (), iters=1, warmup=0, check=False)
-    [(right, rows)] = launch(1, with_faults, (job, None, 1), timeout=50)
+    [(right, rows)] = on(1, with_faults, job, None, 1)
     assert right and rows[0].status == "ok"
 
 
@@ -133,7 +154,7 @@ def test_every_kind_of_data() -> None:
         replace(TINY, name="bits", op="bxor", dtype="uint8"),
     )
     job = Job(cases, ("auto", "split"), PEERS, iters=1, warmup=0)
-    rows = the_rows(launch(2, found_by, (job,), timeout=50)[0][1])
+    rows = the_rows(on(2, found_by, job)[0][1])
     for case in cases:
         for name in ("weft:auto", "weft:split"):
             assert rows[case.name, name].status == "ok", rows[case.name, name].why
@@ -150,7 +171,7 @@ def test_what_does_not_serve_is_refused_with_the_reason() -> None:
         replace(TINY, height=DENSE_LIMIT // 20 + 1, name="tall"),
     )
     job = Job(cases, ("gather",), PEERS, iters=1, warmup=0)
-    right, found = launch(2, found_by, (job,), timeout=50)[0]
+    right, found = on(2, found_by, job)[0]
     rows = the_rows(found)
     assert right  # refusing is not being wrong
     assert rows["tiny", "weft:gather"].status == "ok"
@@ -176,7 +197,7 @@ def unchanged(case: Case) -> bool:
 
 
 def test_nobody_changes_the_data_of_the_next() -> None:
-    assert launch(2, unchanged, (TINY,), timeout=50) == [True, True]
+    assert on(2, unchanged, TINY) == [True, True]
 
 
 def uneven(case: Case) -> str | None:
@@ -198,4 +219,4 @@ def uneven(case: Case) -> str | None:
 
 
 def test_horovods_way_pads_what_is_uneven() -> None:
-    assert launch(3, uneven, (replace(TINY, height=3),), timeout=50) == [None] * 3
+    assert on(3, uneven, replace(TINY, height=3)) == [None] * 3

@@ -117,8 +117,15 @@ def test_the_command_line_starts_without_what_only_a_run_needs() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_all_three_ways_on_a_small_text(tmp_path: Path, text: Path) -> None:
-    found = demo(*SMALL, "--text", text, "--out", tmp_path / "new" / "out")
+def test_all_three_ways_on_a_small_text(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        # a port in use does not matter: the ranks meet at one of their own
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        found = demo(*SMALL, "--text", text, "--out", tmp_path / "new" / "out")
     assert found.exit_code == 0, found.output
     for way in ("weft", "PyTorch sparse", "PyTorch dense"):
         assert re.search(rf"^{way} +step +12  loss \d", found.stdout, re.MULTILINE), found.stdout
@@ -149,21 +156,9 @@ def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> N
 
 
 @pytest.mark.timeout(120)
-def test_a_port_in_use_does_not_matter(tmp_path: Path, text: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        env = {**os.environ, "MASTER_PORT": str(taken.getsockname()[1])}
-        process = started(*SMALL, "--compare", "none", "--text", text, "--out", tmp_path, env=env)
-        out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    assert "step    12" in out
-
-
-@pytest.mark.timeout(120)
 def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
     with started(
-        "--ranks", 2, "--steps", 5000, "--dim", 8, "--batch", 128, "--text", text,
+        "--ranks", 2, "--steps", 1000, "--dim", 8, "--batch", 128, "--text", text,
         "--out", tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as process:  # fmt: skip
         try:

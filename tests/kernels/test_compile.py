@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from weft.kernels import cache
+from weft.testing import processes
 
 HEAD = """
 import sys, torch
@@ -30,25 +35,39 @@ def ready():
 """
 
 
-def start(body, tmp_path, **env):
-    """A Python of its own, with a home that holds nothing yet."""
+def run(body, tmp_path, **env):
+    """What a Python of its own prints, with a home that holds nothing yet."""
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("WEFT_", "NUMBA_", "XDG_"))}
-    return subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + body],
         env={**keep, "HOME": str(home), "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=55,
     )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
-def run(body, tmp_path, **env):
-    process = start(body, tmp_path, **env)
-    output, _ = process.communicate(timeout=55)
-    assert process.returncode == 0, output
-    return output
+def forked(size, body, tmp_path, **env):
+    """What as many processes print that need not import torch and numba themselves first."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    return processes(size, program, HEAD + body, set(env), env={"HOME": str(home), **env})
+
+
+def program(code, given):
+    for name in os.environ:
+        if name.startswith(("WEFT_", "NUMBA_", "XDG_")) and name not in given:
+            del os.environ[name]
+    warnings.simplefilter("error")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    return output.getvalue()
 
 
 def test_importing_weft_kernels_does_not_import_numba(tmp_path):
@@ -99,17 +118,32 @@ while not ready() and time.monotonic() < end:
 assert ready()
 work()
 """
-    run(body, tmp_path)
+    forked(1, body, tmp_path)
 
 
-def test_another_process_loads_what_one_compiled(tmp_path):
-    body = """
+COMPILE = """
+import numba.core.compiler
+before, count = numba.core.compiler.compile_extra, []
+numba.core.compiler.compile_extra = lambda *a, **k: count.append(1) or before(*a, **k)
 compiler.make(SMALL_SET)
 assert compiler.made(SMALL_SET)
-print(kernels.describe())
+print(len(count), kernels.describe())
 """
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache that one process filled, and what it said of that; not to be changed."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return folder / "cache", forked(1, COMPILE, folder, WEFT_CACHE_DIR=str(folder / "cache"))[0]
+
+
+def test_another_process_loads_what_one_compiled(tmp_path, compiled):
+    cache, said = compiled
+    assert f"kept in {cache}/kernels;" in said
+    shutil.copytree(cache, tmp_path / "cache")
+    body = "compiler.make(SMALL_SET); assert compiler.made(SMALL_SET)"
     where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
-    assert f"kept in {tmp_path}/cache/kernels;" in run(body, tmp_path, **where)
     directory = tmp_path / "cache" / "kernels"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     made = sorted(path.name for path in directory.iterdir())
@@ -119,30 +153,20 @@ import numba.core.compiler
 def refuse(*args, **kwargs): raise AssertionError("compiled again")
 numba.core.compiler.compile_extra = refuse
 """
-    run(no_compiler + body, tmp_path, **where)
+    forked(1, no_compiler + body, tmp_path, **where)
     assert sorted(path.name for path in directory.iterdir()) == made
 
     for path in directory.glob("*.nb?"):  # and damage is repaired
         path.write_bytes(path.read_bytes()[:-20] if path.suffix == ".nbc" else b"nonsense")
-    run(body, tmp_path, **where)
-    run(no_compiler + body, tmp_path, **where)
+    forked(1, body, tmp_path, **where)
+    forked(1, no_compiler + body, tmp_path, **where)
 
 
-def test_one_process_compiles_and_the_others_wait(tmp_path):
-    body = """
-import numba.core.compiler
-before, count = numba.core.compiler.compile_extra, []
-numba.core.compiler.compile_extra = lambda *a, **k: count.append(1) or before(*a, **k)
-compiler.make(SMALL_SET)
-assert compiler.made(SMALL_SET)
-print(len(count))
-"""
+def test_one_process_compiles_and_the_others_wait(tmp_path, compiled):
     where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
-    together = [start(body, tmp_path, **where) for _ in range(3)]
-    outputs = [process.communicate(timeout=55)[0] for process in together]
-    assert [process.returncode for process in together] == [0] * 3, outputs
-    alone = tmp_path / "alone"
-    assert sum(map(int, outputs)) == int(run(body, tmp_path, WEFT_CACHE_DIR=str(alone)))
+    outputs = forked(2, COMPILE, tmp_path, **where)
+    alone = int(compiled[1].split()[0])
+    assert sum(int(output.split()[0]) for output in outputs) == alone  # they take turns by loops
 
 
 def test_without_a_cache_it_compiles(tmp_path):
@@ -152,7 +176,7 @@ assert compiler.made(SMALL_SET)
 print(kernels.describe())
 """
     (tmp_path / "file").write_text("")
-    output = run(body, tmp_path, WEFT_CACHE_DIR=str(tmp_path / "file"))
+    (output,) = forked(1, body, tmp_path, WEFT_CACHE_DIR=str(tmp_path / "file"))
     assert "kept in no cache" in output
 
 
@@ -161,7 +185,7 @@ def test_a_home_that_cannot_be_written_to(tmp_path):
     body = "print(kernels.describe())"
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    output = run(body, tmp_path, HOME="/proc/1", TMPDIR=str(temporary))
+    (output,) = forked(1, body, tmp_path, HOME="/proc/1", TMPDIR=str(temporary))
     assert f"kept in {temporary}/weft-{os.geteuid()}/kernels" in output
 
 
