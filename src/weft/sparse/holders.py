@@ -52,14 +52,17 @@ def cost(load: Load) -> Cost:
             + math.ceil(sums / relay_rows(load, sums)) * bool(load.row)
         ),
         bytes=others * load.mean * index + (away + others * sums) * load.row,
-        merged=load.merging(load.mean) + (away + load.union) * load.row + _INDEX * load.total,
+        merged=load.merging(load.mean)
+        + (away + _PUT * load.union) * load.row
+        + _INDEX * load.total,
         memory=away * load.row
         + relay_memory(load, sums)
         + min(away * load.row, others * window(load) * load.chunk),
     )
 
 
-_INDEX = 24  # bytes that could be merged while an index is united, and its place given to a rank
+_PUT = 0.5  # of the bytes brought to their places: mostly while later ones are on the wire
+_INDEX = 80  # bytes that could be merged while an index is united, and its place given to a rank
 
 
 @algorithm(cost=cost)

@@ -35,11 +35,14 @@ from .stream import (
     window,
 )
 
+_UNEVEN = 0.08  # of the bytes: streams to all at once share links unevenly, the ring waits for them
+
 
 def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     to_owner, sums = load.mean * share, load.union * share
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
+    bytes_ = others * ((to_owner + sums) * load.row + asked + told)
     return Cost(
         rounds=4,
         messages=others
@@ -49,9 +52,9 @@ def cost(load: Load) -> Cost:
             + list_messages(told)
             + load.chunks(sums, load.row)
         ),
-        bytes=others * ((to_owner + sums) * load.row + asked + told),
+        bytes=bytes_,
         merged=load.merging(load.mean),
-        queued=load.queue * others * (to_owner * load.row + asked),
+        queued=load.queue * others * (to_owner * load.row + asked) + _UNEVEN * bytes_,
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
