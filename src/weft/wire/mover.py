@@ -2,8 +2,8 @@
 
 Whoever waits for a message moves all that can be moved meanwhile, so nothing is handed from thread
 to thread. While nobody waits and large messages are under way, such as in the arithmetic between
-two waits, a thread looks in every millisecond; what comes in between stays in the kernel's buffers.
-It sleeps otherwise, and exists only once it was needed.
+two waits, a thread looks in every few milliseconds; what comes in between stays in the kernel's
+buffers. It sleeps otherwise, and exists only once it was needed.
 
 A wait can be ended at any time, by shutting the sockets down: that is why weft moves its bytes
 itself. gloo never fails a receive that has got a part of its message, whatever happens to the
@@ -24,7 +24,7 @@ from .line import Line, Order
 
 __all__ = ["Lost", "Mover", "Order"]
 
-_TICK = 0.001  # seconds between two looks of the thread
+_TICK = 0.004  # seconds between two looks of the thread
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -185,12 +185,12 @@ class Mover:
 
     def close(self) -> None:
         """Close the sockets, which ends all waits. What was sent still arrives. Twice is fine."""
-        self._closed = True
-        self._stir.set()
         if not self._turn.acquire(blocking=False):
             self.cut()  # somebody waits, or is about to
             self._turn.acquire()
         try:
+            self._closed = True
+            self._stir.set()  # with the turn, in which alone the thread goes to sleep again
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
             self.abandon()
