@@ -141,10 +141,10 @@ def test_closing_wakes_a_thread_that_is_about_to_sleep(pair, monkeypatch):
     step = left._step
 
     def slow(seconds):
-        if threading.current_thread() is left._thread:
+        step(seconds)
+        if threading.current_thread() is left._thread and not left.lines[1].busy:
             looks.set()
             goes.wait(10.0)
-        step(seconds)
 
     monkeypatch.setattr(left, "_step", slow)
     receive(left, 1)
