@@ -19,23 +19,16 @@ import torch
 
 from .. import kernels
 from ..rows import Rows
+from ..wire.dense import SCRATCH, messages, received_bytes
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
 
-_WHOLE = 1 << 13  # bytes that the wire rather sends whole to all (`weft.wire.dense`)
-_AT_ONCE = 6 << 20  # bytes of others' contributions that it collects at once
-_SCRATCH = 2 * _AT_ONCE
-
 
 def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
     """Messages that a rank sends, and bytes it receives, in a dense reduction by the wire."""
-    others = ranks - 1
-    if nbytes <= _WHOLE:
-        return others * (nbytes > 0), others * nbytes
-    part = nbytes / ranks
-    return 2 * others * math.ceil(part / (_AT_ONCE // others)), 2 * others * part
+    return messages(ranks, nbytes), received_bytes(ranks, nbytes)
 
 
 def cost(load: Load) -> Cost:
@@ -49,8 +42,8 @@ def cost(load: Load) -> Cost:
         queued=load.queue * (bit_bytes + sum_bytes),
         merged=3 * height * load.partial + load.merging(load.union),
         # the table, which rows it has (a bit each on the wire, a byte each here), what
-        # `dense_all_reduce` holds at once, the places of the rows that are there
-        memory=height * (load.partial + 1 + 1 / 8) + _SCRATCH + load.union * 8,
+        # two steps of `dense_all_reduce` hold, the places of the rows that are there
+        memory=height * (load.partial + 1 + 1 / 8) + 2 * SCRATCH + load.union * 8,
     )
 
 

@@ -14,6 +14,7 @@ bits; half precision is accumulated in float32 and rounded once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,10 +24,10 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "all_reduce"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
-_SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
+SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 _BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 
@@ -72,6 +73,20 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     if len(flat) * flat.element_size() <= _SMALL:
         return _Whole(wire, tensor, flat, combine)
     return _Parts(wire, tensor, flat, combine)
+
+
+def messages(ranks: int, nbytes: float) -> int:
+    """Messages that a rank sends while so many bytes are reduced."""
+    if not nbytes:
+        return 0
+    if nbytes <= _SMALL:
+        return ranks - 1
+    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / (SCRATCH // (ranks - 1)))
+
+
+def received_bytes(ranks: int, nbytes: float) -> float:
+    """Bytes that a rank receives while so many are reduced."""
+    return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
 
 
 def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
@@ -149,7 +164,7 @@ class _Parts(Pending):
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
-        chunk = _SCRATCH // (wire.size - 1) // flat.element_size()
+        chunk = SCRATCH // (wire.size - 1) // flat.element_size()
         self._step = max(grain, chunk // grain * grain)
         self._gathers: list[Pending] = []
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)

@@ -48,8 +48,7 @@ class Mover:
         self.lines = {peer: Line(peer, sock, granted=True) for peer, sock in bulk.items()}
         self.small = {peer: Line(peer, sock, granted=False) for peer, sock in small.items()}
         self._all = [*self.lines.values(), *self.small.values()]
-        self._by_fd = {line.sock.fileno(): line for line in self._all}
-        self._fds = {id(line): fd for fd, line in self._by_fd.items()}
+        self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line] = {}  # those with new receives, whose grants can wait
         self._poll = select.poll()
@@ -137,7 +136,7 @@ class Mover:
 
     def _watch(self, line: Line) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
-        fd = self._fds[id(line)]
+        fd = line.fd
         wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes
         if wanted == self._polled.get(fd, 0):
             return
@@ -189,11 +188,10 @@ class Mover:
             self.cut()  # somebody waits, or is about to
             self._turn.acquire()
         try:
-            self._closed = True
-            self._stir.set()  # with the turn, in which alone the thread goes to sleep again
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
             self.abandon()
+            self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:
             self._turn.release()
         thread = self._thread
