@@ -129,5 +129,5 @@ def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wi
         wire.dense_all_reduce(dense, "sum").wait()
         assert len(result) == count + different
         assert torch.equal(dense[result.indices], result.values)
-    assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.002)
-    assert sent[1] > sent[0] + height / 8
+    assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)
+    assert sent[1] > sent[0] + height / 8  # the bitmap of all places
