@@ -59,7 +59,7 @@ def test_every_algorithm_rounds_once_and_once(wire, name, wire_dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(2, 4, on=("gloo",))
+@spmd(2, 4, on=("processes",))
 def test_between_processes(wire, name):
     parts = [part(rank, count=3000, height=4000) for rank in range(wire.size)]
     total = weft.sparse_all_reduce(

@@ -21,7 +21,7 @@ from weft.testing import processes, run
 from weft.wire import process_group
 from weft.wire.process_group import connect, of, of_group, of_mesh
 
-on_gloo = functools.partial(run, on="gloo")
+on_processes = functools.partial(run, on="processes")
 
 
 def talk(wire):
@@ -79,7 +79,7 @@ def groups(wire, path):
 
 
 def test_groups_of_every_kind_have_a_wire(tmp_path):
-    on_gloo(3, groups, str(tmp_path / "store"))
+    on_processes(3, groups, str(tmp_path / "store"))
 
 
 def reverse(wire, path):
@@ -92,7 +92,7 @@ def reverse(wire, path):
 
 
 def test_ranks_are_those_of_the_group(tmp_path):
-    on_gloo(3, reverse, str(tmp_path / "store"))
+    on_processes(3, reverse, str(tmp_path / "store"))
 
 
 def destroy(wire, path):
@@ -116,7 +116,7 @@ def destroy(wire, path):
 
 
 def test_a_wire_goes_with_its_group(tmp_path):
-    on_gloo(2, destroy, str(tmp_path / "store"))
+    on_processes(2, destroy, str(tmp_path / "store"))
 
 
 def test_what_is_no_group_is_refused():
@@ -161,7 +161,7 @@ def many(wire, path):
 
 
 def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
-    on_gloo(2, many, str(tmp_path / "store"))
+    on_processes(2, many, str(tmp_path / "store"))
 
 
 def break_and_close(wire, path):
@@ -181,7 +181,7 @@ def break_and_close(wire, path):
 
 
 def test_a_broken_wire_leaves_nothing(tmp_path):
-    on_gloo(3, break_and_close, str(tmp_path / "store"))
+    on_processes(3, break_and_close, str(tmp_path / "store"))
 
 
 def many_at_once(wire, path):
@@ -206,7 +206,7 @@ def many_at_once(wire, path):
 
 
 def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
-    on_gloo(2, many_at_once, str(tmp_path / "store"))
+    on_processes(2, many_at_once, str(tmp_path / "store"))
 
 
 # surroundings
@@ -254,7 +254,7 @@ def fork(wire):
 
 
 def test_a_forked_child_leaves_the_wire_alone():
-    on_gloo(2, fork)
+    on_processes(2, fork)
 
 
 def exit_without_close():
@@ -344,7 +344,7 @@ def close_elsewhere(wire, path):
 
 
 def test_closing_ends_a_wait_in_another_thread(tmp_path):
-    on_gloo(2, close_elsewhere, str(tmp_path / "store"))
+    on_processes(2, close_elsewhere, str(tmp_path / "store"))
 
 
 def last_words(wire, path):
@@ -364,7 +364,7 @@ def last_words(wire, path):
 
 
 def test_closing_loses_nothing(tmp_path):
-    on_gloo(2, last_words, str(tmp_path / "store"))
+    on_processes(2, last_words, str(tmp_path / "store"))
 
 
 def peers_are_checked(wire):
@@ -378,7 +378,7 @@ def peers_are_checked(wire):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_messages_to_nobody_are_refused(size):
-    on_gloo(size, peers_are_checked)
+    on_processes(size, peers_are_checked)
 
 
 def test_alone_nothing_is_opened():
