@@ -134,6 +134,34 @@ def test_who_did_not_join_is_named():
     assert time.monotonic() - began < 5.0
 
 
+def with_few_files(path):
+    """The soft limit is raised; a hard limit that is too low on one rank is told to both."""
+    import resource
+
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(path, 2)
+    connect(store, rank, 2, 20.0).close()  # what is opened once for all wires
+    opened, allowed = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = opened + 5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, allowed[1]))
+    with connect(store, rank, 2, 20.0) as wire:
+        talk(wire)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert few < soft <= hard == allowed[1]
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+    with pytest.raises(WeftError) as told:
+        connect(store, rank, 2, 20.0)
+    return few, str(told.value)
+
+
+def test_the_limit_of_open_files_is_raised_or_said(tmp_path):
+    (_, told), (few, same) = processes(2, with_few_files, str(tmp_path / "store"))
+    assert told == same
+    assert told.startswith("rank 1: 3 connections need ")
+    assert f"the hard limit is {few}: raise it (ulimit -Hn " in told
+
+
 def test_a_rank_that_is_none_is_refused():
     with pytest.raises(WeftError, match="rank 3 is none of 3 ranks"):
         connect(dist.HashStore(), 3, 3, 1.0)
