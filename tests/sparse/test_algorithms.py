@@ -42,9 +42,9 @@ def rows_of(rank, kind, *, shape=(3,), dtype=torch.float32, index=torch.int64):
     height, count = {
         "few": (40, 12),
         "duplicates": (7, 60),
-        "many": (900, 400),
-        "identical": (500, 120),
-        "skew": (10_000, 700 if rank == 1 else 3),
+        "many": (400, 170),
+        "identical": (300, 60),
+        "skew": (10_000, 300 if rank == 1 else 3),
         "some empty": (50, 20 * (rank % 2)),
         "all empty": (50, 0),
         "far apart": (3 * 2**31 if index is torch.int64 else 2**31 - 1, 30),
