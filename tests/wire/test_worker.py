@@ -356,8 +356,9 @@ def exits(tmp_path_factory):
                 break  # and end as any program does
             children[ending] = child
         else:  # they end at the same time, since some wait before they do
-            ends = {{ending: os.waitpid(child, 0)[1] for ending, child in children.items()}}
-            print(json.dumps({{name: os.waitstatus_to_exitcode(end) for name, end in ends.items()}}))
+            for ending, child in children.items():
+                children[ending] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(json.dumps(children))
     """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
