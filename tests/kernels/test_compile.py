@@ -312,10 +312,25 @@ def test_a_folder_that_is_being_removed_is_made_again(folders, tmp_path, monkeyp
         shutil.rmtree(path)
         os.close(removal)
 
-    monkeypatch.setattr(stamps.time, "sleep", wait)
-    assert folders(1, hold=True) == path
+    with monkeypatch.context() as patch:
+        patch.setattr(stamps.time, "sleep", wait)
+        assert folders(1, hold=True) == path
     assert (path / stamps._MARK).exists()
-    monkeypatch.undo()
+
+
+def test_a_folder_that_was_removed_between_opening_and_locking_is_made_again(folders, monkeypatch):
+    path, lock, gone = folders(1), fcntl.flock, []
+
+    def late(file, how):
+        if not gone:
+            gone.append(path)
+            shutil.rmtree(path)
+        lock(file, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stamps.fcntl, "flock", late)
+        folders(1, hold=True)
+    assert gone and os.stat(path / stamps._MARK).st_ino == os.fstat(stamps._held[path]).st_ino
 
 
 def test_the_stamp_covers_every_file_that_is_compiled():
