@@ -48,7 +48,8 @@ def connect(
         name: tells wires that are made at the same time apart.
 
     Raises:
-        WeftError: the rank is none of them.
+        WeftError: the rank is none of them; or some rank may not open as many files as its
+            connections are, which every rank is told.
         WireError: somebody did not come in time.
 
     Example:
