@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
+from ..wire import dense as reduction
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
@@ -24,13 +26,16 @@ from .registry import algorithm
 
 
 def cost(load: Load) -> Cost:
-    height, others = load.height or 0, load.ranks - 1
+    height = load.height or 0
+    tensors = (height / 8, height * load.partial)  # the bitmap, the values
+    messages = sum(reduction.messages(nbytes, load.ranks) for nbytes in tensors)
     return Cost(
         rounds=4,
-        messages=4 * others,
-        bytes=2 * others / load.ranks * height * (load.partial + 1 / 8),
-        merged=3 * height * load.partial + load.merging(load.union),
+        messages=messages,
+        bytes=sum(reduction.received_bytes(nbytes, load.ranks) for nbytes in tensors),
+        merged=2 * height * load.partial + load.merging(load.union + load.mean),
         memory=height * load.partial + height / 4,
+        direct=messages,
     )
 
 
@@ -58,6 +63,7 @@ def dense(rows: Rows, call: Call) -> Rows:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))
         table[indices] = rows.values.to(call.partial)
+        meter.spend(table.nbytes + call.load.merging(len(rows)))
         wire.dense_all_reduce(bitmap, "bor").wait()
         if call.load.row:
             wire.dense_all_reduce(table, op).wait()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
 from ..wire.base import as_bytes
 from ..wire.memory import typed
@@ -29,15 +30,21 @@ def cost(load: Load) -> Cost:
     folded = load.ranks - core
     rounds = core.bit_length() - 1
     row = load.partial + load.index
-    carried = [load.union_of(2**i) for i in range(rounds)]
+    carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     # the average rank's share of the fold: one message in before, one result out after
-    bytes_ = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
+    rows = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
+    longest = rows
+    if folded:  # those that speak for two: theirs is more to carry, and others wait for it
+        carried = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
+        longest = load.mean + sum(carried) + load.union
+        carried = [load.mean, *carried, load.union / 2]  # which is copied, and not merged
     return Cost(
         rounds=rounds + 2 * bool(folded),
         messages=rounds + 2 * bool(folded),
-        bytes=bytes_ * row,
+        bytes=rows * row,
         merged=sum(load.merging(6 * rows) for rows in carried),  # packed, copied, merged afresh
         memory=4 * load.union * row,
+        longest=longest * row,
     )
 
 
@@ -92,6 +99,7 @@ def _swap(
         typed(outgoing.tensor, (1,), torch.int64)[0] = indices.numel()
         typed(outgoing.tensor, tuple(indices.shape), indices.dtype, 8).copy_(indices)
         outgoing.tensor[start:] = as_bytes(values.contiguous())
+        meter.spend(len(outgoing.tensor))
     pending = wire.post([(peer, outgoing.tensor)] * (send is not None), [(peer, cap)] * (ranks > 0))
     received = pending.wait()
     outgoing.release()
@@ -101,6 +109,7 @@ def _swap(
         start = -(-(8 + count * load.index) // 8) * 8
         indices = typed(received[0], (count,), call.wire_index, 8).clone()
         values = typed(received[0], (count, *call.row_shape), call.partial, start).clone()
+        meter.spend(2 * (indices.nbytes + values.nbytes))  # into fresh memory
     pending.release()
     return indices, values
 

@@ -46,7 +46,7 @@ def cost(load: Load) -> Cost:
     to_owner, sums = load.mean * share, load.union * share
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
     return Cost(
-        rounds=4,
+        rounds=3,
         messages=others
         * (
             list_messages(asked)
@@ -57,6 +57,8 @@ def cost(load: Load) -> Cost:
         bytes=others * ((to_owner + sums) * load.row + asked + told),
         merged=load.merging(load.mean),
         memory=min(load.mean * load.row, others * window(load) * load.chunk),
+        hops=others,
+        behind=load.behind(sums),
     )
 
 

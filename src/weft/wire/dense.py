@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "all_reduce", "messages", "reduced_bytes"]
+__all__ = ["OPS", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 _SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -81,6 +81,11 @@ def messages(nbytes: float, ranks: int) -> int:
         return ranks - 1
     part = -(-nbytes // ranks)
     return 2 * (ranks - 1) * max(1, math.ceil(part / max(_ALIGN, _SCRATCH // (ranks - 1))))
+
+
+def received_bytes(nbytes: float, ranks: int) -> float:
+    """Bytes that a rank receives while so many are reduced."""
+    return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
 
 
 def reduced_bytes(nbytes: float, ranks: int) -> float:

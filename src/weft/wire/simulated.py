@@ -28,32 +28,26 @@ code on simulated clocks follows SimGrid's SMPI (Clauss et al., IPDPS 2011).
 from __future__ import annotations
 
 import contextvars
-import heapq
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import default, dense
 from .base import Pending, Recv, Send, Wire, as_bytes
 from .link import Link
+from .memory import Pool
+from .simulated_network import Bytes, Channel, End, Exchange, Network
 
 __all__ = ["SimulatedWire", "group", "run"]
 
 T = TypeVar("T")
 
-_Bytes = NDArray[np.uint8]
-
-_ARENA = 1 << 20  # bytes in which messages of unknown length are kept together
-_ALIGN = 64  # bytes
-_PATIENCE = 0.05  # seconds that a starting rank may run alone before the next one starts
+_BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each
 
 
 def group(
@@ -81,7 +75,7 @@ def group(
     if hosts is not None and len(hosts) != size:
         raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
     names = list(hosts) if hosts else [f"simulated {rank}" for rank in range(size)]
-    network = _Network(names, link, within or link, timeout)
+    network = Network(names, link, within or link, timeout)
     return _Group(network, list(range(size)), is_part=False).wires
 
 
@@ -101,6 +95,7 @@ def run(
         Exception: what a rank raised; of several, the one that caused the others.
 
     Example:
+        >>> import torch
         >>> def program(wire):
         ...     before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         ...     wire.post([(after, torch.ones(250))], [(before, torch.empty(250))]).wait()
@@ -146,54 +141,61 @@ class SimulatedWire(Wire):
         network, node = shared.network, shared.nodes[rank]
         super().__init__(rank, len(shared.nodes), network.timeout, network.hosts[node])
         self.link = network.link
-        self._network, self._group, self._node = network, shared, node
+        self.memory = Pool(_BLOCK)
+        self._network, self._group, self.node = network, shared, node
         self._splits = 0
         self._closed = False
 
     @property
     def clock(self) -> float:
         """Simulated seconds that have passed for this rank."""
-        return self._network.clocks[self._node]
+        return self._network.clocks[self.node]
 
     def compute(self, nbytes: float) -> None:
         """Let the time pass that merging so many bytes takes."""
-        self._network.clocks[self._node] += nbytes * self._network.link.gamma
+        self._network.clocks[self.node] += nbytes * self._network.link.gamma
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        network, shared, node = self._network, self._group, self._node
-        pending = _Exchange(self, len(recvs))
+        network, node = self._network, self.node
+        pending = Exchange(self, len(recvs))
         with network.lock:
             self._check_usable()
             now = network.clocks[node]
             for slot, (peer, buffer) in enumerate(recvs):
                 self._check_peer(peer, "receive from")
                 pending.results.append(None if isinstance(buffer, int) else buffer)
-                end = _End(pending, peer, now, slot)
+                end = End(pending, peer, now, slot)
                 end.data = buffer if isinstance(buffer, int) else _memory(buffer)
-                self._meet(shared.channel(peer, self.rank, channel), end, send=False)
+                self._meet((peer, self.rank, channel), end, send=False)
             for peer, tensor in sends:
                 self._check_peer(peer, "send to")
                 now += network.link.work / 2
-                end = _End(pending, peer, now, -1)
+                end = End(pending, peer, now, -1)
                 end.data = _memory(tensor)
                 network.posted[node] += 1
                 end.number = network.posted[node]
-                self._meet(shared.channel(self.rank, peer, channel), end, send=True)
+                self._meet((self.rank, peer, channel), end, send=True)
             network.clocks[node] = now
         return pending
 
-    def _meet(self, channel: _Channel, end: _End, *, send: bool) -> None:
+    def _meet(self, key: tuple[int, int, int], end: End, *, send: bool) -> None:
         """Pair one end of a message with the other, or let it wait for that."""
         end.pending.missing.append(end)
-        if channel.ends and channel.sends != send:
-            other = channel.ends.popleft()
-            source, target = (end, other) if send else (other, end)
-            self._deliver(source, target)
-        else:
-            channel.sends = send
+        end.pending.posted += 1
+        channels = self._group.channels
+        channel = channels.get(key)
+        if channel is None:
+            channel = channels[key] = Channel(send)
+        if channel.sends == send:
             channel.ends.append(end)
+            return
+        other = channel.ends.pop(0)
+        if not channel.ends:
+            del channels[key]
+        source, target = (end, other) if send else (other, end)
+        self._deliver(source, target)
 
-    def _deliver(self, source: _End, target: _End) -> None:
+    def _deliver(self, source: End, target: End) -> None:
         """Copy a message's bytes and put it on its way."""
         network, data = self._network, source.data
         assert not isinstance(data, int)
@@ -207,7 +209,7 @@ class SimulatedWire(Wire):
                 f"a receive of at most {room}",
             )
         if isinstance(target.data, int):
-            target.pending.results[target.slot] = network.keep(receiver._node, data, room)
+            target.pending.results[target.slot] = network.keep(receiver.node, data, room)
         else:
             np.copyto(target.data[:size], data)
         source.data = target.data = size
@@ -251,10 +253,25 @@ class SimulatedWire(Wire):
             self._closed = True
             self._group.left.add(self.rank)
             if not self._group.is_part:
-                network.stop(self._node)
+                network.stop(self.node)
         if self._worker is not None:
             self._worker.stop()
         self.memory.drain()
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of this group has closed its wire."""
+        return rank in self._group.left
+
+    def break_for_all(self, culprit: int | None, text: str) -> None:
+        """Break the wire for all ranks; with the network's lock held."""
+        self._group.break_for_all(culprit, text)
+
+    def story(self) -> str:
+        """What each rank of the group awaits."""
+        waits = ((each.wire.rank, each) for each in self._network.blocked.values()
+                 if each.wire._group is self._group)  # fmt: skip
+        by_rank = sorted(waits, key=lambda item: item[0])
+        return ", ".join(f"rank {rank} awaits {each.what()}" for rank, each in by_rank)
 
     def _check_peer(self, peer: int, verb: str) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
@@ -278,8 +295,9 @@ class SimulatedWire(Wire):
         text = f"rank {self.rank}: {text}; start the group again"
         return WireError(text, rank=self.rank, culprit=culprit)
 
-    def _await(self, pending: _Exchange) -> None:
-        network, node = self._network, self._node
+    def wait_for(self, pending: Exchange) -> None:
+        """Wait until all of `pending` is done, and let the time pass that this takes."""
+        network, node = self._network, self.node
         with network.lock:
             self._check_usable()
             if pending.left:
@@ -299,7 +317,7 @@ class SimulatedWire(Wire):
                 came = max(network.clocks[node], pending.complete)
                 network.clocks[node] = came + pending.received * network.link.work / 2
 
-    def _late(self, pending: _Exchange) -> WireError:
+    def _late(self, pending: Exchange) -> WireError:
         """Blame the rank at the end of the chain of those that wait."""
         shared = self._group
         chain = [self.rank]
@@ -312,70 +330,10 @@ class SimulatedWire(Wire):
         culprit = chain[-1]
         text = f"rank {self.rank} awaited {pending.what()} for {self.timeout:.1f} s"
         if self._network.blocked.get(shared.nodes[culprit]) is not None:
-            return self._fail(None, f"{text}: {self._network.story(shared)}")
+            return self._fail(None, f"{text}: {self.story()}")
         busy = shared.wires[culprit].doing
         where = f"in {busy} and posts nothing" if busy else "outside weft"
         return self._fail(culprit, f"{text}: rank {culprit} is {where}")
-
-
-class _End:
-    """One end of a message: what is sent to `peer`, or the room for what comes from it."""
-
-    __slots__ = ("data", "matched", "number", "peer", "pending", "posted", "slot")
-
-    def __init__(self, pending: _Exchange, peer: int, posted: float, slot: int) -> None:
-        self.pending, self.peer, self.posted, self.slot = pending, peer, posted, slot
-        self.number = 0  # among its sender's messages
-        self.data: _Bytes | int = 0  # bytes; or how many there may be, or were
-        self.matched = False
-
-
-class _Channel:
-    """What is not matched yet of one pair of ranks and one channel: all sends or all receives."""
-
-    __slots__ = ("ends", "sends")
-
-    def __init__(self) -> None:
-        self.ends: deque[_End] = deque()
-        self.sends = False
-
-
-class _Exchange(Pending):
-    """Messages under way."""
-
-    def __init__(self, wire: SimulatedWire, received: int) -> None:
-        self.wire, self.received = wire, received
-        self.results: list[Tensor | None] = []
-        self.missing: list[_End] = []
-        self.done = 0
-        self.complete = 0.0  # when the last of them was done, so far
-        self.waited = False
-
-    @property
-    def left(self) -> int:
-        """Messages that are not done."""
-        return len(self.missing) - self.done
-
-    def absent(self) -> list[int]:
-        """The ranks that have not posted their end yet."""
-        return [end.peer for end in self.missing if not end.matched]
-
-    def what(self) -> str:
-        """What is awaited first."""
-        end = next((end for end in self.missing if not end.matched), None)
-        if end is None:
-            return "messages under way"
-        size = end.data if isinstance(end.data, int) else len(end.data)
-        if end.slot < 0:
-            return f"rank {end.peer} to take {size} bytes"
-        return f"{size} bytes from rank {end.peer}"
-
-    def wait(self) -> list[Tensor]:
-        self.wire._await(self)
-        return [result for result in self.results if result is not None]
-
-    def release(self) -> None:
-        return None  # what was received stays as long as anybody looks at it
 
 
 class _Reduction(Pending):
@@ -397,20 +355,13 @@ class _Reduction(Pending):
 class _Group:
     """Some of the network's ranks, and what was posted among them. With the network's lock held."""
 
-    def __init__(self, network: _Network, nodes: list[int], *, is_part: bool) -> None:
+    def __init__(self, network: Network, nodes: list[int], *, is_part: bool) -> None:
         self.network, self.nodes, self.is_part = network, nodes, is_part
-        self.channels: dict[tuple[int, int, int], _Channel] = {}
+        self.channels: dict[tuple[int, int, int], Channel] = {}
         self.parts: list[tuple[tuple[int, ...], _Group]] = []
         self.left: set[int] = set()
         self.verdict: tuple[int | None, str] | None = None
         self.wires = [SimulatedWire(rank, self) for rank in range(len(nodes))]
-
-    def channel(self, source: int, target: int, number: int) -> _Channel:
-        key = (source, target, number)
-        found = self.channels.get(key)
-        if found is None:
-            found = self.channels[key] = _Channel()
-        return found
 
     def break_for_all(self, culprit: int | None, text: str) -> None:
         """Set the verdict, unless there is one, and wake everyone, in wires made by `sub` too."""
@@ -425,127 +376,7 @@ class _Group:
             part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
 
 
-class _Network:
-    """Clocks, ways and messages under way. Everything is read and written with the lock held."""
-
-    def __init__(self, hosts: list[str], link: Link, within: Link, timeout: float) -> None:
-        size = len(hosts)
-        self.hosts, self.link, self.within, self.timeout = hosts, link, within, timeout
-        self.lock = threading.RLock()
-        self.wake = [threading.Condition(self.lock) for _ in hosts]
-        self.clocks = [0.0] * size
-        self.posted = [0] * size
-        self.blocked: dict[int, _Exchange] = {}
-        self._running = size  # ranks that neither wait nor have left
-        self._stopped: set[int] = set()
-        self._calm = threading.Condition(self.lock)
-        names = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
-        self._host = [names[host] for host in hosts]
-        ways = len(names) + size  # those of the hosts, then those of the ranks within theirs
-        self._out, self._in = [0.0] * ways, [0.0] * ways
-        # (when, sender, number of its message, has arrived, source, target, size)
-        self._events: list[tuple[float, int, int, bool, _End, _End, int]] = []
-        self._arenas: list[tuple[_Bytes, int]] = [(np.empty(0, np.uint8), 0)] * size
-
-    def keep(self, node: int, data: _Bytes, room: int) -> Tensor:
-        """A copy of a message, seen as `room` bytes, of which those beyond it are anything.
-
-        They overlap with the messages that come next, so that a receive takes no more memory than
-        its message, however large its maximum is.
-        """
-        arena, start = self._arenas[node]
-        if start + room > len(arena):
-            arena, start = np.empty(max(_ARENA, len(data)) + room, np.uint8), 0
-        arena[start : start + len(data)] = data
-        after = -(-(start + len(data)) // _ALIGN) * _ALIGN
-        self._arenas[node] = arena, after
-        return torch.from_numpy(arena[start : start + room])
-
-    def dispatch(self, source: _End, target: _End, size: int) -> None:
-        """A message whose two ends are there goes on its way."""
-        node = source.pending.wire._node
-        when = max(source.posted, target.posted)
-        heapq.heappush(self._events, (when, node, source.number, False, source, target, size))
-
-    def block(self, node: int, pending: _Exchange) -> None:
-        """A rank waits; if all do, time goes on."""
-        self.blocked[node] = pending
-        self._running -= 1
-        self._calm.notify_all()
-        if not self._running:
-            self._advance()
-
-    def unblock(self, node: int) -> None:
-        """A rank goes on, if it has not been told to already."""
-        if self.blocked.pop(node, None) is not None:
-            self._running += 1
-
-    def stop(self, node: int) -> None:
-        """A rank will post no more."""
-        if node not in self._stopped:
-            self._stopped.add(node)
-            self._running -= 1
-            self._calm.notify_all()
-            if not self._running:
-                self._advance()
-
-    def wait_for_calm(self, started: int) -> None:
-        """Wait until all ranks that were started wait for something, or for a moment."""
-        with self.lock:
-            idle = len(self.clocks) - started
-            self._calm.wait_for(lambda: self._running <= idle, _PATIENCE)
-
-    def _advance(self) -> None:
-        """Let messages move on until some rank need not wait any longer."""
-        while self._events and not self._running:
-            when, node, number, arrived, source, target, size = heapq.heappop(self._events)
-            receiver = target.pending.wire._node
-            if self._host[node] == self._host[receiver]:
-                link, hosts = self.within, len(self._in) - len(self.clocks)
-                out, into = hosts + node, hosts + receiver
-            else:
-                link, out, into = self.link, self._host[node], self._host[receiver]
-            if not arrived:
-                begin = max(when, self._out[out])
-                self._out[out] = begin + size * link.beta
-                event = (begin + link.alpha, node, number, True, source, target, size)
-                heapq.heappush(self._events, event)
-                continue
-            done = max(when, self._in[into]) + size * link.beta
-            self._in[into] = done
-            for end in (source, target):
-                self._finish(end.pending, done)
-        if not self._running and self.blocked:
-            self._deadlock()
-
-    def _finish(self, pending: _Exchange, when: float) -> None:
-        pending.done += 1
-        pending.complete = max(pending.complete, when)
-        node = pending.wire._node
-        if not pending.left and self.blocked.get(node) is pending:
-            self.unblock(node)
-            self.wake[node].notify_all()
-
-    def _deadlock(self) -> None:
-        """Nobody can post any more what the waiting ones need."""
-        for pending in list(self.blocked.values()):
-            shared = pending.wire._group
-            gone = next((rank for rank in pending.absent() if rank in shared.left), None)
-            if gone is not None:
-                where = f"rank {gone} left while rank {pending.wire.rank} awaited {pending.what()}"
-                shared.break_for_all(gone, where)
-        for pending in list(self.blocked.values()):
-            shared = pending.wire._group
-            shared.break_for_all(None, f"all ranks wait for each other: {self.story(shared)}")
-
-    def story(self, shared: _Group) -> str:
-        """What each rank of a group awaits."""
-        waits = ((shared.nodes.index(node), each) for node, each in self.blocked.items()
-                 if each.wire._group is shared)  # fmt: skip
-        return ", ".join(f"rank {rank} awaits {each.what()}" for rank, each in sorted(waits))
-
-
-def _memory(tensor: Tensor) -> _Bytes:
+def _memory(tensor: Tensor) -> Bytes:
     """The bytes of a tensor as NumPy sees them."""
-    view: _Bytes = as_bytes(tensor.detach()).numpy()
+    view: Bytes = as_bytes(tensor.detach()).numpy()
     return view
