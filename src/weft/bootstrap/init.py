@@ -59,8 +59,9 @@ def init(
     which uses no network. As a context manager, it shuts down at the end of the block.
 
     Args:
-        backend: "gloo", or "nccl" for a default group whose CUDA tensors go over NCCL while
-            CPU tensors, and weft's own traffic, go over gloo. None: gloo, or what there is.
+        backend: "gloo", or "nccl" for a default group whose CUDA tensors go over NCCL and whose
+            CPU tensors go over gloo. None: gloo, or what there is. weft's own traffic goes over
+            sockets of its own.
         rendezvous: where the ranks meet, as `init_method` of torch.distributed: "env://",
             "tcp://host:port" or "file:///path", with rank and size from the environment.
             None: "env://".

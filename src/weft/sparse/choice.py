@@ -12,17 +12,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..agree import is_direct
+from ..agree import DIRECT, is_direct
 from ..errors import WeftError
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
-from ..wire.link import Link, measure
+from ..wire.link import Link
+from . import profile
 from .cost import Load
 from .header import RowsInHeader
 from .record import apart
 from .registry import ALGORITHMS, find
 
-__all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained", "workspace"]
+__all__ = [
+    "ALONE",
+    "EAGER",
+    "Explanation",
+    "choose",
+    "explained",
+    "fitted",
+    "predicted",
+    "workspace",
+]
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -96,20 +106,24 @@ class Explanation:
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
     link = link_of(wire)
-    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
-    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
-    gaps = link.beta > _GAPS_PAY * link.gamma
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return replace(load, chunk=chunk, gaps=gaps, hosts=wire.hosts, link=link)
+    return replace(fitted(load, link), hosts=wire.hosts)
+
+
+def fitted(load: Load, link: Link) -> Load:
+    """The load with what suits a link: how large chunks are, and how index lists are written."""
+    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
+    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
+    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma, link=link)
 
 
 def link_of(wire: Wire) -> Link:
-    """The figures of the wire's network; measured, by all ranks together, the first time."""
+    """The figures of the wire's network; read or measured, by all ranks, the first time."""
     if wire.link is None:
         with apart(wire):
-            wire.link = measure(wire)
+            wire.link = profile.link(wire)
         wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
     return wire.link
 
@@ -141,6 +155,31 @@ def choose(
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
+def predicted(load: Load, link: Link) -> Explanation:
+    """What `auto` would choose for a load on a link that need not be here; communicates nothing."""
+    load = fitted(load, link)
+    lines = list(_lines(load, link))
+    index = torch.int32 if load.index == 4 else torch.int64
+    if load.ranks <= DIRECT and RowsInHeader.fit(load.most, index.itemsize, load.row):
+        lines.insert(0, _eager(load, link, index))
+        best = lines[0]
+    else:
+        best = next(line for line in lines if not line.verdict)
+    judged = (
+        replace(line, verdict="chosen" if line is best else line.verdict
+                or _slower(line, best.milliseconds, "auto"))
+        for line in lines
+    )  # fmt: skip
+    return Explanation(best.algorithm, load, link, tuple(judged))
+
+
+def _eager(load: Load, link: Link, index: torch.dtype) -> _Line:
+    others = load.ranks - 1
+    size = load.mean * (load.row + index.itemsize)
+    milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
+    return _line(EAGER, others, others * size, milliseconds, load, "")
+
+
 def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:
     """The table of all algorithms for a load, with what would run."""
     if wire.size == 1:
@@ -148,10 +187,8 @@ def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Exp
     link = link_of(wire)
     lines = list(_lines(load, link))
     if algorithm == "auto" and is_eager(wire, load, index):
-        chosen, others = EAGER, load.ranks - 1
-        size = load.mean * (load.row + index.itemsize)
-        milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
-        lines.insert(0, _line(EAGER, others, others * size, milliseconds, load, ""))
+        chosen = EAGER
+        lines.insert(0, _eager(load, link, index))
     else:
         chosen = choose(wire, load, algorithm)
     best = next(line for line in lines if line.algorithm == chosen).milliseconds

@@ -18,24 +18,22 @@ import numpy as np
 import torch
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
+from ..wire.dense import messages, received_bytes
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
 
-_WHOLE = 1 << 13  # bytes that the wire rather sends whole to all (`weft.wire.dense`)
-_AT_ONCE = 6 << 20  # bytes of others' contributions that it collects at once
-_SCRATCH = 2 * _AT_ONCE
+_SCRATCH = 12 << 20  # two steps of `weft.wire.dense`
 
 
 def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
     """Messages that a rank sends, and bytes it receives, in a dense reduction by the wire."""
-    others = ranks - 1
-    if nbytes <= _WHOLE:
-        return others * (nbytes > 0), others * nbytes
-    part = nbytes / ranks
-    return 2 * others * math.ceil(part / (_AT_ONCE // others)), 2 * others * part
+    if not nbytes:
+        return 0, 0.0
+    return messages(nbytes, ranks), received_bytes(nbytes, ranks)
 
 
 def cost(load: Load) -> Cost:
@@ -47,10 +45,11 @@ def cost(load: Load) -> Cost:
         messages=bits + sums,
         bytes=bit_bytes + sum_bytes,
         queued=load.queue * (bit_bytes + sum_bytes),
-        merged=3 * height * load.partial + load.merging(load.union),
+        merged=2 * height * load.partial + load.merging(load.union + load.mean),
         # the table, which rows it has (a bit each on the wire, a byte each here), what
         # `dense_all_reduce` holds at once, the places of the rows that are there
         memory=height * (load.partial + 1 + 1 / 8) + _SCRATCH + load.union * 8,
+        direct=bits + sums,
     )
 
 
@@ -84,6 +83,7 @@ def dense(rows: Rows, call: Call) -> Rows:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))
         table[indices] = rows.values.to(call.partial)
+        meter.spend(table.nbytes + call.load.merging(len(rows)))
         wire.dense_all_reduce(bitmap, "bor").wait()
         if call.load.row:
             wire.dense_all_reduce(table, op).wait()

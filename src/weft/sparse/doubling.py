@@ -32,17 +32,23 @@ def cost(load: Load) -> Cost:
     folded = load.ranks - core
     rounds = core.bit_length() - 1
     row = load.partial + load.index
-    carried = [load.union_of(2**i) for i in range(rounds)]
+    carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     # the average rank's share of the fold: one message in before, one result out after
-    bytes_ = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
+    rows = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
+    longest = rows
+    if folded:  # those that speak for two: theirs is more to carry, and others wait for it
+        carried = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
+        longest = load.mean + sum(carried) + load.union
+        carried = [load.mean, *carried, load.union / 2]  # which is copied, and not merged
     return Cost(
         rounds=rounds + 2 * bool(folded),
         messages=rounds + 2 * bool(folded),
-        bytes=bytes_ * row,
-        queued=load.queue * bytes_ * row,
+        bytes=rows * row,
+        queued=load.queue * rows * row,
         merged=sum(load.merging(4 * rows) for rows in carried) + load.merging(load.union),
         memory=3 * load.union * row + load.uniting(halves, load.union),
+        longest=longest * row,
     )
 
 

@@ -44,7 +44,7 @@ def cost(load: Load) -> Cost:
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
     bytes_ = others * ((to_owner + sums) * load.row + asked + told)
     return Cost(
-        rounds=4,
+        rounds=3,
         messages=others
         * (
             list_messages(asked)
@@ -59,6 +59,8 @@ def cost(load: Load) -> Cost:
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
+        hops=others,
+        behind=load.behind(sums),
     )
 
 

@@ -14,6 +14,7 @@ bits; half precision is accumulated in float32 and rounded once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "all_reduce"]
+__all__ = ["OPS", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 _SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -72,6 +73,24 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     if len(flat) * flat.element_size() <= _SMALL:
         return _Whole(wire, tensor, flat, combine)
     return _Parts(wire, tensor, flat, combine)
+
+
+def messages(nbytes: float, ranks: int) -> int:
+    """Messages that a rank sends while so many bytes are reduced."""
+    if nbytes <= _SMALL:
+        return ranks - 1
+    part = -(-nbytes // ranks)
+    return 2 * (ranks - 1) * max(1, math.ceil(part / max(_ALIGN, _SCRATCH // (ranks - 1))))
+
+
+def received_bytes(nbytes: float, ranks: int) -> float:
+    """Bytes that a rank receives while so many are reduced."""
+    return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
+
+
+def reduced_bytes(nbytes: float, ranks: int) -> float:
+    """Bytes that a rank adds up while so many are reduced."""
+    return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
 
 
 def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
