@@ -13,6 +13,7 @@ of the bound's values.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 import weft
 from weft.sparse.stream import HEAD, LISTS, SUMS, VALUES
 from weft.testing import run
-from weft.wire.base import Wire
+from weft.wire.base import Pending, Recv, Send, Wire
 from weft.wire.link import Link
 
 HEIGHT, WIDTH = 1_000_000, 64
@@ -60,7 +61,7 @@ def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
     values, lists = [0, 0], 0
     post, post_small = wire._post, wire._post_small
 
-    def posted(sends, recvs, channel):  # type: ignore[no-untyped-def]  # as the method it replaces
+    def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         nonlocal lists
         sent = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
         if channel in (VALUES, SUMS):
@@ -70,7 +71,7 @@ def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
             lists += sent
         return post(sends, recvs, channel)
 
-    def small(sends, recvs):  # type: ignore[no-untyped-def]
+    def small(sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         nonlocal lists
         if recvs and recvs[0][1] == HEAD:  # else it is the opening exchange
             lists += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+
+# A shell's background job has Ctrl-C ignored, and so would have every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Figures of a network, so that no test spends its time measuring one, as tests/wire/test_link.py
 # does.

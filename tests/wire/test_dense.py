@@ -20,7 +20,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "_SMALL", 1 << 30 if request.param == "small" else 0)
-    monkeypatch.setattr(dense, "_SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
+    monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
     monkeypatch.setattr(dense, "_BLOCK", 100)
 
 

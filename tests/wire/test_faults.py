@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,7 +184,8 @@ def test_a_rank_that_did_not_enter_the_call_is_told_from_a_dead_one(
 ) -> None:
     for rank in survivors(victim):
         text = record.errors[rank]["text"]
-        assert f"rank {victim} has not entered call 21 (sparse_all_reduce): it has been" in text
+        # whose neighbours were there went through call 21, so who asks first may be in the next
+        assert re.search(rf"rank {victim} has not entered call 2[12] \(sparse_all_reduce\)", text)
         assert "outside weft for 2." in text
     assert record.errors[victim]["culprit"] == victim  # and it hears so itself, when it comes
 

@@ -135,6 +135,29 @@ def test_another_thread_ends_a_wait_for_the_rest_of_a_message(pair, how):
     assert time.monotonic() - began < 5.0
 
 
+def test_closing_wakes_a_thread_that_is_about_to_sleep(pair, monkeypatch):
+    left, right = pair
+    looks, goes = threading.Event(), threading.Event()
+    step = left._step
+
+    def slow(seconds):
+        step(seconds)
+        if threading.current_thread() is left._thread and not left.lines[1].busy:
+            looks.set()
+            goes.wait(10.0)
+
+    monkeypatch.setattr(left, "_step", slow)
+    receive(left, 1)
+    send(right, b"x")
+    assert looks.wait(10.0)
+    closing = threading.Thread(target=left.close, daemon=True)
+    closing.start()
+    time.sleep(0.2)  # it waits for its turn
+    goes.set()
+    closing.join(10.0)
+    assert not closing.is_alive()
+
+
 def test_a_failure_of_the_thread_reaches_who_waits(pair, monkeypatch):
     left, _ = pair
     monkeypatch.setattr(threading, "excepthook", lambda args: None)

@@ -73,7 +73,7 @@ def sparse_all_gather(
             rows=len(request.rows),
             total=total,
             union=total,
-            bound=(wire.size - 1) / wire.size * total * (all_.load.row + 4),
+            bound=all_.bound,
         )
         result = request.restore(all_.rows)
         if isinstance(result, torch.Tensor):

@@ -89,7 +89,7 @@ def sparse_broadcast(
             rows=len(request.rows),
             total=total,
             union=total,
-            bound=(wire.size - 1) / wire.size * total * (all_.load.row + 4),
+            bound=all_.bound,
         )
         form = all_.fields["form"]
         result = request.restore(all_.rows) if here else _formed(all_.rows, form)

@@ -7,7 +7,7 @@ measured by all ranks together, so every rank chooses alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from . import profile
 from .cost import Load
 from .header import RowsInHeader
 from .record import apart
-from .registry import ALGORITHMS, find
+from .registry import ALGORITHMS, Algorithm, find
 
 __all__ = [
     "ALONE",
@@ -147,11 +147,11 @@ def choose(
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    lines = [line for line in _lines(load, link_of(wire)) if line.algorithm in among]
-    if fits := [line for line in lines if not line.verdict]:
+    serve = [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+    pay = [found for found in serve if found.pays(load) is None]
+    if fits := [line for line in _lines(load, link_of(wire), pay) if not line.verdict]:
         return fits[0].algorithm
     # so much is asked for that nothing keeps within what is allowed: what needs least
-    serve = [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
@@ -209,10 +209,12 @@ def workspace(load: Load) -> int:
     return 3 * load.fewest * (load.row + load.index) + _SPARE
 
 
-def _lines(load: Load, link: Link) -> Iterator[_Line]:
-    """All algorithms, quickest first; the verdict says why one cannot be chosen."""
+def _lines(
+    load: Load, link: Link, algorithms: Iterable[Algorithm] = ALGORITHMS.values()
+) -> Iterator[_Line]:
+    """These algorithms, quickest first; the verdict says why one cannot be chosen."""
     found = []
-    for algorithm in ALGORITHMS.values():
+    for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load) or algorithm.pays(load)
         allowed = workspace(load)

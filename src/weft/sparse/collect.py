@@ -58,6 +58,12 @@ class Collected:
     load: Load
     fields: dict[str, str]
 
+    @property
+    def bound(self) -> float:
+        """Bytes that the average rank must receive, an index counted as 4."""
+        load = self.load
+        return (load.ranks - 1) / load.ranks * load.total * (load.row + 4)
+
 
 def collected(
     wire: Wire,

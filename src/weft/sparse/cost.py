@@ -72,6 +72,11 @@ class Load:
         """Bytes that the average rank must receive, an index counted as 4."""
         return (self.total + (self.ranks - 2) * self.union) / self.ranks * (self.row + 4)
 
+    @property
+    def bound_to_one(self) -> float:
+        """The same, where each row of the result is wanted on one rank only."""
+        return max(0, self.total - self.union) / self.ranks * (self.row + 4)
+
     def merging(self, rows: float) -> float:
         """What merging so many rows costs, in bytes: finding a row's place is worth some more."""
         return rows * (self.partial + PLACE)

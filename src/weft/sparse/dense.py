@@ -20,20 +20,16 @@ import torch
 from .. import kernels
 from ..kernels import meter
 from ..rows import Rows
-from ..wire.dense import messages, received_bytes
+from ..wire.dense import SCRATCH, messages, received_bytes
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
 
-_SCRATCH = 12 << 20  # two steps of `weft.wire.dense`
-
 
 def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
     """Messages that a rank sends, and bytes it receives, in a dense reduction by the wire."""
-    if not nbytes:
-        return 0, 0.0
-    return messages(nbytes, ranks), received_bytes(nbytes, ranks)
+    return messages(ranks, nbytes), received_bytes(ranks, nbytes)
 
 
 def cost(load: Load) -> Cost:
@@ -47,8 +43,8 @@ def cost(load: Load) -> Cost:
         queued=load.queue * (bit_bytes + sum_bytes),
         merged=2 * height * load.partial + load.merging(load.union + load.mean),
         # the table, which rows it has (a bit each on the wire, a byte each here), what
-        # `dense_all_reduce` holds at once, the places of the rows that are there
-        memory=height * (load.partial + 1 + 1 / 8) + _SCRATCH + load.union * 8,
+        # two steps of `dense_all_reduce` hold, the places of the rows that are there
+        memory=height * (load.partial + 1 + 1 / 8) + 2 * SCRATCH + load.union * 8,
         direct=bits + sums,
     )
 

@@ -32,13 +32,10 @@ from .registry import algorithm
 from .stream import (
     LISTS,
     SUMS,
-    IndexLists,
-    Inflow,
-    Own,
     Ring,
+    ToOwners,
     list_messages,
     merge_blocks,
-    send_rows,
     window,
 )
 
@@ -78,11 +75,10 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
     part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
 
     # rows to their owners
-    lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, peers)
-    sent = [each for peer in peers for each in send_rows(call, peer, rows.values[part[peer]])]
-    runs = lists.wait() | {me: indices[part[me]]}
-    inflows = {peer: Inflow(call, peer, runs[peer].numel()) for peer in peers}
-    union = kernels.union([runs[rank] for rank in order])
+    moving = ToOwners(call, indices, rows.values, part, peers, peers)
+    moving.send_rest()
+    runs = [moving.runs[rank] for rank in order]
+    union = kernels.union(runs)
 
     # which of them are there, told to all
     bitmaps = torch.zeros(-(-height // 8), dtype=torch.uint8)
@@ -111,10 +107,10 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
         sums = mine if full else typed(scratch, shape, call.dtype)
         if not full:
             mine.zero_()
-        sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
+        sources = [moving.source(rank) for rank in order]
         at = (union.indices - edges[me]).long()
         ready = 0  # rows of this rank's part that are sent
-        for start, stop in merge_blocks(call, [runs[r] for r in order], sources, union, sums):
+        for start, stop in merge_blocks(call, runs, sources, union, sums):
             if not full:
                 mine[at[start:stop]] = sums[start:stop]
             done = (int(at[stop - 1]) + 1) // call.chunk_rows * call.chunk_rows
@@ -125,11 +121,7 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
         if not full:
             kernels.take(table, torch.from_numpy(found), out=result.values)
 
-    for pending in sent:
-        pending.wait()
-    lists.release()
-    for inflow in inflows.values():
-        inflow.release()
+    moving.finish()
     return result
 
 

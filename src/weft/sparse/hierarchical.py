@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import kernels
 from ..agree import agree
 from ..rows import Rows
-from ..wire.base import Pending, as_bytes
+from ..wire.base import Pending
 from ..wire.hosts import Hosts, hosts_of
 from ..wire.memory import typed
 from ..wire.part import Part
@@ -40,6 +40,7 @@ from .stream import (
     Inflow,
     Own,
     Source,
+    chunks,
     list_messages,
     merge_blocks,
     send_rows,
@@ -108,7 +109,7 @@ def hierarchical(rows: Rows, call: Call) -> Rows:
 
 def _member(rows: Rows, call: Call, leader: int, members: Sequence[int]) -> Rows:
     """Give the leader all rows; get the result from the rank before, and pass it on."""
-    wire, step = call.wire, call.chunk_rows
+    wire = call.wire
     at = members.index(wire.rank)
     before, after = [leader, *members][at], members[at + 1 : at + 2]
     given = IndexLists(call, {leader: rows.indices.to(call.wire_index)}, [])
@@ -118,10 +119,9 @@ def _member(rows: Rows, call: Call, leader: int, members: Sequence[int]) -> Rows
     indices = told.wait()[leader]
     result = call.result(indices.numel())
     result.indices.copy_(indices)
-    starts = range(0, len(result), step) if call.load.row else range(0)
-    chunks = [as_bytes(result.values[start : start + step]) for start in starts]
-    coming = [wire.post((), [(before, chunk)], VALUES) for chunk in chunks]
-    for chunk, pending in zip(chunks, coming, strict=True):
+    parts = chunks(call, result.values)
+    coming = [wire.post((), [(before, chunk)], VALUES) for chunk in parts]
+    for chunk, pending in zip(parts, coming, strict=True):
         pending.wait()
         under_way += [wire.post([(each, chunk)], (), VALUES) for each in after]
     for pending in under_way:
@@ -207,14 +207,13 @@ def _hand_out(
     result: Rows, call: Call, members: Sequence[int], blocks: Iterable[tuple[int, int]]
 ) -> None:
     """Tell the members where rows are, and send values down the chain as they become final."""
-    wire, step = call.wire, call.chunk_rows
+    wire = call.wire
     indices = result.indices.to(call.wire_index)
     told = IndexLists(call, dict.fromkeys(members, indices), [])
     told.wait()
     under_way: list[Pending] = []
     for start, stop in blocks:
-        for first in range(start, stop if call.load.row else start, step):
-            chunk = as_bytes(result.values[first : min(first + step, stop)])
+        for chunk in chunks(call, result.values[start:stop]):
             under_way += [wire.post([(member, chunk)], (), VALUES) for member in members[:1]]
     for pending in under_way:
         pending.wait()

@@ -19,7 +19,7 @@ from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import Cost, Load
-from .stream import IndexLists, Inflow, Own, list_messages, merge_blocks, send_rows
+from .stream import ToOwners, list_messages, merge_blocks
 
 __all__ = ["owned", "to_one"]
 
@@ -47,33 +47,18 @@ def owned(
     peers = [peer for peer in wire.peers if peer in owners]
     sources = wire.peers if me in owners else []
 
-    # index sets to their owners, and enough values to keep the link busy behind them
-    lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, sources)
-    step = call.chunk_rows
-    lead = {p: step * -(-len(indices[part[p]]) // (4 * step)) for p in peers}
-    sent = [
-        pending
-        for peer in peers
-        for pending in send_rows(call, peer, rows.values[part[peer]][: lead[peer]])
-    ]
-    runs = lists.wait() | {me: indices[part[me]]}
-    inflows = {peer: Inflow(call, peer, runs[peer].numel()) for peer in sources}
-    order = sorted(runs)
-    union = kernels.union([runs[rank] for rank in order])
-    for peer in peers:
-        sent += send_rows(call, peer, rows.values[part[peer]][lead[peer] :])
+    moving = ToOwners(call, indices, rows.values, part, peers, sources)
+    order = sorted(moving.runs)
+    runs = [moving.runs[rank] for rank in order]
+    union = kernels.union(runs)
+    moving.send_rest()
 
     result = (place or call.result)(union.indices.numel())
     result.indices.copy_(union.indices)
-    streams = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
-    merging = merge_blocks(call, [runs[rank] for rank in order], streams, union, result.values)
-    for _ in merging:
+    streams = [moving.source(rank) for rank in order]
+    for _ in merge_blocks(call, runs, streams, union, result.values):
         pass
-    for pending in sent:
-        pending.wait()
-    lists.release()
-    for inflow in inflows.values():
-        inflow.release()
+    moving.finish()
     return result
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..rows import Rows
 from ..wire import default
-from ..wire.base import Wire, as_bytes
+from ..wire.base import Wire
 from ..wire.memory import Lease, typed
 from .call import Call
 from .choice import ALONE, EAGER, link_of
@@ -29,7 +29,7 @@ from .owners import cuts
 from .record import recording, started
 from .request import Request
 from .run import handed_out, merge_eager, opened, settle
-from .stream import SUMS, IndexLists, list_messages
+from .stream import SUMS, IndexLists, chunks, list_messages
 
 __all__ = ["sparse_reduce"]
 
@@ -93,7 +93,7 @@ def sparse_reduce(
             rows=request.distinct.indices.numel(),
             total=load.total,
             union=len(result),
-            bound=max(0, load.total - load.union) / load.ranks * (load.row + 4),
+            bound=load.bound_to_one,
         )
         return request.restore(result) if here else None
 
@@ -163,26 +163,17 @@ def _by_owners(rows: Rows, call: Call, dst: int) -> Rows:
         for rank, run in runs.items():
             result.indices[part[rank]] = run
         coming = [
-            wire.post((), [(peer, as_bytes(chunk))], SUMS)
+            wire.post((), [(peer, chunk)], SUMS)
             for peer in others
-            for chunk in _chunks(result.values[part[peer]], call)
+            for chunk in chunks(call, result.values[part[peer]])
         ]
         result.values[part[me]] = sums.values
     else:
         result = _nothing(call)
-        coming = [
-            wire.post([(dst, as_bytes(chunk))], (), SUMS) for chunk in _chunks(sums.values, call)
-        ]
+        coming = [wire.post([(dst, chunk)], (), SUMS) for chunk in chunks(call, sums.values)]
     for pending in coming:
         pending.wait()
     lists.release()
     for lease in leases:
         lease.release()
     return result
-
-
-def _chunks(values: torch.Tensor, call: Call) -> list[torch.Tensor]:
-    if not call.load.row:
-        return []
-    step = call.chunk_rows
-    return [values[start : start + step] for start in range(0, len(values), step)]

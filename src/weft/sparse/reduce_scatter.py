@@ -96,7 +96,7 @@ def sparse_reduce_scatter(
             rows=request.distinct.indices.numel(),
             total=load.total,
             union=len(result),
-            bound=max(0, load.total - load.union) / load.ranks * (load.row + 4),
+            bound=load.bound_to_one,
             ranges=bounds,
         )
         return request.restore(result)

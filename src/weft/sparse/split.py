@@ -26,11 +26,9 @@ from .owners import parts
 from .registry import algorithm
 from .stream import (
     IndexLists,
-    Inflow,
-    Own,
+    ToOwners,
     list_messages,
     merge_blocks,
-    send_rows,
     share,
     window,
 )
@@ -69,39 +67,24 @@ def split(rows: Rows, call: Call) -> Rows:
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     indices = rows.indices.to(call.wire_index)
     part = parts(indices, call.header, wire.size)
-
-    # index sets to their owners, and enough values to keep the link busy behind them
-    lists = IndexLists(call, {peer: indices[part[peer]] for peer in peers}, peers)
-    step = call.chunk_rows
-    lead = {p: step * -(-len(indices[part[p]]) // (4 * step)) for p in peers}
-    sent = [
-        pending
-        for peer in peers
-        for pending in send_rows(call, peer, rows.values[part[peer]][: lead[peer]])
-    ]
-    runs = lists.wait() | {me: indices[part[me]]}
-    inflows = {peer: Inflow(call, peer, runs[peer].numel()) for peer in peers}
+    moving = ToOwners(call, indices, rows.values, part, peers, peers)
 
     # what will be summed here, told to all ahead of the bulk of the values
     order = range(wire.size)
-    union = kernels.union([runs[rank] for rank in order])
+    runs = [moving.runs[rank] for rank in order]
+    union = kernels.union(runs)
     sums = IndexLists(call, dict.fromkeys(peers, union.indices), peers)
-    for peer in peers:
-        sent += send_rows(call, peer, rows.values[part[peer]][lead[peer] :])
+    moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it
     summed = sums.wait() | {me: union.indices}
     result, mine, ring = share(call, [summed[rank] for rank in order])
 
-    sources = [inflows.get(rank) or Own(rows.values[part[rank]]) for rank in order]
-    for start, stop in merge_blocks(call, [runs[rank] for rank in order], sources, union, mine):
+    sources = [moving.source(rank) for rank in order]
+    for start, stop in merge_blocks(call, runs, sources, union, mine):
         ring.send(mine[start:stop])
     ring.finish()
 
-    for pending in sent:
-        pending.wait()
-    lists.release()
+    moving.finish()
     sums.release()
-    for inflow in inflows.values():
-        inflow.release()
     return result

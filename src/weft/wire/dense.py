@@ -24,10 +24,10 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
-_SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
+SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 _BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 
@@ -75,20 +75,21 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     return _Parts(wire, tensor, flat, combine)
 
 
-def messages(nbytes: float, ranks: int) -> int:
+def messages(ranks: int, nbytes: float) -> int:
     """Messages that a rank sends while so many bytes are reduced."""
+    if not nbytes:
+        return 0
     if nbytes <= _SMALL:
         return ranks - 1
-    part = -(-nbytes // ranks)
-    return 2 * (ranks - 1) * max(1, math.ceil(part / max(_ALIGN, _SCRATCH // (ranks - 1))))
+    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / (SCRATCH // (ranks - 1)))
 
 
-def received_bytes(nbytes: float, ranks: int) -> float:
+def received_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank receives while so many are reduced."""
     return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
 
 
-def reduced_bytes(nbytes: float, ranks: int) -> float:
+def reduced_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank adds up while so many are reduced."""
     return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
 
@@ -168,7 +169,7 @@ class _Parts(Pending):
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
-        chunk = _SCRATCH // (wire.size - 1) // flat.element_size()
+        chunk = SCRATCH // (wire.size - 1) // flat.element_size()
         self._step = max(grain, chunk // grain * grain)
         self._gathers: list[Pending] = []
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)

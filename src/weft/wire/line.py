@@ -41,11 +41,13 @@ class Line:
     Attributes:
         peer: the rank at the other end.
         sock: connected, non-blocking.
+        fd: its number, also after it is closed.
         lost: why nothing moves here any more, or "".
     """
 
     def __init__(self, peer: int, sock: socket.socket, *, granted: bool) -> None:
         self.peer, self.sock, self.lost = peer, sock, ""
+        self.fd = sock.fileno()
         self._granted = granted
         self._incoming: dict[int, deque[Order]] = {}
         self._outgoing: dict[int, deque[Order]] = {}

@@ -2,8 +2,8 @@
 
 Whoever waits for a message moves all that can be moved meanwhile, so nothing is handed from thread
 to thread. While nobody waits and large messages are under way, such as in the arithmetic between
-two waits, a thread looks in every millisecond; what comes in between stays in the kernel's buffers.
-It sleeps otherwise, and exists only once it was needed.
+two waits, a thread looks in every few milliseconds; what comes in between stays in the kernel's
+buffers. It sleeps otherwise, and exists only once it was needed.
 
 A wait can be ended at any time, by shutting the sockets down: that is why weft moves its bytes
 itself. gloo never fails a receive that has got a part of its message, whatever happens to the
@@ -24,7 +24,7 @@ from .line import Line, Order
 
 __all__ = ["Lost", "Mover", "Order"]
 
-_TICK = 0.001  # seconds between two looks of the thread
+_TICK = 0.004  # seconds between two looks of the thread
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -48,8 +48,7 @@ class Mover:
         self.lines = {peer: Line(peer, sock, granted=True) for peer, sock in bulk.items()}
         self.small = {peer: Line(peer, sock, granted=False) for peer, sock in small.items()}
         self._all = [*self.lines.values(), *self.small.values()]
-        self._by_fd = {line.sock.fileno(): line for line in self._all}
-        self._fds = {id(line): fd for fd, line in self._by_fd.items()}
+        self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line] = {}  # those with new receives, whose grants can wait
         self._poll = select.poll()
@@ -137,7 +136,7 @@ class Mover:
 
     def _watch(self, line: Line) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
-        fd = self._fds[id(line)]
+        fd = line.fd
         wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes
         if wanted == self._polled.get(fd, 0):
             return
@@ -185,8 +184,6 @@ class Mover:
 
     def close(self) -> None:
         """Close the sockets, which ends all waits. What was sent still arrives. Twice is fine."""
-        self._closed = True
-        self._stir.set()
         if not self._turn.acquire(blocking=False):
             self.cut()  # somebody waits, or is about to
             self._turn.acquire()
@@ -194,6 +191,7 @@ class Mover:
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
             self.abandon()
+            self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:
             self._turn.release()
         thread = self._thread

@@ -344,7 +344,7 @@ class _Reduction(Pending):
 
     def wait(self) -> list[Tensor]:
         results = self._inner.wait()
-        self._wire.compute(dense.reduced_bytes(self._nbytes, self._wire.size))
+        self._wire.compute(dense.reduced_bytes(self._wire.size, self._nbytes))
         self._nbytes = 0  # waiting again computes nothing
         return results
 
