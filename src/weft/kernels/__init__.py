@@ -285,6 +285,7 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
     if min(weights) < 1 or max(weights) > 2**16:
         raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
     slots = [slot.contiguous() for slot in slots]
+    meter.spend(meter.SHARE * sum(map(len, slots)))
     found = cpu_shares.shares(slots, total, weights) if _on_cpu(slots[0]) else None
     return reference.shares(slots, total, weights) if found is None else found
 
@@ -304,6 +305,7 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
         Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
     """
     slots = slots.contiguous()
+    meter.spend(meter.PICK * len(slots))
     found = cpu_shares.pick(slots, shares, run, to) if _on_cpu(slots) else None
     return reference.pick(slots, shares, to) if found is None else found
 
@@ -334,6 +336,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
     if values.numel() == 0:
         return
     places, values = places.contiguous(), _plain(values)
+    meter.spend(values.nbytes)
     if not (_on_cpu(values) and cpu_shares.put(out, places, values)):
         reference.put(out, places, values)
 

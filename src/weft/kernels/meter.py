@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["PLACE", "metered", "spend"]
+__all__ = ["PICK", "PLACE", "SHARE", "metered", "spend"]
 
 PLACE = 24
 """Bytes that could be merged while a row's place is found; benchmarks/kernels.py."""
+
+SHARE, PICK = 24, 16
+"""The same while a place is given to one of those that have it, and while it is found out whether
+a row's place was given to some rank."""
 
 _meter: ContextVar[Callable[[float], object] | None] = ContextVar("weft_meter", default=None)
 

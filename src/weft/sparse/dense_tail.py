@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
@@ -107,12 +108,14 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
         sums = mine if full else typed(scratch, shape, call.dtype)
         if not full:
             mine.zero_()
+            meter.spend(mine.nbytes)
         sources = [moving.source(rank) for rank in order]
         at = (union.indices - edges[me]).long()
         ready = 0  # rows of this rank's part that are sent
         for start, stop in merge_blocks(call, runs, sources, union, sums):
             if not full:
                 mine[at[start:stop]] = sums[start:stop]
+                meter.spend(sums[start:stop].nbytes)
             done = (int(at[stop - 1]) + 1) // call.chunk_rows * call.chunk_rows
             ring.send(mine[ready:done])
             ready = done

@@ -39,6 +39,7 @@ from torch import Tensor
 from ..errors import WeftError, WireError
 from . import default, dense
 from .base import Pending, Recv, Send, Wire, as_bytes
+from .hosts import Hosts
 from .link import Link
 from .memory import Pool
 from .simulated_network import Bytes, Channel, End, Exchange, Network
@@ -141,6 +142,7 @@ class SimulatedWire(Wire):
         network, node = shared.network, shared.nodes[rank]
         super().__init__(rank, len(shared.nodes), network.timeout, network.hosts[node])
         self.link = network.link
+        self.hosts = Hosts.named([network.hosts[other] for other in shared.nodes])
         self.memory = Pool(_BLOCK)
         self._network, self._group, self.node = network, shared, node
         self._splits = 0
