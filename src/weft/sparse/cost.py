@@ -135,6 +135,10 @@ class Load:
         """Messages in which so many rows of values travel."""
         return math.ceil(rows / max(1, self.chunk // max(row, 1))) if row else 0
 
+    def parted(self, rows: float, row: int, peers: int) -> float:
+        """Messages to that many peers, each of whom gets so many rows, by chance; some get none."""
+        return peers * self.chunks(rows, row) * -math.expm1(-rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -154,6 +158,8 @@ class Cost:
             costs nothing.
         direct: of the messages, those that are posted all at once, each to another peer: half of
             their work is done while the first are on their way.
+        meanwhile: bytes of rows that go through kernels while others come, and take time only so
+            far as that does not.
         longest: bytes received one after the other on the way to the last result, where they are
             more than `bytes`.
     """
@@ -169,6 +175,7 @@ class Cost:
     behind: float = 0.0
     direct: int = 0
     longest: float = 0.0
+    meanwhile: float = 0.0
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
@@ -178,4 +185,5 @@ class Cost:
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)
-        return waiting - hidden + streaming + self.merged * link.gamma
+        late = max(0.0, self.meanwhile * link.gamma - streaming)
+        return waiting - hidden + streaming + late + self.merged * link.gamma

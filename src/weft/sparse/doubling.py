@@ -46,7 +46,7 @@ def cost(load: Load) -> Cost:
         messages=rounds + 2 * bool(folded),
         bytes=rows * row,
         queued=load.queue * rows * row,
-        merged=sum(load.merging(4 * rows) for rows in carried) + load.merging(load.union),
+        merged=sum(load.merging(2 * rows) for rows in carried) + load.merging(load.union),
         memory=3 * load.union * row + load.uniting(halves, load.union),
         longest=longest * row,
     )

@@ -43,13 +43,8 @@ def cost(load: Load) -> Cost:
     bytes_ = others * ((to_owner + sums) * load.row + asked + told)
     return Cost(
         rounds=3,
-        messages=others
-        * (
-            list_messages(asked)
-            + load.chunks(to_owner, load.row)
-            + list_messages(told)
-            + load.chunks(sums, load.row)
-        ),
+        messages=others * (list_messages(asked) + list_messages(told))
+        + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
         merged=load.merging(load.mean),
         queued=load.queue * others * (to_owner * load.row + asked) + _UNEVEN * bytes_,
