@@ -160,8 +160,6 @@ class Cost:
             their work is done while the first are on their way.
         meanwhile: bytes of rows that go through kernels while others come, and take time only so
             far as that does not.
-        longest: bytes received one after the other on the way to the last result, where they are
-            more than `bytes`.
     """
 
     rounds: int
@@ -174,14 +172,13 @@ class Cost:
     hops: int = 0
     behind: float = 0.0
     direct: int = 0
-    longest: float = 0.0
     meanwhile: float = 0.0
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
         if self.slowest is not None:
             return self.slowest.seconds(link)
-        streaming = (max(self.bytes, self.longest) + self.queued) * link.beta
+        streaming = (self.bytes + self.queued) * link.beta
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)

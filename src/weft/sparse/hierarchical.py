@@ -66,12 +66,13 @@ def cost(load: Load) -> Cost:
     # the last of a host gets its first chunk when it has passed all the others of the chain
     chain, filling = max(0, most - 2), min(load.chunk, told[1])
     rounds = flat.rounds + 4 * (most > 1) + chain + opening.rounds
+    among = flat.slowest or flat
     leader = replace(
-        flat,
+        among,
         rounds=rounds,
-        messages=flat.messages + opening.messages + (most - 1) * up + (most > 1) * down,
-        bytes=flat.bytes + opening.bytes,
-        merged=flat.merged
+        messages=among.messages + opening.messages + (most - 1) * up + (most > 1) * down,
+        bytes=among.bytes + opening.bytes,
+        merged=among.merged
         + (most > 1) * load.merging(most * load.mean)
         + _HANDED * ((most - 1) * (sum(given) + told[0]) + (most > 1) * told[1] + chain * filling),
     )
@@ -80,7 +81,7 @@ def cost(load: Load) -> Cost:
         messages=round(
             leaders * (flat.messages + opening.messages) + others / load.ranks * (up + down)
         ),
-        bytes=leaders * leader.bytes + others / load.ranks * (sum(given) + sum(told)),
+        bytes=leaders * (flat.bytes + opening.bytes) + others / load.ranks * (sum(given) + sum(told)),
         merged=leaders * leader.merged,
         memory=flat.memory
         + (most > 1)
