@@ -33,6 +33,18 @@ def test_a_line_for_each_number_of_ranks_to_thousands() -> None:
         assert f"{name} ms" in result.stdout
 
 
+def test_ranks_of_a_host_share_its_link() -> None:
+    given = ("--case", "identical", "--ranks", "4096", "--link", "1gbit")
+    [alone], [shared] = lines(invoke(*given)), lines(invoke(*given, "--per-host", "8"))
+    assert alone[2] != "hierarchical" and shared[2] == "hierarchical"
+
+
+def test_where_nothing_keeps_within_the_workspace_what_needs_least_is_planned() -> None:
+    wide = ("--rows", "100", "--height", "8192", "--width", "100000", "--ranks", "65536")
+    [line] = lines(invoke(*wide, "--link", "1gbit"))
+    assert line[2] in ALGORITHMS
+
+
 def test_few_rows_are_eager_and_many_ranks_take_few_messages() -> None:
     result = invoke("--rows", "10", "--height", "1000", "--ranks", "4,256", "--link", "1gbit")
     assert [line[2] for line in lines(result)] == ["eager", "doubling"]
@@ -97,6 +109,7 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
         (["--case", "nope"], "unknown --case 'nope': there is uniform, zipf"),
         (["--ranks", "1,2"], "--ranks 1,2: numbers from 2 to 65536"),
         (["--ranks", "many"], "--ranks many: numbers"),
+        (["--per-host", "0"], "--per-host 0: at least 1"),
         (["--link", "fast"], "--link 'fast' is no speed"),
         (["--latency", "0"], "microseconds, above 0"),
         (["--distribution", "flat"], "unknown --distribution 'flat': there is uniform"),

@@ -62,7 +62,8 @@ def tune(
 
             profile, path = launch(ranks or 4, _rank, (out, any_host, timeout))[0]
     except (Error, OSError) as error:
-        typer.echo(f"weft tune: {error}", err=True)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        typer.echo(f"weft tune: {said}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

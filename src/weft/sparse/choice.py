@@ -147,11 +147,19 @@ def choose(
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    serve = [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+    serve = _serving(load, among)
     pay = [found for found in serve if found.pays(load) is None]
     if fits := [line for line in _lines(load, link_of(wire), pay) if not line.verdict]:
         return fits[0].algorithm
-    # so much is asked for that nothing keeps within what is allowed: what needs least
+    return _smallest(load, serve)
+
+
+def _serving(load: Load, among: Collection[str] = ALGORITHMS.keys()) -> list[Algorithm]:
+    return [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+
+
+def _smallest(load: Load, serve: Iterable[Algorithm]) -> str:
+    """What needs least, where so much is asked for that nothing keeps within what is allowed."""
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
@@ -164,7 +172,9 @@ def predicted(load: Load, link: Link) -> Explanation:
         lines.insert(0, _eager(load, link, index))
         best = lines[0]
     else:
-        best = next(line for line in lines if not line.verdict)
+        fits = [line.algorithm for line in lines if not line.verdict]
+        name = fits[0] if fits else _smallest(load, _serving(load))
+        best = next(line for line in lines if line.algorithm == name)
     judged = (
         replace(line, verdict="chosen" if line is best else line.verdict
                 or _slower(line, best.milliseconds, "auto"))

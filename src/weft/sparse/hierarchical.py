@@ -81,7 +81,8 @@ def cost(load: Load) -> Cost:
         messages=round(
             leaders * (flat.messages + opening.messages) + others / load.ranks * (up + down)
         ),
-        bytes=leaders * (flat.bytes + opening.bytes) + others / load.ranks * (sum(given) + sum(told)),
+        bytes=leaders * (flat.bytes + opening.bytes)
+        + others / load.ranks * (sum(given) + sum(told)),
         merged=leaders * leader.merged,
         memory=flat.memory
         + (most > 1)

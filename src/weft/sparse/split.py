@@ -47,7 +47,8 @@ def cost(load: Load) -> Cost:
         + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
         merged=load.merging(load.mean),
-        queued=load.queue * others * (to_owner * load.row + asked) + _UNEVEN * bytes_,
+        queued=load.queue * others * (to_owner * load.row + asked)
+        + _UNEVEN * bytes_ * (others > 1),
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)

@@ -39,8 +39,9 @@ def plan(
         typer.Option(help="Take sizes and overlap from this file of weft bench --json."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
+    per_host: Annotated[int, typer.Option(help="Ranks that share a host, and its link.")] = 1,
     link: Annotated[
-        str, typer.Option(help="Speeds of a rank's link, divided by commas, such as 1gbit.")
+        str, typer.Option(help="Speeds of a host's link, divided by commas, such as 1gbit.")
     ] = "1gbit,10gbit",
     latency: Annotated[float, typer.Option(help="Microseconds of a round of messages.")] = 50.0,
     work: Annotated[float, typer.Option(help="Microseconds of a core a message.")] = 10.0,
@@ -67,10 +68,12 @@ def plan(
         if path is not None:
             _writable(flag, path)
     counts = _counts(ranks)
+    if per_host < 1:
+        _refuse(f"--per-host {per_host}: at least 1")
     try:
         sizes = _sizes(case, rows, height, width, dtype, distribution, record)
         links = _links(link, latency, work, profile)
-        found = predict(sizes, links, counts)
+        found = predict(sizes, links, counts, per_host)
     except Error as error:
         _refuse(str(error))
     from .table import show

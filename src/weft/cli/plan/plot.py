@@ -83,7 +83,10 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: dict[str, str]) -> No
     height = first.sizes.height
     rows = [count for count in _ROWS if height is None or count <= height] or [1.0]
     winners = [
-        [order.index(one.answer.chosen) for one in predict([sizes], [first.link], ranks)]
+        [
+            order.index(one.answer.chosen)
+            for one in predict([sizes], [first.link], ranks, first.per_host)
+        ]
         for sizes in (first.sizes.times(count / first.sizes.rows) for count in rows)
     ]
     axes.pcolormesh(

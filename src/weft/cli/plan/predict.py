@@ -29,6 +29,7 @@ class Prediction:
     sizes: Sizes
     link: Named
     ranks: int
+    per_host: int
     answer: Explanation
 
     def json(self) -> dict[str, Any]:
@@ -38,6 +39,7 @@ class Prediction:
             "case": self.sizes.name,
             "link": self.link.name,
             "ranks": self.ranks,
+            "per_host": self.per_host,
             "rows": load.most,
             "union": load.union,
             "bound_bytes": load.bound,
@@ -57,11 +59,11 @@ class Prediction:
 
 
 def predict(
-    sizes: Sequence[Sizes], links: Sequence[Named], ranks: Sequence[int]
+    sizes: Sequence[Sizes], links: Sequence[Named], ranks: Sequence[int], per_host: int = 1
 ) -> list[Prediction]:
-    """All combinations, the number of ranks changing quickest."""
+    """All combinations, the number of ranks changing quickest; neighbours share a host."""
     return [
-        Prediction(one, link, count, predicted(one.load(count), link.link))
+        Prediction(one, link, count, per_host, predicted(one.load(count, per_host), link.link))
         for one in sizes
         for link in links
         for count in ranks

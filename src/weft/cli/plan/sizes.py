@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from weft.errors import WeftError
 from weft.sparse.cost import Load
+from weft.wire.hosts import Hosts
 
 __all__ = ["Sizes", "drawn", "recorded"]
 
@@ -44,8 +45,8 @@ class Sizes:
     partial: int
     union: Callable[[int], float]
 
-    def load(self, ranks: int) -> Load:
-        """The load of a call of so many ranks."""
+    def load(self, ranks: int, per_host: int = 1) -> Load:
+        """The load of a call of so many ranks, some of which share a host."""
         rows = round(self.rows)
         highest = self.height or round(self.union(ranks))
         return Load(
@@ -59,6 +60,7 @@ class Sizes:
             partial=self.partial,
             index=4 if highest <= 2**31 else 8,
             places=highest,
+            hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
         )
 
     def times(self, factor: float) -> Sizes:

@@ -35,8 +35,8 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
         console.print(_table(lines, names))
         console.print()
     console.print(
-        "ms: predicted after the opening exchange, of all ranks; -: cannot serve; MB and messages "
-        "of a rank",
+        "ms: predicted after the opening exchange, of all ranks; -: cannot serve, or needs more "
+        "workspace than auto allows; MB and messages of a rank",
         style="dim",
         highlight=False,
         soft_wrap=True,
