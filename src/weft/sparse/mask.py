@@ -52,6 +52,7 @@ def cost(load: Load) -> Cost:
         queued=load.queue * (bytes_ + sum_bytes),
         merged=looked + 2 * values + load.mean * load.row,
         memory=memory + values * (load.partial != load.row),
+        direct=messages + sums,
     )
 
 

@@ -96,6 +96,7 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: dict[str, str]) -> No
         cmap=ListedColormap([colours[name] for name in order]),
         norm=BoundaryNorm(np.arange(len(order) + 1) - 0.5, len(order)),
         shading="nearest",
+        rasterized=True,  # an element for each cell would make a file of half a megabyte
     )
     axes.axhline(first.sizes.rows, color="white", linewidth=1.2)
     axes.set_yscale("log")
