@@ -7,6 +7,10 @@ import functools
 import pytest
 
 from weft.testing import WireContract, run
+from weft.testing.outcome import results
+from weft.testing.threads import on_wires
+from weft.wire import simulated
+from weft.wire.link import Link
 
 
 class TestThreads(WireContract):
@@ -19,3 +23,13 @@ class TestProcessGroup(WireContract):
     @pytest.fixture
     def ranks(self):
         return functools.partial(run, on="processes")
+
+
+class TestSimulated(WireContract):
+    @pytest.fixture
+    def ranks(self):
+        def ranks(size, body, *args, timeout=20.0):
+            wires = simulated.group(size, Link(1e-4, 1e-9, 1e-9, 1e-5), timeout)
+            return results(on_wires(wires, body, args), "simulated")
+
+        return ranks

@@ -11,6 +11,8 @@ import typer
 
 from .bench import bench
 from .demo import demo
+from .plan import plan
+from .tune import tune
 
 __all__ = ["app", "main"]
 
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(tune)
+app.command()(plan)
 
 
 def _version(wanted: bool) -> None:

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cpu, cpu_indices, cpu_shares, reference
+from . import cpu, cpu_indices, cpu_shares, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
@@ -138,6 +138,7 @@ def reduce(
         )
     if out.numel() == 0:
         return out
+    meter.spend(values.nbytes)
     plain = distinct.order is None and distinct.starts is None
     values = _plain(values)
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
@@ -170,6 +171,7 @@ def union(runs: Sequence[Tensor]) -> Union:
 tensor([-1,  2], dtype=torch.int32)])
     """
     runs = [run.contiguous() for run in runs]
+    meter.spend(meter.PLACE * sum(map(len, runs)))
     found = cpu_indices.union(runs) if _on_cpu(runs[0]) else None
     return reference.union(runs) if found is None else found
 
@@ -203,6 +205,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
     if values.numel() == 0:
         return
     slots, values = slots.contiguous(), _plain(values)
+    meter.spend(values.numel() * out.element_size())
     if not (_on_cpu(values) and cpu.combine(out, slots, values, op, base)):
         reference.combine(out, slots, values, op, base)
 
@@ -221,6 +224,7 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         >>> out
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
+    meter.spend(values.nbytes)
     reference.finish(_plain(values), out, divisor)
 
 
@@ -250,6 +254,7 @@ def merge(
     if out_dtype is not None and out_dtype.itemsize > dtype.itemsize:
         dtype = out_dtype
     total = first.new_empty((len(indices), *first.shape[1:]), dtype=dtype)
+    meter.spend(total.nbytes)  # fresh memory costs as much as the arithmetic in it
     for slot, (_, values) in zip(slots, runs, strict=True):
         combine(total, slot, values, op)
     if out_dtype is None or out_dtype == total.dtype:
@@ -280,6 +285,7 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
     if min(weights) < 1 or max(weights) > 2**16:
         raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
     slots = [slot.contiguous() for slot in slots]
+    meter.spend(meter.SHARE * sum(map(len, slots)))
     found = cpu_shares.shares(slots, total, weights) if _on_cpu(slots[0]) else None
     return reference.shares(slots, total, weights) if found is None else found
 
@@ -299,6 +305,7 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
         Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
     """
     slots = slots.contiguous()
+    meter.spend(meter.PICK * len(slots))
     found = cpu_shares.pick(slots, shares, run, to) if _on_cpu(slots) else None
     return reference.pick(slots, shares, to) if found is None else found
 
@@ -329,6 +336,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
     if values.numel() == 0:
         return
     places, values = places.contiguous(), _plain(values)
+    meter.spend(values.nbytes)
     if not (_on_cpu(values) and cpu_shares.put(out, places, values)):
         reference.put(out, places, values)
 
@@ -343,7 +351,9 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
         >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
         tensor([4., 1.])
     """
-    return torch.index_select(_plain(values), 0, positions, out=out)
+    taken = torch.index_select(_plain(values), 0, positions, out=out)
+    meter.spend(taken.nbytes)
+    return taken
 
 
 def quantiles(indices: Tensor, count: int) -> Tensor:

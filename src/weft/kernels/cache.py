@@ -30,7 +30,7 @@ try:
 except ImportError:  # Windows: everybody compiles, the files are replaced as a whole
     fcntl = None  # type: ignore[assignment]  # the module, or that there is none
 
-__all__ = ["attach", "directory", "patience"]
+__all__ = ["attach", "directory", "patience", "user_cache"]
 
 _log = logging.getLogger("weft")
 _SOURCES = (
@@ -51,7 +51,7 @@ def directory() -> Path | None:
     user's cache directory, or if that cannot be had in the directory for temporary files.
     """
     given = os.environ.get("WEFT_CACHE_DIR")
-    for parent in [Path(given)] if given else [_user_cache(), _temporary()]:
+    for parent in [Path(given)] if given else [user_cache(), _temporary()]:
         try:
             return stamps.folder(_private(parent / "kernels"), _stamp(), _private)
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
@@ -59,7 +59,8 @@ def directory() -> Path | None:
     return None
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """The directory of weft in the user's cache directory; RuntimeError: there is no home."""
     if sys.platform == "darwin":
         return Path("~/Library/Caches/weft").expanduser()
     given = os.environ.get("XDG_CACHE_HOME", "")

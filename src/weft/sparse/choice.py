@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..agree import is_direct
+from ..agree import DIRECT, is_direct
 from ..errors import WeftError
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
-from ..wire.link import Link, measure
+from ..wire.link import Link
+from . import profile
 from .cost import Load
 from .header import RowsInHeader
 from .record import apart
@@ -29,6 +30,8 @@ __all__ = [
     "Group",
     "choose",
     "explained",
+    "fitted",
+    "predicted",
     "together",
     "workspace",
 ]
@@ -137,20 +140,24 @@ class Explanation:
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
     link = link_of(wire)
-    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
-    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
-    gaps = link.beta > _GAPS_PAY * link.gamma
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return replace(load, chunk=chunk, gaps=gaps, hosts=wire.hosts, link=link)
+    return replace(fitted(load, link), hosts=wire.hosts)
+
+
+def fitted(load: Load, link: Link) -> Load:
+    """The load with what suits a link: how large chunks are, and how index lists are written."""
+    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
+    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
+    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma, link=link)
 
 
 def link_of(wire: Wire) -> Link:
-    """The figures of the wire's network; measured, by all ranks together, the first time."""
+    """The figures of the wire's network; read or measured, by all ranks, the first time."""
     if wire.link is None:
         with apart(wire):
-            wire.link = measure(wire)
+            wire.link = profile.link(wire)
         wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
     return wire.link
 
@@ -174,12 +181,47 @@ def choose(
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    serve = [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+    serve = _serving(load, among)
     pay = [found for found in serve if found.pays(load) is None]
     if fits := [line for line in _lines(load, link_of(wire), pay) if not line.verdict]:
         return fits[0].algorithm
-    # so much is asked for that nothing keeps within what is allowed: what needs least
+    return _smallest(load, serve)
+
+
+def _serving(load: Load, among: Collection[str] = ALGORITHMS.keys()) -> list[Algorithm]:
+    return [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+
+
+def _smallest(load: Load, serve: Iterable[Algorithm]) -> str:
+    """What needs least, where so much is asked for that nothing keeps within what is allowed."""
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
+
+
+def predicted(load: Load, link: Link) -> Explanation:
+    """What `auto` would choose for a load on a link that need not be here; communicates nothing."""
+    load = fitted(load, link)
+    lines = list(_lines(load, link))
+    index = torch.int32 if load.index == 4 else torch.int64
+    if load.ranks <= DIRECT and RowsInHeader.fit(load.most, index.itemsize, load.row):
+        lines.insert(0, _eager(load, link, index))
+        best = lines[0]
+    else:
+        fits = [line.algorithm for line in lines if not line.verdict]
+        name = fits[0] if fits else _smallest(load, _serving(load))
+        best = next(line for line in lines if line.algorithm == name)
+    judged = (
+        replace(line, verdict="chosen" if line is best else line.verdict
+                or _slower(line, best.milliseconds, "auto"))
+        for line in lines
+    )  # fmt: skip
+    return Explanation(best.algorithm, load, link, tuple(judged))
+
+
+def _eager(load: Load, link: Link, index: torch.dtype) -> _Line:
+    others = load.ranks - 1
+    size = load.mean * (load.row + index.itemsize)
+    milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
+    return _line(EAGER, others, others * size, milliseconds, load, "")
 
 
 def explained(
@@ -206,10 +248,8 @@ def explained(
     link = link_of(wire)
     lines = list(_lines(load, link))
     if eager:
-        chosen, others = EAGER, load.ranks - 1
-        size = load.mean * (load.row + index.itemsize)
-        milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
-        lines.insert(0, _line(EAGER, others, others * size, milliseconds, load, ""))
+        chosen = EAGER
+        lines.insert(0, _eager(load, link, index))
     else:
         chosen = choose(wire, load, algorithm, among or ALGORITHMS.keys())
     best = next(line for line in lines if line.algorithm == chosen).milliseconds

@@ -14,6 +14,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..kernels.meter import PLACE
 from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -21,7 +22,6 @@ from . import codec
 __all__ = ["Cost", "Load"]
 
 _SLOT = 4  # bytes that say where in a union an index belongs
-_PLACE = 24  # bytes that could be merged while a row's place is found; benchmarks/kernels.py
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Load:
 
     def merging(self, rows: float) -> float:
         """What merging so many rows costs, in bytes: finding a row's place is worth some more."""
-        return rows * (self.partial + _PLACE)
+        return rows * (self.partial + PLACE)
 
     @property
     def queue(self) -> float:
@@ -95,9 +95,10 @@ class Load:
         crowd = max(map(len, self.hosts.ranks))
         return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)
 
-    def union_of(self, ranks: int) -> float:
+    def union_of(self, ranks: float) -> float:
         """Rows expected in the sum of that many ranks."""
-        return min(self._places * (1 - (1 - self.mean / self._places) ** ranks), ranks * self.mean)
+        missed = math.pow(1 - self.mean / self._places, ranks)
+        return min(self._places * (1 - missed), ranks * self.mean)
 
     def with_union(self, union: int) -> Load:
         """The same load, with the union's size as it turned out."""
@@ -128,9 +129,17 @@ class Load:
         """Bytes of an index in a list of so many over all places."""
         return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
 
+    def behind(self, rows: float) -> float:
+        """Bytes of so many rows of values that follow their first chunk."""
+        return max(0.0, rows * self.row - max(self.chunk, self.row))
+
     def chunks(self, rows: float, row: int) -> int:
         """Messages in which so many rows of values travel."""
         return math.ceil(rows / max(1, self.chunk // max(row, 1))) if row else 0
+
+    def parted(self, rows: float, row: int, peers: int) -> float:
+        """Messages to that many peers, each of whom gets so many rows, by chance; some get none."""
+        return peers * self.chunks(rows, row) * -math.expm1(-rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +155,13 @@ class Cost:
             at the rank with fewest rows.
         queued: bytes that pass its host's link meanwhile, for the other ranks of the host.
         slowest: what the rank that all wait for does, where that is not the average one.
+        hops: times that what came from one neighbour is handed on to the next.
+        behind: bytes that are under way behind the first message of a hop, so that a wait for it
+            costs nothing.
+        direct: of the messages, those that are posted all at once, each to another peer: half of
+            their work is done while the first are on their way.
+        meanwhile: bytes of rows that go through kernels while others come, and take time only so
+            far as that does not.
     """
 
     rounds: int
@@ -155,10 +171,18 @@ class Cost:
     memory: float = 0.0
     queued: float = 0.0
     slowest: Cost | None = None
+    hops: int = 0
+    behind: float = 0.0
+    direct: int = 0
+    meanwhile: float = 0.0
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
         if self.slowest is not None:
             return self.slowest.seconds(link)
+        streaming = (self.bytes + self.queued) * link.beta
         waiting = self.rounds * link.alpha + self.messages * link.work
-        return waiting + (self.bytes + self.queued) * link.beta + self.merged * link.gamma
+        waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
+        hidden = min(self.direct * link.work / 2, streaming)
+        late = max(0.0, self.meanwhile * link.gamma - streaming)
+        return waiting - hidden + streaming + late + self.merged * link.gamma

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
 from ..wire.dense import SCRATCH, messages, received_bytes
 from ..wire.memory import typed
@@ -40,10 +41,11 @@ def cost(load: Load) -> Cost:
         messages=bits + sums,
         bytes=bit_bytes + sum_bytes,
         queued=load.queue * (bit_bytes + sum_bytes),
-        merged=3 * height * load.partial + load.merging(load.union),
+        merged=2 * height * load.partial + load.merging(load.union + load.mean),
         # the table, which rows it has (a bit each on the wire, a byte each here), what
         # two steps of `dense_all_reduce` hold, the places of the rows that are there
         memory=height * (load.partial + 1 + 1 / 8) + 2 * SCRATCH + load.union * 8,
+        direct=bits + sums,
     )
 
 
@@ -77,6 +79,7 @@ def dense(rows: Rows, call: Call) -> Rows:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))
         table[indices] = rows.values.to(call.partial)
+        meter.spend(table.nbytes + call.load.merging(len(rows)))
         wire.dense_all_reduce(bitmap, "bor").wait()
         if call.load.row:
             wire.dense_all_reduce(table, op).wait()

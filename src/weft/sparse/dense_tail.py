@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .. import kernels
+from ..kernels import meter
 from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
@@ -44,22 +45,22 @@ def cost(load: Load) -> Cost:
     others, to_owner = load.ranks - 1, load.mean / load.ranks
     height = (load.height or 0) / load.ranks
     asked = to_owner * load.index_of(load.mean)
+    # rows that are brought to their places in the table and out of it, unless all are there
+    full = load.union >= (load.height or 0)
+    patched = 0 if full else height + load.union / load.ranks + load.union
     return Cost(
         rounds=3,
-        messages=others
-        * (
-            list_messages(asked)
-            + load.chunks(to_owner, load.row)
-            + 1
-            + load.chunks(height, load.row)
-        ),
+        messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
+        + round(load.parted(to_owner, load.row, others)),
         bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
         queued=load.queue * others * (to_owner * load.row + asked),
-        merged=load.merging(load.mean) + (height * load.ranks + load.union) * load.row,
+        merged=load.merging(load.mean) + patched * load.row,
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
         + min(load.total * load.row, others * window(load) * load.chunk),
+        hops=others,
+        behind=load.behind(height),
     )
 
 
@@ -107,12 +108,14 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
         sums = mine if full else typed(scratch, shape, call.dtype)
         if not full:
             mine.zero_()
+            meter.spend(mine.nbytes)
         sources = [moving.source(rank) for rank in order]
         at = (union.indices - edges[me]).long()
         ready = 0  # rows of this rank's part that are sent
         for start, stop in merge_blocks(call, runs, sources, union, sums):
             if not full:
                 mine[at[start:stop]] = sums[start:stop]
+                meter.spend(sums[start:stop].nbytes)
             done = (int(at[stop - 1]) + 1) // call.chunk_rows * call.chunk_rows
             ring.send(mine[ready:done])
             ready = done

@@ -13,7 +13,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,17 +32,38 @@ def cost(load: Load) -> Cost:
     folded = load.ranks - core
     rounds = core.bit_length() - 1
     row = load.partial + load.index
-    carried = [load.union_of(2**i) for i in range(rounds)]
-    # the average rank's share of the fold: one message in before, one result out after
-    bytes_ = core / load.ranks * sum(carried) + folded / load.ranks * (load.mean + load.union)
+    carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
-    return Cost(
-        rounds=rounds + 2 * bool(folded),
-        messages=rounds + 2 * bool(folded),
-        bytes=bytes_ * row,
-        queued=load.queue * bytes_ * row,
-        merged=sum(load.merging(4 * rows) for rows in carried) + load.merging(load.union),
+    cost = Cost(
+        rounds=rounds,
+        messages=rounds,
+        bytes=sum(carried) * row,
+        queued=load.queue * sum(carried) * row,
+        merged=load.merging(2 * sum(carried) + load.union),
         memory=3 * load.union * row + load.uniting(halves, load.union),
+    )
+    if not folded:
+        return cost
+    # those that speak for two have more to carry, and others wait for them
+    carried = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
+    longest = load.mean + sum(carried) + load.union
+    slowest = replace(
+        cost,
+        rounds=rounds + 2,
+        messages=rounds + 2,
+        bytes=longest * row,
+        queued=load.queue * longest * row,
+        merged=load.merging(2 * (load.mean + sum(carried)) + 2 * load.union),
+    )
+    # the average rank's share of the fold: one message in before, one result out after
+    voices, pairs = core / load.ranks, folded / load.ranks
+    bytes_ = voices * cost.bytes + pairs * (load.mean + load.union) * row
+    return replace(
+        cost,
+        messages=round(voices * rounds + 2 * pairs),
+        bytes=bytes_,
+        queued=load.queue * bytes_,
+        slowest=slowest,
     )
 
 

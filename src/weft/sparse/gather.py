@@ -29,11 +29,13 @@ from .stream import VALUES, FromRing, IndexLists, Own, Ring, Source, list_messag
 def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
     return Cost(
-        rounds=2,
+        rounds=1,
         messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
         bytes=others * load.mean * (load.row + index),
         merged=load.merging(load.total),
         memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
+        hops=others,
+        behind=load.behind(load.mean),
     )
 
 

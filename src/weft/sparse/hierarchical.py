@@ -23,7 +23,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from .. import kernels
-from ..agree import agree
+from ..agree import DIRECT, agree
 from ..rows import Rows
 from ..wire.base import Pending
 from ..wire.hosts import Hosts, hosts_of
@@ -48,6 +48,7 @@ from .stream import (
 )
 
 _OPENING = 4608  # bytes of a statement of the leaders'
+_COMBINED = 11_000  # of one that says what many of them have
 _HANDED = 4  # bytes merged in the time in which one is handed on within a host
 
 
@@ -61,19 +62,27 @@ def cost(load: Load) -> Cost:
     told = load.union * load.index_of(load.union), load.union * load.row
     up = list_messages(given[0]) + load.chunks(load.mean, load.row)
     down = list_messages(told[0]) + load.chunks(load.union, load.row)
-    rounds = flat.rounds + 4 * (most > 1) + (count > 1)
-    leader = Cost(
+    opening = _opening(count)
+    # the last of a host gets its first chunk when it has passed all the others of the chain
+    chain, filling = max(0, most - 2), min(load.chunk, told[1])
+    rounds = flat.rounds + 4 * (most > 1) + chain + opening.rounds
+    among = flat.slowest or flat
+    leader = replace(
+        among,
         rounds=rounds,
-        messages=flat.messages + count - 1 + (most - 1) * up + (most > 1) * down,
-        bytes=flat.bytes + (count - 1) * _OPENING,
-        merged=flat.merged
+        messages=among.messages + opening.messages + (most - 1) * up + (most > 1) * down,
+        bytes=among.bytes + opening.bytes,
+        merged=among.merged
         + (most > 1) * load.merging(most * load.mean)
-        + _HANDED * ((most - 1) * (sum(given) + told[0]) + (most > 1) * told[1]),
+        + _HANDED * ((most - 1) * (sum(given) + told[0]) + (most > 1) * told[1] + chain * filling),
     )
     return Cost(
         rounds=rounds,
-        messages=round(leaders * (flat.messages + count - 1) + others / load.ranks * (up + down)),
-        bytes=leaders * leader.bytes + others / load.ranks * (sum(given) + sum(told)),
+        messages=round(
+            leaders * (flat.messages + opening.messages) + others / load.ranks * (up + down)
+        ),
+        bytes=leaders * (flat.bytes + opening.bytes)
+        + others / load.ranks * (sum(given) + sum(told)),
         merged=leaders * leader.merged,
         memory=flat.memory
         + (most > 1)
@@ -83,6 +92,15 @@ def cost(load: Load) -> Cost:
         ),
         slowest=leader,
     )
+
+
+def _opening(leaders: int) -> Cost:
+    """What it costs that the leaders tell each other what they have (`weft.agree`)."""
+    if leaders <= DIRECT:
+        return Cost(leaders > 1, leaders - 1, (leaders - 1) * _OPENING, 0.0)
+    rounds = leaders.bit_length() - 1
+    rounds += 2 * (leaders != 1 << rounds)
+    return Cost(rounds, rounds, rounds * _COMBINED, 0.0)
 
 
 def applies(load: Load) -> str | None:

@@ -42,15 +42,12 @@ from .stream import SUMS, IndexLists, Inflow, Source, list_messages, send_rows, 
 def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
     sums = load.union / load.ranks
+    chunk = relay_rows(load, sums)
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     return Cost(
         rounds=3,
-        messages=others
-        * (
-            list_messages(load.mean * index)
-            + load.chunks(away / others, load.row)
-            + math.ceil(sums / relay_rows(load, sums)) * bool(load.row)
-        ),
+        messages=round(load.parted(away / others, load.row, others))
+        + others * (list_messages(load.mean * index) + math.ceil(sums / chunk) * bool(load.row)),
         bytes=others * load.mean * index + (away + others * sums) * load.row,
         merged=load.merging(load.mean)
         + (away + _PUT * load.union) * load.row
@@ -58,10 +55,13 @@ def cost(load: Load) -> Cost:
         memory=away * load.row
         + relay_memory(load, sums)
         + min(away * load.row, others * window(load) * load.chunk),
+        hops=others,
+        meanwhile=(1 - _PUT) * load.union * load.row,
+        behind=max(0.0, sums - chunk) * load.row,
     )
 
 
-_PUT = 0.5  # of the bytes brought to their places: mostly while later ones are on the wire
+_PUT = 0.5  # of the bytes brought to their places: the others while later ones are on the wire
 _INDEX = 80  # bytes that could be merged while an index is united, and its place given to a rank
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import meter
+from ..kernels.meter import PLACE
 from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
@@ -31,6 +33,8 @@ from .dense import reduction
 from .registry import algorithm
 from .stream import IndexLists, list_messages
 
+_LOOKED = 2.0  # bytes that could be merged while a place is marked, and looked at
+
 
 def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
@@ -38,10 +42,10 @@ def cost(load: Load) -> Cost:
         messages, bytes_, looked, memory = 0, 0.0, 0.0, 0.0
     elif _by_bitmap(load):
         messages, bytes_ = reduction(load.ranks, math.ceil(load.places / 8))
-        looked, memory = load.places * 2.0, load.places * 9 / 8
+        looked, memory = load.places * _LOOKED, load.places * 9 / 8
     else:
         messages, bytes_ = others * list_messages(load.mean * index), others * load.mean * index
-        looked, memory = load.total * 24.0, 0.0
+        looked, memory = load.total * float(PLACE), 0.0
     values = load.union * load.partial
     sums, sum_bytes = reduction(load.ranks, values)
     return Cost(
@@ -51,6 +55,7 @@ def cost(load: Load) -> Cost:
         queued=load.queue * (bytes_ + sum_bytes),
         merged=looked + 2 * values + load.mean * load.row,
         memory=memory + values * (load.partial != load.row),
+        direct=messages + sums,
     )
 
 
@@ -76,6 +81,7 @@ def mask(rows: Rows, call: Call) -> Rows:
         else:
             table.fill_(call.op.neutral(call.partial))
             table[torch.searchsorted(union, indices)] = rows.values.to(call.partial)
+        meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
             wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
@@ -91,6 +97,7 @@ def _reduced_bitmap(indices: Tensor, call: Call) -> Tensor:
     present = np.zeros(call.load.places, dtype=np.bool_)
     present[indices.numpy()] = True
     bitmap = torch.from_numpy(np.packbits(present))
+    meter.spend(_LOOKED * call.load.places)
     call.wire.dense_all_reduce(bitmap, "bor").wait()
     found = np.flatnonzero(np.unpackbits(bitmap.numpy(), count=call.load.places))
     return torch.from_numpy(found).to(call.wire_index)

@@ -50,13 +50,18 @@ def cost(load: Load) -> Cost:
     told = sums * load.index_of(load.union)
     lists = [run * load.index_of(run * load.ranks) for run in runs]
     return Cost(
-        rounds=2 * others + 2,
+        rounds=others + 1,  # of index sets
         messages=sum(map(list_messages, lists))
-        + sum(load.chunks(run, load.partial) for run in runs)
-        + others * (list_messages(told) + load.chunks(sums, load.row)),
+        + others * list_messages(told)
+        + round(
+            sum(load.parted(run, load.partial, 1) for run in runs)
+            + load.parted(sums, load.row, others)
+        ),
         bytes=sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told),
         merged=load.merging(sum(runs) + others * load.mean * share),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
+        hops=2 * others,
+        behind=load.behind(sums),
     )
 
 

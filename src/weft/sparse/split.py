@@ -42,21 +42,19 @@ def cost(load: Load) -> Cost:
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
     bytes_ = others * ((to_owner + sums) * load.row + asked + told)
     return Cost(
-        rounds=4,
-        messages=others
-        * (
-            list_messages(asked)
-            + load.chunks(to_owner, load.row)
-            + list_messages(told)
-            + load.chunks(sums, load.row)
-        ),
+        rounds=3,
+        messages=others * (list_messages(asked) + list_messages(told))
+        + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
         merged=load.merging(load.mean),
-        queued=load.queue * others * (to_owner * load.row + asked) + _UNEVEN * bytes_,
+        queued=load.queue * others * (to_owner * load.row + asked)
+        + _UNEVEN * bytes_ * (others > 1),
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
+        hops=others,
+        behind=load.behind(sums),
     )
 
 

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -87,6 +87,11 @@ def messages(ranks: int, nbytes: float) -> int:
 def received_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank receives while so many are reduced."""
     return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
+
+
+def reduced_bytes(ranks: int, nbytes: float) -> float:
+    """Bytes that a rank adds up while so many are reduced."""
+    return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
 
 
 def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:

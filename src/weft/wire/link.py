@@ -20,9 +20,11 @@ import torch
 from ..errors import WeftError
 from .base import Wire
 
-__all__ = ["Link", "measure", "parse"]
+__all__ = ["MERGE", "Link", "agreed", "figures", "measure", "parse"]
 
-_MERGE = 0.35e-9  # seconds for a byte of rows merged by one core; benchmarks/kernels.py
+MERGE = 0.35e-9
+"""Seconds for a byte of rows merged by one core; benchmarks/kernels.py."""
+
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
@@ -57,10 +59,23 @@ class Link:
 def measure(wire: Wire) -> Link:
     """Measure the link of a wire; collective, every rank gets the same figures."""
     said = os.environ.get("WEFT_LINK")
-    if said is not None:
-        (alpha, beta), work = parse(said), _WORK
-    else:
-        (alpha, work), beta = _latency(wire), _rate(wire)
+    return figures(wire) if said is None else agreed(wire, *parse(said), _WORK)
+
+
+def figures(wire: Wire) -> Link:
+    """`measure`, whatever WEFT_LINK says."""
+    alpha, work = _latency(wire)
+    return agreed(wire, alpha, _rate(wire), work)
+
+
+def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = MERGE) -> Link:
+    """The slowest rank's figures, for ranks that share the cores of their hosts; collective.
+
+    Args:
+        wire: among whom.
+        alpha, beta, work: seconds, see `Link`; `work` that of a core alone.
+        merge: seconds in which a core alone merges a byte; the same on every rank.
+    """
     host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
     steps = (_step(alpha), _step(beta), _step(work), os.cpu_count() or 1)
     mine = bytearray(_FIGURES.pack(*steps) + host)
@@ -73,7 +88,7 @@ def measure(wire: Wire) -> Link:
     # ranks to a core, where they are closest together
     share = max(1.0, *(ranks_on[host] / n for host, n in zip(hosts, cores, strict=True)))
     alpha, beta, work = (_unstep(max(figures)) for figures in (alphas, betas, works))
-    return Link(alpha, beta, _MERGE * share, work * share)
+    return Link(alpha, beta, merge * share, work * share)
 
 
 def parse(text: str) -> tuple[float, float]:

@@ -27,7 +27,7 @@ __all__ = ["Lease", "Pool", "Shelf", "fresh", "typed"]
 
 _log = logging.getLogger("weft")
 
-_SMALLEST = 1 << 12  # bytes; a lease is never smaller
+_SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 22  # bytes; smaller results are left to the allocator of torch
 _SPARE = 1.25  # times what is asked for, that a kept piece may have
@@ -65,14 +65,15 @@ class Pool:
         peak: the most that were lent at once; whoever measures sets it back to `lent`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: int = _SMALLEST) -> None:
+        self._smallest = smallest
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
         self.lent = self.peak = 0
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything."""
-        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else _SMALLEST
+        size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None

@@ -1,0 +1,61 @@
+"""Hold predictions against the simulation: the table of docs/plan.md.
+
+    python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
+    python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8
+
+A message takes about a tenth of a millisecond of a core, a pair of ranks some ten kilobytes: 64
+ranks take seconds, 256 a minute; `split` on 1,024 takes seven minutes and 11 GiB.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+
+import weft
+from weft.sparse import ALGORITHMS
+from weft.sparse.simulation import simulate
+from weft.wire.link import MERGE, Link
+
+LINKS = {
+    "1gbit": Link(50e-6, 8e-9, MERGE, 10e-6),
+    "10gbit": Link(20e-6, 0.8e-9, MERGE, 5e-6),
+}
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="How many.")] = 64,
+    rows: Annotated[int, typer.Option(help="Rows of a rank.")] = 500,
+    height: Annotated[int, typer.Option(help="Rows they are drawn from, uniformly.")] = 20_000,
+    width: Annotated[int, typer.Option(help="Floats of a row.")] = 64,
+    algorithm: Annotated[str, typer.Option(help="Names, divided by commas, or all.")] = "all",
+    link: Annotated[str, typer.Option(help="1gbit, 10gbit, or both.")] = "1gbit,10gbit",
+) -> None:
+    """Print a line for each algorithm and link."""
+    values = torch.ones(rows, width)
+
+    def drawn(rank: int) -> weft.Rows:
+        generator = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(height, generator=generator)[:rows].sort().values
+        return weft.Rows(indices, values, height)
+
+    print(f"# {ranks} ranks, {rows} rows of {width} floats, of {height}")
+    print("# algorithm   link    simulated ms  predicted ms  ratio  messages  opening ms  took s")
+    for name in ALGORITHMS if algorithm == "all" else algorithm.split(","):
+        for speed in link.split(","):
+            start = time.perf_counter()
+            done = simulate(name, drawn, ranks, LINKS[speed])
+            took = time.perf_counter() - start
+            print(
+                f"{name:13} {speed:7} {done.seconds * 1e3:12.3f}  {done.predicted * 1e3:12.3f}  "
+                f"{done.predicted / done.seconds:5.2f}  {done.messages:8.0f}  "
+                f"{done.opening * 1e3:10.3f}  {took:6.0f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)

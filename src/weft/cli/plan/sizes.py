@@ -1,0 +1,131 @@
+"""What so many ranks would bring to a call: expected rows, and expected overlap.
+
+An index that a draw hits with probability p is in the union of n draws with probability
+1 - (1 - p)^n. For rows drawn independently that is all there is to know; a recorded run says
+how large the union of its ranks was, and other numbers of ranks are taken to overlap as if the
+same number of places were filled independently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import WeftError
+from weft.sparse.cost import Load
+from weft.wire.hosts import Hosts
+
+__all__ = ["Sizes", "drawn", "recorded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a rank brings, and how it overlaps with others.
+
+    Attributes:
+        name: what it is called.
+        rows: rows of a rank, its duplicates removed.
+        height: rows of the dense tensor, None if unknown.
+        row: bytes of a row's values.
+        partial: bytes of a row's values while only some ranks' are added.
+        union: rows in the union of so many ranks.
+    """
+
+    name: str
+    rows: float
+    height: int | None
+    row: int
+    partial: int
+    union: Callable[[int], float]
+
+    def load(self, ranks: int, per_host: int = 1) -> Load:
+        """The load of a call of so many ranks, some of which share a host."""
+        rows = round(self.rows)
+        highest = self.height or round(self.union(ranks))
+        return Load(
+            ranks=ranks,
+            total=rows * ranks,
+            most=rows,
+            fewest=rows,
+            union=min(rows * ranks, max(rows, round(self.union(ranks)))),
+            height=self.height,
+            row=self.row,
+            partial=self.partial,
+            index=4 if highest <= 2**31 else 8,
+            places=highest,
+            hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
+        )
+
+    def times(self, factor: float) -> Sizes:
+        """Ranks that bring so many times the rows, of as many as there are, independently."""
+        places = self.height or 1 << 62
+        rows = min(self.rows * factor, float(places))
+        return replace(self, rows=rows, union=_independent(rows, float(places)))
+
+
+def drawn(name: str, rows: int, height: int, row: int, partial: int, distribution: str) -> Sizes:
+    """Rows drawn as `weft bench` draws them: uniform, zipf or identical."""
+    if distribution == "identical":
+        return Sizes(name, rows, height, row, partial, lambda ranks: float(rows))
+    if distribution == "zipf":
+        chances = _zipf(height)
+
+        def union(ranks: int) -> float:
+            return float(-np.expm1(rows * ranks * np.log1p(-chances)).sum())
+
+        return Sizes(name, union(1), height, row, partial, lru_cache(union))
+    return Sizes(name, rows, height, row, partial, _independent(float(rows), float(height)))
+
+
+def recorded(path: Path) -> list[Sizes]:
+    """The cases of a run that `weft bench --json` recorded.
+
+    Raises:
+        WeftError: the file is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        ranks = int(found["head"]["ranks"])
+        rows = {row["case"]: row for row in found["rows"]}
+        return [_of_record(row, ranks) for row in rows.values()]
+    except OSError as error:
+        raise WeftError(f"{path} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeftError(
+            f"{path} is no record of weft bench --json: {type(error).__name__} {error}"
+        ) from None
+
+
+def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
+    import torch
+
+    setting = row["setting"]
+    dtype = getattr(torch, setting["dtype"])
+    width, height = int(setting["width"]), int(setting["height"])
+    from weft.kernels.ops import OPS
+
+    partial = width * OPS[setting["op"]].accumulator(dtype).itemsize
+    mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
+    seen = Load(
+        ranks, total, round(mean), round(mean), union, height, width * dtype.itemsize, partial, 4
+    )
+    return Sizes(row["case"], mean, height, seen.row, partial, seen.union_of)
+
+
+def _independent(rows: float, places: float) -> Callable[[int], float]:
+    return lambda ranks: float(-places * np.expm1(ranks * np.log1p(-min(rows / places, 1 - 1e-15))))
+
+
+@lru_cache(maxsize=2)
+def _zipf(height: int) -> npt.NDArray[np.float64]:
+    """Probabilities of Zipf(1.0) over 1, 2, ..., height."""
+    chances = 1.0 / np.arange(1, height + 1, dtype=np.float64)
+    chances /= chances.sum()
+    return np.minimum(chances, 1 - 1e-12)

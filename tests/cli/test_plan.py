@@ -1,0 +1,130 @@
+"""`weft plan`: what it predicts, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from weft.cli.plan import plan
+from weft.cli.plan.sizes import drawn, recorded
+from weft.sparse import ALGORITHMS
+
+APP = typer.Typer()
+APP.command()(plan)
+
+
+def invoke(*given: str) -> Result:
+    return CliRunner().invoke(APP, list(given))
+
+
+def lines(result: Result) -> list[list[str]]:
+    words = [line.split() for line in result.stdout.splitlines()]
+    return [line for line in words if line and line[0].isdecimal()]
+
+
+def test_a_line_for_each_number_of_ranks_to_thousands() -> None:
+    result = invoke("--case", "uniform,zipf", "--link", "1gbit,100gbit")
+    assert result.exit_code == 0, result.output
+    assert [line[0] for line in lines(result)] == [str(2**power) for power in range(1, 13)] * 4
+    assert {line[2] for line in lines(result)} <= {"eager", *ALGORITHMS}
+    for name in ALGORITHMS:
+        assert f"{name} ms" in result.stdout
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    given = ("--case", "identical", "--ranks", "4096", "--link", "1gbit")
+    [alone], [shared] = lines(invoke(*given)), lines(invoke(*given, "--per-host", "8"))
+    assert alone[2] != "hierarchical" and shared[2] == "hierarchical"
+
+
+def test_where_nothing_keeps_within_the_workspace_what_needs_least_is_planned() -> None:
+    wide = ("--rows", "100", "--height", "8192", "--width", "100000", "--ranks", "65536")
+    [line] = lines(invoke(*wide, "--link", "1gbit"))
+    assert line[2] in ALGORITHMS
+
+
+def test_few_rows_are_eager_and_many_ranks_take_few_messages() -> None:
+    result = invoke("--rows", "10", "--height", "1000", "--ranks", "4,256", "--link", "1gbit")
+    assert [line[2] for line in lines(result)] == ["eager", "doubling"]
+
+
+def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
+    figures = tmp_path / "plan.json"
+    for picture, begins in (("plan.svg", b"<?xml"), ("plan.png", b"\x89PNG")):
+        result = invoke(
+            *("--ranks", "2,64", "--link", "1gbit", "--json", str(figures)),
+            *("--plot", str(tmp_path / picture)),
+        )
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / picture).read_bytes().startswith(begins)
+    few, many = json.loads(figures.read_text())
+    assert (few["ranks"], many["ranks"]) == (2, 64)
+    assert few["union"] < many["union"] <= 1_000_000
+    for one in (few, many):
+        assert {line["algorithm"] for line in one["algorithms"]} >= set(ALGORITHMS)
+        [chosen] = [line for line in one["algorithms"] if line["verdict"] == "chosen"]
+        assert chosen["algorithm"] == one["chosen"]
+        serving = [line for line in one["algorithms"] if line["verdict"].startswith("predicted")]
+        assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
+
+
+def test_expected_unions() -> None:
+    uniform = drawn("uniform", 100, 1000, 4, 4, "uniform")
+    assert uniform.union(1) == pytest.approx(100)
+    assert uniform.union(2) == pytest.approx(190)
+    same = drawn("same", 100, 1000, 4, 4, "identical")
+    assert same.union(64) == 100
+    text = drawn("zipf", 100, 1000, 4, 4, "zipf")
+    assert text.rows < 100  # duplicates
+    assert text.rows < text.union(4) < 4 * text.rows
+    assert text.union(100_000) == pytest.approx(1000, rel=0.01)
+    two = drawn("zipf", 2, 2, 4, 4, "zipf")  # of chances 2/3 and 1/3
+    assert two.rows == pytest.approx(1 - 1 / 9 + 1 - 4 / 9)
+    load = text.load(8)
+    assert load.most <= load.union <= load.total == 8 * load.most
+
+
+def row(case: str, **more: object) -> dict[str, object]:
+    setting = {"dtype": "bfloat16", "width": 8, "height": 5000, "op": "sum"}
+    return {"case": case, "distinct": 400.0, "total": 1600, "union": 1000, "setting": setting}
+
+
+def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [row("mine"), row("mine")]}))
+    [sizes] = recorded(file)
+    assert (sizes.row, sizes.partial, sizes.rows) == (16, 32, 400.0)
+    assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
+    assert 400 < sizes.union(2) < 1000 < sizes.union(16)
+    result = invoke("--record", str(file), "--ranks", "4,32")
+    assert result.exit_code == 0, result.output
+    assert [line[0] for line in lines(result)] == ["4", "32"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--case", "nope"], "unknown --case 'nope': there is uniform, zipf"),
+        (["--ranks", "1,2"], "--ranks 1,2: numbers from 2 to 65536"),
+        (["--ranks", "many"], "--ranks many: numbers"),
+        (["--per-host", "0"], "--per-host 0: at least 1"),
+        (["--link", "fast"], "--link 'fast' is no speed"),
+        (["--latency", "0"], "microseconds, above 0"),
+        (["--distribution", "flat"], "unknown --distribution 'flat': there is uniform"),
+        (["--dtype", "float"], "unknown --dtype 'float': there is float32"),
+        (["--rows", "9", "--height", "4"], "9 distinct rows do not fit"),
+        (["--plot", "x.pdf"], "ends in .png or .svg"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
+        (["--record", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
+        (["--record", "pyproject.toml"], "pyproject.toml is no record of weft bench --json"),
+        (["--record", "x", "--rows", "4"], "--record says the sizes"),
+        (["--profile", "pyproject.toml"], "pyproject.toml is no link profile"),
+    ],
+)
+def test_refused_in_one_line_with_status_2(given: list[str], words: str) -> None:
+    result = invoke(*given)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""

@@ -1,0 +1,75 @@
+"""`weft tune`: it measures on processes, writes what auto reads, and says what is wrong."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from weft.bootstrap.local import launch
+from weft.cli.plan import plan
+from weft.cli.tune import tune
+from weft.sparse.profile import default_path, read
+
+APP, PLAN = typer.Typer(), typer.Typer()
+APP.command()(tune)
+PLAN.command()(plan)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_KERNELS", "reference")  # compiling is not what is tested here
+    for name in ("RANK", "WORLD_SIZE", "WEFT_PROFILE", "WEFT_LINK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def invoke(*given: str) -> Result:
+    return CliRunner().invoke(APP, list(given))
+
+
+def test_it_launches_measures_and_writes(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "profile.json"
+    result = invoke("--ranks", "2", "--out", str(file), "--any-host")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {file}" in result.stdout and "within a host" in result.stdout
+    profile = read(file)
+    assert profile.hosts == () and profile.ranks == 2 and profile.between is None
+    planned = CliRunner().invoke(PLAN, ["--profile", str(file), "--ranks", "4"])
+    assert planned.exit_code == 0 and "link within a host" in planned.stdout
+
+
+def as_a_rank(given: list[str]) -> tuple[int, str, str]:
+    """The command in a process that a launcher has told its rank."""
+    result = invoke(*given)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_under_a_launcher_each_process_is_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = launch(2, as_a_rank, ([],), timeout=50, env={"WEFT_CACHE_DIR": str(tmp_path)})
+    assert zero[0] == 0 and "Gbit/s" in zero[1] and one == (0, "", "")
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    path = default_path([socket.gethostname()])
+    assert path is not None and read(path).hosts == (socket.gethostname(),)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--ranks", "1"], "--ranks 1: a link has two ends"),
+        (["--any-host"], "--any-host needs --out"),
+    ],
+)
+def test_refused_in_one_line_with_status_2(given: list[str], words: str) -> None:
+    result = invoke(*given)
+    assert result.exit_code == 2
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = invoke("--ranks", "8")
+    assert result.exit_code == 2 and "a launcher that started 4" in result.stderr

@@ -1,0 +1,73 @@
+"""Predictions are held against the real schedules, on clocks that only count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import weft
+from weft.kernels import meter
+from weft.sparse import ALGORITHMS
+from weft.sparse.simulation import simulate
+from weft.testing import expected
+from weft.wire import simulated
+from weft.wire.link import MERGE, Link
+
+SLOW = Link(alpha=50e-6, beta=8e-9, gamma=MERGE, work=10e-6)
+BUSY = Link(alpha=20e-6, beta=0.8e-9, gamma=30 * MERGE, work=5e-6)  # arithmetic decides
+ONES = torch.ones(200, 64)
+
+
+def spread(rank, count=100, height=4000):
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randperm(height, generator=generator)[:count].sort().values
+    return weft.Rows(indices, ONES[:count], height)
+
+
+def check(done):
+    assert done.predicted == pytest.approx(done.seconds, rel=0.15)
+    assert done.messages == pytest.approx(done.cost.messages, rel=0.1)
+    assert done.bytes == pytest.approx(done.cost.bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_64_ranks_take_what_was_predicted(name):
+    check(simulate(name, spread, 64, SLOW))
+
+
+@pytest.mark.parametrize("name", ["doubling", "holders"])
+def test_64_ranks_that_merge_slowly(name):
+    check(simulate(name, spread, 64, BUSY))
+
+
+@pytest.mark.parametrize(("each", "link"), [(4, SLOW), (8, BUSY), (64, SLOW)])
+def test_64_ranks_on_hosts_of_several(each, link):
+    # a host's own network is its cores: to hand a byte on costs them four that are merged
+    within = replace(link, beta=4 * link.gamma)
+    hosts = [f"{rank // each}" for rank in range(64)]
+    check(simulate("hierarchical", spread, 64, link, hosts=hosts, within=within))
+
+
+def test_a_number_of_ranks_that_is_no_power_of_two():
+    check(simulate("doubling", spread, 72, SLOW))
+
+
+def test_headers_combine_and_the_sums_are_right():
+    parts = [spread(rank, count=20, height=300) for rank in range(24)]
+    right = expected(parts)
+
+    def program(wire):
+        rows = weft.sparse_all_reduce(parts[wire.rank])
+        return torch.equal(rows.indices, right.indices) and torch.equal(rows.values, right.values)
+
+    assert all(simulated.run(24, SLOW, program))
+
+
+def test_arithmetic_is_reported_where_somebody_asks():
+    seen = []
+    with meter.metered(seen.append):
+        weft.kernels.take(torch.ones(4, 8), torch.tensor([1, 2]))
+    weft.kernels.take(torch.ones(4, 8), torch.tensor([1, 2]))
+    assert seen == [64]

@@ -1,0 +1,106 @@
+"""The simulated wire's clocks say what its model says, and the same each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.wire.link import Link
+from weft.wire.simulated import group, run
+
+LINK = Link(alpha=1e-3, beta=1e-6, gamma=1e-7, work=2e-4)
+
+
+def swap(wire, nbytes=1000):
+    peer = 1 - wire.rank
+    wire.post([(peer, torch.zeros(nbytes, dtype=torch.uint8))], [(peer, nbytes)]).wait()
+    return wire.clock
+
+
+def test_a_message_takes_work_latency_and_bytes():
+    assert run(2, LINK, swap) == pytest.approx([2e-4 + 1e-3 + 1e-3] * 2)
+    assert run(2, LINK, swap, 0) == pytest.approx([2e-4 + 1e-3] * 2)
+
+
+def test_arithmetic_takes_time_and_a_late_rank_keeps_the_other_waiting():
+    def program(wire):
+        if wire.rank:
+            wire.compute(50_000)
+        return swap(wire)
+
+    assert run(2, LINK, program) == pytest.approx([5e-3 + 2.2e-3] * 2)
+
+
+def test_one_way_into_a_rank_carries_one_message_after_another():
+    def program(wire):
+        if wire.rank == 0:
+            wire.post((), [(peer, 1000) for peer in (1, 2, 3)]).wait()
+        else:
+            wire.post([(0, torch.zeros(1000, dtype=torch.uint8))]).wait()
+        return wire.clock
+
+    first, *others = run(4, LINK, program)
+    assert first == pytest.approx(1e-4 + 1e-3 + 3e-3 + 3 * 1e-4)
+    assert others == pytest.approx([2.1e-3, 3.1e-3, 4.1e-3])
+
+
+def test_ranks_of_one_host_share_its_ways_out():
+    def program(wire):
+        peer = (wire.rank + 2) % 4
+        wire.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
+        far = wire.clock
+        peer = wire.rank ^ 1
+        wire.post([(peer, torch.zeros(1000, dtype=torch.uint8))], [(peer, 1000)]).wait()
+        return far, wire.clock - far
+
+    within = Link(alpha=1e-5, beta=1e-9, gamma=1e-7, work=2e-4)
+    seen = run(4, LINK, program, hosts=["a", "a", "b", "b"], within=within)
+    assert sorted(far for far, _ in seen) == pytest.approx([2.2e-3, 2.2e-3, 3.2e-3, 3.2e-3])
+    assert min(near for _, near in seen) == pytest.approx(2e-4 + 1e-5 + 1e-6)
+
+
+def test_a_rank_may_receive_more_than_memory_could_hold_at_the_maximum():
+    def program(wire):
+        sends = [(peer, torch.tensor([wire.rank])) for peer in wire.peers]
+        pending = wire.post(sends, [(peer, 1 << 30) for peer in wire.peers])
+        return [int(view[:8].view(torch.int64)) for view in pending.wait()]
+
+    for rank, got in enumerate(run(8, LINK, program)):
+        assert got == [(rank + step) % 8 for step in range(1, 8)]
+
+
+def test_the_same_time_again():
+    def program(wire):
+        generator = torch.Generator().manual_seed(wire.rank)
+        rows = torch.randint(500, (60,), generator=generator), torch.ones(60, 8)
+        weft.sparse_all_reduce(rows, algorithm="split")
+        return wire.clock
+
+    first = run(20, LINK, program)
+    assert run(20, LINK, program) == first
+    assert len(set(first)) > 1
+
+
+def test_nothing_is_measured_and_a_deadlock_is_told_at_once():
+    def program(wire):
+        assert wire.link is LINK
+        wire.post((), [(1 - wire.rank, 8)]).wait()
+
+    with pytest.raises(weft.WireError, match="all ranks wait for each other"):
+        run(2, LINK, program)
+
+
+def test_what_a_rank_raises_is_raised():
+    def program(wire):
+        if wire.rank == 1:
+            raise KeyError("here")
+        wire.post((), [(1, 8)]).wait()
+
+    with pytest.raises(KeyError, match="here"):
+        run(3, LINK, program)
+
+
+def test_hosts_are_one_for_each_rank():
+    with pytest.raises(weft.WeftError, match="1 hosts for 2 ranks"):
+        group(2, LINK, hosts=["a"])
