@@ -20,7 +20,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "_SMALL", 1 << 30 if request.param == "small" else 0)
-    monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
+    many = request.param == "many chunks"
+    monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if many else 1 << 30)
+    monkeypatch.setattr(dense, "_CHUNK", 1 << 7 if many else 1 << 30)
     monkeypatch.setattr(dense, "_BLOCK", 100)
 
 
@@ -154,9 +156,12 @@ def count_bytes(wire):
     wire.traffic.reset()
     dense.all_reduce(wire, tensor, "sum").wait()
     assert wire.traffic.bytes == 2 * (wire.size - 1) * tensor.nbytes // wire.size
-    assert set(wire.traffic.to.values()) == {2 * tensor.nbytes // wire.size}
+    part, right = tensor.nbytes // wire.size, (wire.rank + 1) % wire.size
+    round_the_ring = part * (wire.size - 1)
+    expected = {peer: part + round_the_ring * (peer == right) for peer in wire.peers}
+    assert wire.traffic.to == expected
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_each_rank_sends_two_parts_to_each_other(size):
+def test_a_part_goes_to_each_other_and_the_sums_go_round(size):
     run(size, count_bytes)

@@ -1,12 +1,15 @@
 """Dense all-reduce in posts alone: for wires whose transport has none, or a slow one.
 
 Small tensors go from each to all and every rank reduces them itself: one round. Larger ones are
-cut into one part for each rank; part p of every rank goes to rank p, which reduces it and sends
-the result to all: 2 (P-1)/P of the tensor's bytes are received by each rank, whatever P is. They
-go in chunks, so that one chunk is reduced while the next is on its way.
+cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
+goes round the ring of ranks: 2 (P-1)/P of the tensor's bytes are received by each rank, whatever P
+is. They go in chunks, so that one chunk is reduced while the next is on its way, and goes on to the
+right while the next is reduced.
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
-Operations", ICCS 2004, with direct exchanges in place of the butterfly.
+Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
+wants the direct exchange; for the rest, one stream into each host and one out of it share links
+more evenly than streams between all.
 
 Contributions are combined in rank order by one rank (or alike by all), so every rank gets the same
 bits; half precision is accumulated in float32 and rounded once.
@@ -28,6 +31,8 @@ __all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduce
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
+_CHUNK = 1 << 17  # bytes of a part that are worth a message of their own
+_CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
 _BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 
@@ -81,7 +86,7 @@ def messages(ranks: int, nbytes: float) -> int:
         return 0
     if nbytes <= _SMALL:
         return ranks - 1
-    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / (SCRATCH // (ranks - 1)))
+    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / _chunk(ranks, nbytes / ranks))
 
 
 def received_bytes(ranks: int, nbytes: float) -> float:
@@ -92,6 +97,11 @@ def received_bytes(ranks: int, nbytes: float) -> float:
 def reduced_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank adds up while so many are reduced."""
     return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
+
+
+def _chunk(ranks: int, part: float) -> int:
+    """Bytes of a chunk of a part of so many."""
+    return min(SCRATCH // (ranks - 1), max(_CHUNK, math.ceil(part / _CHUNKS)))
 
 
 def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
@@ -162,17 +172,25 @@ class _Whole(Pending):
 
 
 class _Parts(Pending):
-    """Each rank reduces its part and sends it to all, chunk by chunk."""
+    """Each rank reduces its part and sends it round the ring, chunk by chunk, in steps.
+
+    In step t a rank reduces its own chunk t and sends it to the right. It posts receives for what
+    the left neighbour sends in step t (its chunk t, chunk t-1 of the one before that, and so on),
+    no sooner, since until then the memory they go to was still being sent; and it sends on what
+    came of those of the step before.
+    """
 
     def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
-        chunk = SCRATCH // (wire.size - 1) // flat.element_size()
+        chunk = _chunk(wire.size, self._part * flat.element_size()) // flat.element_size()
         self._step = max(grain, chunk // grain * grain)
-        self._gathers: list[Pending] = []
+        self._chunks = -(-self._part // self._step)
+        self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
+        self._done = False
 
     def _piece(self, rank: int, start: int) -> Tensor:
         """The chunk that begins `start` elements into rank's part; it may be empty."""
@@ -191,27 +209,49 @@ class _Parts(Pending):
         return wire.post(sends, recvs, _SCATTER), lease
 
     def wait(self) -> list[Tensor]:
-        start = 0
-        while self._scatter is not None:
-            pending, lease = self._scatter
-            ahead = self._scatter_chunk(start + self._step)
-            self._share(start, pending.wait())
-            lease.release()
-            self._scatter, start = ahead, start + self._step
-        for gather in self._gathers:
-            gather.wait()
-        self._gathers.clear()
+        if self._done:
+            return [self._tensor]
+        sent: list[Pending] = []
+        coming: list[tuple[int, Tensor, Pending]] = []
+        for step in range(self._chunks + self._wire.size - 1):
+            if step < self._chunks:
+                sent.append(self._post_right(self._reduced(step * self._step)))
+            here, coming = coming, self._post_left(step)
+            for origin, piece, pending in here:
+                pending.wait()
+                if origin != self._right:
+                    sent.append(self._post_right(piece))
+        for pending in sent:
+            pending.wait()
+        self._done = True
         return [self._tensor]
 
-    def _share(self, start: int, received: list[Tensor]) -> None:
-        """Reduce one's own chunk, send it to all and post the receives of theirs."""
+    def _post_left(self, step: int) -> list[tuple[int, Tensor, Pending]]:
+        """Receive what the left neighbour sends in a step, in its order; and whose it is."""
+        coming = []
+        for distance in range(1, self._wire.size):
+            chunk = step - (distance - 1)
+            if 0 <= chunk < self._chunks:
+                origin = (self._wire.rank - distance) % self._wire.size
+                piece = self._piece(origin, chunk * self._step)
+                pending = self._wire.post((), [(self._left, piece)], _GATHER)
+                coming.append((origin, piece, pending))
+        return coming
+
+    def _post_right(self, piece: Tensor) -> Pending:
+        return self._wire.post([(self._right, piece)], (), _GATHER)
+
+    def _reduced(self, start: int) -> Tensor:
+        """One's own chunk, reduced; the next is on its way meanwhile."""
+        assert self._scatter is not None
+        pending, lease = self._scatter
+        self._scatter = self._scatter_chunk(start + self._step)
         wire, own = self._wire, self._piece(self._wire.rank, start)
-        parts = dict(zip(wire.peers, received, strict=True))
+        parts = dict(zip(wire.peers, pending.wait(), strict=True))
         parts[wire.rank] = own
         _reduce([parts[rank] for rank in range(wire.size)], self._combine, own)
-        sends = [(peer, own) for peer in wire.peers]
-        recvs = [(peer, self._piece(peer, start)) for peer in wire.peers]
-        self._gathers.append(wire.post(sends, recvs, _GATHER))
+        lease.release()
+        return own
 
     def release(self) -> None:
         return None
