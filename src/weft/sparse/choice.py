@@ -47,7 +47,7 @@ _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connect
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
 _GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
-_CHUNKS = (1 << 17, 1 << 20)  # bytes of the smallest and the largest chunk
+_CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
 
-__all__ = ["Cost", "Load"]
+__all__ = ["UNEVEN", "Cost", "Load"]
+
+UNEVEN = 0.08
+"""Of the bytes: streams between all pairs share links unevenly, and a ring waits for the last."""
 
 _SLOT = 4  # bytes that say where in a union an index belongs
 

@@ -13,6 +13,7 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), for t
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,32 +21,49 @@ import torch
 from .. import kernels
 from ..kernels import meter
 from ..rows import Rows
-from ..wire.dense import SCRATCH, messages, received_bytes
+from ..wire.dense import SCRATCH, messages, received_bytes, ring_chunk
 from ..wire.memory import typed
 from .call import Call
-from .cost import Cost, Load
+from .cost import UNEVEN, Cost, Load
 from .registry import algorithm
 
 
-def reduction(ranks: int, nbytes: float) -> tuple[int, float]:
-    """Messages that a rank sends, and bytes it receives, in a dense reduction by the wire."""
-    return messages(ranks, nbytes), received_bytes(ranks, nbytes)
+class Reduction(NamedTuple):
+    """A dense reduction by the wire, in the terms of `Cost`."""
+
+    messages: int
+    bytes: float
+    direct: int
+    hops: int
+    behind: float
+    queued: float
+
+    @classmethod
+    def of(cls, load: Load, nbytes: float) -> Reduction:
+        sent, received = messages(load.ranks, nbytes), received_bytes(load.ranks, nbytes)
+        queued, chunk = load.queue * received, ring_chunk(load.ranks, nbytes)
+        if chunk is None:
+            return cls(sent, received, sent, 0, 0.0, queued)
+        hops, behind = load.ranks - 2, nbytes / load.ranks - chunk
+        return cls(sent, received, sent // 2, hops, behind, queued + UNEVEN * received)
 
 
 def cost(load: Load) -> Cost:
     height = load.height or 0
-    bits, bit_bytes = reduction(load.ranks, math.ceil(height / 8))
-    sums, sum_bytes = reduction(load.ranks, height * load.partial)
+    bits = Reduction.of(load, math.ceil(height / 8))
+    sums = Reduction.of(load, height * load.partial)
     return Cost(
         rounds=4,
-        messages=bits + sums,
-        bytes=bit_bytes + sum_bytes,
-        queued=load.queue * (bit_bytes + sum_bytes),
+        messages=bits.messages + sums.messages,
+        bytes=bits.bytes + sums.bytes,
+        queued=bits.queued + sums.queued,
         merged=2 * height * load.partial + load.merging(load.union + load.mean),
         # the table, which rows it has (a bit each on the wire, a byte each here), what
         # two steps of `dense_all_reduce` hold, the places of the rows that are there
         memory=height * (load.partial + 1 + 1 / 8) + 2 * SCRATCH + load.union * 8,
-        direct=bits + sums,
+        direct=bits.direct + sums.direct,
+        hops=bits.hops + sums.hops,
+        behind=sums.behind,
     )
 
 

@@ -29,7 +29,7 @@ from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
-from .dense import reduction
+from .dense import Reduction
 from .registry import algorithm
 from .stream import IndexLists, list_messages
 
@@ -37,25 +37,27 @@ _LOOKED = 2.0  # bytes that could be merged while a place is marked, and looked 
 
 
 def cost(load: Load) -> Cost:
-    others, index = load.ranks - 1, load.index_of(load.mean)
+    others, index, values = load.ranks - 1, load.index_of(load.mean), load.union * load.partial
+    sums = Reduction.of(load, values)
     if load.identical:
-        messages, bytes_, looked, memory = 0, 0.0, 0.0, 0.0
+        bits, looked, memory = Reduction(0, 0.0, 0, 0, 0.0, 0.0), 0.0, 0.0
     elif _by_bitmap(load):
-        messages, bytes_ = reduction(load.ranks, math.ceil(load.places / 8))
+        bits = Reduction.of(load, math.ceil(load.places / 8))
         looked, memory = load.places * _LOOKED, load.places * 9 / 8
     else:
         messages, bytes_ = others * list_messages(load.mean * index), others * load.mean * index
+        bits = Reduction(messages, bytes_, messages, 0, 0.0, load.queue * bytes_)
         looked, memory = load.total * float(PLACE), 0.0
-    values = load.union * load.partial
-    sums, sum_bytes = reduction(load.ranks, values)
     return Cost(
         rounds=2 if load.identical else 4,
-        messages=messages + sums,
-        bytes=bytes_ + sum_bytes,
-        queued=load.queue * (bytes_ + sum_bytes),
+        messages=bits.messages + sums.messages,
+        bytes=bits.bytes + sums.bytes,
+        queued=bits.queued + sums.queued,
         merged=looked + 2 * values + load.mean * load.row,
         memory=memory + values * (load.partial != load.row),
-        direct=messages + sums,
+        direct=bits.direct + sums.direct,
+        hops=bits.hops + sums.hops,
+        behind=sums.behind,
     )
 
 

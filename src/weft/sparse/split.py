@@ -21,7 +21,7 @@ from __future__ import annotations
 from .. import kernels
 from ..rows import Rows
 from .call import Call
-from .cost import Cost, Load
+from .cost import UNEVEN, Cost, Load
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -32,8 +32,6 @@ from .stream import (
     share,
     window,
 )
-
-_UNEVEN = 0.08  # of the bytes: streams to all at once share links unevenly, the ring waits for them
 
 
 def cost(load: Load) -> Cost:
@@ -47,8 +45,7 @@ def cost(load: Load) -> Cost:
         + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
         merged=load.merging(load.mean),
-        queued=load.queue * others * (to_owner * load.row + asked)
-        + _UNEVEN * bytes_ * (others > 1),
+        queued=load.queue * others * (to_owner * load.row + asked) + UNEVEN * bytes_ * (others > 1),
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)

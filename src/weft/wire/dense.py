@@ -2,9 +2,9 @@
 
 Small tensors go from each to all and every rank reduces them itself: one round. Larger ones are
 cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
-goes round the ring of ranks: 2 (P-1)/P of the tensor's bytes are received by each rank, whatever P
-is. They go in chunks, so that one chunk is reduced while the next is on its way, and goes on to the
-right while the next is reduced.
+goes to all, round the ring of ranks if parts are large. A rank receives 2 (P-1)/P of the tensor's
+bytes, whatever P is. They go in chunks, so that one chunk is reduced while the next is on its way,
+and goes on to the right while the next is reduced.
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
 Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
@@ -27,11 +27,19 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduced_bytes"]
+__all__ = [
+    "OPS",
+    "SCRATCH",
+    "all_reduce",
+    "messages",
+    "received_bytes",
+    "reduced_bytes",
+    "ring_chunk",
+]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
-_CHUNK = 1 << 17  # bytes of a part that are worth a message of their own
+_CHUNK = 1 << 17  # bytes of a part that are worth a message of their own, and the ring
 _CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
 _BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
@@ -97,6 +105,12 @@ def received_bytes(ranks: int, nbytes: float) -> float:
 def reduced_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank adds up while so many are reduced."""
     return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
+
+
+def ring_chunk(ranks: int, nbytes: float) -> float | None:
+    """Bytes of a chunk of the sums that go round the ring; None if they go to all directly."""
+    part = nbytes / ranks
+    return _chunk(ranks, part) if nbytes > _SMALL and ranks > 2 and part >= _CHUNK else None
 
 
 def _chunk(ranks: int, part: float) -> int:
@@ -172,12 +186,12 @@ class _Whole(Pending):
 
 
 class _Parts(Pending):
-    """Each rank reduces its part and sends it round the ring, chunk by chunk, in steps.
+    """Each rank reduces its part and sends it to all, chunk by chunk.
 
-    In step t a rank reduces its own chunk t and sends it to the right. It posts receives for what
-    the left neighbour sends in step t (its chunk t, chunk t-1 of the one before that, and so on),
-    no sooner, since until then the memory they go to was still being sent; and it sends on what
-    came of those of the step before.
+    On the ring that goes in steps. In step t a rank reduces its own chunk t and sends it to the
+    right. It posts receives for what the left neighbour sends in step t (its chunk t, chunk t-1 of
+    the one before that, and so on), no sooner, since until then the memory they go to was still
+    being sent; and it sends on what came of those of the step before.
     """
 
     def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine) -> None:
@@ -190,6 +204,7 @@ class _Parts(Pending):
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
+        self._rings = ring_chunk(wire.size, flat.numel() * flat.element_size()) is not None
         self._done = False
 
     def _piece(self, rank: int, start: int) -> Tensor:
@@ -209,8 +224,25 @@ class _Parts(Pending):
         return wire.post(sends, recvs, _SCATTER), lease
 
     def wait(self) -> list[Tensor]:
-        if self._done:
-            return [self._tensor]
+        if not self._done:
+            if self._rings:
+                self._round_the_ring()
+            else:
+                self._to_all()
+            self._done = True
+        return [self._tensor]
+
+    def _to_all(self) -> None:
+        wire, pending = self._wire, []
+        for start in range(0, self._part, self._step):
+            own = self._reduced(start)
+            sends = [(peer, own) for peer in wire.peers]
+            recvs = [(peer, self._piece(peer, start)) for peer in wire.peers]
+            pending.append(wire.post(sends, recvs, _GATHER))
+        for each in pending:
+            each.wait()
+
+    def _round_the_ring(self) -> None:
         sent: list[Pending] = []
         coming: list[tuple[int, Tensor, Pending]] = []
         for step in range(self._chunks + self._wire.size - 1):
@@ -223,8 +255,6 @@ class _Parts(Pending):
                     sent.append(self._post_right(piece))
         for pending in sent:
             pending.wait()
-        self._done = True
-        return [self._tensor]
 
     def _post_left(self, step: int) -> list[tuple[int, Tensor, Pending]]:
         """Receive what the left neighbour sends in a step, in its order; and whose it is."""
