@@ -136,9 +136,9 @@ def agree(
         f"{name}{_VALUE}{_UNKNOWN if value is None else value}" for name, value in known.items()
     )
     mine = _Statement(
-        f"{text}{_VALUE}{wire.rank}{_VALUE}1".encode(),
-        b"" if error is None else f"rank {wire.rank}: {error}".encode()[:_TEXT],
-        wire.rank,
+        f"{text}{_VALUE}{wire.named}{_VALUE}1".encode(),
+        b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
+        wire.named,
         body,
     )
     if len(mine.groups) > _TEXT // 4 or body.numel() > BODY:

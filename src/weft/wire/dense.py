@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduce_parts"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -107,7 +107,7 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
     return combine, flat
 
 
-def _reduce(parts: Sequence[Tensor], combine: _Combine, out: Tensor) -> None:
+def reduce_parts(parts: Sequence[Tensor], combine: _Combine, out: Tensor) -> None:
     """Combine in the order given, into `out`, which may be one of the parts; overwrites the first.
 
     In place, since memory that is fresh for each step costs more than the arithmetic.
@@ -147,7 +147,7 @@ class _Whole(Pending):
     def wait(self) -> list[Tensor]:
         if not self._done:
             parts = [part.view(self._flat.dtype) for part in self._pending.wait()]
-            _reduce(parts, self._combine, self._flat)
+            reduce_parts(parts, self._combine, self._flat)
             self._pending.release()
             self._done = True
         return [self._tensor]
@@ -203,7 +203,7 @@ class _Parts(Pending):
         wire, own = self._wire, self._piece(self._wire.rank, start)
         parts = dict(zip(wire.peers, received, strict=True))
         parts[wire.rank] = own
-        _reduce([parts[rank] for rank in range(wire.size)], self._combine, own)
+        reduce_parts([parts[rank] for rank in range(wire.size)], self._combine, own)
         sends = [(peer, own) for peer in wire.peers]
         recvs = [(peer, self._piece(peer, start)) for peer in wire.peers]
         self._gathers.append(wire.post(sends, recvs, _GATHER))
