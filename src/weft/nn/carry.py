@@ -85,12 +85,11 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
         return _nothing(like)
     bits = _BITS.get(like.dtype)
     into: _Result | None = None
-    for source in sorted(tensors):
+    for source, take, put in local.sources:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
-        for take, put in plan.meet(source, rank):
-            if into is None:
-                into = _Result(local, tensor.dtype, put)
-            into.write(put, tensor[take.slices])
+        if into is None:
+            into = _Result(local, tensor.dtype, put)
+        into.write(put, tensor[take.slices])
     return torch.zeros(local.result, dtype=like.dtype) if into is None else into.done(like.dtype)
 
 
