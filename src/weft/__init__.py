@@ -21,12 +21,14 @@ from .sparse import (
 from .wire.base import Wire
 
 if _typing.TYPE_CHECKING:
-    from . import ddp
+    from . import ddp, nn
+    from .nn.partition import Partition
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Error",
+    "Partition",
     "Rows",
     "StillRunning",
     "WeftError",
@@ -36,6 +38,7 @@ __all__ = [
     "ddp",
     "explain",
     "init",
+    "nn",
     "shutdown",
     "sparse",
     "sparse_all_gather",
@@ -47,8 +50,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name == "ddp":  # on first use: it imports what most programs never need
+    if name in ("ddp", "nn"):  # on first use: they import what most programs never need
         import importlib
 
-        return importlib.import_module(".ddp", __name__)
+        return importlib.import_module(f".{name}", __name__)
+    if name == "Partition":
+        from .nn.partition import Partition
+
+        return Partition
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

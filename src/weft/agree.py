@@ -136,9 +136,9 @@ def agree(
         f"{name}{_VALUE}{_UNKNOWN if value is None else value}" for name, value in known.items()
     )
     mine = _Statement(
-        f"{text}{_VALUE}{wire.rank}{_VALUE}1".encode(),
-        b"" if error is None else f"rank {wire.rank}: {error}".encode()[:_TEXT],
-        wire.rank,
+        f"{text}{_VALUE}{wire.named}{_VALUE}1".encode(),
+        b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
+        wire.named,
         body,
     )
     if len(mine.groups) > _TEXT // 4 or body.numel() > BODY:
@@ -248,6 +248,16 @@ def _join(said: list[_Statement]) -> bytes:
 
 def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
+    first = said[0].groups.rsplit(_VALUE.encode(), 2)
+    if (
+        not said[0].error
+        and _GROUP.encode() not in first[0]
+        and all(
+            not each.error and each.groups.rsplit(_VALUE.encode(), 2)[0] == first[0]
+            for each in said[1:]
+        )
+    ):
+        return _parse(first[0].decode())
     error = min((s for s in said if s.error), key=lambda s: s.error_rank, default=None)
     groups = [group.rsplit(_VALUE, 2) for group in _join(said).decode().split(_GROUP)]
     who = [(_parse(fields), ranks.split(","), int(count)) for fields, ranks, count in groups]

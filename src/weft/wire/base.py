@@ -109,6 +109,11 @@ class Wire(abc.ABC):
         (self.leave or self.close)()
 
     @property
+    def named(self) -> int:
+        """The number that errors call this rank by; a part of a wire uses that of the wire."""
+        return self.rank
+
+    @property
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]

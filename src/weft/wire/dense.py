@@ -33,6 +33,7 @@ __all__ = [
     "all_reduce",
     "messages",
     "received_bytes",
+    "reduce_parts",
     "reduced_bytes",
     "ring_chunk",
 ]
@@ -136,7 +137,7 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
     return combine, flat
 
 
-def _reduce(parts: Sequence[Tensor], combine: _Combine, out: Tensor) -> None:
+def reduce_parts(parts: Sequence[Tensor], combine: _Combine, out: Tensor) -> None:
     """Combine in the order given, into `out`, which may be one of the parts; overwrites the first.
 
     In place, since memory that is fresh for each step costs more than the arithmetic.
@@ -176,7 +177,7 @@ class _Whole(Pending):
     def wait(self) -> list[Tensor]:
         if not self._done:
             parts = [part.view(self._flat.dtype) for part in self._pending.wait()]
-            _reduce(parts, self._combine, self._flat)
+            reduce_parts(parts, self._combine, self._flat)
             self._pending.release()
             self._done = True
         return [self._tensor]
@@ -279,7 +280,7 @@ class _Parts(Pending):
         wire, own = self._wire, self._piece(self._wire.rank, start)
         parts = dict(zip(wire.peers, pending.wait(), strict=True))
         parts[wire.rank] = own
-        _reduce([parts[rank] for rank in range(wire.size)], self._combine, own)
+        reduce_parts([parts[rank] for rank in range(wire.size)], self._combine, own)
         lease.release()
         return own
 

@@ -47,6 +47,10 @@ class Part(Wire):
         self._wire, self._ranks = wire, chosen
         self.memory, self.traffic = wire.memory, wire.traffic
 
+    @property
+    def named(self) -> int:
+        return self._wire.named
+
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:

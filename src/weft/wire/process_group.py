@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +26,16 @@ from .process_group_connections import Connections
 from .process_group_wire import ProcessGroupWire
 from .verdict import names
 
-__all__ = ["ProcessGroupWire", "connect", "of", "of_group", "of_mesh"]
+__all__ = [
+    "ProcessGroupWire",
+    "connect",
+    "mesh",
+    "name_of",
+    "named",
+    "of",
+    "of_group",
+    "of_mesh",
+]
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
@@ -142,6 +153,34 @@ def of_mesh(mesh: DeviceMesh) -> ProcessGroupWire:
     if mesh.get_coordinate() is None:
         raise WeftError(f"rank {mesh.get_rank()}: the caller is not in this mesh of {mesh.size()}")
     return of_group(mesh.get_group())
+
+
+def name_of(group: object) -> str | None:
+    """What finds a group again in another process of the job; None stands for the default."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def named(name: str) -> dist.ProcessGroup:
+    """The group of that name.
+
+    Raises:
+        WeftError: this process has none.
+    """
+    try:
+        group: dist.ProcessGroup = distributed_c10d._resolve_process_group(cast(Any, name))
+    except (RuntimeError, ValueError) as error:
+        raise WeftError(f"there is no process group {name!r} here: make it first") from error
+    return group
+
+
+def mesh(
+    device_type: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
+) -> DeviceMesh:
+    """A DeviceMesh of these ranks; collective among all ranks of the default group."""
+    grid = torch.tensor(ranks, dtype=torch.int).view(*shape)
+    return DeviceMesh(device_type, grid, mesh_dim_names=None if names is None else tuple(names))
 
 
 class _Entry:

@@ -1,0 +1,159 @@
+"""Boxes, balanced cuts and Cartesian indices: pure integers.
+
+What is known of a tensor that is cut along a grid without knowing who holds which part, and without
+any tensor. Everything counts from 0, ranges exclude their end, and cells are in row-major order.
+
+The balanced cut of n into p parts gives each of the first `n % p` parts one more: the rule of MPI
+libraries and of DistDL. (`torch.chunk` cuts 10 into 3, 3, 3, 1; this one into 3, 3, 2, 2.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+
+__all__ = ["Box", "Shape", "balanced", "boxes", "cells", "overlap", "ravel", "unravel", "whole"]
+
+Shape = tuple[int, ...]
+"""Extents, indices or offsets: one integer for each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A hyper-rectangle of a tensor.
+
+    Attributes:
+        start: its first index in each dimension.
+        stop: the first index behind it in each dimension; never below `start`.
+
+    Example:
+        >>> box = Box((0, 2), (3, 4))
+        >>> box.shape, box.volume
+        ((3, 2), 6)
+        >>> box & Box((2, 3), (9, 9))
+        Box(start=(2, 3), stop=(3, 4))
+        >>> box & Box((3, 0), (9, 9)) is None
+        True
+    """
+
+    start: Shape
+    stop: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes a tensor with it."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def __and__(self, other: Box) -> Box | None:
+        """What both have in common; None if that has no volume."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(map(int.__lt__, start, stop)) else None
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The box, moved."""
+        return Box(
+            tuple(a + b for a, b in zip(self.start, by, strict=True)),
+            tuple(a + b for a, b in zip(self.stop, by, strict=True)),
+        )
+
+    def seen_from(self, origin: Sequence[int]) -> Box:
+        """The box, in coordinates that count from `origin`."""
+        return self.shifted([-a for a in origin])
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor.
+
+    Example:
+        >>> whole((2, 3))
+        Box(start=(0, 0), stop=(2, 3))
+    """
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def overlap(found: Sequence[Box]) -> bool:
+    """Whether any two of the boxes have volume in common."""
+    if len(found) > 1 and found[0].start:
+        # sorted by where they begin in the dimension that is cut most, few need comparing
+        axis = max(range(len(found[0].start)), key=lambda d: len({box.start[d] for box in found}))
+        found = sorted(found, key=lambda box: box.start[axis])
+        for number, box in enumerate(found):
+            for other in found[number + 1 :]:
+                if other.start[axis] >= box.stop[axis]:
+                    break
+                if box & other is not None:
+                    return True
+        return False
+    return len(found) > 1  # boxes without dimensions are all the same number
+
+
+def balanced(length: int, parts: int) -> Shape:
+    """The lengths of `parts` parts that differ by one at the most, the longer ones first.
+
+    Example:
+        >>> balanced(10, 4), balanced(2, 3)
+        ((3, 3, 2, 2), (1, 1, 0))
+    """
+    each, more = divmod(length, parts)
+    return (each + 1,) * more + (each,) * (parts - more)
+
+
+def boxes(lengths: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes of all cells of a grid that cuts each dimension into parts of these lengths.
+
+    Example:
+        >>> boxes([(2, 1), (4,)])
+        [Box(start=(0, 0), stop=(2, 4)), Box(start=(2, 0), stop=(3, 4))]
+    """
+    edges = [list(pairwise(accumulate(each, initial=0))) for each in lengths]
+    return [
+        Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges)) for ranges in product(*edges)
+    ]
+
+
+def cells(shape: Sequence[int]) -> Iterable[Shape]:
+    """The index of each cell of a grid, in row-major order.
+
+    Example:
+        >>> list(cells((2, 2)))
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    return product(*map(range, shape))
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of a cell, in row-major order.
+
+    Example:
+        >>> ravel((1, 2), (2, 3))
+        5
+    """
+    number = 0
+    for at, extent in zip(index, shape, strict=True):
+        number = number * extent + at
+    return number
+
+
+def unravel(number: int, shape: Sequence[int]) -> Shape:
+    """The index of a cell, given its number.
+
+    Example:
+        >>> unravel(5, (2, 3))
+        (1, 2)
+    """
+    index = []
+    for extent in reversed(shape):
+        number, at = divmod(number, extent)
+        index.append(at)
+    return tuple(reversed(index))

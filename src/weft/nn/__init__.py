@@ -1,0 +1,35 @@
+"""Layers that move tensors along a grid of ranks, each with its exact adjoint.
+
+A tensor is cut along a `weft.Partition`. Each layer is one linear map, a plan of integers; its
+transpose is the backward pass. `weft.nn.functional` has each of them as a function.
+"""
+
+from . import functional
+from .all_gather import AllGather, ReduceScatter
+from .all_sum_reduce import AllSumReduce
+from .all_to_all import AllToAll
+from .broadcast import Broadcast, SumReduce
+from .halo import HaloExchange
+from .layer import Layer
+from .partition import Partition
+from .repartition import Repartition
+from .scatter import Gather, Scatter
+from .zero_volume import ZeroVolumeCorrector, zero_volume_tensor
+
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "AllToAll",
+    "Broadcast",
+    "Gather",
+    "HaloExchange",
+    "Layer",
+    "Partition",
+    "ReduceScatter",
+    "Repartition",
+    "Scatter",
+    "SumReduce",
+    "ZeroVolumeCorrector",
+    "functional",
+    "zero_volume_tensor",
+]

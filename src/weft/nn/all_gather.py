@@ -1,0 +1,150 @@
+"""AllGather and ReduceScatter: along some dimensions of a grid, shards become the whole, and back.
+
+In each slice of the grid along `dims`, the ranks' shards make up one tensor. AllGather gives it to
+all of them. Its adjoint, ReduceScatter, adds up the tensors of all of them and gives each its
+part.
+
+Best for weights that are sharded to save memory: gathered before they are used, and their gradients
+summed and scattered. Source: DistDL (Hewett and Grady, "A linear algebraic approach to model
+parallelism in deep learning", arXiv:2006.03108), there along one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..grid import Shape, whole
+from ..plan import Plan, between
+from .along import Along, cut, evenly, given, shards, told
+from .layer import Layer
+from .movement import Lengths, fitting
+from .partition import Partition, normal_dims
+
+__all__ = ["AllGather", "Gathering", "ReduceScatter", "SummedScattering"]
+
+
+@dataclass(frozen=True)
+class Gathering(Along):
+    """Shards to wholes."""
+
+    name: ClassVar[str] = "AllGather"
+
+    def expected(self, rank: int) -> Mapping[int, Shape] | None:
+        if self.shape is None:
+            return None
+        return evenly(self.partition, range(self.partition.dim), self.shape)
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        cells = self._cells(list(shapes))
+        lengths = fitting(self.name, cells, shapes, self.dims)
+        return between(
+            shards(cells, lengths, self.dims),
+            dict.fromkeys(cells, whole([sum(each) for each in lengths])),
+        )
+
+
+@dataclass(frozen=True)
+class SummedScattering(Along):
+    """Sums of wholes to shards."""
+
+    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+
+    name: ClassVar[str] = "ReduceScatter"
+    summing: ClassVar[bool] = True
+
+    def settings(self) -> str:
+        cut = "" if self.lengths is None else f", lengths={self.lengths}"
+        return f"{super().settings()}{cut}"
+
+    def expected(self, rank: int) -> Mapping[int, Shape] | None:
+        return None if self.shape is None else self._wholes(self.shape)
+
+    def alone(self, rank: int, shape: Shape) -> Shape | None:
+        lengths = self._lengths(shape)
+        cell = self.partition.cells[rank]
+        return tuple(
+            lengths[dim][cell[dim]] if dim in self.dims else extent
+            for dim, extent in enumerate(shape)
+        )
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        cells = self._cells(list(shapes))
+        fitting(self.name, cells, shapes, ())
+        everything = whole(next(iter(shapes.values())))
+        lengths = self._lengths(everything.shape)
+        return between(dict.fromkeys(cells, everything), shards(cells, lengths, self.dims))
+
+    def _lengths(self, shape: Shape) -> list[Shape]:
+        return cut(self.name, self.partition, self.dims, shape, self.lengths)
+
+
+class AllGather(Layer):
+    """Gathers the shards along some dimensions of a grid, on all ranks.
+
+    Input: the rank's shard; any lengths, also 0, that fit together. Output: the whole along
+    `dims`. Adjoint: ReduceScatter.
+
+    Args:
+        partition: the grid.
+        dims: which of its dimensions to gather along; negative ones count from its last.
+        shape: the shape of the tensor that the grid cuts, if it is known and cut evenly; checked
+            against what the ranks bring, and needed under torch.compile.
+
+    Raises:
+        WeftError: a dim is out of range or there twice; when called: shards do not fit together.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):  # one rank's; its shard is as long as its number
+        ...     layer = weft.nn.AllGather(weft.Partition(3), 0)
+        ...     return layer(torch.full((wire.rank,), wire.rank))
+        >>> run(3, program)[0]
+        tensor([1, 2, 2])
+    """
+
+    def __init__(
+        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
+    ) -> None:
+        found = normal_dims(dims, partition.dim)
+        super().__init__(Gathering(partition, found, told(shape)))
+
+
+class ReduceScatter(Layer):
+    """Adds up the tensors of a slice of a grid, and gives each of its ranks a part of the sum.
+
+    Input: the whole along `dims`, of the same shape on all ranks of a slice. Output: the rank's
+    part; sums of float16 and bfloat16 are accumulated in float32. Adjoint: AllGather.
+
+    Args:
+        partition: the grid.
+        dims: which of its dimensions to scatter along; negative ones count from its last.
+        shape: the shape of the tensor that the grid cuts, if it is known; checked.
+        lengths: for each dimension the lengths of the parts, or None: balanced.
+
+    Raises:
+        WeftError: a dim is out of range or there twice; when called: shapes differ, or the dtype
+            has no addition.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     layer = weft.nn.ReduceScatter(weft.Partition(2), 0)
+        ...     return layer(torch.arange(3.0))
+        >>> run(2, program)
+        [tensor([0., 2.]), tensor([4.])]
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        dims: Sequence[int] | int,
+        *,
+        shape: Sequence[int] | None = None,
+        lengths: Lengths = None,
+    ) -> None:
+        found = normal_dims(dims, partition.dim)
+        super().__init__(SummedScattering(partition, found, told(shape), given(lengths)))

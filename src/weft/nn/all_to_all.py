@@ -1,0 +1,123 @@
+"""AllToAll: along one dimension of a grid, another dimension of the tensor becomes the one cut.
+
+In each slice of the grid, ranks hold parts along one dimension of a tensor; afterwards they hold
+parts along another. Its adjoint is the way back. Best between layers that each need a whole
+dimension, such as attention heads and sequence (Jacobs et al., "DeepSpeed Ulysses",
+arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import WeftError
+from ..grid import Box, Shape, boxes
+from ..plan import Plan, between
+from .along import Along, given, told
+from .layer import Layer
+from .movement import fitting, parts
+from .partition import Partition, normal_dims
+
+__all__ = ["AllToAll", "Turning"]
+
+
+@dataclass(frozen=True)
+class Turning(Along):
+    """Shards along one dimension to shards along another; `dims` is the grid's."""
+
+    gathered: int = 0
+    scattered: int = 1
+    lengths: tuple[int, ...] | None = None
+
+    name: ClassVar[str] = "AllToAll"
+
+    def settings(self) -> str:
+        told = "" if self.shape is None else f", shape={self.shape}"
+        cut = "" if self.lengths is None else f", lengths={self.lengths}"
+        return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{told}{cut}"
+
+    def expected(self, rank: int) -> Mapping[int, Shape] | None:
+        if self.shape is None:
+            return None
+        cells = self._cells(self.groups[rank])
+        count = len(cells)
+        if self.gathered >= len(self.shape):
+            return None  # the plan says what is wrong
+        lengths = [
+            parts(self.name, extent, count, None, dim) if dim == self.gathered else (extent,)
+            for dim, extent in enumerate(self.shape)
+        ]
+        return {r: box.shape for r, box in self._along(cells, lengths).items()}
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        cells = self._cells(list(shapes))
+        places = {rank: self._place(cell, self.gathered) for rank, cell in cells.items()}
+        lengths = fitting(self.name, places, shapes, (self.gathered,))
+        if self.scattered >= len(lengths):
+            raise WeftError(
+                f"{self.name}: dimension {self.scattered} is to be cut, and the tensor has "
+                f"{len(lengths)} dimensions"
+            )
+        whole: list[Shape] = [(sum(each),) for each in lengths]
+        there = list(whole)
+        there[self.scattered] = parts(
+            self.name, sum(lengths[self.scattered]), len(cells), self.lengths, self.scattered
+        )
+        return between(self._along(cells, lengths), self._along(cells, there))
+
+    def _place(self, cell: Shape, dim: int) -> Shape:
+        return (0,) * dim + (cell[self.dims[0]],)
+
+    def _along(self, cells: Mapping[int, Shape], lengths: Sequence[Shape]) -> dict[int, Box]:
+        """The box of each rank, where one dimension has a part for each of them."""
+        found = boxes(lengths)
+        return {rank: found[cell[self.dims[0]]] for rank, cell in cells.items()}
+
+
+class AllToAll(Layer):
+    """Within each slice of a grid, cuts another dimension of the tensor than before.
+
+    Input: the rank's part along dimension `dims[0]`, of any lengths that fit together. Output: all
+    of that dimension, and the rank's part along `dims[1]`. Adjoint: the way back.
+
+    Args:
+        partition: the grid.
+        dims: the dimension of the tensor that is gathered, and the one that is cut; not negative,
+            since the number of the tensor's dimensions is not known here.
+        along: the dimension of the grid whose ranks exchange; None: `dims[0]`.
+        shape: the shape of the tensor of a slice, if it is known and cut evenly; checked, and
+            needed under torch.compile.
+        lengths: the lengths of the parts along `dims[1]`, or None: balanced.
+
+    Raises:
+        WeftError: dims are not two different ones, or the grid has no such dimension; when called:
+            shards do not fit together.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     return weft.nn.AllToAll(weft.Partition(2), (0, 1))(torch.full((1, 2), wire.rank))
+        >>> run(2, program)[0]
+        tensor([[0],
+                [1]])
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        dims: Sequence[int],
+        *,
+        along: int | None = None,
+        shape: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        if len(dims) != 2 or dims[0] == dims[1] or min(dims) < 0:
+            raise WeftError(f"AllToAll: dims is {tuple(dims)}: pass two different dimensions")
+        axis = normal_dims(dims[0] if along is None else along, partition.dim)
+        cut = given([lengths])
+        super().__init__(
+            Turning(partition, axis, told(shape), dims[0], dims[1], cut[0] if cut else None)
+        )

@@ -1,0 +1,234 @@
+"""Broadcast and SumReduce: from some cells of a grid to more of them, and back.
+
+Broadcast copies the tensor of each rank of a source grid to all ranks of the target grid that
+stand for it, as NumPy broadcasts arrays: a dimension of extent 1 stands for all places of the
+target's. Its adjoint, SumReduce, adds up what those ranks have. The ranks of the two grids may be
+the same, some of the same, or others.
+
+Source: DistDL (Hewett and Grady, arXiv:2006.03108).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import WeftError
+from ..grid import Shape, whole
+from ..plan import Plan, Side, between
+from .along import told
+from .layer import Layer
+from .movement import Movement, fitting, group_of
+from .partition import Partition, normal_dims
+
+__all__ = ["Broadcast", "Broadcasting", "SumReduce", "Summing", "first_along"]
+
+
+@functools.lru_cache(maxsize=256)
+def copies(small: Partition, large: Partition) -> Mapping[int, tuple[int, ...]]:
+    """For each rank of the small grid the ranks of the large one that it stands for."""
+    pad = (1,) * (large.dim - small.dim) + small.shape
+    found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
+    for rank, cell in large.cells.items():
+        at = [0 if extent == 1 else place for place, extent in zip(cell, pad, strict=True)]
+        found[small.rank_at(at[large.dim - small.dim :])].append(rank)
+    return {rank: tuple(each) for rank, each in found.items()}
+
+
+def check_grids(name: str, small: Partition, large: Partition) -> None:
+    """See that one grid broadcasts to the other.
+
+    Raises:
+        WeftError: it does not.
+    """
+    if small.group is not large.group and small.group != large.group:
+        raise WeftError(f"{name}: the two grids count ranks in different groups")
+    tail = large.shape[large.dim - small.dim :]
+    if small.dim > large.dim or any(
+        a not in (1, b) for a, b in zip(small.shape, tail, strict=True)
+    ):
+        raise WeftError(
+            f"{name}: a grid of {small.shape} does not broadcast to one of {large.shape}: each "
+            "dimension must be 1 or as the other's"
+        )
+
+
+def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
+    """The cells of a grid that are first along some dimensions, as a grid of its own."""
+    kept = normal_dims(dims, partition.dim)
+    shape = tuple(1 if dim in kept else extent for dim, extent in enumerate(partition.shape))
+    ranks = [r for r, cell in partition.cells.items() if all(cell[dim] == 0 for dim in kept)]
+    return partition.subset([partition.ranks.index(rank) for rank in ranks]).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Standing(Movement):
+    """Ranks of a small grid, each of which stands for some ranks of a large one."""
+
+    small: Partition
+    large: Partition
+    shape: Shape | None = None
+
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
+        return group_of((rank, *each) for rank, each in copies(self.small, self.large).items())
+
+    def settings(self) -> str:
+        return "" if self.shape is None else f"shape={self.shape}"
+
+    def batched(self, extent: int) -> Movement:
+        if self.shape is None:
+            return self
+        return type(self)(self.small, self.large, (*self.shape, extent))
+
+    def expected(self, rank: int) -> Mapping[int, Shape] | None:
+        return None if self.shape is None else dict.fromkeys(self.givers, self.shape)
+
+    def _standing(self, ranks: Mapping[int, Shape]) -> dict[int, tuple[int, ...]]:
+        """The part of `copies` that concerns the group that these ranks are in."""
+        found = copies(self.small, self.large)
+        return {
+            rank: each
+            for rank, each in found.items()
+            if rank in ranks or any(copy in ranks for copy in each)
+        }
+
+
+@dataclass(frozen=True)
+class Broadcasting(_Standing):
+    """From the small grid to the large one."""
+
+    name: ClassVar[str] = "Broadcast"
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return (self.small, self.large)
+
+    def _givers(self) -> Iterable[int]:
+        return self.small.ranks
+
+    def alone(self, rank: int, shape: Shape) -> Shape | None:
+        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        have = [Side.of({rank: whole(shapes[rank])}, sheet=rank) for rank in self._standing(shapes)]
+        want = [
+            Side.of(dict.fromkeys(each, whole(shapes[rank])), sheet=rank)
+            for rank, each in self._standing(shapes).items()
+        ]
+        return between(_together(have), _together(want))
+
+
+@dataclass(frozen=True)
+class Summing(_Standing):
+    """From the large grid to the small one."""
+
+    name: ClassVar[str] = "SumReduce"
+    summing: ClassVar[bool] = True
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return (self.large, self.small)
+
+    def _givers(self) -> Iterable[int]:
+        return self.large.ranks
+
+    def alone(self, rank: int, shape: Shape) -> Shape | None:
+        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        have, want = [], []
+        for rank, each in self._standing(shapes).items():
+            own = {copy: shapes[copy] for copy in each}
+            fitting(self.name, dict.fromkeys(each, ()), own, ())
+            box = whole(shapes[each[0]])
+            have.append(Side.of(dict.fromkeys(each, box), sheet=rank))
+            want.append(Side.of({rank: box}, sheet=rank))
+        return between(_together(have), _together(want))
+
+
+def _together(sides: Sequence[Side]) -> Side:
+    return Side(
+        {rank: shape for side in sides for rank, shape in side.shapes.items()},
+        tuple(piece for side in sides for piece in side.pieces),
+    )
+
+
+class Broadcast(Layer):
+    """Copies tensors from the cells of a grid to more cells.
+
+    Input: a tensor on each rank of the source, none elsewhere (`zero_volume_tensor()`). Output: a
+    copy on each rank of the target, none elsewhere. Adjoint: SumReduce.
+
+    Args:
+        partition: the source grid; or the only one, if `target` names dimensions.
+        target: the grid to copy to, each of whose dimensions is the source's or stands where the
+            source has 1; or dimensions of `partition`, along which its first cells are the source.
+        shape: the shape of the tensors, if it is known; checked, and needed under torch.compile.
+
+    Raises:
+        WeftError: the grids do not match.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     layer = weft.nn.Broadcast(weft.Partition(3), 0)
+        ...     x = weft.nn.zero_volume_tensor() if wire.rank else torch.tensor([2.0, 5.0])
+        ...     return layer(x)
+        >>> run(3, program)[2]
+        tensor([2., 5.])
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        target: Partition | Sequence[int] | int,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if isinstance(target, Partition):
+            small, large = partition, target
+        else:
+            small, large = first_along(partition, target), partition
+        check_grids("Broadcast", small, large)
+        super().__init__(Broadcasting(small, large, told(shape)))
+
+
+class SumReduce(Layer):
+    """Adds up the tensors of the cells of a grid on fewer cells.
+
+    Input: a tensor on each rank of the source, of the same shape wherever they are added up.
+    Output: the sums on the ranks of the target, nothing elsewhere. float16 and bfloat16 are
+    accumulated in float32. Adjoint: Broadcast.
+
+    Args:
+        partition: the source grid; or the only one, if `target` names dimensions.
+        target: the grid to add up on, each of whose dimensions is the source's or 1; or dimensions
+            of `partition`, along which its first cells are the target.
+        shape: the shape of the tensors, if it is known; checked.
+
+    Raises:
+        WeftError: the grids do not match; when called: shapes differ, or the dtype has no addition.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> run(3, lambda wire: weft.nn.SumReduce(weft.Partition(3), 0)(torch.ones(2)))
+        [tensor([3., 3.]), tensor([]), tensor([])]
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        target: Partition | Sequence[int] | int,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if isinstance(target, Partition):
+            large, small = partition, target
+        else:
+            large, small = partition, first_along(partition, target)
+        check_grids("SumReduce", small, large)
+        super().__init__(Summing(small, large, told(shape)))

@@ -1,0 +1,388 @@
+"""Partitions: Cartesian grids over some of the ranks of a group.
+
+A partition is integers and the group they count in; it starts nothing, and making one is no
+collective call. All ranks of the group make the same one. Those that are not in it are *inactive*:
+a layer on it costs them nothing.
+
+Dimension d of the grid cuts dimension d of a tensor. Further dimensions of a tensor are not cut;
+where a tensor has fewer, the cells along the grid's further dimensions do not share it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import grid
+from ..errors import WeftError
+from ..grid import Box, Shape
+from ..wire import default
+from ..wire.base import Wire
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Partition", "normal_dims"]
+
+_NAMED = 16  # ranks that are named in full
+
+
+class Partition:
+    """A Cartesian grid over some of the ranks of a group; immutable.
+
+    Args:
+        shape: how many cells it has in each dimension; an integer is a grid of one dimension.
+        ranks: the rank of each cell, in row-major order, any ranks in any order; the group's first
+            ones if None.
+        group: None | Wire | ProcessGroup | 1-D DeviceMesh: whose ranks these are.
+
+    Attributes:
+        shape: cells in each dimension.
+        ranks: the rank of each cell, in row-major order.
+        group: as it was given.
+
+    Raises:
+        WeftError: a dimension is not positive, the ranks are not one for each cell, one is there
+            twice, or the group has none of that number.
+
+    Example:
+        >>> import weft
+        >>> with weft.init():  # alone: a group of one
+        ...     partition = weft.Partition((1, 1))
+        ...     partition.index, partition.active, partition.box((5, 3)).shape
+        ((0, 0), True, (5, 3))
+    """
+
+    __slots__ = ("_cells", "group", "ranks", "shape")
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    group: Any
+    _cells: dict[int, Shape]
+
+    def __init__(
+        self,
+        shape: Sequence[int] | int,
+        *,
+        ranks: Sequence[int] | None = None,
+        group: object = None,
+    ) -> None:
+        wire = default.resolve(group)
+        me = f"rank {wire.rank}"
+        extents = _integers(me, "shape", shape)
+        if any(extent < 1 for extent in extents):
+            raise WeftError(f"{me}: a grid of {extents} has a dimension without cells")
+        count = math.prod(extents)
+        if ranks is None:
+            if count > wire.size:
+                raise WeftError(
+                    f"{me}: a grid of {extents} has {count} cells and the group {wire.size} ranks: "
+                    "start more ranks, or make it smaller"
+                )
+            ranks = range(count)
+        chosen = _integers(me, "ranks", ranks)
+        if len(chosen) != count:
+            raise WeftError(f"{me}: {len(chosen)} ranks for the {count} cells of a grid {extents}")
+        for number, rank in enumerate(chosen):
+            if not 0 <= rank < wire.size:
+                raise WeftError(f"{me}: there is no rank {rank} in a group of {wire.size}")
+            if rank in chosen[:number]:
+                raise WeftError(f"{me}: rank {rank} is in the grid twice")
+        self._set(extents, chosen, group)
+
+    def _set(self, shape: Shape, ranks: tuple[int, ...], group: object) -> None:
+        for name, value in (("shape", shape), ("ranks", ranks), ("group", group)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_cells", dict(zip(ranks, grid.cells(shape), strict=True)))
+
+    def _like(self, shape: Shape, ranks: Sequence[int]) -> Partition:
+        """Another grid in the same group, of ranks that are known to be in it."""
+        other = object.__new__(Partition)
+        other._set(shape, tuple(ranks), self.group)
+        return other
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a partition does not change: make another one with {name} = {value}")
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Partition:
+        """The grid of a `torch.distributed` DeviceMesh, in the default group.
+
+        The ranks of a mesh are those of torch's default group, which must be weft's, too.
+        """
+        return cls(tuple(mesh.mesh.shape), ranks=mesh.mesh.flatten().tolist())
+
+    def to_mesh(
+        self, device_type: str = "cpu", *, names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """This grid as a DeviceMesh; collective among all ranks of torch's default group."""
+        from ..wire import process_group  # here: most programs never need it
+
+        return process_group.mesh(device_type, self.ranks, self.shape, names)
+
+    # who is where
+
+    @property
+    def wire(self) -> Wire:
+        """The wire of the group, here and now."""
+        return default.resolve(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank, as the group counts."""
+        return self.wire.rank
+
+    @property
+    def dim(self) -> int:
+        """How many dimensions the grid has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many cells it has."""
+        return len(self.ranks)
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank has a cell."""
+        return self.rank in self._cells
+
+    @property
+    def index(self) -> Shape | None:
+        """The cell of this rank; None if it is inactive."""
+        return self._cells.get(self.rank)
+
+    @property
+    def cells(self) -> Mapping[int, Shape]:
+        """The cell of each rank."""
+        return self._cells
+
+    def rank_at(self, index: Sequence[int]) -> int:
+        """The rank of a cell; negative indices count from the end.
+
+        Raises:
+            WeftError: the grid has no such cell.
+        """
+        inside = len(index) == self.dim and all(
+            -extent <= at < extent for at, extent in zip(index, self.shape, strict=True)
+        )
+        if not inside:
+            raise WeftError(f"a grid of {self.shape} has no cell {tuple(index)}")
+        positive = [at % extent for at, extent in zip(index, self.shape, strict=True)]
+        return self.ranks[grid.ravel(positive, self.shape)]
+
+    def neighbour(self, dim: int, step: int = 1, *, periodic: bool = False) -> int | None:
+        """The rank so many cells further along a dimension; None beyond the edge, or if inactive.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(3, lambda wire: Partition(3).neighbour(0))
+            [1, 2, None]
+        """
+        (dim,) = normal_dims(dim, self.dim)
+        if self.index is None:
+            return None
+        at, extent = self.index[dim] + step, self.shape[dim]
+        if periodic:
+            at %= extent
+        if not 0 <= at < extent:
+            return None
+        return self.rank_at((*self.index[:dim], at, *self.index[dim + 1 :]))
+
+    # other grids
+
+    def subset(self, positions: Sequence[int]) -> Partition:
+        """A grid of one dimension of the cells with these numbers (row-major), in that order.
+
+        Raises:
+            WeftError: there is no such cell, or it is named twice.
+        """
+        numbers = _integers("subset", "positions", positions)
+        if len(set(numbers)) < len(numbers) or not all(0 <= at < self.size for at in numbers):
+            raise WeftError(f"{list(numbers)} are not distinct cells of the {self.size} there are")
+        if not numbers:
+            raise WeftError("a grid has at least one cell")
+        return self._like((len(numbers),), [self.ranks[at] for at in numbers])
+
+    def reshape(self, shape: Sequence[int]) -> Partition:
+        """The first ranks of this grid, in a grid of another shape.
+
+        Raises:
+            WeftError: the shape has more cells than this grid.
+        """
+        extents = _integers("reshape", "shape", shape)
+        count = math.prod(extents)
+        if any(extent < 1 for extent in extents) or count > self.size:
+            raise WeftError(f"a grid of {extents} cannot be made of {self.size} ranks")
+        return self._like(extents, self.ranks[:count])
+
+    def union(self, *others: Partition) -> Partition:
+        """A grid of one dimension of all ranks of these grids, each once, in order of appearance.
+
+        Raises:
+            WeftError: they count in different groups.
+        """
+        for other in others:
+            if other.group is not self.group and other.group != self.group:
+                raise WeftError("grids of different groups have no union")
+        ranks = dict.fromkeys(rank for each in (self, *others) for rank in each.ranks)
+        return self._like((len(ranks),), list(ranks))
+
+    def keep(self, dims: Sequence[int] | int) -> Partition:
+        """The sub-grid through this rank's cell along some dimensions, in the order given.
+
+        On an inactive rank: the one through the first cell.
+        """
+        kept = normal_dims(dims, self.dim)
+        here = self.index or (0,) * self.dim
+        shape = tuple(self.shape[dim] for dim in kept)
+        ranks = []
+        for index in grid.cells(shape):
+            at = list(here)
+            for dim, value in zip(kept, index, strict=True):
+                at[dim] = value
+            ranks.append(self.rank_at(at))
+        return self._like(shape, ranks)
+
+    @property
+    def T(self) -> Partition:
+        """The grid with its dimensions in reverse order."""
+        shape = self.shape[::-1]
+        return self._like(shape, [self.rank_at(index[::-1]) for index in grid.cells(shape)])
+
+    # what is cut how
+
+    def lengths(self, shape: Sequence[int]) -> list[Shape]:
+        """How a tensor of that shape is cut: the lengths of the parts, for each of its dimensions.
+
+        Raises:
+            WeftError: the grid cuts a dimension that the tensor does not have.
+        """
+        if any(extent > 1 for extent in self.shape[len(shape) :]):
+            raise WeftError(
+                f"a grid of {self.shape} cuts dimensions that a tensor of shape {tuple(shape)} "
+                "does not have"
+            )
+        parts = (*self.shape, *(1,) * len(shape))
+        return [grid.balanced(extent, count) for extent, count in zip(shape, parts, strict=False)]
+
+    def boxes(self, shape: Sequence[int]) -> dict[int, Box]:
+        """The balanced cut of a tensor of that shape: each rank's box.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(2, lambda wire: Partition((2, 1)).boxes((5, 3))[wire.rank].shape)
+            [(3, 3), (2, 3)]
+        """
+        found = grid.boxes(self.lengths(shape))
+        return dict(zip(self.ranks, found, strict=True))
+
+    def box(self, shape: Sequence[int], rank: int | None = None) -> Box:
+        """The box of one rank, by default this one, in the balanced cut of a tensor.
+
+        Raises:
+            WeftError: that rank is inactive.
+        """
+        rank = self.rank if rank is None else rank
+        if rank not in self._cells:
+            raise WeftError(f"rank {rank} has no part of a grid of ranks {self.ranks}")
+        return self.boxes(shape)[rank]
+
+    # as a value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Partition):
+            return NotImplemented
+        return (self.shape, self.ranks) == (other.shape, other.ranks) and (
+            self.group is other.group or bool(self.group == other.group)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.ranks))
+
+    def __copy__(self) -> Partition:
+        return self
+
+    def __deepcopy__(self, _: object) -> Partition:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The integers, and what finds the group again where they are read."""
+        from ..wire import process_group
+
+        if isinstance(self.group, Wire):
+            raise WeftError(
+                "a partition of a weft wire cannot be pickled, since nobody could find that wire "
+                "again: make it of the default group, or of a process group"
+            )
+        return _restore, (self.shape, self.ranks, process_group.name_of(self.group))
+
+    def __repr__(self) -> str:
+        """The ranks, as they stand in the grid."""
+        if self.size > _NAMED:
+            return f"Partition({self.brief})"
+        return f"Partition({self.brief})\n{self._drawn(self.shape, self.ranks)}"
+
+    @property
+    def brief(self) -> str:
+        """Shape and ranks in a few words; equal for equal grids alone."""
+        shape = "x".join(map(str, self.shape)) or "1"
+        if self.ranks == tuple(range(self.ranks[0], self.ranks[0] + self.size)):
+            last = self.ranks[-1]
+            which = f"rank {last}" if self.size == 1 else f"ranks {self.ranks[0]} to {last}"
+        elif self.size <= _NAMED:
+            which = f"ranks {', '.join(map(str, self.ranks))}"
+        else:
+            named = ", ".join(map(str, self.ranks[:_NAMED]))
+            which = f"ranks {named}, ... (digest {zlib.crc32(repr(self.ranks).encode()):08x})"
+        return f"{shape} of {which}"
+
+    def _drawn(self, shape: Shape, ranks: Sequence[int]) -> str:
+        width = max(len(str(rank)) for rank in self.ranks)
+        if len(shape) <= 1:
+            return "  " + " ".join(f"{rank:>{width}}" for rank in ranks)
+        step = len(ranks) // shape[0]
+        parts = [ranks[at : at + step] for at in range(0, len(ranks), step)]
+        between = "\n" * (len(shape) - 1)
+        return between.join(self._drawn(shape[1:], part) for part in parts)
+
+
+def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partition:
+    """A partition that was pickled."""
+    from ..wire import process_group
+
+    other = object.__new__(Partition)
+    other._set(shape, ranks, None if name is None else process_group.named(name))
+    return other
+
+
+def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid") -> Shape:
+    """Dimensions as non-negative numbers.
+
+    Raises:
+        WeftError: one is out of range, or there twice.
+    """
+    given = _integers("dims", "dims", dims)
+    for dim in given:
+        if not -count <= dim < count:
+            raise WeftError(f"dim {dim} is out of range: {what} has {count} dimensions")
+    found = tuple(dim % count for dim in given)
+    if len(set(found)) < len(found):
+        raise WeftError(f"dims {given} name a dimension twice: name each once")
+    return found
+
+
+def _integers(who: str, what: str, given: Any) -> tuple[int, ...]:
+    try:
+        one = operator.index(given)
+    except TypeError:
+        pass
+    else:
+        return (one,)
+    try:
+        return tuple(operator.index(each) for each in given)
+    except TypeError as error:
+        raise WeftError(f"{who}: {what} is {given!r}: pass integers") from error

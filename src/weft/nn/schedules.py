@@ -1,0 +1,231 @@
+"""Schedules for plans that are a well-known collective, when there is much to move.
+
+* all_gather: round a ring. Each rank hears its left neighbour and tells its right one; a chunk is
+  sent on as soon as it is there, so one stream fills each link.
+* broadcast and sum_reduce: along a chain, chunk by chunk. Every link carries the tensor once,
+  however many ranks there are; a sum grows on its way to the root.
+* reduce_scatter: each part straight to its owner, which adds up in rank order, chunk by chunk.
+* all_reduce: the wire's own.
+
+Ring and chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009); the
+pipelined chain is folklore of MPI libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..grid import Box
+from ..plan import Hint, Plan
+from ..wire.base import Pending, Wire
+from ..wire.dense import SCRATCH, reduce_parts
+from ..wire.memory import Lease, typed
+from .opening import among
+
+__all__ = ["BY_HINT", "all_reduce"]
+
+_CHANNEL = 9  # that no other room uses
+_CHUNK = 512 << 10  # bytes
+_SLOTS = 8  # chunks that a chain is ahead at the most
+
+Schedule = Callable[[Plan, Tensor, Tensor | None, Wire], None]
+"""(plan, this rank's tensor, its result to be written, the wire of the group)"""
+
+
+def _boxes(plan: Plan) -> tuple[Mapping[int, Box], Mapping[int, Box]]:
+    have, want = plan.have.whole, plan.want.whole
+    assert have is not None and want is not None
+    return have, want
+
+
+def _chunks(flat: Tensor) -> list[Tensor]:
+    """The chunks of a contiguous tensor; one at least."""
+    flat = flat.view(-1)
+    step = max(1, _CHUNK // flat.element_size())
+    return [flat[start : start + step] for start in range(0, max(1, len(flat)), step)]
+
+
+def all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+    have, want = _boxes(plan)
+    assert y is not None
+    ranks, origin = plan.ranks, want[wire.rank].start
+    me, count = ranks.index(wire.rank), len(ranks)
+    left, right = ranks[me - 1], ranks[(me + 1) % count]
+    places = {rank: y[box.seen_from(origin).slices] for rank, box in have.items()}
+    leases: list[Lease] = []
+
+    def flat(place: Tensor) -> Tensor:
+        """Where a part is received: its place, or a workspace."""
+        if place.is_contiguous():
+            return place
+        leases.append(wire.lease(place.numel() * place.element_size()))
+        return typed(leases[-1].tensor, tuple(place.shape), place.dtype)
+
+    before = [ranks[(me - distance) % count] for distance in range(1, count)]  # as they come
+    parts = {rank: flat(places[rank]) for rank in before}
+    coming = {
+        rank: [(chunk, wire.post((), [(left, chunk)], _CHANNEL)) for chunk in _chunks(parts[rank])]
+        for rank in before
+        if parts[rank].numel()
+    }
+    own = x if x.is_contiguous() else flat(places[wire.rank])
+    if own is not x:
+        own.copy_(x)
+    going = [wire.post([(right, chunk)], (), _CHANNEL) for chunk in _chunks(own) if own.numel()]
+    if own is not places[wire.rank]:
+        places[wire.rank].copy_(own)
+    for rank, chunks in coming.items():
+        for chunk, pending in chunks:
+            pending.wait()
+            if rank != right:
+                going.append(wire.post([(right, chunk)], (), _CHANNEL))
+        if parts[rank] is not places[rank]:
+            places[rank].copy_(parts[rank])
+    _finish(going, leases)
+
+
+def broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+    have, want = _boxes(plan)
+    (root,) = have
+    chain = [root, *(rank for rank in _after(root, plan.ranks) if rank in want)]
+    at = chain.index(wire.rank)
+    then = chain[at + 1] if at + 1 < len(chain) else None
+    going: list[Pending] = []
+    if at == 0:
+        source = x.contiguous()
+        if then is not None:
+            going = [wire.post([(then, chunk)], (), _CHANNEL) for chunk in _chunks(source)]
+        if y is not None:
+            y.copy_(x)
+    else:
+        assert y is not None
+        coming = [(c, wire.post((), [(chain[at - 1], c)], _CHANNEL)) for c in _chunks(y)]
+        for chunk, pending in coming:
+            pending.wait()
+            if then is not None:
+                going.append(wire.post([(then, chunk)], (), _CHANNEL))
+    _finish(going, [])
+
+
+def sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+    have, want = _boxes(plan)
+    (root,) = want
+    chain = [rank for rank in _after(root, plan.ranks) if rank in have] + [root]
+    at = chain.index(wire.rank)
+    before = chain[at - 1] if at else None
+    then = chain[at + 1] if at + 1 < len(chain) else None
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    mine = _chunks(x.contiguous()) if wire.rank in have else None
+    into = _chunks(y) if y is not None else None
+    sizes = [len(chunk) for chunk in (mine or into or ())]
+    count, room = len(sizes), max(sizes)
+    with wire.lease(_SLOTS * room * wide.itemsize) as memory:
+        slots = typed(memory, (_SLOTS, room), wide)
+        coming: list[Pending] = []
+        going: list[Pending] = []
+
+        def receive(number: int) -> None:
+            if before is not None and number < count:
+                slot = slots[number % _SLOTS][: sizes[number]]
+                coming.append(wire.post((), [(before, slot)], _CHANNEL))
+
+        for number in range(_SLOTS // 2):
+            receive(number)
+        for number, size in enumerate(sizes):
+            if number >= _SLOTS // 2 and going:
+                going[number - _SLOTS // 2].wait()  # so that its slot is free again
+            receive(number + _SLOTS // 2)
+            slot = slots[number % _SLOTS][:size]
+            if before is not None:
+                coming[number].wait()
+                if mine is not None:
+                    slot.add_(mine[number])
+            elif mine is not None:
+                slot.copy_(mine[number])
+            if then is not None:
+                going.append(wire.post([(then, slot)], (), _CHANNEL))
+            elif into is not None:
+                into[number].copy_(slot)
+        _finish(going, [])
+
+
+def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+    have, want = _boxes(plan)
+    assert y is not None
+    origin, ranks = have[wire.rank].start, plan.ranks
+    peers = [rank for rank in wire.peers if rank in want]
+    leases: list[Lease] = []
+
+    def flat(rank: int) -> Tensor:
+        """What goes to a rank, in one piece of memory."""
+        part = x[want[rank].seen_from(origin).slices]
+        if part.is_contiguous():
+            return part.view(-1)
+        leases.append(wire.lease(part.numel() * part.element_size()))
+        packed = typed(leases[-1].tensor, tuple(part.shape), part.dtype)
+        return packed.copy_(part).view(-1)
+
+    y.copy_(x[want[wire.rank].seen_from(origin).slices])
+    mine = y.view(-1)
+    step = max(1, min(SCRATCH // len(peers), 4 * _CHUNK) // x.element_size())
+    outgoing: dict[int, Tensor] = {}
+    longest = max(box.volume for box in want.values())
+
+    def post(start: int) -> tuple[Pending, Lease] | None:
+        if start >= longest:
+            return None
+        here = mine[start : start + step]
+        lease = wire.lease(len(peers) * here.numel() * here.element_size())
+        slots = typed(lease.tensor, (len(peers), len(here)), here.dtype)
+        sends = []
+        for peer in peers:
+            if start < want[peer].volume:
+                if peer not in outgoing:
+                    outgoing[peer] = flat(peer)
+                sends.append((peer, outgoing[peer][start : start + step]))
+        recvs = [(peer, slot) for peer, slot in zip(peers, slots, strict=True) if len(here)]
+        return wire.post(sends, recvs, _CHANNEL), lease
+
+    now = post(0)
+    for start in range(0, longest, step):
+        assert now is not None
+        ahead = post(start + step)
+        received = now[0].wait()
+        here = mine[start : start + step]
+        if len(here):
+            values = dict(zip(peers, received, strict=True))
+            values[wire.rank] = here
+            reduce_parts([values[rank] for rank in ranks], torch.add, here)
+        now[1].release()
+        now = ahead
+    _finish([], leases)
+
+
+def all_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+    assert y is not None
+    y.copy_(x)
+    flat = torch.view_as_real(y) if y.is_complex() else y
+    among(wire, tuple(plan.ranks)).dense_all_reduce(flat, "sum").wait()
+
+
+def _after(root: int, ranks: list[int]) -> list[int]:
+    """The other ranks, from the one after the root on."""
+    return [r for r in ranks if r > root] + [r for r in ranks if r < root]
+
+
+def _finish(going: list[Pending], leases: list[Lease]) -> None:
+    for pending in going:
+        pending.wait()
+    for lease in leases:
+        lease.release()
+
+
+BY_HINT: dict[Hint, Schedule] = {
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "sum_reduce": sum_reduce,
+    "reduce_scatter": reduce_scatter,
+}

@@ -1,0 +1,268 @@
+"""Plans: who moves which box to whom, in integers only.
+
+A plan is a linear map of zeros and ones from the tensors of some ranks to those of others:
+`y[put] += x[take]` for each of its moves. It is given by its two sides alone, each a set of
+*pieces* of a global tensor, and a piece says in which rank's tensor it lies and where. Wherever a
+piece that ranks *have* meets one that ranks *want*, there is a move. So the adjoint of a plan is
+the plan with its sides exchanged, exactly, and one map serves every layer: forward, backward, and
+backward of that.
+
+Where the sides have a well-known form, the plan's `hint` names the collective that does the same,
+faster. The idea of a recipe that is pure data, executed thinly, is einops'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from .grid import Box, Shape, overlap, whole
+
+__all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
+
+Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
+"""The collectives that a plan may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a global tensor that lies in some rank's tensor.
+
+    Attributes:
+        rank: whose tensor.
+        box: which part of the global tensor.
+        at: where the box begins in that rank's tensor.
+        sheet: which global tensor, if a plan is about several.
+    """
+
+    rank: int
+    box: Box
+    at: Shape
+    sheet: int = 0
+
+    def local(self, box: Box) -> Box:
+        """A box of the global tensor, in the coordinates of the rank's own."""
+        return box.shifted([a - b for a, b in zip(self.at, self.box.start, strict=True)])
+
+
+@dataclass(frozen=True)
+class Side:
+    """What ranks have, or what they want.
+
+    Attributes:
+        shapes: the shape of each rank's tensor; ranks that are not named have none.
+        pieces: which parts of the global tensor are where; several may lie in one place.
+    """
+
+    shapes: Mapping[int, Shape]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, found: Mapping[int, Box], sheet: int = 0) -> Side:
+        """Each rank holds one box, which is all of its tensor."""
+        return cls(
+            {rank: box.shape for rank, box in found.items()},
+            tuple(
+                Piece(rank, box, (0,) * len(box.start), sheet)
+                for rank, box in sorted(found.items())
+            ),
+        )
+
+    @cached_property
+    def by_rank(self) -> dict[int, list[Piece]]:
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.rank, []).append(piece)
+        return found
+
+    @cached_property
+    def whole(self) -> dict[int, Box] | None:
+        """The box that each rank holds, if each holds one, of one tensor, and nothing else."""
+        found = {piece.rank: piece.box for piece in self.pieces}
+        plain = all(
+            piece.sheet == self.pieces[0].sheet
+            and not any(piece.at)
+            and piece.box.shape == self.shapes[piece.rank]
+            for piece in self.pieces
+        )
+        return found if plain and len(found) == len(self.pieces) == len(self.shapes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`y[put] += x[take]`, where x is the source's tensor and y the destination's.
+
+    Attributes:
+        source: the rank whose tensor is read.
+        take: which box of it.
+        destination: the rank whose tensor is written.
+        put: which box of it; of the same shape.
+    """
+
+    source: int
+    take: Box
+    destination: int
+    put: Box
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a plan asks of one rank.
+
+    Its boxes are made once and used on every call of a layer with tensors of the same shapes.
+
+    Attributes:
+        sends: the boxes of its tensor that go to each peer, in the order both ends know.
+        recvs: the boxes of its result that come from each peer, in that order.
+        own: (take, put) of what it moves from its own tensor to its own result.
+        result: the shape of its result, or None if it has none.
+        sources: (rank, take, put) of all that its result is made of, its own included, by rank.
+        adds: whether several values meet anywhere in its result.
+        fills: whether every place of its result is written.
+    """
+
+    sends: dict[int, list[Box]]
+    recvs: dict[int, list[Box]]
+    own: list[tuple[Box, Box]]
+    result: Shape | None
+    sources: list[tuple[int, Box, Box]]
+
+    @cached_property
+    def puts(self) -> list[Box]:
+        return [put for _, put in self.own] + [put for each in self.recvs.values() for put in each]
+
+    @cached_property
+    def adds(self) -> bool:
+        return overlap(self.puts)
+
+    @cached_property
+    def fills(self) -> bool:
+        if self.result is None:
+            return True
+        everything = whole(self.result)
+        if self.adds:
+            return everything in self.puts
+        return sum(put.volume for put in self.puts) == everything.volume
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A map of zeros and ones from what ranks have to what they want.
+
+    Attributes:
+        have: the tensors it reads.
+        want: the tensors it makes.
+
+    Example:
+        >>> from weft.grid import Box
+        >>> plan = between({0: Box((0,), (3,)), 1: Box((3,), (5,))}, {1: Box((0,), (5,))})
+        >>> for move in plan.moves:
+        ...     print(move.source, move.take.start, move.destination, move.put.start)
+        0 (0,) 1 (0,)
+        1 (0,) 1 (3,)
+        >>> [(move.source, move.destination) for move in plan.T.moves]
+        [(1, 0), (1, 1)]
+    """
+
+    have: Side
+    want: Side
+    _locals: dict[int, Local] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def T(self) -> Plan:
+        """The adjoint: every move the other way round."""
+        return Plan(self.want, self.have)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks that have or want anything."""
+        return sorted({*self.have.shapes, *self.want.shapes})
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves, by destination, then by source."""
+        return tuple(
+            Move(source, take, rank, put)
+            for rank in sorted(self.want.shapes)
+            for source in sorted(self.have.shapes)
+            for take, put in self.meet(source, rank)
+        )
+
+    def local(self, rank: int) -> Local:
+        """What one rank has to do; found without looking at what other pairs of ranks do."""
+        found = self._locals.get(rank)
+        if found is None:
+            goes = {peer: [take for take, _ in self.meet(rank, peer)] for peer in self.ranks}
+            comes = {peer: list(self.meet(peer, rank)) for peer in self.ranks}
+            found = Local(
+                {peer: takes for peer, takes in goes.items() if takes and peer != rank},
+                {
+                    peer: [p for _, p in each]
+                    for peer, each in comes.items()
+                    if each and peer != rank
+                },
+                comes.get(rank, []),
+                self.want.shapes.get(rank),
+                [(peer, take, put) for peer, each in comes.items() for take, put in each],
+            )
+            self._locals[rank] = found
+        return found
+
+    def meet(self, source: int, destination: int) -> Iterator[tuple[Box, Box]]:
+        """(take, put) of the moves between two ranks, in an order that both can tell."""
+        for have in self.have.by_rank.get(source, ()):
+            for want in self.want.by_rank.get(destination, ()):
+                if have.sheet == want.sheet and (both := have.box & want.box) is not None:
+                    yield have.local(both), want.local(both)
+
+    @cached_property
+    def hint(self) -> Hint | None:
+        """The collective among all of the plan's ranks that does the same, if there is one."""
+        have, want = self.have.whole, self.want.whole
+        if not have or not want or len(self.ranks) < 2:
+            return None
+        if self.have.pieces[0].sheet != self.want.pieces[0].sheet:
+            return None
+        here, there = set(have.values()), set(want.values())
+        same_ranks = have.keys() == want.keys()
+        if here == there and len(here) == 1:
+            if len(have) == 1:
+                return "broadcast"
+            if len(want) == 1:
+                return "sum_reduce"
+            return "all_reduce" if same_ranks else None
+        if same_ranks and len(there) == 1 and _tile(list(have.values()), *there):
+            return "all_gather"
+        if same_ranks and len(here) == 1 and _tile(list(want.values()), *here):
+            return "reduce_scatter"
+        return None
+
+
+def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> Plan:
+    """The plan that gives every rank what it wants of what ranks have.
+
+    Args:
+        have: for each rank the box of the global tensor that it holds; where boxes of several
+            ranks overlap, their values add up.
+        want: for each rank the box that it is to get; where no rank has anything, zeros.
+
+    Example:
+        >>> from weft.grid import whole
+        >>> everything = {rank: whole((4,)) for rank in range(3)}
+        >>> between(everything, everything).hint
+        'all_reduce'
+    """
+    return Plan(
+        have if isinstance(have, Side) else Side.of(have),
+        want if isinstance(want, Side) else Side.of(want),
+    )
+
+
+def _tile(parts: list[Box], everything: Box) -> bool:
+    """Whether the parts make up everything, each place once."""
+    inside = all(
+        not part.volume or (part & everything) == part for part in parts
+    ) and everything.volume == sum(part.volume for part in parts)
+    return inside and not overlap([part for part in parts if part.volume])

@@ -1,0 +1,278 @@
+"""Every layer against one process that has all tensors: values, gradients, second gradients.
+
+The data are random, so that no permutation of blocks passes. A case says what each rank brings and
+what all get, in torch operations on the list of all tensors; rank 4 is outside of most grids.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import weft
+from weft import nn
+from weft.nn import carry, opening, schedules
+from weft.testing import spmd
+
+P = weft.Partition
+N = None  # a rank that brings nothing, or gets nothing
+
+
+def cat(xs, dim=0):
+    return torch.cat(list(xs), dim)
+
+
+def square(x):
+    """Four tensors on a 2 x 2 grid, put together."""
+    return cat([cat(x[:2], 1), cat(x[2:4], 1)])
+
+
+def parts(x, lengths, dim=0):
+    return list(torch.split(x, list(lengths), dim))
+
+
+def quarters(x, rows, columns):
+    return [piece for row in parts(x, rows) for piece in parts(row, columns, 1)]
+
+
+def grown(x, dim, before, after, boundary):
+    if boundary == "zero":
+        return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+    n = x.shape[dim]
+    at = torch.arange(-before, n + after)
+    if boundary == "reflect":
+        at = (n - 1) - ((n - 1) - at.abs()).abs()
+    return x.index_select(dim, at % n)
+
+
+def windows(x, dim, lengths, before, after):
+    start = 0
+    for length in lengths:
+        yield x.narrow(dim, start, before + length + after)
+        start += length
+
+
+def halo(x, rows, columns, boundary):
+    big = grown(grown(square(x), 0, 1, 2, boundary), 1, 2, 0, boundary)
+    return [b for a in windows(big, 0, rows, 1, 2) for b in windows(a, 1, columns, 2, 0)]
+
+
+# name: (layer, shape of each rank's tensor, what each gets of all tensors)
+CASES = {
+    "all_gather": (
+        lambda: nn.AllGather(P((2, 2)), 0),
+        [(1, 3), (2, 2), (4, 3), (3, 2)],
+        lambda x: [cat(x[0:4:2]), cat(x[1:4:2]), cat(x[0:4:2]), cat(x[1:4:2])],
+    ),
+    "all_gather two dims": (
+        lambda: nn.AllGather(P((2, 2)), (1, 0)),
+        [(1, 3, 2), (1, 2, 2), (4, 3, 2), (4, 2, 2)],
+        lambda x: [square(x)] * 4,
+    ),
+    "all_gather last dim": (
+        lambda: nn.AllGather(P((1, 4)), -1),
+        [(3, 5), (3, 1), (3, 1), (3, 1)],
+        lambda x: [cat(x[:4], 1)] * 4,
+    ),
+    "all_gather empty": (
+        lambda: nn.AllGather(P(4, ranks=[3, 0, 4, 1]), 0),
+        [(4, 2), (0, 2), N, (4, 2), (0, 2)],
+        lambda x: [cat([x[3], x[0]])] * 2 + [N] + [cat([x[3], x[0]])] * 2,
+    ),
+    "all_gather of few dimensions": (
+        lambda: nn.AllGather(P((2, 2)), 0),
+        [(3,), (2,), (1,), (4,)],
+        lambda x: [cat(x[0:4:2]), cat(x[1:4:2]), cat(x[0:4:2]), cat(x[1:4:2])],
+    ),
+    "all_gather nowhere": (
+        lambda: nn.AllGather(P((2, 1)), ()),
+        [(3,), (2,)],
+        lambda x: [x[0].clone(), x[1].clone()],
+    ),
+    "reduce_scatter": (
+        lambda: nn.ReduceScatter(P((2, 2)), -1),
+        [(3, 5), (3, 5), (2, 1), (2, 1)],
+        lambda x: [*parts(x[0] + x[1], [3, 2], 1), *parts(x[2] + x[3], [1, 0], 1)],
+    ),
+    "reduce_scatter lengths": (
+        lambda: nn.ReduceScatter(P((2, 2)), (0, 1), lengths=[(1, 4), None]),
+        [(5, 3)] * 4,
+        lambda x: quarters(sum(x[:4]), (1, 4), (2, 1)),
+    ),
+    "broadcast": (
+        lambda: nn.Broadcast(P((2, 2)), 0),
+        [(3, 2), (4,), N, N],
+        lambda x: [x[0].clone(), x[1].clone(), x[0].clone(), x[1].clone()],
+    ),
+    "broadcast to another grid": (
+        lambda: nn.Broadcast(P((1, 2), ranks=[4, 0]), P((2, 2), ranks=[1, 2, 3, 0])),
+        [(3,), N, N, N, (2, 2)],
+        lambda x: [x[0].clone(), x[4].clone(), x[0].clone(), x[4].clone(), N],
+    ),
+    "broadcast in a circle": (
+        lambda: nn.Broadcast(P(2, ranks=[0, 1]), P((2, 2), ranks=[1, 2, 3, 0])),
+        [(3,), (2, 2)],
+        lambda x: [x[1].clone(), x[0].clone(), x[1].clone(), x[0].clone()],
+    ),
+    "sum_reduce": (
+        lambda: nn.SumReduce(P((2, 2)), (0, 1)),
+        [(3, 2)] * 4,
+        lambda x: [sum(x[:4]), N, N, N],
+    ),
+    "sum_reduce to another grid": (
+        lambda: nn.SumReduce(P((2, 2), ranks=[1, 2, 3, 0]), P((2, 1), ranks=[4, 1])),
+        [(2,), (3,), (3,), (2,)],
+        lambda x: [N, x[3] + x[0], N, N, x[1] + x[2]],
+    ),
+    "all_sum_reduce": (
+        lambda: nn.AllSumReduce(P((2, 2)), 0),
+        [(2, 3), (5,), (2, 3), (5,)],
+        lambda x: [x[0] + x[2], x[1] + x[3]] * 2,
+    ),
+    "all_sum_reduce of scalars": (
+        lambda: nn.AllSumReduce(P(5), 0),
+        [()] * 5,
+        lambda x: [sum(x)] * 5,
+    ),
+    "scatter": (
+        lambda: nn.Scatter(P((2, 2)), (0, 1), lengths=[None, (3, 1)]),
+        [(3, 4), N, N, N],
+        lambda x: quarters(x[0], (2, 1), (3, 1)),
+    ),
+    "gather": (
+        lambda: nn.Gather(P((2, 2)), 1),
+        [(2, 1), (2, 3), (1, 0), (1, 2)],
+        lambda x: [cat(x[:2], 1), N, cat(x[2:4], 1), N],
+    ),
+    "all_to_all": (
+        lambda: nn.AllToAll(P((1, 3), ranks=[0, 2, 4]), (0, 1), along=1),
+        [(2, 4), N, (3, 4), N, (0, 4)],
+        lambda x: (lambda y: [y[0], N, y[1], N, y[2]])(
+            parts(cat([x[0], x[2], x[4]]), (2, 1, 1), 1)
+        ),
+    ),
+    "repartition": (
+        lambda: nn.Repartition(P((4, 1)), P((1, 4))),
+        [(2, 5), (1, 5), (0, 5), (3, 5)],
+        lambda x: parts(cat(x[:4]), (2, 1, 1, 1), 1),
+    ),
+    "repartition to other ranks": (
+        lambda: nn.Repartition(P(2, ranks=[1, 0]), P((3, 1), ranks=[4, 2, 3])),
+        [(3, 2), (4, 2)],
+        lambda x: (lambda y: [N, N, y[1], y[2], y[0]])(parts(cat([x[1], x[0]]), (3, 2, 2))),
+    ),
+    "repartition to lengths": (
+        lambda: nn.Repartition(P((2, 2)), P(3, ranks=[4, 0, 1]), lengths=[(1, 0, 4)]),
+        [(3, 1), (3, 2), (2, 1), (2, 2)],
+        lambda x: (lambda y: [y[1], y[2], N, N, y[0]])(parts(square(x), (1, 0, 4))),
+    ),
+    **{
+        f"halo {boundary}": (
+            lambda boundary=boundary: nn.HaloExchange(P((2, 2)), [(1, 2), (2, 0)], boundary),
+            [(4, 3, 2), (4, 4, 2), (3, 3, 2), (3, 4, 2)],
+            lambda x, boundary=boundary: halo(x, (4, 3), (3, 4), boundary),
+        )
+        for boundary in ("zero", "periodic", "reflect")
+    },
+    "halo uncut": (
+        lambda: nn.HaloExchange(P((1, 3)), [1, 1], "periodic"),
+        [(2, 2), (2, 1), (2, 3)],
+        lambda x: list(
+            windows(
+                grown(grown(cat(x[:3], 1), 0, 1, 1, "periodic"), 1, 1, 1, "periodic"),
+                1,
+                (2, 1, 3),
+                1,
+                1,
+            )
+        ),
+    ),
+}
+
+
+def tensors(shapes, seed, dtype=torch.float64):
+    """One for each of five ranks, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [*shapes, *[N] * (5 - len(shapes))]
+    return [
+        torch.randn((0,) if shape is None else shape, generator=generator, dtype=dtype)
+        for shape in shapes
+    ]
+
+
+def filled(ys):
+    ys = [*ys, *[N] * (5 - len(ys))]
+    return [torch.empty(0, dtype=torch.float64) if y is None else y for y in ys]
+
+
+WAYS = {
+    "eager": {},
+    "moves": {(opening, "EAGER"): -1},
+    "schedules": {
+        (opening, "EAGER"): -1,
+        (carry, "_DIRECT"): -1,
+        (schedules, "_CHUNK"): 16,
+        (schedules, "_SLOTS"): 2,
+    },
+}
+"""How tensors travel: in the opening message; as messages; by the hint's schedule, in chunks."""
+
+
+@contextmanager
+def travelling(way):
+    before = {(module, name): getattr(module, name) for module, name in WAYS[way]}
+    for (module, name), value in WAYS[way].items():
+        setattr(module, name, value)
+    yield
+    for (module, name), value in before.items():
+        setattr(module, name, value)
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    with travelling(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("name", CASES)
+@spmd(5, on=("threads",))
+def test_values_and_gradients(wire, name, way):
+    check(wire, name)
+
+
+@pytest.mark.parametrize("name", ["all_gather two dims", "sum_reduce to another grid", "halo zero"])
+@spmd(5, on=("gloo",))
+def test_on_processes(wire, name):
+    with travelling("schedules"):
+        check(wire, name)
+
+
+def check(wire, name):
+    make, shapes, reference = CASES[name]
+    layer, me = make(), wire.rank
+
+    everything = [x.requires_grad_() for x in tensors(shapes, 1)]
+    expected = filled(reference(everything))
+    weights = tensors([tuple(y.shape) for y in expected], 2)
+    cubes = [(y**3 * w).sum() for y, w in zip(expected, weights, strict=True)]
+    firsts = torch.autograd.grad(sum(cubes), everything, create_graph=True, allow_unused=True)
+    others = tensors(shapes, 3)
+    seconds = torch.autograd.grad(
+        sum((g * v).sum() for g, v in zip(firsts, others, strict=True) if g is not None),
+        everything,
+        allow_unused=True,
+    )
+
+    x = tensors(shapes, 1)[me].requires_grad_()
+    y = layer(x)
+    assert y.shape == expected[me].shape
+    assert torch.equal(y, expected[me]) or torch.allclose(y, expected[me], rtol=1e-12)
+    (first,) = torch.autograd.grad((y**3 * weights[me]).sum(), x, create_graph=True)
+    assert first.shape == x.shape
+    (second,) = torch.autograd.grad((first * others[me]).sum(), x)
+    for found, wanted in ((first, firsts[me]), (second, seconds[me])):
+        wanted = torch.zeros_like(x) if wanted is None else wanted
+        assert torch.allclose(found, wanted, rtol=1e-10), name

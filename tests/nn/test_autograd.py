@@ -1,0 +1,209 @@
+"""What autograd may ask of a layer: modes, transforms, ranks that differ, memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import weft
+from weft import nn
+from weft.testing import spmd
+
+THREADS = ("threads",)
+
+
+def data(wire, *shape, dtype=torch.float64, requires_grad=False):
+    generator = torch.Generator().manual_seed(wire.rank)
+    return torch.randn(*shape, generator=generator, dtype=dtype, requires_grad=requires_grad)
+
+
+@spmd(3)
+def test_one_rank_needs_a_gradient_and_all_take_part(wire):
+    layer = nn.AllGather(weft.Partition(3), 0)
+    x = data(wire, 2, requires_grad=wire.rank == 1)
+    y = layer(x)
+    assert y.requires_grad
+    y.square().sum().backward()
+    if wire.rank == 1:
+        assert torch.allclose(x.grad, 6 * x)
+    else:
+        assert x.grad is None
+
+
+@spmd(3, on=THREADS)
+def test_nobody_needs_a_gradient(wire):
+    layer = nn.AllSumReduce(weft.Partition(3), 0)
+    assert not layer(data(wire, 2)).requires_grad
+    with torch.no_grad():
+        y = layer(data(wire, 2, requires_grad=True))
+    assert not y.requires_grad and y.grad_fn is None
+    with torch.inference_mode():
+        assert not layer(data(wire, 2)).requires_grad
+
+
+@spmd(3, on=THREADS)
+def test_one_rank_without_gradients_is_named(wire):
+    layer = nn.AllSumReduce(weft.Partition(3), 0)
+    x = data(wire, 2, requires_grad=True)
+    with (
+        pytest.raises(weft.WeftError, match="rank 0 needs a gradient, and rank 2 does not record"),
+        torch.set_grad_enabled(wire.rank != 2),
+    ):
+        layer(x)
+    assert layer(x).requires_grad
+
+
+LAYERS = {
+    "all_gather": lambda: nn.AllGather(weft.Partition(2), ()),
+    "all_sum_reduce": lambda: nn.AllSumReduce(weft.Partition((2, 1)), 1),
+    "reduce_scatter": lambda: nn.ReduceScatter(weft.Partition((2, 1)), 1),
+    "repartition": lambda: nn.Repartition(weft.Partition(2), weft.Partition(2)),
+    "halo": lambda: nn.HaloExchange(weft.Partition(2), 0),
+    "broadcast": lambda: nn.Broadcast(weft.Partition((2, 1)), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@spmd(3, on=THREADS)
+def test_an_identity_is_a_copy(wire, name):
+    layer = LAYERS[name]()
+    for x in (data(wire, 4, 2), data(wire, 600, 2), data(wire, 2, 4).t()):
+        if wire.rank == 2:
+            x = nn.zero_volume_tensor(dtype=x.dtype)
+        y = layer(x)
+        assert torch.equal(x, y) and y is not x
+        storage = y.untyped_storage().data_ptr()
+        assert not x.numel() or storage != x.untyped_storage().data_ptr()
+        back = y.requires_grad_().sum()
+        assert back.requires_grad
+
+
+@spmd(2, on=THREADS)
+def test_inputs_and_gradients_of_any_layout(wire):
+    layer = nn.AllGather(weft.Partition((1, 2)), 1)
+    plain = data(wire, 4, 3)
+    wide = data(wire, 4, 9)
+    wide[:, 3:6] = plain
+    for x in (plain, plain.t().contiguous().t(), wide[:, 3:6], plain[:1].expand(4, 3)):
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        assert torch.equal(y[:, 3 * wire.rank : 3 * wire.rank + 3], x)
+        y.sum().backward()  # whose gradient is expanded
+        assert torch.equal(x.grad, torch.full((4, 3), 2.0, dtype=torch.float64))
+        (grad,) = torch.autograd.grad((layer(x).t() * torch.arange(4.0)).sum(), x)
+        assert torch.equal(grad, 2 * torch.arange(4.0)[:, None].expand(4, 3).double())
+    z = data(wire, 2, 2, dtype=torch.complex128)
+    assert torch.equal(layer(z.conj())[:, 2 * wire.rank : 2 * wire.rank + 2], z.conj())
+
+
+@spmd(3, on=THREADS)
+def test_gradcheck(wire):
+    partition = weft.Partition(3)
+    gathers = nn.Gather(partition, 0)
+    corrector = nn.ZeroVolumeCorrector()
+    halo, reduce = nn.HaloExchange(partition, 1, "reflect"), nn.AllSumReduce(partition, 0)
+
+    def total(x):
+        """The same number on every rank, which perturbs its own x at the same time as all."""
+        y = gathers(halo(x).sin())
+        return reduce(corrector(y.square().sum() if wire.rank == 0 else y)) / 3
+
+    x = data(wire, 2, requires_grad=True)
+    y = total(x)
+    (grad,) = torch.autograd.grad(y, x)
+    for at in range(2):
+        for who in range(3):  # one number of one rank at a time: all others stay
+            step = torch.zeros(2, dtype=torch.float64)
+            step[at] = 1e-6 * (wire.rank == who)
+            with torch.no_grad():
+                slope = (total(x + step) - total(x - step)) / 2e-6
+            if wire.rank == who:
+                assert abs(slope - grad[at] / 3) < 1e-7
+
+
+@spmd(2, on=THREADS)
+def test_gradcheck_of_torch(wire):
+    """Where ranks have the same data, they perturb alike."""
+    partition = weft.Partition(2)
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for layer in (
+        nn.AllSumReduce(partition, 0),
+        nn.HaloExchange(partition, 1, "periodic"),
+    ):
+        x = x.detach().requires_grad_()
+        assert torch.autograd.gradcheck(layer, x)
+        assert torch.autograd.gradgradcheck(lambda x, layer=layer: layer(x).sin(), x)
+
+
+@spmd(2, on=("gloo",))  # a process has one level of forward-mode differentiation for all threads
+def test_forward_mode(wire):
+    layer = nn.AllGather(weft.Partition(2), 0)
+    x, t = data(wire, 3), data(wire, 3) * 2
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # torch uses what it calls deprecated
+        dual = forward_ad.make_dual(x, t) if wire.rank else x  # rank 0 has no tangent
+        y, tangent = forward_ad.unpack_dual(layer(dual))
+    assert torch.equal(y, layer(x))
+    assert torch.equal(tangent, layer(t * wire.rank))
+    y, tangent = torch.func.jvp(layer, (x,), (t,))
+    assert torch.equal(y, layer(x)) and torch.equal(tangent, layer(t))
+
+
+@spmd(2, on=THREADS)
+def test_transforms(wire):
+    layer = nn.AllGather(weft.Partition(2), 0)
+    x = data(wire, 3)
+    grad = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    assert torch.allclose(grad, 4 * x)
+    many = data(wire, 5, 3)
+    y = torch.func.vmap(layer)(many)
+    assert torch.equal(y, torch.stack([layer(each) for each in many]))
+    y = torch.func.vmap(layer, in_dims=1, out_dims=1)(many.t())
+    assert torch.equal(y, torch.stack([layer(each) for each in many], 1))
+    grads = torch.func.vmap(torch.func.grad(lambda x: layer(x).square().sum()))(many)
+    assert torch.allclose(grads, 4 * many)
+    jacobian = torch.func.jacrev(lambda x: layer(x) ** 2)(x)
+    mine = jacobian[3 * wire.rank : 3 * wire.rank + 3]
+    assert jacobian.shape == (6, 3) and torch.allclose(mine.diagonal(), 4 * x)
+
+
+@spmd(3, on=THREADS)
+def test_vmap_where_ranks_have_nothing(wire):
+    scatter = nn.Scatter(weft.Partition(2), 0, shape=(4,))
+    if wire.rank == 2:
+        return
+    x = data(wire, 5, 4 if wire.rank == 0 else 0)
+    y = torch.func.vmap(scatter)(x)
+    whole = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(y, whole[:, 2 * wire.rank : 2 * wire.rank + 2])
+    back = torch.func.vmap(nn.Gather(weft.Partition(2), 0))(y)
+    assert torch.equal(back, x)
+
+
+@spmd(3, on=THREADS)
+def test_every_rank_has_a_loss(wire):
+    layer, corrector = nn.SumReduce(weft.Partition(2), 0), nn.ZeroVolumeCorrector()
+    for value in (1.0, 2.0):
+        x = torch.full((3,), value, requires_grad=wire.rank < 2)
+        y = layer(x if wire.rank < 2 else nn.zero_volume_tensor())
+        loss = corrector(y.square().sum() if y.numel() else y)
+        assert loss.shape == ()
+        loss.backward()
+        if wire.rank < 2:
+            assert torch.equal(x.grad, torch.full((3,), 4 * value))
+
+
+@spmd(2)
+def test_layers_travel(wire):
+    partition = weft.Partition((1, 2))
+    layers = torch.nn.Sequential(nn.HaloExchange(partition, 1), nn.AllGather(partition, -1))
+    assert not layers.state_dict() and not list(layers.parameters())
+    x = data(wire, 2, 2)
+    for other in (pickle.loads(pickle.dumps(layers)), copy.deepcopy(layers), layers.to("cpu")):
+        assert torch.equal(other(x), layers(x))
+    assert pickle.loads(pickle.dumps(partition)) == partition

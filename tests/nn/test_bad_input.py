@@ -1,0 +1,259 @@
+"""Bad input: the same WeftError on every rank that takes part, and the next call works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import weft
+from weft import nn
+from weft.testing import run, spmd
+
+P = weft.Partition
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def gather(dims=0, **options):
+    return nn.AllGather(P((2, 2)), dims, **options)
+
+
+def differing(last, others):
+    """A layer that the last rank makes otherwise."""
+    return lambda: last() if P(4).rank == 3 else others()
+
+
+# name: (layer, what the last of four ranks passes, what the others pass, what all are told)
+WRONG = {
+    "length": (
+        lambda: gather((0, 1)),
+        ones(2, 3),
+        ones(2, 2),
+        r"AllGather: in dimension 1 rank 3 has 3, and rank 1, at the same place of the grid \(1\), "
+        "has 2: shards must fit together",
+    ),
+    "length elsewhere": (
+        lambda: gather(0),
+        ones(2, 3),
+        ones(2, 2),
+        "in dimension 1 rank 3 has 3, and rank 1 has 2",
+    ),
+    "dimensions": (
+        lambda: gather(0),
+        ones(2),
+        ones(2, 2),
+        "rank 3 has a tensor of 1 dimensions, .*and rank 1 one of 2",
+    ),
+    "too few dimensions": (
+        lambda: gather((0, 1)),
+        ones(2),
+        ones(2),
+        "dimension 1 is cut, and rank",
+    ),
+    "dtype": (
+        lambda: gather((0, 1)),
+        ones(2, 2, dtype=torch.float64),
+        ones(2, 2),
+        "the ranks differ in dtype: ranks 0, 1, 2 have torch.float32, rank 3 has torch.float64",
+    ),
+    "sparse": (
+        lambda: gather((0, 1)),
+        ones(2, 2).to_sparse(),
+        ones(2, 2),
+        "rank 3: AllGather takes dense tensors, and this one is sparse_coo: use weft.sparse_all",
+    ),
+    "no tensor": (
+        lambda: gather((0, 1)),
+        [1.0],
+        ones(2, 2),
+        "rank 3: AllGather takes a tensor, not a list",
+    ),
+    "shape told": (
+        lambda: gather((0, 1), shape=(4, 4)),
+        ones(1, 2),
+        ones(2, 2),
+        r"rank 3: AllGather was told of a tensor of which this rank has \(2, 2\), and it brings",
+    ),
+    "told otherwise": (
+        differing(lambda: gather((0, 1), shape=(4, 5)), lambda: gather((0, 1), shape=(4, 4))),
+        ones(2, 2),
+        ones(2, 2),
+        r"the ranks differ in arguments: .*rank 3 has dims=\(0, 1\), shape=\(4, 5\)",
+    ),
+    "another layer": (
+        differing(lambda: nn.AllSumReduce(P((2, 2)), (0, 1)), lambda: gather((0, 1))),
+        ones(2, 2),
+        ones(2, 2),
+        "the ranks are in different calls: ranks 0, 1, 2 have AllGather .*, rank 3 has AllSumRed",
+    ),
+    "another grid": (
+        differing(lambda: nn.AllSumReduce(P((4, 1)), (0, 1)), lambda: nn.AllSumReduce(P(4), 0)),
+        ones(2, 2),
+        ones(2, 2),
+        "the ranks differ in partition: ranks 0, 1, 2 have 4 of ranks 0 to 3, rank 3 has 4x1 of",
+    ),
+    "sum of bools": (
+        lambda: nn.AllSumReduce(P(4), 0),
+        ones(2, dtype=torch.bool),
+        ones(2, dtype=torch.bool),
+        "AllSumReduce adds up values, and torch.bool has no addition",
+    ),
+    "sum of float8": (
+        lambda: nn.ReduceScatter(P(4), 0),
+        ones(4).to(torch.float8_e4m3fn),
+        ones(4).to(torch.float8_e4m3fn),
+        "torch.float8_e4m3fn has no addition",
+    ),
+    "sum of shapes": (
+        lambda: nn.SumReduce(P(4), 0),
+        ones(3),
+        ones(2),
+        "SumReduce: in dimension 0 rank 3 has 3, and rank 0 has 2",
+    ),
+    "not a source": (
+        lambda: nn.Broadcast(P(4), 0),
+        ones(3),
+        None,
+        r"rank 3: Broadcast takes no tensor from this rank, which passes one of shape \(3,\)",
+    ),
+    "lengths": (
+        lambda: nn.ReduceScatter(P(4), 0, lengths=[(1, 1, 1, 2)]),
+        ones(4),
+        ones(4),
+        "dimension 0 has 4 and is cut into 4 parts, which lengths .* are not",
+    ),
+    "scatter of a number": (
+        lambda: nn.Scatter(P(4), 0),
+        nn.zero_volume_tensor(),
+        None,
+        "the grid is cut along dims .*, and the tensor has 0 dimensions",
+    ),
+    "halo": (
+        lambda: nn.HaloExchange(P(4), 2),
+        ones(1),
+        ones(2),
+        "a halo of 2 in dimension 0 is wider than the shard of rank 3, which has 1 there: use",
+    ),
+    "reflection": (
+        lambda: nn.HaloExchange(P(4), 2, "reflect"),
+        ones(2),
+        ones(2),
+        "the shard of rank 0, which has 2 there, without its edge",
+    ),
+    "all to all": (
+        lambda: nn.AllToAll(P(4), (0, 1)),
+        ones(2),
+        ones(2),
+        "dimension 1 is to be cut, and the tensor has 1 dimensions",
+    ),
+    "repartition": (
+        lambda: nn.Repartition(P((2, 2)), P(4)),
+        ones(2, 3),
+        ones(2, 2),
+        "Repartition: in dimension 1 rank 3 has 3, and rank 1",
+    ),
+    "repartition to too many dimensions": (
+        lambda: nn.Repartition(P(4), P((2, 2))),
+        ones(2),
+        ones(2),
+        r"the grid is cut along dims \(0, 1\), and the tensor has 1 dimensions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_everybody_who_takes_part_is_told(name):
+    make, last, others, text = WRONG[name]
+
+    def program(wire):
+        layer = make()
+        nothing = torch.ones(()) if name == "scatter of a number" else nn.zero_volume_tensor()
+        x = others if others is not None else (nothing if wire.rank == 0 else None)
+        x = nn.zero_volume_tensor() if x is None else x
+        told = ""
+        try:
+            layer(last if wire.rank == 3 else x)
+        except weft.WeftError as error:
+            told = str(error)
+        weft.nn.AllSumReduce(P(4), 0)(ones(2))
+        return told
+
+    told = run(4, program)
+    taking = {each for each in told if each}
+    assert len(taking) == 1, told
+    assert re.search(text, *taking)
+    assert told[3]
+    if name not in ("length elsewhere", "dimensions"):  # of the last rank's slice alone
+        assert all(told)
+
+
+@spmd(3)
+def test_the_same_on_processes(wire):
+    layer = nn.AllGather(P(3), 0)
+    with pytest.raises(weft.WeftError, match="in dimension 1 rank 1 has 5, and rank 0 has 4"):
+        layer(ones(2, 5 if wire.rank == 1 else 4))
+    assert layer(ones(1, 2)).shape == (3, 2)
+
+
+@spmd(3, on=("threads",))
+def test_grids_that_are_none(wire):
+    for make, text in (
+        (lambda: P((2, 2)), r"a grid of \(2, 2\) has 4 cells and the group 3 ranks: start more"),
+        (lambda: P(2, ranks=[1, 1]), "rank 1 is in the grid twice"),
+        (lambda: P(2, ranks=[1, 3]), "there is no rank 3 in a group of 3"),
+        (lambda: P((2, 1), ranks=[1]), r"1 ranks for the 2 cells of a grid \(2, 1\)"),
+        (lambda: P((0, 2)), "has a dimension without cells"),
+        (lambda: P("ab"), "shape is 'ab': pass integers"),
+        (lambda: nn.AllGather(P(3), 1), "dim 1 is out of range: the grid has 1 dimensions"),
+        (lambda: nn.AllGather(P((3, 1)), (1, -1)), r"dims \(1, -1\) name a dimension twice"),
+        (
+            lambda: nn.Broadcast(P(2), P((1, 3))),
+            r"a grid of \(2,\) does not broadcast to one of \(1, 3\)",
+        ),
+        (lambda: nn.SumReduce(P(1), P((1, 3))), "does not broadcast"),
+        (lambda: nn.AllToAll(P(3), (1, 1)), "pass two different dimensions"),
+        (lambda: nn.HaloExchange(P(3), -1), "pass a width of at least 0"),
+        (lambda: nn.HaloExchange(P(3), [1, 1]), "pass a width of at least 0 for each"),
+        (lambda: nn.HaloExchange(P(3), 1.5), "pass an integer"),
+        (lambda: nn.HaloExchange(P(3), 1, "wrap"), "boundary 'wrap' is unknown"),
+        (lambda: P(3).rank_at([3]), r"has no cell \(3,\)"),
+        (lambda: P(3).reshape((2, 2)), r"a grid of \(2, 2\) cannot be made of 3 ranks"),
+        (lambda: P(3).subset([3]), "not distinct cells"),
+        (lambda: P((1, 3)).boxes((4,)), "cuts dimensions that a tensor"),
+    ):
+        with pytest.raises(weft.WeftError, match=text):
+            make()
+
+
+@spmd(3, on=("threads",))
+def test_an_inactive_rank_brings_nothing(wire):
+    """It talks to nobody, so it alone is told."""
+    layer = nn.AllGather(P(2), 0)
+    if wire.rank == 2:
+        before = wire.traffic.messages
+        with pytest.raises(weft.WeftError, match=r"rank 2: AllGather does not concern this rank"):
+            layer(ones(2))
+        x = torch.empty(0, 3, requires_grad=True)
+        y = layer(x)
+        assert y is not x and y.shape == (0, 3) and y.requires_grad
+        assert wire.traffic.messages == before
+    else:
+        assert layer(ones(2)).shape == (4,)
+
+
+@spmd(2, on=("threads",))
+def test_a_shape_that_changes_on_one_rank_is_right_or_an_error(wire):
+    for told in (None, (4,)):
+        layer = nn.AllGather(P(2), 0, shape=told)
+        assert layer(ones(2)).shape == (4,)
+        x = ones(3 if wire.rank else 2)
+        if told is None:
+            assert layer(x).shape == (5,)
+        else:
+            with pytest.raises(weft.WeftError, match="rank 1: AllGather was told"):
+                layer(x)
+        assert layer(ones(2)).shape == (4,)

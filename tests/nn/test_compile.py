@@ -1,0 +1,59 @@
+"""torch.compile takes the other door, with the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft.testing import spmd
+
+
+def data(wire, *shape):
+    generator = torch.Generator().manual_seed(wire.rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@spmd(2, on=("gloo",), timeout=40.0)
+def test_a_compiled_model_does_what_it_does_eagerly(wire):
+    partition = weft.Partition(2)
+    layer = weft.nn.AllGather(partition, 0, shape=(4, 3))
+    reduced = weft.nn.ReduceScatter(partition, 0)
+    halo = weft.nn.HaloExchange(partition, 1)
+
+    def model(x):
+        layer(x * 2)  # whose result nobody uses: dropped on one rank, it would hang the other
+        return halo(reduced(torch.tanh(layer(x)) * 2)).square()
+
+    x = data(wire, 2, 3).requires_grad_()
+    eager = model(x)
+    (expected,) = torch.autograd.grad(eager.sum(), x)
+    code = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        before = wire.calls
+        y = code(x)
+        assert torch.equal(y, eager)
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(found, expected)
+        assert wire.calls - before >= 4 + 3
+
+    y = code(x)
+    with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.sum().backward()
+
+
+@spmd(2, on=("gloo",), timeout=40.0)
+def test_what_compiled_code_cannot_know(wire):
+    partition = weft.Partition(2)
+    with pytest.raises(Exception, match=r"AllGather under torch.compile needs shape="):
+        torch.compile(weft.nn.AllGather(partition, 0), fullgraph=True, backend="aot_eager")(
+            data(wire, 2)
+        )
+    layer = weft.nn.AllSumReduce(partition, 0)
+    code = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(weft.WeftError, match="rank 1 needs a gradient, and rank 0 does not record"):
+        code(data(wire, 2).requires_grad_(wire.rank == 1))
+    with pytest.raises(weft.WeftError, match="the ranks differ in mode"):
+        (layer if wire.rank else code)(data(wire, 2))
+    assert torch.equal(code(data(wire, 2)), layer(data(wire, 2)))

@@ -1,0 +1,168 @@
+"""Partitions: who is where, other grids, balanced cuts; and DeviceMesh."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import nn
+from weft.grid import Box
+from weft.testing import run, spmd
+
+P = weft.Partition
+
+
+@spmd(6, on=("threads",))
+def test_who_is_where(wire):
+    grid = P((2, 2), ranks=[5, 0, 3, 1])
+    assert (grid.dim, grid.size, grid.rank) == (2, 4, wire.rank)
+    assert grid.index == {5: (0, 0), 0: (0, 1), 3: (1, 0), 1: (1, 1)}.get(wire.rank)
+    assert grid.active == (wire.rank in (0, 1, 3, 5))
+    assert grid.rank_at((1, 0)) == grid.rank_at((-1, -2)) == 3
+    if wire.rank == 5:
+        assert (grid.neighbour(0), grid.neighbour(1), grid.neighbour(0, -1)) == (3, 0, None)
+        assert grid.neighbour(-1, -1, periodic=True) == 0
+        assert grid.keep(0).ranks == (5, 3) and grid.keep((1, 0)).ranks == (5, 3, 0, 1)
+    if wire.rank == 2:
+        assert grid.neighbour(0) is None and not grid.keep(1).active
+    if wire.rank == 1:
+        assert grid.keep(1) == P(2, ranks=[3, 1]) and grid.keep(()).ranks == (1,)
+
+
+@spmd(6, on=("threads",))
+def test_grids_of_grids(wire):
+    world = P(6)
+    base = world.subset([4, 2, 0, 5])
+    assert base == P(4, ranks=[4, 2, 0, 5])
+    grid = base.reshape((2, 2))
+    assert grid == P((2, 2), ranks=[4, 2, 0, 5]) and hash(grid) == hash(P((2, 2), ranks=grid.ranks))
+    assert grid != base and grid != P((2, 2)) and grid != "grid"
+    assert grid.T.ranks == (4, 0, 2, 5) and grid == grid.T.T
+    assert world.reshape(3).ranks == (0, 1, 2)
+    assert grid.union(P(2, ranks=[5, 1]), P(1)).ranks == (4, 2, 0, 5, 1)
+    with pytest.raises(AttributeError, match="a partition does not change"):
+        grid.shape = (4,)
+    with pytest.raises(weft.WeftError, match="different groups have no union"):
+        P(2, group=wire).union(P(2))
+
+
+@spmd(6, on=("threads",))
+def test_balanced_cuts(wire):
+    grid = P((2, 3))
+    assert grid.lengths((5, 7, 2)) == [(3, 2), (3, 2, 2), (2,)]
+    found = grid.boxes((5, 7, 2))
+    assert list(found) == list(range(6))
+    assert found[4] == Box((3, 3, 0), (5, 5, 2))
+    assert grid.box((5, 7, 2)) == found[wire.rank] and grid.box((5, 7), 5).shape == (2, 2)
+    assert P((2, 1)).boxes((3,)) == {0: Box((0,), (2,)), 1: Box((2,), (3,))}
+
+
+def test_a_grid_can_be_seen():
+    texts = run(4, lambda wire: repr(P((2, 2), ranks=[3, 1, 0, 2])))
+    assert texts[0] == "Partition(2x2 of ranks 3, 1, 0, 2)\n  3 1\n  0 2"
+    (text,) = run(1, lambda wire: repr(nn.AllGather(P((1,)), 0, shape=(3,))))
+    assert text == "AllGather(1 of rank 0, dims=(0,), shape=(3,))"
+    (three,) = run(1, lambda wire: repr(P((1, 1, 1))))
+    assert three.endswith("\n  0")
+
+
+@spmd(4, on=("threads",))
+def test_ranks_are_called_as_the_group_calls_them(wire):
+    layer = nn.AllSumReduce(P(2, ranks=[3, 1]), 0)
+    x = torch.ones(2, dtype=torch.float64 if wire.rank == 3 else torch.float32)
+    if wire.rank in (1, 3):
+        with pytest.raises(weft.WeftError, match=r"rank 1 has torch.float32, rank 3 has torch.flo"):
+            layer(x)
+        with pytest.raises(weft.WeftError, match=r"rank 3: AllSumReduce takes a tensor, not a str"):
+            layer("x" if wire.rank == 3 else x)
+
+
+@spmd(4, on=("threads",))
+def test_grids_that_overlap(wire):
+    """Grids in any order, one layer after the other, on sets of ranks that overlap."""
+    x = torch.tensor([float(wire.rank)])
+    pairs = nn.AllSumReduce(P((2, 2), ranks=[0, 2, 3, 1]), 1)
+    others = nn.AllSumReduce(P((2, 2), ranks=[1, 2, 0, 3]), 1)
+    y = others(pairs(x))
+    assert y.item() == {0: 6.0, 1: 6.0, 2: 6.0, 3: 6.0}[wire.rank]
+
+
+@spmd(18, on=("threads",))
+def test_a_large_grid(wire):
+    """Beyond the number of ranks whose openings go directly to each other."""
+    grid = P((3, 6))
+    x = torch.full((2,), float(wire.rank), requires_grad=wire.rank == 7)
+    y = nn.AllSumReduce(grid, (0, 1))(x)
+    assert torch.equal(y, torch.full((2,), 153.0)) and y.requires_grad
+    y.sum().backward()
+    assert wire.rank != 7 or torch.equal(x.grad, torch.full((2,), 18.0))
+    with pytest.raises(weft.WeftError, match="in dimension 0 rank 11 has 3, and rank 0 has 2"):
+        nn.AllSumReduce(grid, (0, 1))(torch.ones(3 if wire.rank == 11 else 2))
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@spmd(3, on=("threads",))
+def test_every_dtype(wire, dtype):
+    """A rank without elements may have any."""
+    grid = P(3)
+    x = (torch.arange(3) + wire.rank).to(dtype) if wire.rank else torch.empty(0)
+    expected = torch.tensor([1, 2, 3, 2, 3, 4]).to(dtype)
+    y = nn.AllGather(grid, 0)(x)
+    assert y.dtype == dtype
+    assert torch.equal(y.to(torch.complex128), expected.to(torch.complex128))
+    if dtype in (torch.bool, torch.float8_e5m2):
+        return
+    y = nn.ReduceScatter(grid, 0)((torch.arange(4) + wire.rank).to(dtype))
+    wanted = torch.tensor({0: [3, 6], 1: [9], 2: [12]}[wire.rank])
+    assert y.dtype == dtype
+    assert torch.equal(y.to(torch.complex128), wanted.to(torch.complex128))
+
+
+def meshes(wire, path):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size
+    )
+    try:
+        with weft.init():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            grid = P.from_mesh(mesh)
+            assert grid == P((2, 2))
+            back = grid.T.to_mesh(names=("b", "a"))
+            assert back.mesh.tolist() == [[0, 2], [1, 3]] and back.mesh_dim_names == ("b", "a")
+            assert P.from_mesh(back) == grid.T
+            row = P(2, group=mesh["b"])
+            y = nn.AllSumReduce(row, 0)(torch.tensor([float(wire.rank)]))
+            assert y.item() == {0: 1.0, 1: 5.0}[wire.rank // 2]
+            again = pickle.loads(pickle.dumps(P(2, group=mesh["b"].get_group())))
+            assert again.ranks == (0, 1) and again.group is mesh["b"].get_group()
+            with pytest.raises(weft.WeftError, match="a partition of a weft wire cannot be pick"):
+                pickle.dumps(P(2, group=wire))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_device_meshes(tmp_path):
+    run(4, meshes, str(tmp_path / "store"), on="gloo")
