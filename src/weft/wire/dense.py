@@ -53,8 +53,15 @@ _SIGNED = {
 }
 
 
-def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
+def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = None) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks of `wire`, in place.
+
+    Args:
+        wire: among whom.
+        tensor: this rank's contribution, and where the result comes.
+        op: how two of them combine.
+        source: this rank's contribution, if it shall be left as it is; of the same shape and
+            dtype, contiguous. Then `tensor` may hold anything.
 
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
@@ -68,11 +75,15 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
         raise WeftError(
             f"rank {wire.rank}: op {op} does not apply to {tensor.dtype}: {error}"
         ) from error
+    small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
+    if source is not None and small:
+        tensor.copy_(source)
     if wire.size == 1 or not len(flat):
         return _Done(tensor)
-    if len(flat) * flat.element_size() <= _SMALL:
+    if small:
         return _Whole(wire, tensor, flat, combine)
-    return _Parts(wire, tensor, flat, combine)
+    given = flat if source is None else source.view(-1).view(flat.dtype)
+    return _Parts(wire, tensor, flat, combine, given)
 
 
 def messages(ranks: int, nbytes: float) -> int:
@@ -159,8 +170,11 @@ class _Whole(Pending):
 class _Parts(Pending):
     """Each rank reduces its part and sends it to all, chunk by chunk."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine) -> None:
+    def __init__(
+        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine, given: Tensor
+    ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
+        self._given = given
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
@@ -169,20 +183,22 @@ class _Parts(Pending):
         self._gathers: list[Pending] = []
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
 
-    def _piece(self, rank: int, start: int) -> Tensor:
+    def _piece(self, of: Tensor, rank: int, start: int) -> Tensor:
         """The chunk that begins `start` elements into rank's part; it may be empty."""
-        first, end = rank * self._part, min((rank + 1) * self._part, len(self._flat))
-        return self._flat[min(first + start, end) : min(first + start + self._step, end)]
+        first, end = rank * self._part, min((rank + 1) * self._part, len(of))
+        return of[min(first + start, end) : min(first + start + self._step, end)]
 
     def _scatter_chunk(self, start: int) -> tuple[Pending, Lease] | None:
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
-        wire, own = self._wire, self._piece(self._wire.rank, start)
+        wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         lease = wire.lease((wire.size - 1) * own.numel() * own.element_size())
         slots = typed(lease.tensor, (wire.size - 1, len(own)), own.dtype)
-        sends = [(peer, self._piece(peer, start)) for peer in wire.peers]
+        sends = [(peer, self._piece(self._given, peer, start)) for peer in wire.peers]
         recvs = [(peer, slot) for peer, slot in zip(wire.peers, slots, strict=True)]
+        if self._given is not self._flat:
+            own.copy_(self._piece(self._given, wire.rank, start))
         return wire.post(sends, recvs, _SCATTER), lease
 
     def wait(self) -> list[Tensor]:
@@ -200,12 +216,12 @@ class _Parts(Pending):
 
     def _share(self, start: int, received: list[Tensor]) -> None:
         """Reduce one's own chunk, send it to all and post the receives of theirs."""
-        wire, own = self._wire, self._piece(self._wire.rank, start)
+        wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         parts = dict(zip(wire.peers, received, strict=True))
         parts[wire.rank] = own
         reduce_parts([parts[rank] for rank in range(wire.size)], self._combine, own)
         sends = [(peer, own) for peer in wire.peers]
-        recvs = [(peer, self._piece(peer, start)) for peer in wire.peers]
+        recvs = [(peer, self._piece(self._flat, peer, start)) for peer in wire.peers]
         self._gathers.append(wire.post(sends, recvs, _GATHER))
 
     def release(self) -> None:
