@@ -48,7 +48,9 @@ def has_addition(dtype: torch.dtype) -> bool:
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-def carried(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor:
+def carried(
+    plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True, together: bool = False
+) -> Tensor:
     """This rank's result, fresh; collective among the ranks of the plan.
 
     Args:
@@ -57,16 +59,20 @@ def carried(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor
             its dtype, if that has none.
         wire: of the group.
         hinted: whether the plan's hint may be followed.
+        together: whether all ranks of the plan are on one host, as all of them know: then there
+            are no links to share, and what only copies goes straight from each to all.
     """
     dtype = x.dtype
     if dtype in _BITS:  # torch cannot add these, but to the same bits
         x = x.view(_BITS[dtype])
     hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
+    if together and plan.hint in ("all_gather", "broadcast"):
+        schedule = None
     if schedule is not None and _largest(plan) * dtype.itemsize > _DIRECT:
         local = plan.local(wire.rank)
         result = None if local.result is None else fresh(local.result, x.dtype)
-        schedule(plan, x, result, wire)
+        schedule(plan, x, result, wire, schedules.NEAR if together else schedules.FAR)
         y = _nothing(x) if result is None else result
     elif plan.hint == "all_reduce" and hinted:
         y = fresh(tuple(x.shape), x.dtype)

@@ -26,7 +26,7 @@ from ..plan import Plan
 from ..wire.base import Wire
 from .carry import assembled, carried, has_addition
 from .movement import Movement, planned
-from .opening import Opening, Statement, opened, payload_of
+from .opening import Opening, Statement, host_of, opened, payload_of
 
 __all__ = ["Call", "moved"]
 
@@ -108,6 +108,7 @@ class Call:
             (records and x.requires_grad if needs is None else needs) if fine else False,
             records,
             payload_of(x, self.ranks) if fine else None,
+            host_of(self.wire.host),
         )
         own = x.dtype if isinstance(x, Tensor) else torch.float32
         opening = self.wire.worker.call(
@@ -165,7 +166,9 @@ class Call:
             if tensors is not None:
                 y = assembled(plan, tensors, wire.rank, local)
             else:
-                y = wire.worker.call(self.name, lambda: carried(plan, local, wire))
+                y = wire.worker.call(
+                    self.name, lambda: carried(plan, local, wire, together=opening.together)
+                )
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(self.nothing)
         return y.to(x.device)

@@ -8,6 +8,7 @@ travel in the same message, and then nothing is left to be sent.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ from ..agree import DIRECT, agree
 from ..errors import WeftError
 from ..grid import Shape
 from ..wire.base import Wire, as_bytes
+from ..wire.hosts import digest_of
 from ..wire.memory import typed
 from ..wire.part import Part
 from .movement import Movement
 
-__all__ = ["EAGER", "Opening", "Statement", "opened"]
+__all__ = ["EAGER", "Opening", "Statement", "among", "host_of", "opened", "payload_of"]
 
 EAGER = 4 << 10
 """Bytes of a tensor that may travel in the opening message."""
 
-_ENTRY = struct.Struct("<IBBHI")  # rank, gradient, dimensions, 0, bytes of the payload
+_ENTRY = struct.Struct("<IBBHIQ")  # rank, gradient, dimensions, 0, bytes of the payload, host
 _NEEDS, _RECORDS = 1, 2
 
 
@@ -41,18 +43,20 @@ class Statement:
         needs: whether a gradient of the result is asked of it.
         records: whether it records what a gradient needs.
         payload: the bytes of its tensor, if they are few and travelled along.
+        host: where it is, as a number.
     """
 
     shape: Shape
     needs: bool
     records: bool
     payload: Tensor | None
+    host: int
 
     def pack(self, rank: int) -> Tensor:
         sizes = struct.pack(f"<{len(self.shape)}q", *self.shape)
         count = 0xFFFFFFFF if self.payload is None else self.payload.numel()
         flags = _NEEDS * self.needs | _RECORDS * self.records
-        head = bytearray(_ENTRY.pack(rank, flags, len(self.shape), 0, count) + sizes)
+        head = bytearray(_ENTRY.pack(rank, flags, len(self.shape), 0, count, self.host) + sizes)
         body = torch.frombuffer(head, dtype=torch.uint8)
         if self.payload is None or not count:
             return body
@@ -63,7 +67,7 @@ class Statement:
         """The statements that lie behind each other, by rank."""
         raw, at, found = body.numpy().data, 0, {}
         while at < len(raw):
-            rank, flags, ndim, _, count = _ENTRY.unpack_from(raw, at)
+            rank, flags, ndim, _, count, host = _ENTRY.unpack_from(raw, at)
             at += _ENTRY.size
             shape = struct.unpack_from(f"<{ndim}q", raw, at)
             at += 8 * ndim
@@ -71,7 +75,8 @@ class Statement:
             if count != 0xFFFFFFFF:
                 payload = body[at : at + count].clone()  # the message's memory is given back
                 at += count
-            found[rank] = cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+            needs, records = bool(flags & _NEEDS), bool(flags & _RECORDS)
+            found[rank] = cls(shape, needs, records, payload, host)
         return found
 
 
@@ -83,11 +88,13 @@ class Opening:
         said: what each of them brings.
         dtype: of the tensor that moves.
         needs: whether anybody asks for a gradient, so that all take part in finding it.
+        together: whether all of them are on one host.
     """
 
     said: Mapping[int, Statement]
     dtype: torch.dtype
     needs: bool
+    together: bool
 
     def tensors(self, shapes: Mapping[int, Shape]) -> Mapping[int, Tensor] | None:
         """The tensors of these ranks, if all of them were small enough to come along."""
@@ -151,7 +158,14 @@ def opened(
     _check(said, call)
     name = agreement.fields["dtype"]
     agreed = own if name == "?" else getattr(torch, name.removeprefix("torch."))
-    return Opening(said, agreed, any(each.needs for each in said.values()))
+    needs = any(each.needs for each in said.values())
+    return Opening(said, agreed, needs, len({each.host for each in said.values()}) == 1)
+
+
+@functools.cache
+def host_of(machine: str) -> int:
+    """The number of the host that this process is on, given the name of its machine."""
+    return int.from_bytes(digest_of(machine)[:8], "little")
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> Tensor | None:

@@ -5,7 +5,7 @@
 * broadcast and sum_reduce: along a chain, chunk by chunk. Every link carries the tensor once,
   however many ranks there are; a sum grows on its way to the root.
 * reduce_scatter: each part straight to its owner, which adds up in rank order, chunk by chunk.
-* all_reduce: the wire's own.
+* all_reduce: parts to their owners, sums to all (`wire.dense`).
 
 Ring and chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009); the
 pipelined chain is folklore of MPI libraries.
@@ -20,19 +20,21 @@ from torch import Tensor
 
 from ..grid import Box
 from ..plan import Hint, Plan
+from ..wire import dense
 from ..wire.base import Pending, Wire
 from ..wire.dense import SCRATCH, reduce_parts
 from ..wire.memory import Lease, typed
 from .opening import among
 
-__all__ = ["BY_HINT", "all_reduce"]
+__all__ = ["BY_HINT", "FAR", "NEAR", "all_reduce"]
 
 _CHANNEL = 9  # that no other room uses
-_CHUNK = 512 << 10  # bytes
+FAR = 512 << 10  # bytes of a chunk
+NEAR = 1 << 20  # bytes of a chunk on one host, where no link rests while the first is under way
 _SLOTS = 8  # chunks that a chain is ahead at the most
 
-Schedule = Callable[[Plan, Tensor, Tensor | None, Wire], None]
-"""(plan, this rank's tensor, its result to be written, the wire of the group)"""
+Schedule = Callable[[Plan, Tensor, Tensor | None, Wire, int], None]
+"""(plan, this rank's tensor, its result to be written, the wire of the group, bytes of a chunk)"""
 
 
 def _boxes(plan: Plan) -> tuple[Mapping[int, Box], Mapping[int, Box]]:
@@ -41,14 +43,14 @@ def _boxes(plan: Plan) -> tuple[Mapping[int, Box], Mapping[int, Box]]:
     return have, want
 
 
-def _chunks(flat: Tensor) -> list[Tensor]:
+def _chunks(flat: Tensor, nbytes: int) -> list[Tensor]:
     """The chunks of a contiguous tensor; one at least."""
     flat = flat.view(-1)
-    step = max(1, _CHUNK // flat.element_size())
+    step = max(1, nbytes // flat.element_size())
     return [flat[start : start + step] for start in range(0, max(1, len(flat)), step)]
 
 
-def all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+def all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: int) -> None:
     have, want = _boxes(plan)
     assert y is not None
     ranks, origin = plan.ranks, want[wire.rank].start
@@ -67,14 +69,15 @@ def all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     before = [ranks[(me - distance) % count] for distance in range(1, count)]  # as they come
     parts = {rank: flat(places[rank]) for rank in before}
     coming = {
-        rank: [(chunk, wire.post((), [(left, chunk)], _CHANNEL)) for chunk in _chunks(parts[rank])]
+        rank: [(c, wire.post((), [(left, c)], _CHANNEL)) for c in _chunks(parts[rank], nbytes)]
         for rank in before
         if parts[rank].numel()
     }
     own = x if x.is_contiguous() else flat(places[wire.rank])
     if own is not x:
         own.copy_(x)
-    going = [wire.post([(right, chunk)], (), _CHANNEL) for chunk in _chunks(own) if own.numel()]
+    mine = _chunks(own, nbytes) if own.numel() else []
+    going = [wire.post([(right, chunk)], (), _CHANNEL) for chunk in mine]
     if own is not places[wire.rank]:
         places[wire.rank].copy_(own)
     for rank, chunks in coming.items():
@@ -87,7 +90,7 @@ def all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     _finish(going, leases)
 
 
-def broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+def broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: int) -> None:
     have, want = _boxes(plan)
     (root,) = have
     chain = [root, *(rank for rank in _after(root, plan.ranks) if rank in want)]
@@ -97,12 +100,12 @@ def broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     if at == 0:
         source = x.contiguous()
         if then is not None:
-            going = [wire.post([(then, chunk)], (), _CHANNEL) for chunk in _chunks(source)]
+            going = [wire.post([(then, chunk)], (), _CHANNEL) for chunk in _chunks(source, nbytes)]
         if y is not None:
             y.copy_(x)
     else:
         assert y is not None
-        coming = [(c, wire.post((), [(chain[at - 1], c)], _CHANNEL)) for c in _chunks(y)]
+        coming = [(c, wire.post((), [(chain[at - 1], c)], _CHANNEL)) for c in _chunks(y, nbytes)]
         for chunk, pending in coming:
             pending.wait()
             if then is not None:
@@ -110,7 +113,7 @@ def broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     _finish(going, [])
 
 
-def sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+def sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: int) -> None:
     have, want = _boxes(plan)
     (root,) = want
     chain = [rank for rank in _after(root, plan.ranks) if rank in have] + [root]
@@ -118,8 +121,8 @@ def sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     before = chain[at - 1] if at else None
     then = chain[at + 1] if at + 1 < len(chain) else None
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    mine = _chunks(x.contiguous()) if wire.rank in have else None
-    into = _chunks(y) if y is not None else None
+    mine = _chunks(x.contiguous(), nbytes) if wire.rank in have else None
+    into = _chunks(y, nbytes) if y is not None else None
     sizes = [len(chunk) for chunk in (mine or into or ())]
     count, room = len(sizes), max(sizes)
     with wire.lease(_SLOTS * room * wide.itemsize) as memory:
@@ -152,7 +155,7 @@ def sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
         _finish(going, [])
 
 
-def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
+def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: int) -> None:
     have, want = _boxes(plan)
     assert y is not None
     origin, ranks = have[wire.rank].start, plan.ranks
@@ -170,7 +173,7 @@ def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
 
     y.copy_(x[want[wire.rank].seen_from(origin).slices])
     mine = y.view(-1)
-    step = max(1, min(SCRATCH // len(peers), 4 * _CHUNK) // x.element_size())
+    step = max(1, min(SCRATCH // len(peers), 4 * nbytes) // x.element_size())
     outgoing: dict[int, Tensor] = {}
     longest = max(box.volume for box in want.values())
 
@@ -206,9 +209,10 @@ def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
 
 def all_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
     assert y is not None
-    y.copy_(x)
-    flat = torch.view_as_real(y) if y.is_complex() else y
-    among(wire, tuple(plan.ranks)).dense_all_reduce(flat, "sum").wait()
+    flat, source = y.view(-1), x.contiguous().view(-1)
+    if y.is_complex():
+        flat, source = torch.view_as_real(flat).view(-1), torch.view_as_real(source).view(-1)
+    dense.all_reduce(among(wire, tuple(plan.ranks)), flat, "sum", source=source).wait()
 
 
 def _after(root: int, ranks: list[int]) -> list[int]:

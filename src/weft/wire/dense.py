@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..errors import WeftError
 from .base import Pending, Wire
+from .hosts import Hosts
 from .memory import Lease, typed
 
 __all__ = [
@@ -67,8 +68,15 @@ _SIGNED = {
 }
 
 
-def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
+def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = None) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks of `wire`, in place.
+
+    Args:
+        wire: among whom.
+        tensor: this rank's contribution, and where the result comes.
+        op: how two of them combine.
+        source: this rank's contribution, if it shall be left as it is; of the same shape and
+            dtype, contiguous. Then `tensor` may hold anything.
 
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
@@ -82,11 +90,15 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
         raise WeftError(
             f"rank {wire.rank}: op {op} does not apply to {tensor.dtype}: {error}"
         ) from error
+    small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
+    if source is not None and small:
+        tensor.copy_(source)
     if wire.size == 1 or not len(flat):
         return _Done(tensor)
-    if len(flat) * flat.element_size() <= _SMALL:
+    if small:
         return _Whole(wire, tensor, flat, combine)
-    return _Parts(wire, tensor, flat, combine)
+    given = flat if source is None else source.view(-1).view(flat.dtype)
+    return _Parts(wire, tensor, flat, combine, given)
 
 
 def messages(ranks: int, nbytes: float) -> int:
@@ -108,10 +120,14 @@ def reduced_bytes(ranks: int, nbytes: float) -> float:
     return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
 
 
-def ring_chunk(ranks: int, nbytes: float) -> float | None:
-    """Bytes of a chunk of the sums that go round the ring; None if they go to all directly."""
+def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> float | None:
+    """Bytes of a chunk of the sums that go round the ring; None if they go to all directly.
+
+    That they do if they are small, and on one host, where there is no link to share.
+    """
     part = nbytes / ranks
-    return _chunk(ranks, part) if nbytes > _SMALL and ranks > 2 and part >= _CHUNK else None
+    apart = hosts is None or len(hosts.ranks) > 1
+    return _chunk(ranks, part) if apart and ranks > 2 and part >= _CHUNK else None
 
 
 def _chunk(ranks: int, part: float) -> int:
@@ -195,8 +211,11 @@ class _Parts(Pending):
     being sent; and it sends on what came of those of the step before.
     """
 
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine) -> None:
+    def __init__(
+        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine, given: Tensor
+    ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
+        self._given = given
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
@@ -205,23 +224,26 @@ class _Parts(Pending):
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
-        self._rings = ring_chunk(wire.size, flat.numel() * flat.element_size()) is not None
+        nbytes = flat.numel() * flat.element_size()
+        self._rings = ring_chunk(wire.size, nbytes, wire.hosts) is not None
         self._done = False
 
-    def _piece(self, rank: int, start: int) -> Tensor:
+    def _piece(self, of: Tensor, rank: int, start: int) -> Tensor:
         """The chunk that begins `start` elements into rank's part; it may be empty."""
-        first, end = rank * self._part, min((rank + 1) * self._part, len(self._flat))
-        return self._flat[min(first + start, end) : min(first + start + self._step, end)]
+        first, end = rank * self._part, min((rank + 1) * self._part, len(of))
+        return of[min(first + start, end) : min(first + start + self._step, end)]
 
     def _scatter_chunk(self, start: int) -> tuple[Pending, Lease] | None:
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
-        wire, own = self._wire, self._piece(self._wire.rank, start)
+        wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         lease = wire.lease((wire.size - 1) * own.numel() * own.element_size())
         slots = typed(lease.tensor, (wire.size - 1, len(own)), own.dtype)
-        sends = [(peer, self._piece(peer, start)) for peer in wire.peers]
+        sends = [(peer, self._piece(self._given, peer, start)) for peer in wire.peers]
         recvs = [(peer, slot) for peer, slot in zip(wire.peers, slots, strict=True)]
+        if self._given is not self._flat:
+            own.copy_(self._piece(self._given, wire.rank, start))
         return wire.post(sends, recvs, _SCATTER), lease
 
     def wait(self) -> list[Tensor]:
@@ -238,7 +260,7 @@ class _Parts(Pending):
         for start in range(0, self._part, self._step):
             own = self._reduced(start)
             sends = [(peer, own) for peer in wire.peers]
-            recvs = [(peer, self._piece(peer, start)) for peer in wire.peers]
+            recvs = [(peer, self._piece(self._flat, peer, start)) for peer in wire.peers]
             pending.append(wire.post(sends, recvs, _GATHER))
         for each in pending:
             each.wait()
@@ -264,7 +286,7 @@ class _Parts(Pending):
             chunk = step - (distance - 1)
             if 0 <= chunk < self._chunks:
                 origin = (self._wire.rank - distance) % self._wire.size
-                piece = self._piece(origin, chunk * self._step)
+                piece = self._piece(self._flat, origin, chunk * self._step)
                 pending = self._wire.post((), [(self._left, piece)], _GATHER)
                 coming.append((origin, piece, pending))
         return coming
@@ -277,7 +299,7 @@ class _Parts(Pending):
         assert self._scatter is not None
         pending, lease = self._scatter
         self._scatter = self._scatter_chunk(start + self._step)
-        wire, own = self._wire, self._piece(self._wire.rank, start)
+        wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         parts = dict(zip(wire.peers, pending.wait(), strict=True))
         parts[wire.rank] = own
         reduce_parts([parts[rank] for rank in range(wire.size)], self._combine, own)

@@ -18,7 +18,7 @@ import torch
 
 from .base import Wire
 
-__all__ = ["Hosts", "hosts_of"]
+__all__ = ["Hosts", "digest_of", "hosts_of"]
 
 _DIGEST = 16  # bytes in which a name travels
 
@@ -64,14 +64,19 @@ class Hosts:
 def hosts_of(wire: Wire) -> Hosts:
     """Who is on which host; the ranks tell each other, together, the first time."""
     if wire.hosts is None:
-        name = os.environ.get("WEFT_HOST") or f"{wire.host} {_network()}"
-        digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
+        digest = digest_of(wire.host)
         pending = wire.small_all_gather(
             torch.frombuffer(bytearray(digest), dtype=torch.uint8), _DIGEST
         )
         wire.hosts = Hosts.named([bytes(message.tolist()) for message in pending.wait()])
         pending.release()
     return wire.hosts
+
+
+def digest_of(machine: str) -> bytes:
+    """The name of this process's host in 16 bytes, given that of its machine."""
+    name = os.environ.get("WEFT_HOST") or f"{machine} {_network()}"
+    return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
 
 
 def _network() -> int:

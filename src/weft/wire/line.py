@@ -8,6 +8,9 @@ many messages it has posted receives for, channel by channel, and the peer sends
 whatever arrives has a place to go to, straight from the socket, and no channel holds up another.
 On a line that is not granted, messages go out at once and stay in the socket until they are asked
 for; that is quicker for small ones, and they must all be asked for in the order they were sent.
+
+Ranks that `introduce` themselves and find that they are on one host do not send long messages: they
+tell where these lie, and the peer reads them there (`lent`) and says so.
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ import socket
 import struct
 from collections import deque
 
+from .lent import LEAST, Guard, Reach, address_of
+
 __all__ = ["Line", "Order"]
 
-_FRAME = struct.Struct("!QQ")  # channel, or _GRANT + channel; bytes, or how many messages
+_FRAME = struct.Struct("!QQ")  # channel and what it is about; bytes, or how many messages
 _GRANT = 1 << 63
+_LENT = 1 << 62  # a message to be read; its address follows
+_CARD = 1 << 61  # what is needed to read here follows
+_READS, _TAKEN, _DECLINED, _LATE = (1 << 60 | kind for kind in range(4))
+# = the peer can read here; it has read what was lent first; it could not; that, sent after all
+_ABOUT = {_CARD, _READS, _TAKEN, _DECLINED}  # not messages
+_ADDRESS = struct.Struct("!Q")
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
 _LOT = 1 << 17  # bytes of a long message that are worth waking up for
 _TURN = 1 << 22  # bytes that a line moves before others get their turn
@@ -44,6 +55,7 @@ class Line:
         sock: connected, non-blocking.
         fd: its number, also after it is closed.
         lost: why nothing moves here any more, or "".
+        more: whether something lies here that `receive` has not looked at yet.
     """
 
     def __init__(self, peer: int, sock: socket.socket, *, granted: bool) -> None:
@@ -62,6 +74,20 @@ class Line:
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._coming: Order | None = None
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
+        self._paused = False  # one message was read across: see to that first
+        self.more = False
+        self._host = b""
+        self._reach: Reach | None = None  # to the peer's memory, if it can be read
+        self._lends = False  # whether the peer can read here
+        self._notes: list[bytes] = []  # frames to be sent besides messages and grants
+        self._lent: deque[Order] = deque()  # to be read by the peer
+        self._declined: deque[Order] = deque()  # that could not be read and are sent
+        self._late: deque[Order] = deque()  # to be sent since the peer could not read them
+
+    def introduce(self, host: bytes, guard: Guard) -> None:
+        """Let the peer read long messages where they lie, if it is on this host and may."""
+        self._host = host
+        self._notes.append(_FRAME.pack(_CARD, Reach.SIZE) + guard.card(host))
 
     def expect(self, channel: int, order: Order) -> None:
         """Receive the next message of a channel, into a buffer large enough."""
@@ -78,11 +104,12 @@ class Line:
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._parts or self._grants or self._awaits or any(self._outgoing.values()))
+        posted = self._awaits or self._lent or any(self._outgoing.values())
+        return bool(self._parts or self._grants or self._notes or posted)
 
     @property
     def _awaits(self) -> bool:
-        return self._coming is not None or any(self._incoming.values())
+        return bool(self._coming or self._declined or any(self._incoming.values()))
 
     @property
     def reads(self) -> bool:
@@ -116,7 +143,14 @@ class Line:
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
         frames = [_FRAME.pack(_GRANT | channel, count) for channel, count in self._grants.items()]
+        frames += self._notes
         self._grants.clear()
+        self._notes.clear()
+        if self._late:
+            order = self._sending = self._late.popleft()
+            frames.append(_FRAME.pack(_LATE, len(order.buffer)))
+            self._parts = [memoryview(b"".join(frames)), order.buffer]
+            return True
         ready = [
             (orders[0].number, channel)
             for channel, orders in self._outgoing.items()
@@ -126,7 +160,14 @@ class Line:
             _, channel = min(ready)
             if self._granted:
                 self._allowed[channel] -= 1
-            order = self._sending = self._outgoing[channel].popleft()
+            order = self._outgoing[channel].popleft()
+            if self._lends and len(order.buffer) >= LEAST:
+                self._lent.append(order)
+                frames.append(_FRAME.pack(_LENT | channel, len(order.buffer)))
+                frames.append(_ADDRESS.pack(address_of(order.buffer)))
+                self._parts = [memoryview(b"".join(frames))]
+                return True
+            self._sending = order
             frames.append(_FRAME.pack(channel, len(order.buffer)))
             self._parts = [memoryview(b"".join(frames)), order.buffer]
         elif frames:
@@ -135,7 +176,7 @@ class Line:
 
     def receive(self) -> bool:
         """Read what is there, as far as it may be read; whether it was anything."""
-        moved = 0
+        moved, self._paused, self.more = 0, False, False
         while not self.lost and moved < _TURN and (self._into is not None or self._parse()):
             into = self._into
             parts = [self._ahead[self._end :]] if into is None else [into, self._ahead]
@@ -157,12 +198,12 @@ class Line:
             else:
                 self._end = count - len(into)
                 self._finished()
-            if self._into is None:
-                self._parse()
+            if self._into is None and not self._parse():
+                break
             if count < sum(map(len, parts)):  # that was all
                 break
         self._wake_at(min(len(self._into), _LOT) if self._into is not None else 1)
-        return moved > 0
+        return moved > 0 or self._paused
 
     def _wake_at(self, count: int) -> None:
         """Let the socket be readable once so many bytes are there, or none will come any more.
@@ -182,34 +223,75 @@ class Line:
 
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
-        while self._end - self._start >= _FRAME.size:
-            channel, size = _FRAME.unpack_from(self._ahead, self._start)
-            if channel & _GRANT:
-                channel ^= _GRANT
+        while not self._paused and self._end - self._start >= _FRAME.size:
+            kind, size = _FRAME.unpack_from(self._ahead, self._start)
+            if kind & _GRANT:
+                channel = kind ^ _GRANT
                 self._allowed[channel] = self._allowed.get(channel, 0) + size
                 self._start += _FRAME.size
                 continue
-            orders = self._incoming.get(channel)
-            if not orders:
-                if self._granted:
-                    self.lost = f"a message of {size} bytes came that nobody awaits"
+            follows = _ADDRESS.size if kind & _LENT else size if kind == _CARD else 0
+            if self._end - self._start < _FRAME.size + follows:
+                break
+            if kind in _ABOUT:
+                self._start += _FRAME.size + follows
+                self._heed(kind, bytes(self._ahead[self._start - follows : self._start]))
+                continue
+            order = self._place_for(kind, size)
+            if order is None:
                 return False
-            if size > len(orders[0].buffer):
-                most = len(orders[0].buffer)
-                self.lost = f"{size} bytes came where at most {most} were expected"
-                return False
-            self._start += _FRAME.size
-            self._coming = orders.popleft()
+            self._start += _FRAME.size + follows
+            if kind & _LENT:
+                self._read_across(order, size)
+                continue
+            self._coming = order
             here = min(self._end - self._start, size)
-            self._coming.buffer[:here] = self._ahead[self._start : self._start + here]
+            order.buffer[:here] = self._ahead[self._start : self._start + here]
             self._start += here
-            self._into = self._coming.buffer[here:size]
+            self._into = order.buffer[here:size]
             if here < size:
                 self._start = self._end = 0
                 return True
             self._finished()
         rest = self._end - self._start
+        self.more = self._paused and rest > 0
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest
-        return self._granted or any(self._incoming.values())
+        return not self._paused and (self._granted or any(self._incoming.values()))
+
+    def _place_for(self, kind: int, size: int) -> Order | None:
+        """Where the message that comes belongs; None: nowhere, or it is not asked for yet."""
+        orders = self._declined if kind == _LATE else self._incoming.get(kind & ~_LENT)
+        if not orders:
+            if self._granted:
+                self.lost = f"a message of {size} bytes came that nobody awaits"
+            return None
+        if size > len(orders[0].buffer):
+            most = len(orders[0].buffer)
+            self.lost = f"{size} bytes came where at most {most} were expected"
+            return None
+        return orders.popleft()
+
+    def _read_across(self, order: Order, size: int) -> None:
+        """Read a message where it lies; have it sent if that fails."""
+        (address,) = _ADDRESS.unpack_from(self._ahead, self._start - _ADDRESS.size)
+        order.done = self._reach is not None and self._reach.read(address, order.buffer[:size])
+        if not order.done:
+            self._declined.append(order)
+        self._notes.append(_FRAME.pack(_TAKEN if order.done else _DECLINED, 0))
+        self._paused = True  # whoever awaits it may have something to do with it at once
+
+    def _heed(self, kind: int, card: bytes) -> None:
+        """What the peer says about reading across."""
+        if kind == _CARD:
+            self._reach = Reach.of(card, self._host) if self._host else None
+            if self._reach is not None:
+                self._notes.append(_FRAME.pack(_READS, 0))
+        elif kind == _READS:
+            self._lends = True
+        elif kind == _TAKEN:
+            self._lent.popleft().done = True
+        else:  # what lies behind it is answered in the same way
+            self._lends = False
+            self._late.append(self._lent.popleft())

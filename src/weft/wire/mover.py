@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from .lent import Guard
 from .line import Line, Order
 
 __all__ = ["Lost", "Mover", "Order"]
@@ -51,6 +52,8 @@ class Mover:
         self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line] = {}  # those with new receives, whose grants can wait
+        self._more: dict[int, Line] = {}  # those with something that was read and not looked at
+        self._guard = Guard()
         self._poll = select.poll()
         # reentrant: a collection of garbage may close a wire in the middle of anything
         self._turn = threading.RLock()
@@ -58,6 +61,18 @@ class Mover:
         self._stir = threading.Event()
         self._failed: BaseException | None = None
         self._closed = False
+
+    def introduce(self, host: bytes) -> None:
+        """Let peers on this host read long messages where they lie; all ranks do, or some.
+
+        Args:
+            host: the 16-byte name of this host and its network.
+        """
+        with self._turn:
+            for line in self.lines.values():
+                line.introduce(host, self._guard)
+                line.flush()
+                self._watch(line)
 
     def post(
         self, lines: Mapping[int, Line], sends: Sequence[Message], recvs: Sequence[Message], at: int
@@ -124,13 +139,21 @@ class Mover:
             line = self._changed.popitem()[1]
             line.flush()
             self._watch(line)
-        for fd, _ in self._poll.poll(seconds * 1e3):
+        more = list(self._more.values())
+        for fd, _ in self._poll.poll(0 if more else seconds * 1e3):
             self._move(self._by_fd[fd])
+        for line in more:
+            if line.fd in self._more:
+                self._move(line)
 
     def _move(self, line: Line) -> None:
         """Move what can be moved on a line. What it reads may allow it to write."""
         if line.reads:
             line.receive()
+            if line.more:
+                self._more[line.fd] = line
+            else:
+                self._more.pop(line.fd, None)
         line.flush()
         self._watch(line)
 
@@ -176,6 +199,7 @@ class Mover:
 
     def cut(self) -> None:
         """End all waits, here and at the peers'; any thread may call it."""
+        self._guard.wipe()
         for line in self._all:
             try:
                 line.sock.shutdown(socket.SHUT_RDWR)
@@ -201,5 +225,6 @@ class Mover:
     def abandon(self) -> None:
         """Close the sockets alone: in a forked child, which has no thread and needs no turn."""
         self._closed = True
+        self._guard.wipe()
         for line in self._all:
             line.sock.close()

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
+from .hosts import digest_of
 from .line import Line, Order
 from .memory import Lease
 from .mover import Lost
@@ -60,6 +61,7 @@ class ProcessGroupWire(Wire):
             call = functools.partial(_call_of, weakref.ref(self))
             self._watch = Watch(rank, timeout, connections.side, connections.cut, call)
             connections.watch = self._watch
+            connections.mover.introduce(digest_of(self.host))
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, connections.close, exitpriority=0)
 
