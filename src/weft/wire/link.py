@@ -140,10 +140,11 @@ def _rate(wire: Wire) -> float:
         return 1e-10
     nbytes = 1 << 19
     while True:
-        slowest = _round(wire, nbytes)
-        if slowest >= _ENOUGH or nbytes >= _LARGEST:
-            passes = range(1, _PASSES if slowest < 4 * _ENOUGH else 1)
-            return min([slowest, *(_round(wire, nbytes) for _ in passes)]) / nbytes
+        # twice, since one hiccup would be believed for as long as the wire lives
+        quickest = min(_round(wire, nbytes), _round(wire, nbytes))
+        if quickest >= _ENOUGH or nbytes >= _LARGEST:
+            passes = range(2, _PASSES if quickest < 4 * _ENOUGH else 2)
+            return min([quickest, *(_round(wire, nbytes) for _ in passes)]) / nbytes
         nbytes *= 4
 
 
