@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .... import nn
 from ..partition import MPIPartition
-from .pairing import axes_of, scaled
+from .pairing import axes_of, divisor, scaled
 
 __all__ = ["AllGather", "AllSumReduce", "ReduceScatter"]
 
@@ -24,6 +24,7 @@ class AllGather(nn.AllGather):
         axes_keep: all others; pass one of the two.
         scale_backward: the gradient is divided by this number before it goes back; or by the number
             of workers along the axes of a slice. The caller's own gradient is left as it is.
+        shape: of the tensor that the grid cuts, if it is cut evenly: torch.compile needs it.
 
     Raises:
         WeftError: both kinds of axes are given, or neither; or one is out of range.
@@ -45,14 +46,16 @@ class AllGather(nn.AllGather):
         axes_all_gather: Sequence[int] | None = None,
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> None:
         axes, kept = axes_of("AllGather", P_x, axes_all_gather, axes_keep)
-        super().__init__(P_x.grid, axes)
+        super().__init__(P_x.grid, axes, shape=shape)
         self.P_x, self.axes_all_gather, self.axes_keep = P_x, axes, kept
-        self.scale_backward = scale_backward
+        self.scale_backward, self._by = scale_backward, divisor(P_x, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
-        return scaled(super().forward(input), self.scale_backward, self.P_x)
+        return scaled(super().forward(input), self._by)
 
 
 class ReduceScatter(nn.ReduceScatter):
@@ -71,10 +74,10 @@ class ReduceScatter(nn.ReduceScatter):
         axes, kept = axes_of("ReduceScatter", P_x, axes_reduce_scatter, axes_keep)
         super().__init__(P_x.grid, axes)
         self.P_x, self.axes_reduce_scatter, self.axes_keep = P_x, axes, kept
-        self.scale_backward = scale_backward
+        self.scale_backward, self._by = scale_backward, divisor(P_x, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
-        return scaled(super().forward(input), self.scale_backward, self.P_x)
+        return scaled(super().forward(input), self._by)
 
 
 class AllSumReduce(nn.AllSumReduce):
@@ -93,7 +96,7 @@ class AllSumReduce(nn.AllSumReduce):
         axes, kept = axes_of("AllSumReduce", P_x, axes_reduce, axes_keep)
         super().__init__(P_x.grid, axes)
         self.P_x, self.axes_reduce, self.axes_keep = P_x, axes, kept
-        self.scale_backward = scale_backward
+        self.scale_backward, self._by = scale_backward, divisor(P_x, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
-        return scaled(super().forward(input), self.scale_backward, self.P_x)
+        return scaled(super().forward(input), self._by)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .... import nn
 from ..partition import MPIPartition
-from .pairing import kept_batch, paired, scaled
+from .pairing import divisor, kept_batch, paired, same, scaled
 
 __all__ = ["Broadcast", "Repartition", "SumReduce"]
 
@@ -22,6 +23,7 @@ class Broadcast(nn.Broadcast):
         transpose_src, transpose_dest: whether the shape of `P_x`, `P_y` is reversed for that.
         preserve_batch: whether results without elements have the shape [batch, 0], not [0].
         scale_backward: as of AllGather.
+        shape: of each tensor: torch.compile needs it.
 
     Raises:
         WeftError: the grids do not match.
@@ -35,16 +37,18 @@ class Broadcast(nn.Broadcast):
         transpose_dest: bool = False,
         preserve_batch: bool = True,
         scale_backward: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(*paired(P_x, P_y, transpose_src, transpose_dest))
+        super().__init__(*paired(P_x, P_y, transpose_src, transpose_dest), shape=shape)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
-        self.scale_backward = scale_backward
+        self.scale_backward, self._by = scale_backward, divisor(P_y, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
         y = kept_batch(input, y, self.P_y) if self.preserve_batch else y
-        return scaled(y, self.scale_backward, self.P_y)
+        return scaled(y, self._by)
 
 
 class SumReduce(nn.SumReduce):
@@ -61,9 +65,11 @@ class SumReduce(nn.SumReduce):
         transpose_src: bool = False,
         transpose_dest: bool = False,
         preserve_batch: bool = True,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> None:
         small, large = paired(P_y, P_x, transpose_dest, transpose_src)
-        super().__init__(large, small)
+        super().__init__(large, small, shape=shape)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
 
@@ -79,6 +85,7 @@ class Repartition(nn.Repartition):
         P_x, P_y: the grids. If they are the same, the result is a copy, cut as the input is.
         preserve_batch: as of Broadcast.
         buffer_manager: has no effect.
+        shape: of the tensor that is cut, if it is cut evenly: torch.compile needs it.
     """
 
     def __init__(
@@ -87,12 +94,14 @@ class Repartition(nn.Repartition):
         P_y: MPIPartition,
         preserve_batch: bool = True,
         buffer_manager: object = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(P_x.grid, P_y.grid)
+        super().__init__(P_x.grid, P_y.grid, shape=shape)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.P_x.grid == self.P_y.grid:
+        if same(self.P_x, self.P_y):
             return input.clone()
         y = super().forward(input)
         return kept_batch(input, y, self.P_y) if self.preserve_batch else y

@@ -14,7 +14,7 @@ from ....errors import WeftError
 from ....nn.partition import Partition, normal_dims
 from ..partition import MPIPartition
 
-__all__ = ["axes_of", "kept_batch", "paired", "scaled"]
+__all__ = ["axes_of", "divisor", "kept_batch", "paired", "same", "scaled"]
 
 
 def axes_of(
@@ -72,26 +72,35 @@ def _turned(grid: Partition, agree: Sequence[int]) -> Partition:
     return grid.subset(turned.ravel().tolist()).reshape(cells.shape)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _active(partition: MPIPartition) -> bool:
+    return partition.active
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def same(P_x: MPIPartition, P_y: MPIPartition) -> bool:
+    """Whether two grids are the same, on workers that are not in them, too."""
+    return P_x._grid == P_y._grid
+
+
 def kept_batch(x: Tensor, y: Tensor, P_y: MPIPartition) -> Tensor:
     """A result without elements, where there is none, with the size of the input's batch."""
-    if P_y.active or not x.dim():
+    if not x.dim() or _active(P_y):
         return y
     return y.reshape(x.shape[0], 0)
 
 
-def scaled(y: Tensor, scale: Any, P_x: MPIPartition) -> Tensor:
-    """A result whose gradient is divided before it goes back, in a new tensor.
+def divisor(P_x: MPIPartition, scale: Any) -> Any:
+    """What gradients are to be divided by: a number as it is; for a slice of the grid's dimensions
+    the number of its cells along them; None as it is."""
+    return float(np.prod(P_x.shape[scale])) if isinstance(scale, slice) else scale
 
-    Args:
-        y: the result of a layer, fresh.
-        scale: None, a number to divide by, or a slice of the grid's dimensions: the number of their
-            cells.
-        P_x: the grid.
-    """
-    if scale is None or not y.requires_grad:
+
+def scaled(y: Tensor, by: Any) -> Tensor:
+    """A layer's result, fresh, whose gradient is divided before it goes back, in a new tensor."""
+    if by is None or not y.requires_grad:
         return y
-    divisor = float(np.prod(P_x.shape[scale])) if isinstance(scale, slice) else scale
-    found: Tensor = _Scaled.apply(y, divisor)  # type: ignore[no-untyped-call]  # torch's
+    found: Tensor = _Scaled.apply(y, by)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
@@ -99,11 +108,11 @@ class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is divided."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, divisor: Any) -> Tensor:
-        ctx.divisor = divisor
+    def forward(ctx: Any, y: Tensor, by: Any) -> Tensor:
+        ctx.by = by
         ctx.mark_dirty(y)  # which is fresh: no copy is needed, and no view
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.divisor, None
+        return grad / ctx.by, None
