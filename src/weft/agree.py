@@ -248,6 +248,16 @@ def _join(said: list[_Statement]) -> bytes:
 
 def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
+    first = said[0].groups.rsplit(_VALUE.encode(), 2)
+    if (
+        not said[0].error
+        and _GROUP.encode() not in first[0]
+        and all(
+            not each.error and each.groups.rsplit(_VALUE.encode(), 2)[0] == first[0]
+            for each in said[1:]
+        )
+    ):
+        return _parse(first[0].decode())
     error = min((s for s in said if s.error), key=lambda s: s.error_rank, default=None)
     groups = [group.rsplit(_VALUE, 2) for group in _join(said).decode().split(_GROUP)]
     who = [(_parse(fields), ranks.split(","), int(count)) for fields, ranks, count in groups]

@@ -111,11 +111,14 @@ class Move:
 class Local:
     """What a plan asks of one rank.
 
+    Its boxes are made once and used on every call of a layer with tensors of the same shapes.
+
     Attributes:
         sends: the boxes of its tensor that go to each peer, in the order both ends know.
         recvs: the boxes of its result that come from each peer, in that order.
         own: (take, put) of what it moves from its own tensor to its own result.
         result: the shape of its result, or None if it has none.
+        sources: (rank, take, put) of all that its result is made of, its own included, by rank.
         adds: whether several values meet anywhere in its result.
         fills: whether every place of its result is written.
     """
@@ -124,6 +127,7 @@ class Local:
     recvs: dict[int, list[Box]]
     own: list[tuple[Box, Box]]
     result: Shape | None
+    sources: list[tuple[int, Box, Box]]
 
     @cached_property
     def puts(self) -> list[Box]:
@@ -190,16 +194,19 @@ class Plan:
         """What one rank has to do; found without looking at what other pairs of ranks do."""
         found = self._locals.get(rank)
         if found is None:
-            sends, recvs = {}, {}
-            for peer in self.ranks:
-                if peer == rank:
-                    continue
-                if takes := [take for take, _ in self.meet(rank, peer)]:
-                    sends[peer] = takes
-                if puts := [put for _, put in self.meet(peer, rank)]:
-                    recvs[peer] = puts
-            own = list(self.meet(rank, rank))
-            found = Local(sends, recvs, own, self.want.shapes.get(rank))
+            goes = {peer: [take for take, _ in self.meet(rank, peer)] for peer in self.ranks}
+            comes = {peer: list(self.meet(peer, rank)) for peer in self.ranks}
+            found = Local(
+                {peer: takes for peer, takes in goes.items() if takes and peer != rank},
+                {
+                    peer: [p for _, p in each]
+                    for peer, each in comes.items()
+                    if each and peer != rank
+                },
+                comes.get(rank, []),
+                self.want.shapes.get(rank),
+                [(peer, take, put) for peer, each in comes.items() for take, put in each],
+            )
             self._locals[rank] = found
         return found
 

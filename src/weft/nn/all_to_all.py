@@ -41,7 +41,7 @@ class Turning(Along):
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         if self.shape is None:
             return None
-        cells = self._cells(self.groups()[rank])
+        cells = self._cells(self.groups[rank])
         count = len(cells)
         if self.gathered >= len(self.shape):
             return None  # the plan says what is wrong

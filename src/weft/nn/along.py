@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import WeftError
@@ -25,11 +25,11 @@ class Along(Movement):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.partition,)
 
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
         return group_of(slices(self.partition, self.dims))
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.partition.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.partition.ranks
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"

@@ -11,7 +11,7 @@ Source: DistDL (Hewett and Grady, arXiv:2006.03108).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,7 +71,7 @@ class _Standing(Movement):
     large: Partition
     shape: Shape | None = None
 
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
         return group_of((rank, *each) for rank, each in copies(self.small, self.large).items())
 
     def settings(self) -> str:
@@ -83,7 +83,7 @@ class _Standing(Movement):
         return type(self)(self.small, self.large, (*self.shape, extent))
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        return None if self.shape is None else dict.fromkeys(self.givers(), self.shape)
+        return None if self.shape is None else dict.fromkeys(self.givers, self.shape)
 
     def _standing(self, ranks: Mapping[int, Shape]) -> dict[int, tuple[int, ...]]:
         """The part of `copies` that concerns the group that these ranks are in."""
@@ -105,8 +105,8 @@ class Broadcasting(_Standing):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.small, self.large)
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.small.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.small.ranks
 
     def alone(self, rank: int, shape: Shape) -> Shape | None:
         return shape if rank in copies(self.small, self.large).get(rank, ()) else None
@@ -131,8 +131,8 @@ class Summing(_Standing):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.large, self.small)
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.large.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.large.ranks
 
     def alone(self, rank: int, shape: Shape) -> Shape | None:
         return shape if rank in copies(self.small, self.large).get(rank, ()) else None

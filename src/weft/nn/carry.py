@@ -61,6 +61,7 @@ def carried(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor
     dtype = x.dtype
     if dtype in _BITS:  # torch cannot add these, but to the same bits
         x = x.view(_BITS[dtype])
+    hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
     if schedule is not None and _largest(plan) * dtype.itemsize > _DIRECT:
         local = plan.local(wire.rank)
@@ -85,12 +86,11 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
         return _nothing(like)
     bits = _BITS.get(like.dtype)
     into: _Result | None = None
-    for source in sorted(tensors):
+    for source, take, put in local.sources:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
-        for take, put in plan.meet(source, rank):
-            if into is None:
-                into = _Result(local, tensor.dtype, put)
-            into.write(put, tensor[take.slices])
+        if into is None:
+            into = _Result(local, tensor.dtype, put)
+        into.write(put, tensor[take.slices])
     return torch.zeros(local.result, dtype=like.dtype) if into is None else into.done(like.dtype)
 
 

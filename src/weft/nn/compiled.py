@@ -51,7 +51,7 @@ def compiled(key: int, x: Tensor) -> Tensor:
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
     movement = _movements[key]
     wire = movement.partitions[0].wire
-    ranks = movement.groups().get(wire.rank)
+    ranks = movement.groups.get(wire.rank)
     if ranks is None:
         return x.clone()
     call = Call(movement, wire, ranks, compiled=True).opened(x, needs=needs)
@@ -67,7 +67,7 @@ def _move(x: Tensor, key: int, needs: bool) -> Tensor:
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
     movement = _movements[key]
     wire = movement.partitions[0].wire
-    ranks = movement.groups().get(wire.rank)
+    ranks = movement.groups.get(wire.rank)
     if ranks is None:
         return grad.clone()
     call = Call(movement, wire, ranks, compiled=True).back(tuple(shape))
@@ -77,15 +77,15 @@ def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
 def _foreseen(movement: Movement, shape: Shape) -> Shape:
     """The shape of this rank's result, from what this rank knows alone."""
     rank = movement.partitions[0].rank
-    ranks = movement.groups().get(rank)
+    ranks = movement.groups.get(rank)
     if ranks is None:
         return shape
     told = movement.expected(rank)
     if told is not None:
-        givers = movement.givers()
+        givers = movement.givers
         known = tuple((each, tuple(told[each])) for each in ranks if each in givers)
         return dict(planned(movement, known).want.shapes).get(rank, (0,))
-    found = movement.alone(rank, shape) if rank in movement.givers() else None
+    found = movement.alone(rank, shape) if rank in movement.givers else None
     if found is None:
         raise WeftError(
             f"rank {rank}: {movement.name} under torch.compile needs shape=, since this rank's "

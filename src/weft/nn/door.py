@@ -1,4 +1,4 @@
-"""The one autograd.Function: every layer, forward, backward, and backward of that.
+"""The way into autograd: every layer, forward, backward, and backward of that.
 
 A movement is linear, so its derivative is itself and its adjoint is the plan's transpose. Both are
 movements again, opened by the same exchange, so all ranks know in every pass what all bring.
@@ -13,7 +13,7 @@ and a custom operator has none.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def moved(movement: Movement, x: Tensor) -> Tensor:
         WireError: a peer or a link failed.
     """
     wire = movement.partitions[0].wire
-    ranks = movement.groups().get(wire.rank)
+    ranks = movement.groups.get(wire.rank)
     if ranks is None:
         return _outside(movement, wire, x)
     return _applied(Call(movement, wire, ranks), x)
@@ -130,7 +130,7 @@ class Call:
                 f"{self.name} adds up values, and {opening.dtype} has no addition: pass integers, "
                 "floating-point or complex numbers"
             )
-        givers = self.movement.givers()
+        givers = self.movement.givers
         shapes = tuple((rank, opening.said[rank].shape) for rank in self.ranks if rank in givers)
         plan = planned(self.movement, shapes)
         return replace(self, plan=plan.T if self.order % 2 else plan, opening=opening)
@@ -145,7 +145,7 @@ class Call:
                 f"{self.name} takes dense tensors, and this one is {kind}: use "
                 "weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
             )
-        if not self.order and self.wire.rank not in self.movement.givers() and x.numel():
+        if not self.order and self.wire.rank not in self.movement.givers and x.numel():
             return (
                 f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
                 "without elements, such as weft.nn.zero_volume_tensor()"
@@ -204,18 +204,22 @@ def _applied(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
         x: this rank's tensor.
         tangents: whether to move the tangent of forward-mode differentiation, too.
     """
-    anchor = None
-    if not isinstance(x, Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(x):
-        forward_mode = tangents and forward_ad._current_level >= 0
-        call = call.opened(x, "forward-mode" * forward_mode)
-        assert call.opening is not None
-        if call.opening.needs and not x.requires_grad:
-            anchor = torch.zeros((), requires_grad=True)
-        if forward_mode and x.is_floating_point():
-            x = _dual(x)
-    # else torch.func looks behind the tensor first, and the ranks hear of each other there
-    y: Tensor = _Move.apply(x, anchor, call)  # type: ignore[no-untyped-call]  # torch's
-    return y
+    function: Any = _Transformed  # torch's functions have no types
+    if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        # torch.func looks behind the tensor first, and the ranks hear of each other there
+        return cast(Tensor, function.apply(x, None, call))
+    forward_mode = tangents and forward_ad._current_level >= 0
+    call = call.opened(x, "forward-mode" * forward_mode)
+    assert call.opening is not None
+    if forward_mode:
+        x = _dual(x) if x.is_floating_point() else x
+    elif not call.opening.needs:
+        return call.run(x)
+    else:
+        function = _Move
+    needs_anchor = call.opening.needs and not x.requires_grad
+    anchor = torch.zeros((), requires_grad=True) if needs_anchor else None
+    return cast(Tensor, function.apply(x, anchor, call))
 
 
 def _dual(x: Tensor) -> Tensor:
@@ -227,7 +231,21 @@ def _dual(x: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Carries out a call. Its derivatives are calls again."""
+    """Carries out a call that is opened. Its derivative is a call again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: Call) -> Tensor:
+        ctx.call, ctx.shape, ctx.dtype = call, tuple(x.shape), x.dtype
+        return call.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _applied(ctx.call.back(ctx.shape), grad)
+        return back.to(ctx.dtype), None, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func and forward mode, which ask for more and cost more."""
 
     @staticmethod
     def forward(x: Tensor, anchor: Tensor | None, call: Call) -> Tensor:
@@ -238,10 +256,7 @@ class _Move(torch.autograd.Function):
         x, _, ctx.call = inputs
         ctx.shape, ctx.dtype = tuple(x.shape), x.dtype
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = _applied(ctx.call.back(ctx.shape), grad)
-        return back.to(ctx.dtype), None, None
+    backward = _Move.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: object) -> Tensor:

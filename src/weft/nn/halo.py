@@ -13,7 +13,7 @@ without padding. Source: Hewett and Grady, arXiv:2006.03108, section on the halo
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal, get_args
@@ -47,11 +47,11 @@ class Haloing(Movement):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.partition,)
 
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
         return group_of([self.partition.ranks])
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.partition.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.partition.ranks
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,12 +44,33 @@ class Movement(abc.ABC):
         """The grids it is about."""
 
     @abc.abstractmethod
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
-        """For each rank that takes part: all ranks that must hear of each other, ascending."""
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
+        """`groups`, found once."""
 
     @abc.abstractmethod
+    def _givers(self) -> Iterable[int]:
+        """`givers`, found once."""
+
+    @functools.cached_property
+    def groups(self) -> Mapping[int, tuple[int, ...]]:
+        """For each rank that takes part: all ranks that must hear of each other, ascending."""
+        return self._groups()
+
+    @functools.cached_property
     def givers(self) -> frozenset[int]:
         """The ranks that bring a tensor; what others bring has no volume."""
+        return frozenset(self._givers())
+
+    @functools.cached_property
+    def arguments(self) -> str:
+        """`settings`, shortened to a digest where they are long."""
+        found = self.settings()
+        return found if len(found) < 200 else f"{found[:150]}... {zlib.crc32(found.encode()):08x}"
+
+    @functools.cached_property
+    def grids(self) -> str:
+        """The partitions, for comparing them across ranks."""
+        return " and ".join(each.brief for each in self.partitions)
 
     @abc.abstractmethod
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:

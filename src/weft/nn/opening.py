@@ -135,8 +135,8 @@ def opened(
         WireError: a peer or a link failed.
     """
     fields = {
-        "partition": " and ".join(each.brief for each in movement.partitions),
-        "arguments": movement.settings(),
+        "partition": movement.grids,
+        "arguments": movement.arguments,
         "dtype": dtype,
         "mode": mode,
     }

@@ -7,7 +7,7 @@ Grady, arXiv:2006.03108).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,11 +37,11 @@ class Repartitioning(Movement):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.source, self.target)
 
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
         return group_of([(*self.source.ranks, *self.target.ranks)])
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.source.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.source.ranks
 
     def settings(self) -> str:
         told = "" if self.shape is None else f"shape={self.shape}"

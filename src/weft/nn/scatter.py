@@ -6,7 +6,7 @@ together there. Each is the other's adjoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,8 +29,8 @@ class Distributing(Along):
 
     name: ClassVar[str] = "Scatter"
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(first_along(self.partition, self.dims).ranks)
+    def _givers(self) -> Iterable[int]:
+        return first_along(self.partition, self.dims).ranks
 
     def settings(self) -> str:
         cut = "" if self.lengths is None else f", lengths={self.lengths}"
@@ -40,11 +40,11 @@ class Distributing(Along):
         if self.shape is None:
             return None
         found = self._wholes(self.shape)
-        return {rank: found[rank] for rank in self.givers()}
+        return {rank: found[rank] for rank in self.givers}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         ((root, shape),) = shapes.items()
-        cells = self._cells(self.groups()[root])
+        cells = self._cells(self.groups[root])
         lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
         return between({root: whole(shape)}, shards(cells, lengths, self.dims))
 
