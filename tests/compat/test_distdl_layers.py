@@ -220,7 +220,7 @@ def test_halos_that_are_none(wire):
     for bad in (None, [[1]], [[-1, 0]], [[0.5, 0]], "ab", [[float("nan"), 0]]):
         with pytest.raises(weft.WeftError, match=r"rank 2 of a grid of .* has halos that are no"):
             HaloExchange(P_x, bad if last else [[0, 0]])
-    with pytest.raises(weft.WeftError, match="rank 1 sends 0 and its neighbour, rank 2, receives"):
+    with pytest.raises(weft.WeftError, match="rank 0 sends 0 and its neighbour, rank 1, receives"):
         HaloExchange(P_x, [[1, 0]], [[1, 0]], [[0, 0]])
     layer = HaloExchange(P_x, [[2 * last, 0]])
     with pytest.raises(weft.WeftError, match=r"rank 2 has a tensor of shape \(1,\), which is smal"):

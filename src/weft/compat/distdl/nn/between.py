@@ -47,7 +47,7 @@ class Broadcast(nn.Broadcast):
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
-        y = kept_batch(input, y, self.P_y) if self.preserve_batch else y
+        y = kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y
         return scaled(y, self._by)
 
 
@@ -75,7 +75,7 @@ class SumReduce(nn.SumReduce):
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
-        return kept_batch(input, y, self.P_y) if self.preserve_batch else y
+        return kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y
 
 
 class Repartition(nn.Repartition):
@@ -104,4 +104,4 @@ class Repartition(nn.Repartition):
         if same(self.P_x, self.P_y):
             return input.clone()
         y = super().forward(input)
-        return kept_batch(input, y, self.P_y) if self.preserve_batch else y
+        return kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y

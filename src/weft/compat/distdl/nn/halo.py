@@ -8,7 +8,7 @@ does not count, and the result is a new tensor of the same shape in which they a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,11 +52,11 @@ class _Filling(Movement):
     def partitions(self) -> tuple[Partition, ...]:
         return (self.partition,)
 
-    def groups(self) -> Mapping[int, tuple[int, ...]]:
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
         return group_of([self.partition.ranks])
 
-    def givers(self) -> frozenset[int]:
-        return frozenset(self.partition.ranks)
+    def _givers(self) -> Iterable[int]:
+        return self.partition.ranks
 
     def settings(self) -> str:
         return f"halos (digest {zlib.crc32(repr(self.halos).encode()):08x})"

@@ -73,8 +73,8 @@ def _turned(grid: Partition, agree: Sequence[int]) -> Partition:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _active(partition: MPIPartition) -> bool:
-    return partition.active
+def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
+    return P_x.active and not P_y.active
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
@@ -83,11 +83,9 @@ def same(P_x: MPIPartition, P_y: MPIPartition) -> bool:
     return P_x._grid == P_y._grid
 
 
-def kept_batch(x: Tensor, y: Tensor, P_y: MPIPartition) -> Tensor:
-    """A result without elements, where there is none, with the size of the input's batch."""
-    if not x.dim() or _active(P_y):
-        return y
-    return y.reshape(x.shape[0], 0)
+def kept_batch(x: Tensor, y: Tensor, P_x: MPIPartition, P_y: MPIPartition) -> Tensor:
+    """A result; where there is none, but an input, without elements and with its size of batch."""
+    return y.reshape(x.shape[0], 0) if x.dim() and _only_brings(P_x, P_y) else y
 
 
 def divisor(P_x: MPIPartition, scale: Any) -> Any:
