@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -60,17 +59,18 @@ def test_the_example_of_the_document():
 
 
 def _script():
-    name = "distdl_script"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    path = Path(__file__).with_name("distdl_script.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = _script()  # here: ranks that are threads would load it at the same time
 
 
 @spmd(5)
 def test_a_program_gives_what_one_process_gives(wire):
-    script = _script()
     loss, index, found = script.main()
     expected, grads = script.sequential()
     if wire.rank == 0:
