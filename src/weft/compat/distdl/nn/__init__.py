@@ -1,0 +1,28 @@
+"""DistDL's data movement layers, by the layers of `weft.nn`.
+
+Each is a torch.nn.Module that takes this worker's tensor, or one without elements where it has no
+part, and returns new memory. Gradients, shapes and errors are those of `weft.nn`.
+"""
+
+from torch.nn import Module  # DistDL's own sets things up before a call, which is not needed here
+
+from . import mixins
+from .along import AllGather, AllSumReduce, ReduceScatter
+from .between import Broadcast, Repartition, SumReduce
+from .halo import HaloExchange
+
+DistributedTranspose = Repartition
+"""The older name."""
+
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "Broadcast",
+    "DistributedTranspose",
+    "HaloExchange",
+    "Module",
+    "ReduceScatter",
+    "Repartition",
+    "SumReduce",
+    "mixins",
+]

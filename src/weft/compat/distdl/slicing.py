@@ -1,0 +1,184 @@
+"""`distdl.utilities.slicing` and `index_tricks`: how a tensor is cut along a grid, as NumPy arrays.
+
+The balanced cut, as in `weft.grid`: the first `shape % parts` parts have one more. Shapes and
+indices are whatever NumPy makes an array of; results are arrays of dtype int64, shape [dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ... import grid
+
+__all__ = [
+    "assemble_index_filter",
+    "assemble_slices",
+    "cartesian_index_c",
+    "cartesian_index_f",
+    "compute_intersection",
+    "compute_nd_slice_shape",
+    "compute_nd_slice_volume",
+    "compute_partition_intersection",
+    "compute_start_index",
+    "compute_stop_index",
+    "compute_subshape",
+    "compute_subshape_along_axis",
+    "filtered_range_index",
+    "range_index",
+    "worker_layout",
+]
+
+Integers = NDArray[np.int64]
+
+
+def _integers(given: ArrayLike) -> Integers:
+    return np.atleast_1d(np.asarray(given, dtype=np.int64))
+
+
+def compute_subshape(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
+    """The shape of the part at `index` of a grid, of a tensor of this shape.
+
+    Example:
+        >>> compute_subshape([2, 3], [0, 2], [5, 7])
+        array([3, 2])
+    """
+    return compute_stop_index(P_shape, index, shape) - compute_start_index(P_shape, index, shape)
+
+
+def compute_subshape_along_axis(
+    P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike, axis: ArrayLike
+) -> Integers:
+    """The same, if the tensor is cut along some dimensions of the grid alone.
+
+    Example:
+        >>> compute_subshape_along_axis([2, 3], [0, 2], [5, 7], 1)
+        array([5, 2])
+    """
+    found, axes = _integers(shape).copy(), _integers(axis)
+    found[axes] = compute_subshape(
+        _integers(P_shape)[axes], _integers(index)[axes], _integers(shape)[axes]
+    )
+    return found
+
+
+def compute_start_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
+    """Where the part at `index` begins in the tensor.
+
+    Example:
+        >>> compute_start_index([2, 3], [1, 2], [5, 7])
+        array([3, 5])
+    """
+    parts, at, extents = _integers(P_shape), _integers(index), _integers(shape)
+    start: Integers = extents // parts * at + np.minimum(at, extents % parts)
+    return start
+
+
+def compute_stop_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
+    """The first index behind that part."""
+    return compute_start_index(P_shape, _integers(index) + 1, shape)
+
+
+def compute_intersection(
+    r0_start_index: ArrayLike,
+    r0_stop_index: ArrayLike,
+    r1_start_index: ArrayLike,
+    r1_stop_index: ArrayLike,
+) -> tuple[Integers, Integers, Integers]:
+    """Start, stop and shape of what two regions have in common; the shape is 0 where nothing.
+
+    Example:
+        >>> compute_intersection([0, 0], [3, 4], [2, 1], [5, 9])
+        (array([2, 1]), array([3, 4]), array([1, 3]))
+    """
+    start = np.maximum(_integers(r0_start_index), _integers(r1_start_index))
+    stop = np.minimum(_integers(r0_stop_index), _integers(r1_stop_index))
+    return start, stop, np.maximum(stop - start, 0)
+
+
+def assemble_slices(start_index: ArrayLike, stop_index: ArrayLike) -> tuple[slice, ...]:
+    """What indexes a tensor with a region."""
+    return tuple(map(slice, _integers(start_index).tolist(), _integers(stop_index).tolist()))
+
+
+def compute_partition_intersection(
+    P_x_r_shape: ArrayLike,
+    P_x_r_index: ArrayLike,
+    P_x_s_shape: ArrayLike,
+    P_x_s_index: ArrayLike,
+    x_shape: ArrayLike,
+) -> tuple[slice, ...] | None:
+    """What the parts at two places of two grids have in common, seen from the first; or None.
+
+    Example:
+        >>> compute_partition_intersection([2], [1], [3], [1], [6])
+        (slice(0, 1, None),)
+    """
+    start = compute_start_index(P_x_r_shape, P_x_r_index, x_shape)
+    low, high, shape = compute_intersection(
+        start,
+        compute_stop_index(P_x_r_shape, P_x_r_index, x_shape),
+        compute_start_index(P_x_s_shape, P_x_s_index, x_shape),
+        compute_stop_index(P_x_s_shape, P_x_s_index, x_shape),
+    )
+    return assemble_slices(low - start, high - start) if shape.all() else None
+
+
+def compute_nd_slice_shape(slices: Sequence[slice]) -> tuple[int, ...]:
+    """The shape of a region that is given by slices."""
+    return tuple(each.stop - each.start for each in slices)
+
+
+def compute_nd_slice_volume(slices: Sequence[slice]) -> int:
+    """How many elements it has."""
+    return int(np.prod(compute_nd_slice_shape(slices)))
+
+
+def range_index(shape: ArrayLike) -> Iterator[tuple[int, ...]]:
+    """The index of each cell of a grid, in row-major order."""
+    yield from grid.cells(_integers(shape).tolist())
+
+
+def filtered_range_index(
+    shape: ArrayLike, filter: Sequence[int | None]
+) -> Iterator[tuple[int, ...]]:
+    """The same for the cells whose index is as the filter's where that is not None.
+
+    Example:
+        >>> list(filtered_range_index((2, 3), (1, None)))
+        [(1, 0), (1, 1), (1, 2)]
+    """
+    for index in range_index(shape):
+        if all(want is None or at == want for at, want in zip(index, filter, strict=False)):
+            yield index
+
+
+def assemble_index_filter(
+    index: Sequence[int], dims: Sequence[int], invert: bool = False
+) -> tuple[Any, ...]:
+    """A filter that keeps an index in some dimensions; with `invert`, in all others.
+
+    Example:
+        >>> assemble_index_filter((4, 3, 2), (1,)), assemble_index_filter((4, 3, 2), (1,), True)
+        ((None, 3, None), (4, None, 2))
+    """
+    return tuple(at if (dim in dims) != invert else None for dim, at in enumerate(index))
+
+
+def worker_layout(shape: ArrayLike) -> Integers:
+    """The rank of each cell of a grid, as an array of its shape."""
+    extents = _integers(shape)
+    return np.arange(extents.prod(), dtype=np.int64).reshape(extents)
+
+
+def cartesian_index_c(shape: Sequence[int], index: Sequence[int]) -> int:
+    """The number of a cell in row-major order."""
+    return grid.ravel(index, shape)
+
+
+def cartesian_index_f(shape: Sequence[int], index: Sequence[int]) -> int:
+    """The number of a cell in column-major order."""
+    return grid.ravel(list(index)[::-1], list(shape)[::-1])

@@ -1,0 +1,113 @@
+"""`distdl.utilities.tensor_decomposition`: the parts of a tensor on all cells of a grid.
+
+An array of *shapes* has the grid's shape and one more dimension: at each cell, the shape of its
+part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .partition import MPIPartition
+from .slicing import (
+    assemble_slices,
+    compute_intersection,
+    compute_subshape,
+    range_index,
+)
+
+__all__ = [
+    "compute_subtensor_intersection_slice",
+    "compute_subtensor_shapes_balanced",
+    "compute_subtensor_shapes_unbalanced",
+    "compute_subtensor_start_indices",
+    "compute_subtensor_stop_indices",
+]
+
+Integers = NDArray[np.int64]
+
+
+def compute_subtensor_shapes_balanced(
+    global_tensor_structure: Any, P_tensor_shape: ArrayLike
+) -> Integers:
+    """The shapes of the parts of a tensor that is cut evenly.
+
+    Args:
+        global_tensor_structure: whatever has the tensor's `shape`.
+        P_tensor_shape: the shape of the grid.
+
+    Example:
+        >>> import torch
+        >>> compute_subtensor_shapes_balanced(torch.empty(5, 4), [2, 1]).tolist()
+        [[[3, 4]], [[2, 4]]]
+    """
+    extents = np.atleast_1d(np.asarray(P_tensor_shape, dtype=np.int64))
+    shapes = np.empty((*extents, len(extents)), dtype=np.int64)
+    for index in range_index(extents):
+        shapes[index] = compute_subshape(extents, index, tuple(global_tensor_structure.shape))
+    return shapes
+
+
+def compute_subtensor_shapes_unbalanced(
+    local_tensor_structure: Any, P_in: MPIPartition, P_out: MPIPartition | None = None
+) -> Integers | None:
+    """The shapes of the parts that the workers of a grid have; collective.
+
+    Args:
+        local_tensor_structure: whatever has the `shape` of this worker's part.
+        P_in: the grid, with as many dimensions as the tensor.
+        P_out: who is told; with the first worker of `P_in` among them. None: those of `P_in`.
+
+    Returns:
+        The shapes; None on workers that are not told.
+    """
+    shapes = None
+    if P_in.active:
+        found = P_in.allgather_data(np.array(local_tensor_structure.shape, dtype=np.int64))
+        shapes = found.reshape(*P_in.shape, P_in.dim)
+    if P_out is not None and P_out.active:
+        shapes = P_out.broadcast_data(shapes, P_data=P_in)
+    return shapes
+
+
+def compute_subtensor_stop_indices(shapes: Integers) -> Integers:
+    """For each part the first index behind it in the tensor.
+
+    Example:
+        >>> compute_subtensor_stop_indices(np.array([[2], [1], [3]])).tolist()
+        [[2], [3], [6]]
+    """
+    dims = range(shapes.ndim - 1)
+    return np.stack([np.cumsum(shapes[..., dim], axis=dim) for dim in dims], axis=-1)
+
+
+def compute_subtensor_start_indices(shapes: Integers) -> Integers:
+    """For each part where it begins in the tensor.
+
+    Example:
+        >>> compute_subtensor_start_indices(np.array([[2], [1], [3]])).tolist()
+        [[0], [2], [3]]
+    """
+    return compute_subtensor_stop_indices(shapes) - shapes
+
+
+def compute_subtensor_intersection_slice(
+    x_start_index: ArrayLike,
+    x_stop_index: ArrayLike,
+    y_start_index: ArrayLike,
+    y_stop_index: ArrayLike,
+) -> tuple[slice, ...] | None:
+    """What two regions have in common, seen from the first; None if nothing.
+
+    Example:
+        >>> compute_subtensor_intersection_slice([2, 0], [5, 3], [4, 1], [9, 2])
+        (slice(2, 3, None), slice(1, 2, None))
+    """
+    start, stop, shape = compute_intersection(
+        x_start_index, x_stop_index, y_start_index, y_stop_index
+    )
+    origin = np.atleast_1d(np.asarray(x_start_index, dtype=np.int64))
+    return assemble_slices(start - origin, stop - origin) if shape.all() else None

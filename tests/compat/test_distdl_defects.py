@@ -1,0 +1,204 @@
+"""What DistDL 0.6 did wrong when it was run: a case for each."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import weft
+from weft.compat.distdl import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    HaloExchange,
+    MPIPartition,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+    zero_volume_tensor,
+)
+from weft.testing import spmd
+
+
+def grid(*shape):
+    size = int(torch.tensor(shape).prod())
+    base = MPIPartition().create_partition_inclusive(range(size))
+    return base.create_cartesian_topology_partition(shape)
+
+
+def draw(rank, *shape, **options):
+    seed = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=seed, **options)
+
+
+@spmd(4, on=("threads",))
+def test_several_axes_at_once(wire):
+    shards = [draw(rank, 2 + rank // 2, 3 - rank % 2) for rank in range(4)]
+    expected = torch.cat([torch.cat(shards[:2], 1), torch.cat(shards[2:], 1)])
+    assert torch.equal(AllGather(grid(2, 2), (0, 1))(shards[wire.rank]), expected)
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 1, 1), (4, 4, 0, 0), (0, 0, 0, 3)])
+@spmd(4, on=("threads",))
+def test_any_shards(wire, lengths):
+    shards = [draw(rank, length, 2) for rank, length in enumerate(lengths)]
+    x = shards[wire.rank].requires_grad_()
+    y = AllGather(grid(4), (0,))(x)
+    assert torch.equal(y, torch.cat(shards))
+    y.backward(draw(wire.rank, *y.shape))
+    expected = sum(draw(rank, *y.shape) for rank in range(4)).split(lengths)[wire.rank]
+    torch.testing.assert_close(x.grad, expected)
+
+
+@spmd(4, on=("threads",))
+def test_axes_to_keep_and_negative_axes(wire):
+    P_x, x = grid(2, 2), draw(wire.rank, 2, 2)
+    for layer, kind in (
+        (AllGather, "axes_all_gather"),
+        (ReduceScatter, "axes_reduce_scatter"),
+        (AllSumReduce, "axes_reduce"),
+    ):
+        expected = layer(P_x, (1,))(x)
+        for options in ({"axes_keep": (0,)}, {"axes_keep": [-2]}, {kind: (-1,)}, {kind: 1}):
+            made = layer(P_x, **options)
+            assert torch.equal(made(x), expected), options
+            assert (getattr(made, kind), made.axes_keep) == ((1,), (0,))
+
+
+@spmd(3, on=("threads",))
+def test_a_transposed_input_is_what_it_says(wire):
+    xs = [draw(rank, 4, 6).t() for rank in range(3)]
+    x = xs[wire.rank]
+    assert not x.is_contiguous()
+    assert torch.equal(AllGather(grid(3), (0,))(x), torch.cat(xs))
+    total = AllSumReduce(grid(3), (0,))(x)
+    torch.testing.assert_close(total, sum(xs))
+    torch.testing.assert_close(ReduceScatter(grid(3), (0,))(x), total.chunk(3)[wire.rank])
+
+
+@pytest.mark.parametrize("layer", [AllGather, ReduceScatter, AllSumReduce])
+@spmd(3, on=("threads",))
+def test_the_gradient_of_a_sum(wire, layer):
+    """It is an expanded tensor, of stride 0."""
+    x = draw(wire.rank, 3, 2).requires_grad_()
+    layer(grid(3), (0,))(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 2), 1.0 if layer is ReduceScatter else 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+@spmd(3, on=("threads",))
+def test_every_dtype(wire, dtype):
+    xs = [draw(rank, 3, 2, dtype=torch.float32).to(dtype) for rank in range(3)]
+    x = xs[wire.rank].requires_grad_()
+    y = AllGather(grid(3), (0,))(x)
+    assert torch.equal(y, torch.cat(xs))
+    y.backward(torch.cat(xs).detach())
+    own = slice(3 * wire.rank, 3 * wire.rank + 3)
+    torch.testing.assert_close(x.grad, torch.cat(xs).detach()[own] * 3)
+
+
+@pytest.mark.parametrize("scale", [None, 4])
+@spmd(2, on=("threads",))
+def test_second_gradients(wire, scale):
+    """Of y³ with y the gathered or summed x; each way through the layer is scaled."""
+    xs = [draw(rank, 2, dtype=torch.float64) for rank in range(2)]
+    s = scale or 1
+    for layer, y, factor in ((AllGather, xs[wire.rank], 1), (AllSumReduce, xs[0] + xs[1], 2)):
+        x = xs[wire.rank].clone().requires_grad_()
+        z = layer(grid(2), (0,), scale_backward=scale)(x) ** 3
+        (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        torch.testing.assert_close(first, 2 * 3 * y**2 / s)
+        (second,) = torch.autograd.grad((first**2).sum(), x)
+        torch.testing.assert_close(second, factor * 144 * y**3 / s**3)
+
+
+@pytest.mark.parametrize("layer", [AllGather, ReduceScatter, AllSumReduce])
+@spmd(2, on=("threads",))
+def test_scaling_leaves_the_callers_gradient_alone(wire, layer):
+    P_x, x = grid(2, 1), draw(wire.rank, 2, 3).requires_grad_()
+    y = layer(P_x, (0,))(x)
+    y.backward(draw(9, *y.shape))
+    expected, x.grad = x.grad / 2, None
+    for scale in (2, 2.0, slice(0, 1), slice(None)):
+        y = layer(P_x, (0,), scale_backward=scale)(x)
+        y.retain_grad()
+        dy = draw(9, *y.shape)
+        y.backward(dy)
+        assert torch.equal(dy, draw(9, *y.shape))
+        assert torch.equal(y.grad, dy)
+        torch.testing.assert_close(x.grad, expected)
+        x.grad = None
+    y = layer(P_x, (0,), scale_backward=2)(x)
+    (y.relu_() * 2).sum().backward()  # the result may be changed in place
+
+
+@spmd(2, on=("threads",))
+def test_scaling_of_a_broadcast(wire):
+    x = torch.ones(1, 2, requires_grad=True) if wire.rank == 0 else zero_volume_tensor()
+    P_0, P_x = grid(1), grid(2)
+    y = Broadcast(P_0, P_x, scale_backward=4)(x)
+    y.backward(dy := torch.full((1, 2), 6.0))
+    assert dy.tolist() == [[6.0, 6.0]]
+    if wire.rank == 0:
+        assert x.grad.tolist() == [[3.0, 3.0]]
+
+
+@spmd(3, on=("threads",))
+def test_no_grad_is_heard(wire):
+    P_x, P_y = grid(2), MPIPartition().create_partition_inclusive([1, 2])
+    x = (torch.ones(2) if P_x.active else zero_volume_tensor()).requires_grad_()
+    with torch.no_grad():
+        for layer in (AllGather(P_x, (0,), scale_backward=2), Repartition(P_x, P_y)):
+            assert not layer(x).requires_grad
+
+
+@spmd(3, on=("threads",))
+def test_nothing_is_returned_as_it_came(wire):
+    P_x, P_one = grid(2), grid(1)
+    x = torch.ones(2) if P_x.active else zero_volume_tensor()
+    for layer in (
+        AllGather(P_x, ()),
+        AllSumReduce(P_x, ()),
+        ReduceScatter(P_x, ()),
+        Repartition(P_x, P_x),
+        Broadcast(P_x, P_x),
+        SumReduce(P_x, P_x),
+        HaloExchange(P_x, [[0, 0]]),
+    ):
+        y = layer(x)
+        assert torch.equal(y, x) and y is not x, layer
+        assert not x.numel() or y.data_ptr() != x.data_ptr(), layer
+    x = torch.ones(2) if P_one.active else zero_volume_tensor()
+    assert AllGather(P_one, (0,))(x) is not x
+
+
+@spmd(2, on=("threads",))
+def test_a_shape_that_changes_on_one_rank(wire):
+    layer = AllGather(grid(2), (0,))
+    assert [len(layer(torch.ones(n))) for n in (2, 2 + wire.rank, 3)] == [4, 5, 6]
+    total = AllSumReduce(grid(2), (0,))
+    assert total(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(weft.WeftError, match="in dimension 0 rank 1 has 3, and rank 0 has 2"):
+        total(torch.ones(2 + wire.rank))
+    assert total(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+@spmd(2, on=("gloo",), timeout=40.0)
+def test_it_compiles(wire):
+    P_x, P_0 = grid(2), grid(1)
+    gather = AllGather(P_x, (0,), scale_backward=2, shape=(4, 3))
+    move = Repartition(P_x, P_0, shape=(4, 3))
+
+    def model(x):
+        return move(gather(x)[:2] * 3).square().sum()
+
+    x = draw(wire.rank, 2, 3).requires_grad_()
+    (expected,) = torch.autograd.grad(model(x), x)
+    with warnings.catch_warnings():  # Dynamo's own, of how it looks at any autograd.Function
+        warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>")
+        y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, model(x))
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert expected.any() == (wire.rank == 0)

@@ -1,0 +1,265 @@
+"""DistDL's rules: which workers are matched, batches that are kept, halos of any width."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import weft
+from weft.compat.distdl import (
+    AllGather,
+    Broadcast,
+    ConvMixin,
+    DistributedTranspose,
+    HaloExchange,
+    HaloMixin,
+    MPIPartition,
+    Repartition,
+    SumReduce,
+    ZeroVolumeCorrectorFunction,
+    assemble_slices,
+    cartesian_index_c,
+    cartesian_index_f,
+    compute_start_index,
+    compute_stop_index,
+    compute_subshape,
+    distdl_padding_to_torch_padding,
+    zero_volume_tensor,
+)
+from weft.compat.distdl.nn.pairing import paired
+from weft.nn.broadcast import copies
+from weft.testing import run, spmd
+
+
+def grid(shape, first=0):
+    size = int(np.prod(shape))
+    base = MPIPartition().create_partition_inclusive(np.arange(first, first + size))
+    return base.create_cartesian_topology_partition(shape)
+
+
+def key(P, rank, shape, turned, agree):
+    """A worker's number along the dimensions that agree, as DistDL counts it."""
+    index = list(P.cartesian_index(rank))
+    index = [0] * (len(shape) - len(index)) + (index[::-1] if turned else index)
+    number = cartesian_index_f if turned else cartesian_index_c
+    return number([shape[d] for d in agree], [index[d] for d in agree])
+
+
+GRIDS = [
+    ((1, 3), (2, 3), False, False),
+    ((3,), (2, 3), False, False),
+    ((1, 3), (3, 2), True, False),
+    ((2, 1), (3, 2), False, True),
+    ((2, 3), (3, 2), True, False),  # several cut dimensions: in order, not mirrored
+    ((2, 3), (3, 2), False, True),
+    ((2, 3), (2, 3), True, True),
+    ((2, 2, 1), (3, 2, 2), True, False),
+    ((2, 1, 2), (2, 3, 2), True, True),
+    ((2, 2), (2, 2, 3), False, True),
+]
+
+
+@pytest.mark.parametrize("small, large, turn_small, turn_large", GRIDS)
+def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
+    def program(wire):
+        P_s, P_l = grid(small, 1), grid(large)
+        s = small[::-1] if turn_small else small
+        s = (1,) * (len(large) - len(small)) + s
+        t = large[::-1] if turn_large else large
+        agree = [d for d in range(len(t)) if s[d] == t[d]]
+        assert all(s[d] == 1 for d in range(len(t)) if d not in agree)
+        expected = {
+            P_s.grid.ranks[a]: tuple(
+                P_l.grid.ranks[b]
+                for b in range(P_l.size)
+                if key(P_l, b, t, turn_large, agree) == key(P_s, a, s, turn_small, agree)
+            )
+            for a in range(P_s.size)
+        }
+        found = copies(*paired(P_s, P_l, turn_small, turn_large))
+        assert {rank: sorted(each) for rank, each in found.items()} == {
+            rank: sorted(each) for rank, each in expected.items()
+        }
+        x = torch.tensor([[float(wire.rank)]]) if P_s.active else zero_volume_tensor(1)
+        y = Broadcast(P_s, P_l, turn_small, turn_large)(x)
+        z = SumReduce(P_l, P_s, turn_large, turn_small)(y)
+        return (y.tolist() if P_l.active else None), (z.tolist() if P_s.active else None), expected
+
+    found = run(13, program)
+    for rank, each in found[0][2].items():
+        assert all(found[copy][0] == [[rank]] for copy in each)
+        assert found[rank][1] == [[rank * len(each)]]
+
+
+@spmd(2, on=("threads",))
+def test_grids_that_do_not_match(wire):
+    with pytest.raises(weft.WeftError, match="does not broadcast"):
+        Broadcast(grid((1, 2)), grid((2, 1)))
+    Broadcast(grid((1, 2)), grid((2, 1)), transpose_dest=True)
+    with pytest.raises(weft.WeftError, match="one of the two"):
+        AllGather(grid((2,)))
+    with pytest.raises(weft.WeftError, match="one of the two"):
+        AllGather(grid((2,)), (0,), (0,))
+    with pytest.raises(weft.WeftError, match="dim 1 is out of range"):
+        AllGather(grid((2,)), (1,))
+
+
+@spmd(4, on=("threads",))
+def test_batches_are_kept(wire):
+    P_x, P_y = grid((1, 2)), grid((1, 2), 1)  # ranks 0, 1 and 1, 2; rank 3 is in neither
+    x = torch.ones(3, 2) if P_x.active else zero_volume_tensor(3)
+    for make in (Repartition, Broadcast, SumReduce, DistributedTranspose):
+        y = make(P_x, P_y)(x)
+        assert y.shape == ((3, 2) if P_y.active else (3, 0))
+        y = make(P_x, P_y, preserve_batch=False)(x)
+        assert y.shape == ((3, 2) if P_y.active else (3, 0) if wire.rank == 3 else (0,))
+    x.requires_grad_()
+    y = Repartition(P_x, P_y)(x)
+    assert y.requires_grad == (wire.rank != 3) or wire.rank == 3
+    loss = y.sum() if P_y.active else ZeroVolumeCorrectorFunction.apply(y)
+    loss.backward()
+    assert x.grad.shape == x.shape and bool((x.grad == 1).all())
+
+
+@spmd(3, on=("threads",))
+def test_the_same_grid_keeps_uneven_shards(wire):
+    x = torch.full((5 - 2 * wire.rank,), float(wire.rank))
+    assert torch.equal(Repartition(grid((3,)), grid((3,)))(x), x)
+    y = Repartition(grid((3,)), grid((3, 1)))(x[:, None])  # another grid: evenly
+    assert len(y) == 3
+
+
+class Sizes(HaloMixin, ConvMixin):
+    pass
+
+
+CONVOLUTIONS = [
+    ((9, 8), (2, 2), (3, 3), (1, 1), (1, 1)),
+    ((11, 10), (2, 2), (3, 2), (2, 3), (1, 2)),
+    ((13,), (4,), (4,), (2,), (1,)),
+    ((20,), (4,), (2,), (2,), (1,)),  # some halos are 0, some negative
+]
+
+
+@pytest.mark.parametrize("extents, cells, kernel, stride, dilation", CONVOLUTIONS)
+@spmd(4, on=("threads",))
+def test_halos_make_a_convolution(wire, extents, cells, kernel, stride, dilation):
+    conv = {1: F.conv1d, 2: F.conv2d}[len(extents)]
+    seed = torch.Generator().manual_seed(3)
+    whole = torch.randn((2, 1, *extents), generator=seed, dtype=torch.float64).requires_grad_()
+    weight = torch.randn((3, 1, *kernel), generator=seed, dtype=torch.float64)
+    expected = conv(whole, weight, stride=stride, dilation=dilation)
+    dy = torch.randn(expected.shape, generator=seed, dtype=torch.float64)
+    expected.backward(dy)
+
+    P_x = grid((1, 1, *cells))
+    halo, recv, send, needed = Sizes()._compute_exchange_info(
+        whole.shape, kernel, stride, 0, dilation, P_x.active, P_x.shape, P_x.index
+    )
+    own = assemble_slices(
+        *(
+            compute(P_x.shape, P_x.index, whole.shape)
+            for compute in (compute_start_index, compute_stop_index)
+        )
+    )
+    x = whole.detach()[own].clone().requires_grad_()
+    noise = torch.full((), float("nan"), dtype=torch.float64)  # margins do not count
+    padded = F.pad(x, distdl_padding_to_torch_padding(halo), value=float(noise))
+    layer = HaloExchange(P_x, halo, recv, send)
+    y = conv(
+        layer(padded)[assemble_slices(needed[:, 0], needed[:, 1])],
+        weight,
+        stride=stride,
+        dilation=dilation,
+    )
+    out = assemble_slices(
+        *(
+            compute(P_x.shape, P_x.index, expected.shape)
+            for compute in (compute_start_index, compute_stop_index)
+        )
+    )
+    torch.testing.assert_close(y, expected[out])
+    y.backward(dy[out])
+    torch.testing.assert_close(x.grad, whole.grad[own])
+
+
+@spmd(5)
+def test_the_exchange_of_the_manual(wire):
+    """5 x 4 on 2 x 2 workers, filled with their numbers; corners, and the adjoint."""
+    P_x = grid((2, 2))
+    if not P_x.active:
+        x = zero_volume_tensor()
+        assert HaloExchange(P_x, None)(x).shape == (0,)
+        return
+    halo = [[int(at == 1), int(at == 0)] for at in P_x.index]
+    x = torch.full(tuple(compute_subshape(P_x.shape, P_x.index, [5, 4])), P_x.rank + 1.0)
+    x = F.pad(x, distdl_padding_to_torch_padding(halo)).requires_grad_()
+    y = HaloExchange(P_x, halo, halo, halo)(x)
+    rows, columns = ([1, 1, 1, 3], [1, 3, 3])[P_x.index[0]], ([0, 0, 1], [0, 1, 1])[P_x.index[1]]
+    assert y.tolist() == [[row + column for column in columns] for row in rows]
+    y.backward(torch.full_like(y, P_x.rank + 1.0))
+    assert (
+        x.grad.tolist()
+        == [
+            [[1, 3, 0], [1, 3, 0], [4, 10, 0], [0, 0, 0]],
+            [[0, 3, 2], [0, 3, 2], [0, 10, 6], [0, 0, 0]],
+            [[0, 0, 0], [4, 10, 0], [3, 7, 0]],
+            [[0, 0, 0], [0, 10, 6], [0, 7, 4]],
+        ][P_x.rank]
+    )
+
+
+@spmd(3, on=("threads",))
+def test_halos_that_are_none(wire):
+    P_x, last = grid((3,)), wire.rank == 2
+    for bad in (None, [[1]], [[-1, 0]], [[0.5, 0]], "ab", [[float("nan"), 0]]):
+        with pytest.raises(weft.WeftError, match=r"rank 2 of a grid of .* has halos that are no"):
+            HaloExchange(P_x, bad if last else [[0, 0]])
+    with pytest.raises(weft.WeftError, match="rank 0 sends 0 and its neighbour, rank 1, receives"):
+        HaloExchange(P_x, [[1, 0]], [[1, 0]], [[0, 0]])
+    layer = HaloExchange(P_x, [[2 * last, 0]])
+    with pytest.raises(weft.WeftError, match=r"rank 2 has a tensor of shape \(1,\), which is smal"):
+        layer(torch.ones(1))
+    with pytest.raises(weft.WeftError, match="rank 2 has a tensor of 0 dimensions"):
+        layer(torch.ones(()) if last else torch.ones(1))
+    with pytest.raises(weft.WeftError, match=r"rank 2 has a halo of .* there is not as much"):
+        layer(torch.ones(2 if last else 0))
+    assert layer(torch.ones(3)).tolist() == [1, 1, 1]
+    wide = HaloExchange(P_x, [[2 * last, 0]])  # wider than the neighbour: the next one helps
+    x = torch.tensor([0.0, 0.0, 7.0] if last else [1.0 + wire.rank])
+    assert wide(x).tolist() == ([1, 2, 7] if last else [1 + wire.rank])
+
+
+@spmd(2, on=("threads",))
+def test_padding_at_the_edge_is_kept(wire):
+    P_x = grid((2,))
+    x = torch.tensor([9.0, 1, 0] if wire.rank == 0 else [0.0, 2, 8]).requires_grad_()
+    y = HaloExchange(P_x, [[1, 1]])(x)
+    assert y.tolist() == ([9, 1, 2] if wire.rank == 0 else [1, 2, 8])
+    y.sum().backward()
+    assert x.grad.tolist() == ([1, 2, 0] if wire.rank == 0 else [0, 2, 1])
+
+
+@spmd(2, on=("gloo",))
+def test_layers_are_modules(wire):
+    P_x = grid((2,))
+    layers = [AllGather(P_x, (0,)), Repartition(P_x, grid((1, 2))), HaloExchange(P_x, [[0, 0]])]
+    model = pickle.loads(pickle.dumps(torch.nn.Sequential(*layers[:1]))).to(torch.float64)
+    assert model(torch.ones(1)).shape == (2,)
+    for layer in layers:
+        assert not layer.state_dict() and not list(layer.parameters())
+    assert "2 of ranks 0 to 1, dims=(0,)" in repr(layers[0])
+
+
+def test_the_cut_of_a_grid_is_whole():
+    for cells, extents in itertools.product([(2, 3), (4, 1)], [(5, 7), (3, 0)]):
+        count = sum(
+            int(np.prod(compute_subshape(cells, index, extents)))
+            for index in itertools.product(*map(range, cells))
+        )
+        assert count == np.prod(extents)

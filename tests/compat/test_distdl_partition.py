@@ -1,0 +1,179 @@
+"""Partitions under DistDL's names, and the arithmetic of cuts."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.compat import distdl
+from weft.compat.distdl import MPI, MPICartesianPartition, MPIPartition, TensorStructure
+from weft.testing import run, spmd
+
+
+@spmd(6, on=("threads",))
+def test_attributes(wire):
+    P_world = MPIPartition(MPI.COMM_WORLD)
+    assert (P_world.rank, P_world.size, P_world.index) == (wire.rank, 6, wire.rank)
+    assert P_world.active and P_world.dim == 1 and P_world.shape.tolist() == [6]
+    P_base = P_world.create_partition_inclusive(np.array([5, 3, 1, 0]))
+    P_x = P_base.create_cartesian_topology_partition(np.array([2, 2]), periods=[False, False])
+    if wire.rank in (5, 3, 1, 0):
+        place = [5, 3, 1, 0].index(wire.rank)
+        assert P_base.active and P_x.active
+        assert P_base.rank == P_base.index == P_x.rank == place
+        assert P_x.index.tolist() == [place // 2, place % 2]
+        assert (P_x._comm.Get_rank(), P_x._comm.Get_size()) == (place, 4)
+        P_x._comm.Barrier()
+    else:
+        assert not P_base.active and not P_x.active
+        assert P_base.rank == P_x.rank == MPI.PROC_NULL == -1
+        assert P_base.index is P_x.index is P_x._comm is None
+    assert (P_x.size, P_x.dim, P_x.shape.tolist()) == (4, 2, [2, 2])
+    assert P_x.shape.dtype == np.int64 and P_x.device == torch.device("cpu")
+    assert P_x.neighbor_ranks(1) == [(-1, 3), (0, -1)]
+    assert P_x.cartesian_index(2).tolist() == [1, 0]
+    with pytest.raises(weft.WeftError, match="not distinct cells"):
+        P_x.cartesian_index(4)
+    P_world.comm.Barrier()
+    MPI.COMM_WORLD.Barrier()
+    assert MPI.COMM_WORLD.Get_size() == 6 and MPI.COMM_WORLD.Get_rank() == wire.rank
+    assert MPI.Wtime() <= MPI.Wtime()
+
+
+@spmd(6, on=("threads",))
+def test_partitions_of_partitions(wire):
+    P_world = MPIPartition()
+    P_a, P_b = (P_world.create_partition_inclusive(ranks) for ranks in ([4, 1], [1, 0, 2]))
+    assert P_a.create_partition_union(P_b).grid.ranks == (4, 1, 0, 2)
+    again = P_world.create_partition_inclusive([4, 1])
+    assert (P_a == again) == P_a.active and (P_a != P_b)
+    assert P_a != "a" and hash(P_a) == hash(again)
+    P_x = P_world.create_cartesian_topology_partition([2, 3])
+    row = P_x.create_cartesian_subtopology_partition([False, True])
+    assert isinstance(row, MPICartesianPartition)
+    assert row.shape.tolist() == [3] and row.rank == wire.rank % 3
+    assert row.grid.ranks == tuple(range(wire.rank - wire.rank % 3, wire.rank - wire.rank % 3 + 3))
+    column = P_x.create_allreduction_partition((-2,))
+    assert column.shape.tolist() == [2, 1] and column.rank == wire.rank // 3
+    with pytest.raises(weft.WeftError, match=r"a grid of \(2, 2\) does not take the 6 workers"):
+        P_world.create_cartesian_topology_partition([2, 2])
+    with pytest.raises(weft.WeftError, match="not distinct cells"):
+        P_a.create_partition_inclusive([0, 0])
+    with pytest.raises(weft.WeftError, match="make it of another partition"):
+        MPICartesianPartition()
+    layer = distdl.AllGather(P_x, (0,))
+    P_x.deactivate()
+    assert not P_x.active and P_x.index is None and P_x.rank == -1
+    with pytest.raises(weft.WeftError, match="2x3 of ranks 0 to 5, was deactivated"):
+        distdl.AllGather(P_x, (0,))
+    assert layer(torch.ones(1, 1)).shape == (2, 1)
+    assert "deactivated" in repr(P_x)
+
+
+@spmd(3, on=("threads",))
+def test_a_partition_of_a_group(wire):
+    assert MPIPartition(wire, device="cpu").grid.group is wire
+    part = MPIPartition(MPIPartition().create_partition_inclusive([2, 0])._comm or wire)
+    assert part.size == (3 if wire.rank == 1 else 2)
+    with pytest.raises(weft.WeftError):
+        MPIPartition("world")
+
+
+def test_a_partition_of_an_mpi4py_communicator():
+    """One that speaks as mpi4py's does, whose ranks are in another order than weft's."""
+    said, meet = {}, threading.Barrier(3)
+
+    class Comm:
+        def __init__(self, rank, same=False):
+            self.rank, self.same = rank, same
+
+        def Get_rank(self):
+            return self.rank
+
+        def allgather(self, value):
+            said[self.rank] = 0 if self.same else value
+            meet.wait(20)
+            found = [said[rank] for rank in range(3)]
+            meet.wait(20)
+            return found
+
+    def program(wire):
+        P = MPIPartition(Comm((wire.rank + 1) % 3))
+        with pytest.raises(weft.WeftError, match=r"are ranks \[0, 0, 0\] of weft's group: start"):
+            MPIPartition(Comm(wire.rank, same=True))
+        return P.rank, P.grid.ranks
+
+    assert run(3, program) == [(1, (2, 0, 1)), (2, (2, 0, 1)), (0, (2, 0, 1))]
+
+
+@spmd(4)
+def test_data_of_scripts(wire):
+    P_world = MPIPartition()
+    P_a, P_b = (P_world.create_partition_inclusive(ranks) for ranks in ([3, 1], [0, 1, 3]))
+    data = np.array([[1.5, 2.5]]) * wire.rank
+    found = P_b.broadcast_data(data if wire.rank == 3 else None, P_data=P_a)
+    assert (found is None) == (wire.rank == 2)
+    assert found is None or found.tolist() == [[4.5, 7.5]]
+    assert P_world.broadcast_data(7 if wire.rank == 1 else None, root=1).tolist() == [7]
+    with pytest.raises(weft.WeftError, match=r"the root, .* is not in"):
+        P_a.broadcast_data(data, P_data=P_b)
+    gathered = P_world.allgather_data(np.array([wire.rank, 5], dtype=np.int16))
+    assert gathered.tolist() == [[rank, 5] for rank in range(4)] and gathered.dtype == np.int16
+    for op, value in (("sum", 6), ("prod", 0), ("min", 0), ("max", 3)):
+        assert P_world.allreduce_data(np.array([[wire.rank]]), op).tolist() == [[value]]
+    with pytest.raises(weft.WeftError, match="op is 'mean': use sum, prod, min, max"):
+        P_world.allreduce_data(data, "mean")
+
+    P_x = P_world.create_partition_inclusive([0, 1]).create_cartesian_topology_partition([2, 1])
+    local = TensorStructure(torch.empty(3 + wire.rank, 2))
+    shapes = distdl.compute_subtensor_shapes_unbalanced(local, P_x, P_world)
+    assert shapes.tolist() == [[[3, 2]], [[4, 2]]]
+    alone = distdl.compute_subtensor_shapes_unbalanced(local, P_x)
+    assert (alone is None) == (wire.rank > 1)
+
+
+def test_printing_in_order(capsys):
+    def program(wire):
+        P = MPIPartition().create_partition_inclusive([2, 0])
+        P.print_sequential(f"rank {wire.rank}, ü" if wire.rank else "two\nlines")
+
+    run(3, program)
+    assert capsys.readouterr().out == "rank 2, ü\ntwo\nlines\n"
+
+
+def test_integers():
+    assert distdl.compute_subshape(4, 1, 10).tolist() == [3]
+    assert distdl.compute_stop_index([4, 1], [3, 0], [10, 2]).tolist() == [10, 2]
+    assert distdl.compute_nd_slice_volume((slice(1, 3), slice(0, 4))) == 8
+    assert distdl.worker_layout(np.array([2, 3])).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert list(distdl.range_index([2, 1])) == [(0, 0), (1, 0)]
+    assert distdl.cartesian_index_c((2, 3), (1, 0)) == 3
+    assert distdl.cartesian_index_f((2, 3), (1, 0)) == 1
+    assert distdl.compute_partition_intersection([2], [0], [2], [1], [6]) is None
+    assert distdl.compute_partition_intersection([2, 1], [1, 0], [1, 2], [0, 1], [5, 5]) == (
+        slice(0, 2),
+        slice(3, 5),
+    )
+    assert distdl.compute_subtensor_intersection_slice([0], [2], [2], [4]) is None
+    shapes = distdl.compute_subtensor_shapes_balanced(torch.empty(5, 4), [2, 2])
+    starts, stops = (
+        distdl.compute_subtensor_start_indices(shapes),
+        distdl.compute_subtensor_stop_indices(shapes),
+    )
+    for index in distdl.range_index([2, 2]):
+        assert starts[index].tolist() == distdl.compute_start_index([2, 2], index, [5, 4]).tolist()
+        assert stops[index].tolist() == distdl.compute_stop_index([2, 2], index, [5, 4]).tolist()
+    a, b = TensorStructure(torch.empty(2)), TensorStructure()
+    assert a != b and a == TensorStructure(torch.empty(2)) and a != 1
+    assert distdl.zero_volume_tensor(2, dtype=torch.float64, requires_grad=True).shape == (2, 0)
+
+
+def test_every_name_is_exported():
+    for module in (distdl, distdl.nn, distdl.slicing, distdl.tensor_decomposition, distdl.mixins):
+        assert all(hasattr(module, name) for name in module.__all__)
+    for module in (distdl.nn, distdl.slicing, distdl.tensor_decomposition, distdl.mixins):
+        assert set(module.__all__) <= set(distdl.__all__)
