@@ -7,6 +7,7 @@ import typing as _typing
 
 from . import sparse
 from .bootstrap.init import init, shutdown
+from .comm import all_reduce, all_to_all, barrier, exchange
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
 from .sparse import (
@@ -33,7 +34,11 @@ __all__ = [
     "Wire",
     "WireError",
     "algorithm",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
     "ddp",
+    "exchange",
     "explain",
     "init",
     "shutdown",

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduce", "refuses"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -59,20 +59,42 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
-    if op not in OPS:
-        raise WeftError(f"rank {wire.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
+    if reason := refuses(op, tensor.dtype):
+        raise WeftError(f"rank {wire.rank}: {reason}")
     combine, flat = _arithmetic(op, tensor.view(-1))
-    try:
-        combine(flat[:0], flat[:0])
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise WeftError(
-            f"rank {wire.rank}: op {op} does not apply to {tensor.dtype}: {error}"
-        ) from error
     if wire.size == 1 or not len(flat):
         return _Done(tensor)
     if len(flat) * flat.element_size() <= _SMALL:
         return _Whole(wire, tensor, flat, combine)
     return _Parts(wire, tensor, flat, combine)
+
+
+def refuses(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
+    if op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
+    combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
+    try:
+        combine(nothing, nothing)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"op {op} does not apply to {dtype}: {error}"
+    return None
+
+
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """What `all_reduce` makes of contributions, where they all are here.
+
+    Args:
+        parts: 1-D, of the dtype and size of `out`, in rank order; the first is overwritten.
+        op: one of `OPS`.
+        out: contiguous; may be one of the parts.
+    """
+    combine, flat = _arithmetic(op, out.view(-1))
+    seen = [part.view(flat.dtype) for part in parts]
+    if len(seen) == 1:
+        flat.copy_(seen[0])
+    else:
+        _reduce(seen, combine, flat)
 
 
 def messages(ranks: int, nbytes: float) -> int:

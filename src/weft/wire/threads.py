@@ -373,6 +373,9 @@ class _Exchange(Pending):
         left = next((message for message in self._outgoing if not message.done), None)
         return f"rank {left.peer} to take {len(left.data)} bytes" if left else "nothing"
 
+    def arrived(self) -> list[bool]:
+        return [message.done for message in self._incoming]
+
     def wait(self) -> list[Tensor]:
         self._wire._await(self)
         for message in self._outgoing:
