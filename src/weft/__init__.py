@@ -7,7 +7,15 @@ import typing as _typing
 
 from . import sparse
 from .bootstrap.init import init, shutdown
-from .comm import all_reduce, all_to_all, barrier, exchange
+from .comm import (
+    all_reduce,
+    all_to_all,
+    barrier,
+    clip_grad_norm_,
+    exchange,
+    sync_grads,
+    sync_params,
+)
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
 from .sparse import (
@@ -37,6 +45,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "clip_grad_norm_",
     "ddp",
     "exchange",
     "explain",
@@ -48,6 +57,8 @@ __all__ = [
     "sparse_broadcast",
     "sparse_reduce",
     "sparse_reduce_scatter",
+    "sync_grads",
+    "sync_params",
 ]
 
 

@@ -6,6 +6,17 @@ To add one: a file for it, which opens with `opening.opened`, and its line here 
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
 from .barrier import barrier
+from .clip import clip_grad_norm_
 from .exchange import exchange
+from .gradients import sync_grads
+from .parameters import sync_params
 
-__all__ = ["all_reduce", "all_to_all", "barrier", "exchange"]
+__all__ = [
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "clip_grad_norm_",
+    "exchange",
+    "sync_grads",
+    "sync_params",
+]

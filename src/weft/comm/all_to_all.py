@@ -126,11 +126,12 @@ class Scatter:
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
             with record_function(f"weft::{self.name.partition(' ')[0]}"):
-                return self._run([tensor.detach().contiguous() for tensor in tensors], mode)
+                return self.now([tensor.detach().contiguous() for tensor in tensors], mode)
 
         return self.wire.worker.call(self.name, job)
 
-    def _run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+    def now(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+        """`run`, for contiguous tensors and inside of a call whose turn it is."""
         wire, like = self.wire, tensors[self.wire.rank]
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
         fields = {"dtype": None if self.error else like.dtype, **self.fields}

@@ -1,13 +1,15 @@
 """How every call here opens: all ranks state what they were asked, and learn three more things.
 
 Beside the fingerprint and the error of `weft.agree`, a statement says whether this rank's tensors
-record gradients, whether it is under `torch.no_grad()`, and how much it may move at once. These are
-minima over the ranks, so they combine however many ranks there are. What a call states besides
-(shapes, small payloads) is heard from each rank where statements are direct.
+record gradients, whether it is under `torch.no_grad()`, how much it may move at once, and the digest
+of something that may differ. All that combines by minima, however many ranks there are; a mask
+combines by "or". What a call states besides (shapes, small payloads) is heard from each rank, where
+statements are direct.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 
 _NOBODY = NO_LIMIT
-_SAID = 24  # bytes of the three numbers
+_SAID = 40  # bytes of the five numbers
 
 ROOM = BODY - _SAID
 """Bytes that a call may state of its own."""
@@ -58,6 +60,8 @@ class Opening:
         fields: the agreed fingerprint.
         records: whether some rank records gradients, so that all take part in backward.
         limit: the smallest of the limits.
+        equal: whether all digests are.
+        mask: the bits of all ranks together; means something where all masks have one length.
         own: what each rank stated of its own, in rank order; empty where statements are not
             direct. Valid inside of `opened`.
     """
@@ -65,6 +69,8 @@ class Opening:
     fields: dict[str, str]
     records: bool
     limit: int
+    equal: bool
+    mask: Tensor
     own: list[Tensor]
 
 
@@ -77,6 +83,8 @@ def opened(
     *,
     mode: Mode | None = None,
     limit: int = NO_LIMIT,
+    digest: int = 0,
+    mask: Tensor | None = None,
     own: Tensor | None = None,
     watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Iterator[Opening]:
@@ -89,33 +97,58 @@ def opened(
         error: what this rank's caller did wrong.
         mode: of a call that is differentiable, else None.
         limit: what this rank may move at once, in units of the call's.
-        own: uint8, 1-D, at most `ROOM` bytes; only sent where statements are direct.
+        digest: an int64 to be compared with the others'.
+        mask: uint8, 1-D, at most `ROOM` bytes, combined bit by bit.
+        own: instead of a mask: uint8, 1-D, at most `ROOM` bytes; only sent where statements are direct.
         watch: as for `agree`.
 
     Raises:
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
-    nobody = _NOBODY
-    first = [wire.rank if mode and mode.records else nobody]
-    first.append(wire.rank if mode and not mode.enabled else nobody)
-    body = as_bytes(torch.tensor([*first, limit]))
-    if own is not None and is_direct(wire):
+    numbers = [
+        wire.rank if mode and mode.records else _NOBODY,
+        wire.rank if mode and not mode.enabled else _NOBODY,
+        limit,
+        digest,
+        ~digest,  # the largest becomes the smallest
+    ]
+    body = as_bytes(torch.tensor(numbers))
+    if mask is not None:
+        body = torch.cat([body, mask])
+    elif own is not None and is_direct(wire):
         body = torch.cat([body, own])
     agreement = agree(wire, name, fields, error, body, _combine, watch=watch)
     try:
-        said = [body[:_SAID].view(torch.int64) for body in agreement.bodies]
-        recorder, without, least = torch.stack(said).amin(0).tolist()
-        if recorder != nobody and without != nobody:
+        heard = agreement.bodies
+        least = torch.stack([each[:_SAID].view(torch.int64) for each in heard]).amin(0)
+        recorder, without, limit, lowest, highest = least.tolist()
+        if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
                 f"rank {recorder} records gradients of {name}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        heard = [body[_SAID:] for body in agreement.bodies] if is_direct(wire) else []
-        yield Opening(agreement.fields, recorder != nobody, least, heard)
+        yield Opening(
+            agreement.fields,
+            recorder != _NOBODY,
+            limit,
+            lowest == ~highest,
+            functools.reduce(_or, [each[_SAID:] for each in heard])
+            if mask is not None
+            else body[:0],
+            [each[_SAID:] for each in heard] if is_direct(wire) else [],
+        )
     finally:
         agreement.release()
 
 
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
-    return as_bytes(torch.minimum(lower.view(torch.int64), upper.view(torch.int64)))
+    left, right = (body[:_SAID].view(torch.int64) for body in (lower, upper))
+    rest = _or(lower[_SAID:], upper[_SAID:])
+    return torch.cat([as_bytes(torch.minimum(left, right)), rest])
+
+
+def _or(left: Tensor, right: Tensor) -> Tensor:
+    """The bits of both; of masks of different lengths, which mean nothing, what both have."""
+    common = min(len(left), len(right))
+    return left[:common] | right[:common]
