@@ -13,6 +13,7 @@ from .comm import (
     barrier,
     clip_grad_norm_,
     exchange,
+    overlap_grads,
     sync_grads,
     sync_params,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "exchange",
     "explain",
     "init",
+    "overlap_grads",
     "shutdown",
     "sparse",
     "sparse_all_gather",

@@ -9,14 +9,17 @@ from .barrier import barrier
 from .clip import clip_grad_norm_
 from .exchange import exchange
 from .gradients import sync_grads
+from .overlap import Overlap, overlap_grads
 from .parameters import sync_params
 
 __all__ = [
+    "Overlap",
     "all_reduce",
     "all_to_all",
     "barrier",
     "clip_grad_norm_",
     "exchange",
+    "overlap_grads",
     "sync_grads",
     "sync_params",
 ]

@@ -78,7 +78,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     device = norms[0].device
     widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-    total = torch.linalg.vector_norm(
+    total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(device, widest) for norm in norms]), norm_type
     )
     if error_if_nonfinite and not total.isfinite():
@@ -93,5 +93,6 @@ def _norm(values: Tensor, p: float) -> Tensor:
     """The p-norm of some values; of half precision in float32, where it does not overflow."""
     narrow = values.dtype in (torch.float16, torch.bfloat16)
     norm = torch.linalg.vector_norm(values, p, dtype=torch.float32 if narrow else None)
-    whole = getattr(norm, "full_tensor", None)  # of a DTensor
-    return norm if whole is None else whole()
+    whole = getattr(norm, "full_tensor", lambda: norm)  # of a DTensor
+    number: Tensor = whole()
+    return number

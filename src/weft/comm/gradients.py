@@ -10,8 +10,10 @@ few large buckets and sparse ones in one `sparse_all_reduce`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from .movement import on_host
 from .named import Manifest, difference, digest, local, manifests_of_all, of_module, shard_of
 from .opening import NO_LIMIT, ROOM, Opening, opened
 
-__all__ = ["NAME", "Synchronised", "sync_grads"]
+__all__ = ["NAME", "Synchronised", "overlapping", "sync_grads"]
 
 NAME = "sync_grads"
 
@@ -70,7 +72,7 @@ def sync_grads(module: torch.nn.Module, average: bool = True, group: Any = None)
         [[1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 0.0, 2.0]]
     """
     wire = default.resolve(group)
-    finish = getattr(module, OVERLAP, None)
+    finish = overlapping.get(module) if isinstance(module, torch.nn.Module) else None
     if finish is not None:
         finish(wire, average)
         return
@@ -83,24 +85,29 @@ def sync_grads(module: torch.nn.Module, average: bool = True, group: Any = None)
     wire.worker.call(NAME, job)
 
 
-OVERLAP = "_weft_finish_overlap"
-"""The attribute of a module whose gradients are reduced while backward runs."""
+overlapping: WeakKeyDictionary[torch.nn.Module, Callable[[Wire, bool], None]] = WeakKeyDictionary()
+"""The modules whose gradients are reduced while backward runs, and what `sync_grads` does then."""
 
 
 class Synchronised:
     """The parameters of one module, as one rank knows them.
 
     Attributes:
-        names: of all of them, each that is the same as another under its first name.
+        names: of all of them, sorted; those that are the same come once, under the first name.
+        in_order: the same, as the module has them.
+        manifest: what they are.
+        digest: of the manifest.
         error: what is wrong with the arguments, or None.
     """
 
-    def __init__(self, wire: Wire, module: object, average: object) -> None:
-        found, self._manifest, self.error = of_module(module, buffers=False)
+    def __init__(self, wire: Wire, module: Any, average: object) -> None:
+        found, self.manifest, self.error = of_module(module, buffers=False)
         self._wire, self._op = wire, "avg" if average else "sum"
         self._of = {each.name: each.owner for each in found}
         self.names = list(self._of)
-        self._digest = digest(self._manifest)
+        order = module.named_parameters(remove_duplicate=False) if self._of else ()
+        self.in_order = [name for name, _ in order if name in self._of]
+        self.digest = digest(self.manifest)
         if self.error is None and not isinstance(average, bool):
             self.error = f"average is {average!r}: pass True or False"
 
@@ -134,16 +141,16 @@ class Synchronised:
         said = self._agree(here, None if error else self._states(here), error, ready)
         some_ready = said.limit == 0
         if not said.equal:
-            everyone = manifests_of_all(wire, NAME, self._manifest)
+            everyone = manifests_of_all(wire, NAME, self.manifest)
             text = difference(everyone, missing=False)
             if text is not None:
                 raise WeftError(f"the modules differ: {text}; gradients are as they were")
             described = {name: one[name] for one in everyone for name in one}
-            # a name that is the same as another on all ranks that have it has no gradient of its own
+            # what is the same as another, on all ranks that have it, is reduced under that name
             here = [name for name in sorted(described) if ", the same as " not in described[name]]
             said = self._agree(here, self._states(here), None, ready)
         else:
-            described = self._manifest
+            described = self.manifest
         states = dict(zip(here, said.mask.tolist(), strict=True))
         if first is not None and some_ready:
             states = {name: states[name] for name in here[:first]}
@@ -159,7 +166,7 @@ class Synchronised:
             mask = torch.zeros(0, dtype=torch.uint8)
         limit = 0 if ready else NO_LIMIT
         with opened(
-            self._wire, NAME, fields, error, limit=limit, digest=self._digest, mask=mask
+            self._wire, NAME, fields, error, limit=limit, digest=self.digest, mask=mask
         ) as said:
             return Opening(said.fields, said.records, said.limit, said.equal, said.mask.clone(), [])
 
@@ -236,10 +243,8 @@ class Synchronised:
             parameter.grad = gradient = torch.zeros_like(parameter)
         elif gradient.layout == torch.sparse_coo:
             parameter.grad = gradient = gradient.to_dense()
-        elif any(
-            step == 0 and length > 1 for step, length in zip(*_strides(gradient), strict=True)
-        ):
-            parameter.grad = gradient = gradient.contiguous()  # was expanded
+        elif _is_expanded(local(gradient)):
+            parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
 
     def _reduce_dense(self, names: Sequence[str], described: Manifest) -> None:
@@ -266,9 +271,10 @@ class Synchronised:
             under_way.finish()
 
 
-def _strides(tensor: Tensor) -> tuple[tuple[int, ...], torch.Size]:
-    plain = local(tensor)
-    return plain.stride(), plain.shape
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements share memory, so that it cannot be written."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(step == 0 and length > 1 for step, length in steps)
 
 
 class _Bucket:
@@ -295,9 +301,10 @@ class _Bucket:
         self._pending: Pending = wire.dense_all_reduce(self._flat, "sum")
 
     def _places(self) -> list[Tensor]:
-        parts = self._flat.split([gradient.numel() for gradient in self._gradients])
+        ends = [*accumulate((gradient.numel() for gradient in self._gradients), initial=0)]
         return [
-            part.view(gradient.shape) for part, gradient in zip(parts, self._gradients, strict=True)
+            self._flat[start:end].view(gradient.shape)
+            for (start, end), gradient in zip(pairwise(ends), self._gradients, strict=True)
         ]
 
     def finish(self) -> None:

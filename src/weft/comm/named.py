@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire
 from .all_to_all import Scatter
@@ -52,16 +52,16 @@ class Named:
 def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, str | None]:
     """The tensors of a module, its manifest, and why it cannot be synchronised, or None.
 
-    Tensors that share all their memory come once, under their first name. Local: says nothing to
-    anybody.
+    In the order of their names. Tensors that are the same memory come once, under the first.
     """
     if not isinstance(module, nn.Module):
         return [], {}, f"module is a {type(module).__name__}: pass a torch.nn.Module"
     found: list[Named] = []
     manifest: Manifest = {}
     first: dict[object, str] = {}
-    for kind, name, tensor in _tensors(module, buffers):
-        if isinstance(tensor, UninitializedTensorMixin):
+    # by name, since the order in which modules have them may differ between ranks
+    for kind, name, tensor in sorted(_tensors(module, buffers), key=lambda each: each[1]):
+        if is_lazy(tensor):
             return [], {}, f"{kind} {name!r} has no shape yet: run the module once"
         place = local(tensor)
         if place.layout != torch.strided or place.device.type == "meta":
@@ -95,8 +95,9 @@ def _memory(tensor: Tensor) -> object:
 
 def local(tensor: Tensor) -> Tensor:
     """What of a tensor is on this rank, without its history: a DTensor's shard, else all of it."""
-    plain = tensor.detach()
-    return plain.to_local() if _is_dtensor(plain) else plain  # type: ignore[operator]  # a DTensor's
+    plain: Any = tensor.detach()
+    here: Tensor = plain.to_local() if _is_dtensor(plain) else plain
+    return here
 
 
 def shard_of(tensor: Tensor) -> str:
@@ -148,14 +149,9 @@ def difference(manifests: Sequence[Manifest], *, missing: bool) -> str | None:
         for rank, manifest in enumerate(manifests):
             said = manifest.get(name)
             if said is None and missing:
-                return f"rank {rank} has no {name!r}, which on rank {base} is {_of(manifests, base, name)}"
+                return f"rank {rank} has no {name!r}, on rank {base} it is {manifests[base][name]}"
             if said is not None and said != manifests[base][name]:
                 return (
-                    f"{name!r} is {said} on rank {rank}, and {_of(manifests, base, name)} on rank "
-                    f"{base}"
+                    f"{name!r} is {manifests[base][name]} on rank {base}, and {said} on rank {rank}"
                 )
     return None
-
-
-def _of(manifests: Sequence[Mapping[str, str]], rank: int, name: str) -> str:
-    return manifests[rank][name]

@@ -1,10 +1,10 @@
 """How every call here opens: all ranks state what they were asked, and learn three more things.
 
 Beside the fingerprint and the error of `weft.agree`, a statement says whether this rank's tensors
-record gradients, whether it is under `torch.no_grad()`, how much it may move at once, and the digest
-of something that may differ. All that combines by minima, however many ranks there are; a mask
-combines by "or". What a call states besides (shapes, small payloads) is heard from each rank, where
-statements are direct.
+record gradients, whether it is under `torch.no_grad()`, how much it may move at once, and the
+digest of something that may differ. All that combines by minima, however many ranks there are; a
+mask combines by "or". What a call states besides (shapes, small payloads) is heard from each rank,
+where statements are direct.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def opened(
         limit: what this rank may move at once, in units of the call's.
         digest: an int64 to be compared with the others'.
         mask: uint8, 1-D, at most `ROOM` bytes, combined bit by bit.
-        own: instead of a mask: uint8, 1-D, at most `ROOM` bytes; only sent where statements are direct.
+        own: instead of a mask: uint8, 1-D, at most `ROOM` bytes; only sent where statements
+            are direct.
         watch: as for `agree`.
 
     Raises:

@@ -12,6 +12,7 @@ pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _broadcast(wire: Wire, source: int, tensors: Sequence[Tensor]) -> None:
         small = [tensor for tensor in hosted if tensor.nbytes <= _TOGETHER]
         large = [as_bytes(tensor) for tensor in hosted if tensor.nbytes > _TOGETHER]
         with wire.lease(sum(tensor.nbytes for tensor in small)) as memory:
-            places = memory.split([tensor.nbytes for tensor in small])
+            places = _cut(memory, [tensor.nbytes for tensor in small])
             if here:
                 for tensor, place in zip(small, places, strict=True):
                     place.copy_(as_bytes(tensor))
@@ -108,6 +109,12 @@ def _broadcast(wire: Wire, source: int, tensors: Sequence[Tensor]) -> None:
             for tensor, came in zip(batch, hosted, strict=True):
                 if came is not tensor:
                     tensor.copy_(came)
+
+
+def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive pieces of so many bytes."""
+    ends = [*accumulate(sizes, initial=0)]
+    return [memory[start:end] for start, end in pairwise(ends)]
 
 
 def _is_plain(tensor: Tensor) -> bool:
