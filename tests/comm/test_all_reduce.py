@@ -124,9 +124,8 @@ WRONG = {
 @spmd(3, on=("threads",))
 def test_one_rank_errs_and_all_are_told(wire, what):
     make, text = WRONG[what]
-    arguments = (
-        make() if wire.rank == 1 else (torch.ones(2), "prod" if what == "gradient" else "sum")
-    )
+    op = "prod" if what == "gradient" else "sum"
+    arguments = make() if wire.rank == 1 else (torch.ones(2), op)
     with pytest.raises(weft.WeftError, match=text) as caught:
         weft.all_reduce(*arguments)
     assert "rank 1" in str(caught.value)

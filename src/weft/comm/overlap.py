@@ -84,11 +84,11 @@ class Overlap:
 
     def __init__(self, wire: Wire, module: nn.Module, average: bool, bucket_bytes: int) -> None:
         self._wire, self._average = wire, average
-        self._module = weakref.ref(module)  # whose hooks keep this alive
         self._synchronised = Synchronised(wire, module, average)
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        names = self._agreed_order(bucket_bytes)
+        names = self._agreed_order(module, bucket_bytes)
+        self._module = weakref.ref(module)  # whose hooks keep this alive
         self._order = names
         self._ends: list[int] = []  # of each bucket, in the order
         size = 0
@@ -141,13 +141,13 @@ class Overlap:
         finally:
             self._paused = before
 
-    def _agreed_order(self, bucket_bytes: object) -> list[str]:
+    def _agreed_order(self, module: nn.Module, bucket_bytes: object) -> list[str]:
         """The last parameters first, where all modules have them in one order; else by name."""
         wire, synchronised, error = self._wire, self._synchronised, self._synchronised.error
         whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
         if error is None and not (whole and bucket_bytes > 0):  # type: ignore[operator]  # an int
             error = f"bucket_bytes is {bucket_bytes!r}: pass a positive number of bytes"
-        if error is None and self._module() in overlapping:
+        if error is None and module in overlapping:
             error = "the module's gradients overlap already: remove() that first"
         own = list(reversed(synchronised.in_order))
         code = hashlib.blake2b("\n".join(own).encode(), digest_size=8).digest()
