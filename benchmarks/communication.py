@@ -1,6 +1,6 @@
 """What the communication routines cost beside what a person would write instead.
 
-    python benchmarks/communication.py [--ranks 4] [--rounds 5] [--tensors 200] [--elements 25000000]
+    python benchmarks/communication.py [--ranks 4] [--rounds 5] [--elements 25000000]
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/communication.py
 
 Each table is checked first and then measured in turns in the same run: `sync_params` and
@@ -14,6 +14,7 @@ rank.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -129,7 +130,7 @@ def synchronise(
         # sums grow from round to round, and would slow down when they overflow
         for parameter in mine:
             parameter.grad.zero_()
-        bound = {way: lambda c=contender: c(mine) for way, contender in contenders.items()}
+        bound = {way: functools.partial(contender, mine) for way, contender in contenders.items()}
         shown += [[name, f"{count} x {elements}", *row] for row in measure(wire, rounds, bound)]
     return shown
 

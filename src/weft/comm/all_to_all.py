@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ __all__ = ["Scatter", "all_to_all", "check_round"]
 
 _EAGER = 16 << 10  # bytes that a rank rather sends to all others than in a second round
 _DIMS = 64  # as many as torch's tensors may have
-_COUNT, _DIM = struct.Struct("<B"), struct.Struct("<q")
-_CAP = _COUNT.size + _DIMS * _DIM.size  # bytes of a shape on its own
+_CAP = 1 + 8 * _DIMS  # bytes of a shape on its own
 
 
 def all_to_all(
@@ -168,11 +168,11 @@ class _Statement:
 
     @classmethod
     def read(cls, body: Tensor, size: int) -> _Statement:
-        raw, shapes, at = body.numpy().data, [], 1
-        for _ in range(size):
-            shape, at = _read_shape(raw, at)
-            shapes.append(shape)
-        return cls(shapes, body[at:] if raw[0] else None)
+        raw = body.numpy().data
+        ends = [*accumulate(raw[1 : 1 + size], initial=0)]
+        dims = struct.unpack_from(f"<{ends[-1]}q", raw, 1 + size)
+        shapes = [dims[start:end] for start, end in pairwise(ends)]
+        return cls(shapes, body[1 + size + 8 * ends[-1] :] if raw[0] else None)
 
     def unload(self, result: Tensor, rank: int) -> None:
         """Copy what is for a rank to its place, if it is here."""
@@ -185,12 +185,14 @@ class _Statement:
             result.copy_(place)
 
 
-def _stated(tensors: Sequence[Tensor], eager: int) -> Tensor:
+def _stated(tensors: Sequence[Tensor], eager: int) -> bytes:
     """The body of this rank's statement, with its tensors if they are not above `eager` bytes."""
     here = sum(tensor.nbytes for tensor in tensors) <= eager
-    text = bytearray([here]) + b"".join(map(_shape, tensors))
-    body = torch.frombuffer(text, dtype=torch.uint8)
-    return torch.cat([body, *(as_bytes(host(t)) for t in tensors)]) if here else body
+    dims = [dim for tensor in tensors for dim in tensor.shape]
+    head = bytes([here, *(tensor.dim() for tensor in tensors)]) + struct.pack(
+        f"<{len(dims)}q", *dims
+    )
+    return b"".join([head, *(as_bytes(host(t)).numpy().data for t in tensors)]) if here else head
 
 
 def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -200,19 +202,17 @@ def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
         [(peer, texts[peer]) for peer in wire.peers], [(peer, _CAP) for peer in wire.peers]
     )
     heard = dict(zip(wire.peers, pending.wait(), strict=True)) | {wire.rank: texts[wire.rank]}
-    shapes = [_read_shape(heard[rank].numpy().data, 0)[0] for rank in range(wire.size)]
+    shapes = [_read_shape(heard[rank].numpy().data) for rank in range(wire.size)]
     pending.release()
     return shapes
 
 
 def _shape(tensor: Tensor) -> bytes:
-    return _COUNT.pack(tensor.dim()) + b"".join(map(_DIM.pack, tensor.shape))
+    return struct.pack(f"<B{tensor.dim()}q", tensor.dim(), *tensor.shape)
 
 
-def _read_shape(raw: memoryview, at: int) -> tuple[tuple[int, ...], int]:
-    """The shape that begins there, and where it ends."""
-    end = at + _COUNT.size + raw[at] * _DIM.size
-    return tuple(dim for (dim,) in _DIM.iter_unpack(raw[at + _COUNT.size : end])), end
+def _read_shape(raw: memoryview) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{raw[0]}q", raw, 1)
 
 
 def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:

@@ -66,7 +66,7 @@ def moved(
     """
     after = [peer for peer in wire.peers if peer in outgoing]
     before = [peer for peer in reversed(wire.peers) if peer in incoming]
-    for number in range(rounds):
+    for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         places = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
         places = [(peer, place) for peer, place in places if place.numel()]

@@ -10,6 +10,7 @@ where statements are direct.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..agree import BODY, agree, is_direct
 from ..errors import WeftError
-from ..wire.base import Pending, Wire, as_bytes
+from ..wire.base import Pending, Wire
 
 __all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "opened"]
 
@@ -27,9 +28,9 @@ NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 
 _NOBODY = NO_LIMIT
-_SAID = 40  # bytes of the five numbers
+_SAID = struct.Struct("<5q")
 
-ROOM = BODY - _SAID
+ROOM = BODY - _SAID.size
 """Bytes that a call may state of its own."""
 
 
@@ -85,7 +86,7 @@ def opened(
     limit: int = NO_LIMIT,
     digest: int = 0,
     mask: Tensor | None = None,
-    own: Tensor | None = None,
+    own: bytes | None = None,
     watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
@@ -99,7 +100,7 @@ def opened(
         limit: what this rank may move at once, in units of the call's.
         digest: an int64 to be compared with the others'.
         mask: uint8, 1-D, at most `ROOM` bytes, combined bit by bit.
-        own: instead of a mask: uint8, 1-D, at most `ROOM` bytes; only sent where statements
+        own: instead of a mask, at most `ROOM` bytes; only sent where statements
             are direct.
         watch: as for `agree`.
 
@@ -107,46 +108,47 @@ def opened(
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
-    numbers = [
-        wire.rank if mode and mode.records else _NOBODY,
-        wire.rank if mode and not mode.enabled else _NOBODY,
-        limit,
-        digest,
-        ~digest,  # the largest becomes the smallest
-    ]
-    body = as_bytes(torch.tensor(numbers))
+    text = bytearray(
+        _SAID.pack(
+            wire.rank if mode and mode.records else _NOBODY,
+            wire.rank if mode and not mode.enabled else _NOBODY,
+            limit,
+            digest,
+            ~digest,  # the largest becomes the smallest
+        )
+    )
     if mask is not None:
-        body = torch.cat([body, mask])
+        text += mask.numpy().data
     elif own is not None and is_direct(wire):
-        body = torch.cat([body, own])
+        text += own
+    body = torch.frombuffer(text, dtype=torch.uint8)
     agreement = agree(wire, name, fields, error, body, _combine, watch=watch)
     try:
         heard = agreement.bodies
-        least = torch.stack([each[:_SAID].view(torch.int64) for each in heard]).amin(0)
-        recorder, without, limit, lowest, highest = least.tolist()
+        said = [_SAID.unpack_from(each.numpy().data) for each in heard]
+        recorder, without, limit, lowest, highest = map(min, zip(*said, strict=True))
         if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
                 f"rank {recorder} records gradients of {name}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
+        rests = [each[_SAID.size :] for each in heard]
         yield Opening(
             agreement.fields,
             recorder != _NOBODY,
             limit,
             lowest == ~highest,
-            functools.reduce(_or, [each[_SAID:] for each in heard])
-            if mask is not None
-            else body[:0],
-            [each[_SAID:] for each in heard] if is_direct(wire) else [],
+            functools.reduce(_or, rests) if mask is not None else rests[0][:0],
+            rests if mask is None and is_direct(wire) else [],
         )
     finally:
         agreement.release()
 
 
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
-    left, right = (body[:_SAID].view(torch.int64) for body in (lower, upper))
-    rest = _or(lower[_SAID:], upper[_SAID:])
-    return torch.cat([as_bytes(torch.minimum(left, right)), rest])
+    left, right = (_SAID.unpack_from(body.numpy().data) for body in (lower, upper))
+    numbers = torch.frombuffer(bytearray(_SAID.pack(*map(min, left, right))), dtype=torch.uint8)
+    return torch.cat([numbers, _or(lower[_SAID.size :], upper[_SAID.size :])])
 
 
 def _or(left: Tensor, right: Tensor) -> Tensor:
