@@ -119,7 +119,7 @@ class _Reduction:
         if mean and narrow:
             result.div_(wire.size)
         place = result if on_host(result) else host(result)
-        own = bytes(as_bytes(place).numpy()) if place.nbytes <= _EAGER else None
+        own = as_bytes(place).numpy().data if place.nbytes <= _EAGER else None
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self._number = wire.sequence
             if own is not None and is_direct(wire):

@@ -1,25 +1,24 @@
 """`all_to_all`: a tensor from each rank to each, of any sizes, which nobody needs to know before.
 
-The opening exchange tells every rank what comes from whom. Where a rank's tensors are small they
-travel in it. All others go straight from where they are to where they belong, between every two
-ranks at once.
+In the opening exchange every rank tells every other what it is going to send it, and sends it along
+if it is small: one round. All other tensors go straight from where they are to where they belong,
+between every two ranks at once.
 
 The adjoint of sending tensors is sending their gradients back: the same collective again.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes
 from .differentiable import applied
@@ -28,9 +27,9 @@ from .opening import NO_LIMIT, Mode, opened
 
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
-_EAGER = 16 << 10  # bytes that a rank rather sends to all others than in a second round
+_EAGER = 64 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
 _DIMS = 64  # as many as torch's tensors may have
-_CAP = 1 + 8 * _DIMS  # bytes of a shape on its own
+_CAP = 2 + 8 * _DIMS  # bytes of a shape on its own
 
 
 def all_to_all(
@@ -44,8 +43,9 @@ def all_to_all(
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         round_bytes: None, or bytes: then it goes in rounds, each of which sends and receives, on
             no rank, more than so many bytes together, give or take one element of each tensor.
-            Where ranks differ the smallest counts. Tensors of another device than the CPU go in
-            rounds of 128 MiB anyway, or less.
+            Where ranks differ the smallest counts, but a rank that says None may send tensors of
+            up to 64 KiB at once. Tensors of another device than the CPU go in rounds of 128 MiB
+            anyway, or less.
 
     Returns:
         What each rank sent to this one, in rank order, on the device of the inputs. All of it is
@@ -135,23 +135,28 @@ class Scatter:
         wire, like = self.wire, tensors[self.wire.rank]
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
         fields = {"dtype": None if self.error else like.dtype, **self.fields}
-        own = None if self.error else _stated(tensors, min(limit, _EAGER))
-        opening = opened(wire, self.name, fields, self.error, mode=mode, limit=limit, own=own)
+        # what all others send along comes to no more than a round, either
+        eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
+        private: list[list[bytes | memoryview]] | None = None
+        if is_direct(wire):
+            private = [_stated(tensor, eager) for tensor in tensors] if not self.error else None
+        opening = opened(
+            wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
+        )
+        outgoing: dict[int, Tensor] = {}
+        incoming: dict[int, Tensor] = {}
         with opening as said:
             self._number = wire.sequence
-            everyone = [_Statement.read(body, wire.size) for body in said.own]
-            if everyone:
-                shapes = [statement.shapes[wire.rank] for statement in everyone]
-            else:
-                shapes = _shapes(wire, tensors)
-            results = [empty(shape, like) for shape in shapes]
-            for source, statement in enumerate(everyone):
-                if source != wire.rank:
-                    statement.unload(results[source], wire.rank)
+            heard = [each.numpy().data for each in said.private] or _shapes(wire, tensors)
+            results = [empty(_read_shape(raw), like) for raw in heard]
+            for peer in wire.peers:
+                if tensors[peer].nbytes > eager or not private:
+                    outgoing[peer] = tensors[peer]
+                if not heard[peer][0]:
+                    incoming[peer] = results[peer]
+                elif results[peer].numel():
+                    _unload(results[peer], said.private[peer])
         results[wire.rank].copy_(like)
-        eager = [statement.payload is not None for statement in everyone] or [False] * wire.size
-        outgoing = {} if eager[wire.rank] else {peer: tensors[peer] for peer in wire.peers}
-        incoming = {peer: results[peer] for peer in wire.peers if not eager[peer]}
         rounds = 1
         if said.limit != NO_LIMIT:
             rounds = rounds_of(_most(wire, [*outgoing.values(), *incoming.values()]), said.limit)
@@ -159,60 +164,47 @@ class Scatter:
         return results, said.records
 
 
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    """What a rank states: the shapes of its tensors and, where they are small, all their bytes."""
-
-    shapes: list[tuple[int, ...]]
-    payload: Tensor | None
-
-    @classmethod
-    def read(cls, body: Tensor, size: int) -> _Statement:
-        raw = body.numpy().data
-        ends = [*accumulate(raw[1 : 1 + size], initial=0)]
-        dims = struct.unpack_from(f"<{ends[-1]}q", raw, 1 + size)
-        shapes = [dims[start:end] for start, end in pairwise(ends)]
-        return cls(shapes, body[1 + size + 8 * ends[-1] :] if raw[0] else None)
-
-    def unload(self, result: Tensor, rank: int) -> None:
-        """Copy what is for a rank to its place, if it is here."""
-        if self.payload is None or not result.numel():
-            return
-        before = sum(map(math.prod, self.shapes[:rank])) * result.element_size()
-        place = result if on_host(result) else torch.empty(result.shape, dtype=result.dtype)
-        as_bytes(place).copy_(self.payload[before : before + result.nbytes])
-        if place is not result:
-            result.copy_(place)
+def _stated(tensor: Tensor, eager: int) -> list[bytes | memoryview]:
+    """A tensor's shape, and its bytes if they are not more than `eager`."""
+    if tensor.nbytes > eager:
+        return [_shape(tensor, here=False)]
+    return [_shape(tensor, here=True), as_bytes(host(tensor)).numpy().data]
 
 
-def _stated(tensors: Sequence[Tensor], eager: int) -> bytes:
-    """The body of this rank's statement, with its tensors if they are not above `eager` bytes."""
-    here = sum(tensor.nbytes for tensor in tensors) <= eager
-    dims = [dim for tensor in tensors for dim in tensor.shape]
-    head = bytes([here, *(tensor.dim() for tensor in tensors)]) + struct.pack(
-        f"<{len(dims)}q", *dims
-    )
-    return b"".join([head, *(as_bytes(host(t)).numpy().data for t in tensors)]) if here else head
+def _unload(result: Tensor, came: Tensor) -> None:
+    """Put the bytes of a tensor, which came with its shape, where they belong."""
+    place = result if on_host(result) else torch.empty(result.shape, dtype=result.dtype)
+    as_bytes(place).copy_(came[_shape_bytes(result.dim()) :])
+    if place is not result:
+        result.copy_(place)
 
 
-def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Tell each peer the shape of what it will be sent; what comes from each rank."""
-    texts = [torch.frombuffer(bytearray(_shape(tensor)), dtype=torch.uint8) for tensor in tensors]
+def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Tell each peer the shape of what it will be sent; what each rank told this one."""
+    texts = [
+        torch.frombuffer(bytearray(_shape(tensor, here=False)), dtype=torch.uint8)
+        for tensor in tensors
+    ]
     pending = wire.post_small(
         [(peer, texts[peer]) for peer in wire.peers], [(peer, _CAP) for peer in wire.peers]
     )
     heard = dict(zip(wire.peers, pending.wait(), strict=True)) | {wire.rank: texts[wire.rank]}
-    shapes = [_read_shape(heard[rank].numpy().data) for rank in range(wire.size)]
+    shapes = [memoryview(bytes(heard[rank].numpy().data)) for rank in range(wire.size)]
     pending.release()
     return shapes
 
 
-def _shape(tensor: Tensor) -> bytes:
-    return struct.pack(f"<B{tensor.dim()}q", tensor.dim(), *tensor.shape)
+def _shape(tensor: Tensor, *, here: bool) -> bytes:
+    """Whether a tensor's bytes follow, and its shape."""
+    return struct.pack(f"<BB{tensor.dim()}q", here, tensor.dim(), *tensor.shape)
 
 
 def _read_shape(raw: memoryview) -> tuple[int, ...]:
-    return struct.unpack_from(f"<{raw[0]}q", raw, 1)
+    return struct.unpack_from(f"<{raw[1]}q", raw, 2)
+
+
+def _shape_bytes(dims: int) -> int:
+    return 2 + 8 * dims
 
 
 def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:

@@ -108,7 +108,8 @@ class _Entered:
             if not is_direct(wire):  # statements are combined there, and tell not who made them
                 nothing = torch.empty(0, dtype=torch.uint8)
                 self._awaited = wire.post_small(
-                    [(peer, nothing) for peer in wire.peers], [(peer, 0) for peer in wire.peers]
+                    [(peer, nothing) for peer in wire.peers],
+                    [(peer, 0) for peer in sorted(wire.peers)],
                 )
                 self._awaited.wait()
                 self._awaited.release()
@@ -124,9 +125,9 @@ class _Entered:
         if awaited is None:
             return f"the barrier still waits for its turn behind {wire.doing or 'earlier calls'}"
         arrived = awaited.arrived()
-        ranks = range(wire.size) if is_direct(wire) else wire.peers
-        missing = [rank for rank, here in zip(ranks, arrived, strict=False) if not here]
+        ranks = zip(sorted(wire.peers), arrived, strict=False)
+        missing = [rank for rank, here in ranks if not here]
         if not missing:
             return "not everybody has come to the barrier"
         have = "has" if len(missing) == 1 else "have"
-        return f"{names(sorted(missing))} {have} not come to the barrier"
+        return f"{names(missing)} {have} not come to the barrier"

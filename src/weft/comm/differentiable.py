@@ -34,22 +34,25 @@ class Linear(Protocol):
 def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The results of a collective, differentiable any number of times."""
     mode = Mode.of(tensors)
-    if not (mode.enabled and all(t.is_floating_point() or t.is_complex() for t in tensors)):
-        return collective.run(tensors, mode)[0]
+    with torch.no_grad():
+        results, recorded = collective.run(tensors, mode)
+    if not recorded:
+        return results
     # makes autograd record the call where no tensor of this rank would
     anchor = torch.empty(0, requires_grad=True)
-    return list(cast(tuple[Tensor, ...], _Applied.apply(collective, mode, anchor, *tensors)))  # type: ignore[no-untyped-call]  # torch's
+    return list(
+        cast(tuple[Tensor, ...], _Applied.apply(collective, results, anchor, *tensors))  # type: ignore[no-untyped-call]  # torch's
+    )
 
 
 class _Applied(torch.autograd.Function):
+    """What was done already, as a node of the graph."""
+
     @staticmethod
     def forward(
-        ctx: Any, collective: Linear, mode: Mode, anchor: Tensor, *tensors: Tensor
+        ctx: Any, collective: Linear, results: list[Tensor], anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        results, recorded = collective.run(tensors, mode)
         ctx.collective = collective
-        if not recorded:
-            ctx.mark_non_differentiable(*results)
         return tuple(results)
 
     @staticmethod

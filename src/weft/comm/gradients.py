@@ -168,7 +168,9 @@ class Synchronised:
         with opened(
             self._wire, NAME, fields, error, limit=limit, digest=self.digest, mask=mask
         ) as said:
-            return Opening(said.fields, said.records, said.limit, said.equal, said.mask.clone(), [])
+            return Opening(
+                said.fields, said.records, said.limit, said.equal, said.mask.clone(), [], []
+            )
 
     def _states(self, names: Sequence[str]) -> Tensor:
         """What gradients this rank has, a byte for each name."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..agree import BODY, agree, is_direct
+from ..agree import BODY, Private, agree, is_direct
 from ..errors import WeftError
 from ..wire.base import Pending, Wire
 
@@ -65,6 +65,7 @@ class Opening:
         mask: the bits of all ranks together; means something where all masks have one length.
         own: what each rank stated of its own, in rank order; empty where statements are not
             direct. Valid inside of `opened`.
+        private: what each rank said to this one alone, as `own`.
     """
 
     fields: dict[str, str]
@@ -73,6 +74,7 @@ class Opening:
     equal: bool
     mask: Tensor
     own: list[Tensor]
+    private: list[Tensor]
 
 
 @contextmanager
@@ -86,7 +88,8 @@ def opened(
     limit: int = NO_LIMIT,
     digest: int = 0,
     mask: Tensor | None = None,
-    own: bytes | None = None,
+    own: memoryview | None = None,
+    private: Sequence[Private] | None = None,
     watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
@@ -102,13 +105,15 @@ def opened(
         mask: uint8, 1-D, at most `ROOM` bytes, combined bit by bit.
         own: instead of a mask, at most `ROOM` bytes; only sent where statements
             are direct.
+        private: what to say to each rank, in rank order, with the rest at most `ROOM` bytes; only
+            where statements are direct.
         watch: as for `agree`.
 
     Raises:
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
-    text = bytearray(
+    parts: list[bytes | memoryview] = [
         _SAID.pack(
             wire.rank if mode and mode.records else _NOBODY,
             wire.rank if mode and not mode.enabled else _NOBODY,
@@ -116,13 +121,13 @@ def opened(
             digest,
             ~digest,  # the largest becomes the smallest
         )
-    )
+    ]
     if mask is not None:
-        text += mask.numpy().data
+        parts.append(mask.numpy().data)
     elif own is not None and is_direct(wire):
-        text += own
-    body = torch.frombuffer(text, dtype=torch.uint8)
-    agreement = agree(wire, name, fields, error, body, _combine, watch=watch)
+        parts.append(own)
+    body = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
     try:
         heard = agreement.bodies
         said = [_SAID.unpack_from(each.numpy().data) for each in heard]
@@ -132,14 +137,15 @@ def opened(
                 f"rank {recorder} records gradients of {name}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        rests = [each[_SAID.size :] for each in heard]
+        rests = [] if private is not None else [each[_SAID.size :] for each in heard]
         yield Opening(
             agreement.fields,
             recorder != _NOBODY,
             limit,
             lowest == ~highest,
-            functools.reduce(_or, rests) if mask is not None else rests[0][:0],
+            functools.reduce(_or, rests) if mask is not None else body[:0],
             rests if mask is None and is_direct(wire) else [],
+            agreement.private,
         )
     finally:
         agreement.release()
