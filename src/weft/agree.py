@@ -42,9 +42,11 @@ _FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _NAMED = 8  # ranks named for each differing value
 
+_NOTHING = memoryview(b"")
+
 Combine = Callable[[Tensor, Tensor], Tensor]
 
-Private = Sequence[bytes | bytearray | memoryview]
+Private = Sequence[bytes | memoryview]
 """Pieces of what is said to one rank."""
 
 
@@ -54,16 +56,21 @@ class Agreement:
 
     Attributes:
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
-        bodies: one for each rank where statements are direct, else the one combined body; uint8,
-            1-D, valid until `release()`.
-        private: what each rank said to this one alone, in rank order, its own included; as the
-            bodies. Empty if nothing was to be said.
+        said: the bodies, one for each rank where statements are direct, else the one combined body;
+            valid until `release()`.
+        private: what each rank said to this one alone, in rank order, its own not
+            included; as `said`.
     """
 
     fields: dict[str, str]
-    bodies: list[Tensor]
-    private: list[Tensor]
+    said: list[memoryview]
+    private: list[memoryview]
     _release: Callable[[], None]
+
+    @property
+    def bodies(self) -> list[Tensor]:
+        """What was said, as tensors: uint8, 1-D, of the same memory."""
+        return [_tensor(body) for body in self.said]
 
     def release(self) -> None:
         """Give back the memory of the bodies. Twice is fine."""
@@ -75,31 +82,21 @@ class _Statement:
     groups: bytes  # who said which fingerprint: `fields GROUP rank,rank,... count` for each
     error: bytes
     error_rank: int
-    body: Tensor
-    private: Tensor | None = None
+    body: memoryview
+    private: memoryview
 
-    def pack(self, private: Private = ()) -> Tensor:
-        """A message, with what is said in private to whom it is for."""
-        size = _HEAD.size + len(self.groups) + len(self.error)
-        body = self.body.numpy().data
-        head = _HEAD.pack(
-            _MAGIC,
-            len(self.groups),
-            len(self.error),
-            len(body),
-            sum(map(len, private)),
-            self.error_rank,
-        )
-        parts: list[bytes | bytearray | memoryview] = [
-            head,
-            self.groups,
-            self.error,
-            bytes(-size % 8),
-            body,
-        ]
-        if private:
-            parts += [bytes(-len(body) % 8), *private]
-        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    def pack(self) -> Callable[[Private], Tensor]:
+        """Makes the messages, each with what is said in private to whom it is for."""
+        groups, error, body = len(self.groups), len(self.error), len(self.body)
+        gap, rest = -(_HEAD.size + groups + error) % 8, -body % 8
+        common = b"".join([self.groups, self.error, bytes(gap), self.body, bytes(rest)])
+
+        def message(private: Private) -> Tensor:
+            size = sum(map(len, private))
+            head = _HEAD.pack(_MAGIC, groups, error, body, size, self.error_rank)
+            return torch.frombuffer(bytearray().join([head, common, *private]), dtype=torch.uint8)
+
+        return message
 
     @classmethod
     def unpack(cls, message: Tensor) -> _Statement:
@@ -108,15 +105,19 @@ class _Statement:
         if magic != _MAGIC:
             raise RuntimeError("what arrived is no statement of weft: the ranks are out of step")
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
-        start = -(-end // 8) * 8
-        after = start + -(-body // 8) * 8
+        start = end + -end % 8
+        after = start + body + -body % 8
         return cls(
             bytes(raw[_HEAD.size : middle]),
             bytes(raw[middle:end]),
             rank,
-            message[start : start + body],
-            message[after : after + private] if private else None,
+            raw[start : start + body],
+            raw[after : after + private],
         )
+
+
+def _tensor(raw: memoryview) -> Tensor:
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def is_direct(wire: Wire) -> bool:
@@ -129,7 +130,7 @@ def agree(
     call: str,
     fields: Mapping[str, object],
     error: str | None,
-    body: Tensor,
+    body: Tensor | bytearray,
     combine: Combine,
     *,
     meanwhile: Callable[[], object] = lambda: None,
@@ -163,9 +164,10 @@ def agree(
         b"%s%s%d%s1" % (text, _VALUE.encode(), wire.rank, _VALUE.encode()),
         b"" if error is None else f"rank {wire.rank}: {error}".encode()[:_TEXT],
         wire.rank,
-        body,
+        body.numpy().data if isinstance(body, Tensor) else memoryview(body),
+        _NOTHING,
     )
-    longest = body.numel() + max((sum(map(len, said)) for said in private or ()), default=0)
+    longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if len(mine.groups) > _TEXT // 4 or longest > BODY:
         raise RuntimeError(f"a statement of {len(mine.groups)} + {longest} bytes is too long")
     release: Callable[[], None] = _nothing
@@ -182,18 +184,12 @@ def agree(
     else:
         meanwhile()
         said = [_combining(wire, mine, combine)]
-    if private is not None:
-        own = bytearray().join(private[wire.rank])
-        mine.private = torch.frombuffer(own, dtype=torch.uint8) if own else None
     try:
         agreed = known if _alike(said, text) else _conclude(wire, said)
     except WeftError:
         release()
         raise
-    heard = (
-        [] if private is None else [s.body[:0] if s.private is None else s.private for s in said]
-    )
-    return Agreement(agreed, [statement.body for statement in said], heard, release)
+    return Agreement(agreed, [each.body for each in said], [each.private for each in said], release)
 
 
 def _nothing() -> None:
@@ -203,11 +199,12 @@ def _nothing() -> None:
 def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -> Pending:
     """From each to all; what is received comes in rank order, without this rank's own."""
     order = [rank for rank in range(wire.size) if rank != wire.rank]
+    message = mine.pack()
     if private is None:
-        message = mine.pack()
-        sends = [(peer, message) for peer in wire.peers]
+        same = message(())
+        sends = [(peer, same) for peer in wire.peers]
     else:
-        sends = [(peer, mine.pack(private[peer])) for peer in wire.peers]
+        sends = [(peer, message(private[peer])) for peer in wire.peers]
     return wire.post_small(sends, [(peer, _CAP) for peer in order])
 
 
@@ -224,7 +221,7 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     rank = wire.rank
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement | None:
-        pending = wire.post([(peer, mine.pack())] * send, [(peer, _CAP)] * receive)
+        pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, _CAP)] * receive)
         got = pending.wait()
         other = _Statement.unpack(got[0].clone()) if receive else None
         pending.release()
@@ -258,8 +255,10 @@ def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> 
     groups = _join([lower, upper])
     # bodies of an erring rank, or of different calls, need not be what `combine` expects
     calls = {group.split(_FIELD, 1)[0].split(_VALUE)[1] for group in groups.decode().split(_GROUP)}
-    body = lower.body if first.error or len(calls) > 1 else combine(lower.body, upper.body)
-    return _Statement(groups, first.error, first.error_rank, body)
+    body = lower.body
+    if not first.error and len(calls) == 1:
+        body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
+    return _Statement(groups, first.error, first.error_rank, body, _NOTHING)
 
 
 def _join(said: list[_Statement]) -> bytes:

@@ -123,9 +123,8 @@ class _Reduction:
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self._number = wire.sequence
             if own is not None and is_direct(wire):
-                parts = [torch.empty_like(place).view(-1) for _ in said.own]
-                for part, came in zip(parts, said.own, strict=True):
-                    as_bytes(part).copy_(came)  # aligned for bytes alone
+                # copies, since the first of them is overwritten
+                parts = [torch.frombuffer(bytearray(b), dtype=place.dtype) for b in said.own if b]
                 dense.reduce(parts, op, place)
         if own is None or not is_direct(wire):
             wire.dense_all_reduce(place, op).wait()

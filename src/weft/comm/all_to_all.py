@@ -138,25 +138,29 @@ class Scatter:
         # what all others send along comes to no more than a round, either
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
         private: list[list[bytes | memoryview]] | None = None
-        if is_direct(wire):
-            private = [_stated(tensor, eager) for tensor in tensors] if not self.error else None
+        if is_direct(wire) and not self.error:
+            private = [
+                _stated(tensor, eager) if to != wire.rank else []
+                for to, tensor in enumerate(tensors)
+            ]
         opening = opened(
             wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
         )
+        results = list(tensors)
         outgoing: dict[int, Tensor] = {}
         incoming: dict[int, Tensor] = {}
         with opening as said:
             self._number = wire.sequence
-            heard = [each.numpy().data for each in said.private] or _shapes(wire, tensors)
-            results = [empty(_read_shape(raw), like) for raw in heard]
+            heard = said.private if private is not None else _shapes(wire, tensors)
             for peer in wire.peers:
-                if tensors[peer].nbytes > eager or not private:
+                here, shape, payload = _read(heard[peer])
+                if here:
+                    results[peer] = _made(payload, shape, like)
+                else:
+                    results[peer] = incoming[peer] = empty(shape, like)
+                if private is None or tensors[peer].nbytes > eager:
                     outgoing[peer] = tensors[peer]
-                if not heard[peer][0]:
-                    incoming[peer] = results[peer]
-                elif results[peer].numel():
-                    _unload(results[peer], said.private[peer])
-        results[wire.rank].copy_(like)
+        results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
         rounds = 1
         if said.limit != NO_LIMIT:
             rounds = rounds_of(_most(wire, [*outgoing.values(), *incoming.values()]), said.limit)
@@ -171,12 +175,12 @@ def _stated(tensor: Tensor, eager: int) -> list[bytes | memoryview]:
     return [_shape(tensor, here=True), as_bytes(host(tensor)).numpy().data]
 
 
-def _unload(result: Tensor, came: Tensor) -> None:
-    """Put the bytes of a tensor, which came with its shape, where they belong."""
-    place = result if on_host(result) else torch.empty(result.shape, dtype=result.dtype)
-    as_bytes(place).copy_(came[_shape_bytes(result.dim()) :])
-    if place is not result:
-        result.copy_(place)
+def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of bytes that came with its shape, in memory of its own."""
+    if not payload:
+        return empty(shape, like)
+    result = torch.frombuffer(bytearray(payload), dtype=like.dtype).view(shape)
+    return result if on_host(like) else result.to(like.device)
 
 
 def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
@@ -199,12 +203,10 @@ def _shape(tensor: Tensor, *, here: bool) -> bytes:
     return struct.pack(f"<BB{tensor.dim()}q", here, tensor.dim(), *tensor.shape)
 
 
-def _read_shape(raw: memoryview) -> tuple[int, ...]:
-    return struct.unpack_from(f"<{raw[1]}q", raw, 2)
-
-
-def _shape_bytes(dims: int) -> int:
-    return 2 + 8 * dims
+def _read(raw: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
+    """Whether a tensor's bytes follow, its shape, and those bytes."""
+    here, dims = raw[0], raw[1]
+    return here, struct.unpack_from(f"<{dims}q", raw, 2), raw[2 + 8 * dims :]
 
 
 def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:

@@ -30,6 +30,8 @@ NO_LIMIT = (1 << 63) - 1
 _NOBODY = NO_LIMIT
 _SAID = struct.Struct("<5q")
 
+_NO_MASK = torch.empty(0, dtype=torch.uint8)
+
 ROOM = BODY - _SAID.size
 """Bytes that a call may state of its own."""
 
@@ -65,7 +67,7 @@ class Opening:
         mask: the bits of all ranks together; means something where all masks have one length.
         own: what each rank stated of its own, in rank order; empty where statements are not
             direct. Valid inside of `opened`.
-        private: what each rank said to this one alone, as `own`.
+        private: what each rank said to this one alone, its own not included; as `own`.
     """
 
     fields: dict[str, str]
@@ -73,8 +75,8 @@ class Opening:
     limit: int
     equal: bool
     mask: Tensor
-    own: list[Tensor]
-    private: list[Tensor]
+    own: list[memoryview]
+    private: list[memoryview]
 
 
 @contextmanager
@@ -126,25 +128,26 @@ def opened(
         parts.append(mask.numpy().data)
     elif own is not None and is_direct(wire):
         parts.append(own)
-    body = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    body = bytearray().join(parts)
     agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
     try:
-        heard = agreement.bodies
-        said = [_SAID.unpack_from(each.numpy().data) for each in heard]
+        heard = agreement.said
+        said = [_SAID.unpack_from(each) for each in heard]
         recorder, without, limit, lowest, highest = map(min, zip(*said, strict=True))
         if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
                 f"rank {recorder} records gradients of {name}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        rests = [] if private is not None else [each[_SAID.size :] for each in heard]
+        rests = [each[_SAID.size :] for each in heard]
+        masks = (torch.frombuffer(each, dtype=torch.uint8) for each in rests if each)
         yield Opening(
             agreement.fields,
             recorder != _NOBODY,
             limit,
             lowest == ~highest,
-            functools.reduce(_or, rests) if mask is not None else body[:0],
-            rests if mask is None and is_direct(wire) else [],
+            functools.reduce(_or, masks) if mask is not None and rests[0] else _NO_MASK,
+            rests if is_direct(wire) else [],
             agreement.private,
         )
     finally:

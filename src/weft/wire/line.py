@@ -54,7 +54,7 @@ class Line:
         self._outgoing: dict[int, deque[Order]] = {}
         self._allowed: dict[int, int] = {}  # messages that the peer has a place for, by channel
         self._grants: dict[int, int] = {}  # what the peer is still to be told of such
-        self._posted = 0
+        self._posted = self._waiting = 0  # messages to send, in all and not begun
         self._parts: list[memoryview] = []  # of the message that is being sent
         self._sending: Order | None = None
         self._ahead = memoryview(bytearray(_AHEAD))
@@ -72,13 +72,14 @@ class Line:
     def send(self, channel: int, order: Order) -> None:
         """Send a message behind those of its channel; `flush` does it."""
         self._posted += 1
+        self._waiting += 1
         order.number = self._posted
         self._outgoing.setdefault(channel, deque()).append(order)
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._parts or self._grants or self._awaits or any(self._outgoing.values()))
+        return bool(self._parts or self._grants or self._awaits or self._waiting)
 
     @property
     def _awaits(self) -> bool:
@@ -115,6 +116,8 @@ class Line:
 
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
+        if not self._grants and not self._waiting:
+            return False
         frames = [_FRAME.pack(_GRANT | channel, count) for channel, count in self._grants.items()]
         self._grants.clear()
         ready = [
@@ -127,6 +130,7 @@ class Line:
             if self._granted:
                 self._allowed[channel] -= 1
             order = self._sending = self._outgoing[channel].popleft()
+            self._waiting -= 1
             frames.append(_FRAME.pack(channel, len(order.buffer)))
             self._parts = [memoryview(b"".join(frames)), order.buffer]
         elif frames:
