@@ -168,7 +168,7 @@ class Wire(abc.ABC):
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
 
     def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
-        """`post` for messages of some kilobytes, on a lane of their own, which may be quicker.
+        """`post` for messages of up to some 100 KB, on a lane of their own, which may be quicker.
 
         They may move only while somebody waits for them: wait for these before anything that a
         peer sends only after it received them.

@@ -174,7 +174,7 @@ class Line:
         On a slow link a long message comes by the packet, and waking up for each would cost more
         than all the rest.
         """
-        if self._granted and count != self._wakes_at and not self.lost:
+        if count != self._wakes_at and not self.lost:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
