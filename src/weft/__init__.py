@@ -7,6 +7,16 @@ import typing as _typing
 
 from . import sparse
 from .bootstrap.init import init, shutdown
+from .comm import (
+    all_reduce,
+    all_to_all,
+    barrier,
+    clip_grad_norm_,
+    exchange,
+    overlap_grads,
+    sync_grads,
+    sync_params,
+)
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
 from .sparse import (
@@ -35,10 +45,16 @@ __all__ = [
     "Wire",
     "WireError",
     "algorithm",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "clip_grad_norm_",
     "ddp",
+    "exchange",
     "explain",
     "init",
     "nn",
+    "overlap_grads",
     "shutdown",
     "sparse",
     "sparse_all_gather",
@@ -46,6 +62,8 @@ __all__ = [
     "sparse_broadcast",
     "sparse_reduce",
     "sparse_reduce_scatter",
+    "sync_grads",
+    "sync_params",
 ]
 
 

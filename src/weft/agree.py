@@ -4,7 +4,8 @@ Nothing that changes what is communicated may be decided from one rank's data, s
 with a *statement* that every rank makes to every rank: a fingerprint (fields that must be equal on
 all ranks), the error its caller made, if any, and a body of the call's own (sizes, samples, small
 payloads). From the same statements every rank draws the same conclusion: either all go on, or all
-raise the same text, and the next call works.
+raise the same text, and the next call works. Beside it a rank may tell each other rank something in
+private, on which nothing may be decided but between those two.
 
 Up to `DIRECT` ranks send their statements directly to each other: one round. Above that,
 statements are combined pairwise, in ceil(log2 P) rounds of recursive doubling, the lower ranks
@@ -14,15 +15,14 @@ always on the left, so that all ranks end with the same bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import Wire
-from .wire.memory import Lease
+from .wire.base import Pending, Wire
 
 __all__ = ["BODY", "DIRECT", "Agreement", "agree", "is_direct"]
 
@@ -30,17 +30,24 @@ DIRECT = 16
 """Up to this many ranks exchange statements directly."""
 
 BODY = 136 << 10
-"""Bytes that a body may have. Every rank receives at this cap, whatever it is about to call."""
+"""Bytes that a body may have, with what is said in private. Every rank receives at this cap,
+whatever it is about to call."""
 
 _TEXT = 4096  # bytes that fingerprints and errors may have, each
-_HEAD = struct.Struct("<4sIIII")  # magic, bytes of: groups, error, body; rank of the error
+# magic, bytes of: groups, error, body, what is said in private; rank of the error
+_HEAD = struct.Struct("<4sIIIII")
 _MAGIC = b"weft"
-_CAP = _HEAD.size + 2 * _TEXT + 16 + BODY
+_CAP = _HEAD.size + 2 * _TEXT + 24 + BODY
 _FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _NAMED = 8  # ranks named for each differing value
 
+_NOTHING = memoryview(b"")
+
 Combine = Callable[[Tensor, Tensor], Tensor]
+
+Private = Sequence[bytes | memoryview]
+"""Pieces of what is said to one rank."""
 
 
 @dataclass(slots=True)
@@ -49,19 +56,25 @@ class Agreement:
 
     Attributes:
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
-        bodies: one for each rank where statements are direct, else the one combined body; uint8,
-            1-D, valid until `release()`.
+        said: the bodies, one for each rank where statements are direct, else the one combined body;
+            valid until `release()`.
+        private: what each rank said to this one alone, in rank order, its own not
+            included; as `said`.
     """
 
     fields: dict[str, str]
-    bodies: list[Tensor]
-    _leases: list[Lease]
+    said: list[memoryview]
+    private: list[memoryview]
+    _release: Callable[[], None]
+
+    @property
+    def bodies(self) -> list[Tensor]:
+        """What was said, as tensors: uint8, 1-D, of the same memory."""
+        return [_tensor(body) for body in self.said]
 
     def release(self) -> None:
-        """Give back the memory of the bodies."""
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
+        """Give back the memory of the bodies. Twice is fine."""
+        self._release()
 
 
 @dataclass(slots=True)
@@ -69,34 +82,42 @@ class _Statement:
     groups: bytes  # who said which fingerprint: `fields GROUP rank,rank,... count` for each
     error: bytes
     error_rank: int
-    body: Tensor
+    body: memoryview
+    private: memoryview
 
-    def pack(self, wire: Wire) -> Lease:
-        size = _HEAD.size + len(self.groups) + len(self.error)
-        start = -(-size // 8) * 8
-        lease = wire.lease(start + self.body.numel())
-        head = _HEAD.pack(
-            _MAGIC, len(self.groups), len(self.error), self.body.numel(), self.error_rank
-        )
-        text = bytearray(head + self.groups + self.error)
-        lease.tensor[:size] = torch.frombuffer(text, dtype=torch.uint8)
-        lease.tensor[start:] = self.body
-        return lease
+    def pack(self) -> Callable[[Private], Tensor]:
+        """Makes the messages, each with what is said in private to whom it is for."""
+        groups, error, body = len(self.groups), len(self.error), len(self.body)
+        gap, rest = -(_HEAD.size + groups + error) % 8, -body % 8
+        common = b"".join([self.groups, self.error, bytes(gap), self.body, bytes(rest)])
+
+        def message(private: Private) -> Tensor:
+            size = sum(map(len, private))
+            head = _HEAD.pack(_MAGIC, groups, error, body, size, self.error_rank)
+            return torch.frombuffer(bytearray().join([head, common, *private]), dtype=torch.uint8)
+
+        return message
 
     @classmethod
     def unpack(cls, message: Tensor) -> _Statement:
         raw = message.numpy().data
-        magic, groups, error, body, rank = _HEAD.unpack_from(raw)
+        magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
         if magic != _MAGIC:
             raise RuntimeError("what arrived is no statement of weft: the ranks are out of step")
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
-        start = -(-end // 8) * 8
+        start = end + -end % 8
+        after = start + body + -body % 8
         return cls(
             bytes(raw[_HEAD.size : middle]),
             bytes(raw[middle:end]),
             rank,
-            message[start : start + body],
+            raw[start : start + body],
+            raw[after : after + private],
         )
+
+
+def _tensor(raw: memoryview) -> Tensor:
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def is_direct(wire: Wire) -> bool:
@@ -109,10 +130,12 @@ def agree(
     call: str,
     fields: Mapping[str, object],
     error: str | None,
-    body: Tensor,
+    body: Tensor | bytearray,
     combine: Combine,
     *,
     meanwhile: Callable[[], object] = lambda: None,
+    watch: Callable[[Pending], object] = lambda pending: None,
+    private: Sequence[Private] | None = None,
 ) -> Agreement:
     """Exchange statements; collective.
 
@@ -125,76 +148,82 @@ def agree(
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
         meanwhile: local work to do while the statements are under way.
+        watch: is told what is waited for, where statements are direct: one message of each rank.
+        private: what to say to each rank, in rank order; with the body at most `BODY` bytes. Only
+            where statements are direct.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
         WireError: as every wait does.
     """
     wire.sequence += 1
-    known = {"call": f"{call} (call {wire.sequence} of the group)", **fields}
-    text = _FIELD.join(
-        f"{name}{_VALUE}{_UNKNOWN if value is None else value}" for name, value in known.items()
-    )
+    known = {"call": f"{call} (call {wire.sequence} of the group)"}
+    known |= {name: _UNKNOWN if value is None else str(value) for name, value in fields.items()}
+    text = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in known.items()).encode()
     mine = _Statement(
-        f"{text}{_VALUE}{wire.named}{_VALUE}1".encode(),
+        b"%s%s%d%s1" % (text, _VALUE.encode(), wire.named, _VALUE.encode()),
         b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
         wire.named,
-        body,
+        body.numpy().data if isinstance(body, Tensor) else memoryview(body),
+        _NOTHING,
     )
-    if len(mine.groups) > _TEXT // 4 or body.numel() > BODY:
-        raise RuntimeError(f"a statement of {len(mine.groups)} + {body.numel()} bytes is too long")
+    longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
+    if len(mine.groups) > _TEXT // 4 or longest > BODY:
+        raise RuntimeError(f"a statement of {len(mine.groups)} + {longest} bytes is too long")
+    release: Callable[[], None] = _nothing
     if wire.size == 1:
         meanwhile()
-        said, leases = [mine], list[Lease]()
+        said = [mine]
     elif is_direct(wire):
-        said, leases = _directly(wire, mine, meanwhile)
+        pending = _directly(wire, mine, private)
+        watch(pending)
+        meanwhile()
+        said = [_Statement.unpack(message) for message in pending.wait()]
+        said.insert(wire.rank, mine)
+        release = pending.release
     else:
         meanwhile()
-        said, leases = _combining(wire, mine, combine)
-    result = Agreement({}, [statement.body for statement in said], leases)
+        said = [_combining(wire, mine, combine)]
     try:
-        result.fields = _conclude(wire, said)
+        agreed = known if _alike(said, text) else _conclude(wire, said)
     except WeftError:
-        result.release()
+        release()
         raise
-    return result
+    return Agreement(agreed, [each.body for each in said], [each.private for each in said], release)
 
 
-def _directly(
-    wire: Wire, mine: _Statement, meanwhile: Callable[[], object]
-) -> tuple[list[_Statement], list[Lease]]:
-    lease = mine.pack(wire)
-    pending = wire.small_all_gather(lease.tensor, _CAP)
-    meanwhile()
-    messages = pending.wait()
-    return [_Statement.unpack(message) for message in messages], [lease, _Released(pending.release)]
+def _nothing() -> None:
+    return None
 
 
-class _Released(Lease):
-    """A pending's leased views, as one lease."""
+def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -> Pending:
+    """From each to all; what is received comes in rank order, without this rank's own."""
+    order = [rank for rank in range(wire.size) if rank != wire.rank]
+    message = mine.pack()
+    if private is None:
+        same = message(())
+        sends = [(peer, same) for peer in wire.peers]
+    else:
+        sends = [(peer, message(private[peer])) for peer in wire.peers]
+    return wire.post_small(sends, [(peer, _CAP) for peer in order])
 
-    __slots__ = ("_give",)
 
-    def __init__(self, give: Callable[[], None]) -> None:
-        self._give = give
-
-    def release(self) -> None:
-        self._give()
+def _alike(said: Sequence[_Statement], text: bytes) -> bool:
+    """Whether nobody erred and all fingerprints are this one."""
+    value = _VALUE.encode()
+    return all(not s.error and s.groups.rsplit(value, 2)[0] == text for s in said)
 
 
-def _combining(
-    wire: Wire, mine: _Statement, combine: Combine
-) -> tuple[list[_Statement], list[Lease]]:
+def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     """Recursive doubling over neighbouring blocks of ranks, so that left is always lower."""
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
     rank = wire.rank
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement | None:
-        with mine.pack(wire) as message:
-            pending = wire.post([(peer, message)] * send, [(peer, _CAP)] * receive)
-            got = pending.wait()
-            other = _Statement.unpack(got[0].clone()) if receive else None
+        pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, _CAP)] * receive)
+        got = pending.wait()
+        other = _Statement.unpack(got[0].clone()) if receive else None
         pending.release()
         return other
 
@@ -202,7 +231,7 @@ def _combining(
         swap(rank - 1, receive=False)
         answer = swap(rank - 1, send=False)
         assert answer is not None
-        return [answer], []
+        return answer
     if rank < paired:
         mine = _combined(mine, swap(rank + 1, send=False), combine)
     voice = rank // 2 if rank < paired else rank - paired // 2
@@ -217,7 +246,7 @@ def _combining(
         distance *= 2
     if rank < paired:
         swap(rank + 1, receive=False)
-    return [mine], []
+    return mine
 
 
 def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> _Statement:
@@ -226,8 +255,10 @@ def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> 
     groups = _join([lower, upper])
     # bodies of an erring rank, or of different calls, need not be what `combine` expects
     calls = {group.split(_FIELD, 1)[0].split(_VALUE)[1] for group in groups.decode().split(_GROUP)}
-    body = lower.body if first.error or len(calls) > 1 else combine(lower.body, upper.body)
-    return _Statement(groups, first.error, first.error_rank, body)
+    body = lower.body
+    if not first.error and len(calls) == 1:
+        body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
+    return _Statement(groups, first.error, first.error_rank, body, _NOTHING)
 
 
 def _join(said: list[_Statement]) -> bytes:

@@ -34,8 +34,10 @@ __all__ = [
     "all_reduce",
     "messages",
     "received_bytes",
+    "reduce",
     "reduce_parts",
     "reduced_bytes",
+    "refuses",
     "ring_chunk",
 ]
 
@@ -81,15 +83,9 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
-    if op not in OPS:
-        raise WeftError(f"rank {wire.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
+    if reason := refuses(op, tensor.dtype):
+        raise WeftError(f"rank {wire.rank}: {reason}")
     combine, flat = _arithmetic(op, tensor.view(-1))
-    try:
-        combine(flat[:0], flat[:0])
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise WeftError(
-            f"rank {wire.rank}: op {op} does not apply to {tensor.dtype}: {error}"
-        ) from error
     small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
     if source is not None and small:
         tensor.copy_(source)
@@ -99,6 +95,34 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
         return _Whole(wire, tensor, flat, combine)
     given = flat if source is None else source.view(-1).view(flat.dtype)
     return _Parts(wire, tensor, flat, combine, given)
+
+
+def refuses(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
+    if op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
+    combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
+    try:
+        combine(nothing, nothing)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"op {op} does not apply to {dtype}: {error}"
+    return None
+
+
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """What `all_reduce` makes of contributions, where they all are here.
+
+    Args:
+        parts: 1-D, of the dtype and size of `out`, in rank order; the first is overwritten.
+        op: one of `OPS`.
+        out: contiguous; may be one of the parts.
+    """
+    combine, flat = _arithmetic(op, out.view(-1))
+    seen = [part.view(flat.dtype) for part in parts]
+    if len(seen) == 1:
+        flat.copy_(seen[0])
+    else:
+        reduce_parts(seen, combine, flat)
 
 
 def messages(ranks: int, nbytes: float) -> int:

@@ -66,7 +66,7 @@ class Line:
         self._outgoing: dict[int, deque[Order]] = {}
         self._allowed: dict[int, int] = {}  # messages that the peer has a place for, by channel
         self._grants: dict[int, int] = {}  # what the peer is still to be told of such
-        self._posted = 0
+        self._posted = self._waiting = 0  # messages to send, in all and not begun
         self._parts: list[memoryview] = []  # of the message that is being sent
         self._sending: Order | None = None
         self._ahead = memoryview(bytearray(_AHEAD))
@@ -98,13 +98,14 @@ class Line:
     def send(self, channel: int, order: Order) -> None:
         """Send a message behind those of its channel; `flush` does it."""
         self._posted += 1
+        self._waiting += 1
         order.number = self._posted
         self._outgoing.setdefault(channel, deque()).append(order)
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        posted = self._awaits or self._lent or any(self._outgoing.values())
+        posted = self._awaits or self._lent or self._late or self._waiting
         return bool(self._parts or self._grants or self._notes or posted)
 
     @property
@@ -142,6 +143,8 @@ class Line:
 
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
+        if not (self._grants or self._notes or self._late or self._waiting):
+            return False
         frames = [_FRAME.pack(_GRANT | channel, count) for channel, count in self._grants.items()]
         frames += self._notes
         self._grants.clear()
@@ -161,6 +164,7 @@ class Line:
             if self._granted:
                 self._allowed[channel] -= 1
             order = self._outgoing[channel].popleft()
+            self._waiting -= 1
             if self._lends and len(order.buffer) >= LEAST:
                 self._lent.append(order)
                 frames.append(_FRAME.pack(_LENT | channel, len(order.buffer)))
@@ -211,7 +215,7 @@ class Line:
         On a slow link a long message comes by the packet, and waking up for each would cost more
         than all the rest.
         """
-        if self._granted and count != self._wakes_at and not self.lost:
+        if count != self._wakes_at and not self.lost:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 

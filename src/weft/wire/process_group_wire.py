@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from ..errors import WeftError, WireError
@@ -86,7 +87,11 @@ class ProcessGroupWire(Wire):
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
         posted = _Posted(self, sends, recvs)
         if self._connections is not None:
-            outgoing = [(peer, _bytes(tensor)) for peer, tensor in sends]
+            same: dict[int, memoryview] = {}  # what goes to several is looked at once
+            outgoing = [
+                (peer, same.get(id(tensor)) or same.setdefault(id(tensor), _bytes(tensor)))
+                for peer, tensor in sends
+            ]
             incoming = [(peer, _bytes(posted.into(want))) for peer, want in recvs]
             try:
                 posted.orders = self._connections.mover.post(lines, outgoing, incoming, channel)
@@ -212,6 +217,12 @@ class _Posted(Pending):
         finally:
             watch.end()
 
+    def arrived(self) -> list[bool]:
+        orders = self.orders  # read before `_done`, which is set before they are forgotten
+        if self._done:
+            return [True] * len(self._recvs)
+        return [order.done for _, order in orders[: len(self._recvs)]]
+
     def _reach(self, number: int) -> None:
         self._at = number
 
@@ -249,7 +260,8 @@ class _Posted(Pending):
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(as_bytes(tensor).numpy().data).cast("B")
+    flat = tensor if tensor.dtype is torch.uint8 and tensor.dim() == 1 else as_bytes(tensor)
+    return flat.numpy().data
 
 
 def _call_of(wire: weakref.ref[ProcessGroupWire]) -> tuple[int, str]:

@@ -1,0 +1,216 @@
+"""`all_to_all`: a tensor from each rank to each, of any sizes, which nobody needs to know before.
+
+In the opening exchange every rank tells every other what it is going to send it, and sends it along
+if it is small: one round. All other tensors go straight from where they are to where they belong,
+between every two ranks at once.
+
+The adjoint of sending tensors is sending their gradients back: the same collective again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..agree import is_direct
+from ..wire import default
+from ..wire.base import Wire, as_bytes
+from .differentiable import applied
+from .movement import STAGED, empty, host, moved, on_host, rounds_of
+from .opening import NO_LIMIT, Mode, opened
+
+__all__ = ["Scatter", "all_to_all", "check_round"]
+
+_EAGER = 64 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
+_DIMS = 64  # as many as torch's tensors may have
+_CAP = 2 + 8 * _DIMS  # bytes of a shape on its own
+
+
+def all_to_all(
+    inputs: Sequence[Tensor], group: Any = None, *, round_bytes: int | None = None
+) -> list[Tensor]:
+    """Send a tensor to each rank and receive one from each. Differentiable.
+
+    Args:
+        inputs: one for each rank of the group, in rank order, this one included; of one dtype,
+            any, and on one device; of any shapes, which need not agree, also of no elements.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        round_bytes: None, or bytes: then it goes in rounds, each of which sends and receives, on
+            no rank, more than so many bytes together, give or take one element of each tensor.
+            Where ranks differ the smallest counts, but a rank that says None may send tensors of
+            up to 64 KiB at once. Tensors of another device than the CPU go in rounds of 128 MiB
+            anyway, or less.
+
+    Returns:
+        What each rank sent to this one, in rank order, on the device of the inputs. All of it is
+        memory of its own. If an input of some rank requires a gradient, the results of all ranks
+        do, and all must run backward; the gradient of an input is what comes back from where it
+        was sent.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     inputs = [torch.full((wire.rank + to,), wire.rank) for to in range(wire.size)]
+        ...     return [tensor.tolist() for tensor in weft.all_to_all(inputs)]
+        >>> run(2, program)
+        [[[], [1]], [[0], [1, 1]]]
+    """
+    wire = default.resolve(group)
+    error = _wrong(inputs, wire.size) or check_round(round_bytes)
+    tensors = [torch.empty(0)] * wire.size if error else list(inputs)
+    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
+    return applied(scatter, tensors)
+
+
+def _wrong(inputs: object, size: int) -> str | None:
+    """What is wrong with what a caller passed, or None."""
+    if not isinstance(inputs, list | tuple):
+        return f"inputs is a {type(inputs).__name__}: pass a list of {size} tensors"
+    for to, tensor in enumerate(inputs):
+        if not isinstance(tensor, Tensor):
+            return f"inputs[{to}] is a {type(tensor).__name__}: pass a tensor, empty if need be"
+        if tensor.layout != torch.strided:
+            return f"inputs[{to}] has layout {tensor.layout}: pass strided tensors"
+        for what in ("dtype", "device"):
+            first, this = getattr(inputs[0], what), getattr(tensor, what)
+            if this != first:
+                return f"inputs[{to}] has {what} {this}, inputs[0] has {first}: pass one {what}"
+    if len(inputs) != size:
+        return f"inputs has {len(inputs)} tensors for {size} ranks: pass one for each"
+    return None
+
+
+def check_round(round_bytes: object) -> str | None:
+    """What is wrong with a caller's `round_bytes`, or None."""
+    whole = isinstance(round_bytes, int) and not isinstance(round_bytes, bool)
+    if round_bytes is None or (whole and round_bytes > 0):  # type: ignore[operator]  # an int
+        return None
+    return f"round_bytes is {round_bytes!r}: pass a positive number of bytes, or None"
+
+
+@dataclass(slots=True)
+class Scatter:
+    """One tensor for each rank on its way, as a linear collective; its own adjoint.
+
+    Attributes:
+        wire: among whom.
+        name: of the call.
+        error: what is wrong with the tensors, or None.
+        fields: what must be equal on all ranks, beside the dtype.
+        limit: bytes of a round, or None.
+    """
+
+    wire: Wire
+    name: str
+    error: str | None = None
+    fields: dict[str, object] = field(default_factory=dict)
+    limit: int | None = None
+    _number: int = 0
+
+    def adjoint(self) -> Scatter:
+        name = f"{self.name.partition(' ')[0]} backward of call {self._number}"
+        return Scatter(self.wire, name, limit=self.limit)
+
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+        def job() -> tuple[list[Tensor], bool]:
+            with record_function(f"weft::{self.name.partition(' ')[0]}"):
+                return self.now([tensor.detach().contiguous() for tensor in tensors], mode)
+
+        return self.wire.worker.call(self.name, job)
+
+    def now(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+        """`run`, for contiguous tensors and inside of a call whose turn it is."""
+        wire, like = self.wire, tensors[self.wire.rank]
+        limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
+        fields = {"dtype": None if self.error else like.dtype, **self.fields}
+        # what all others send along comes to no more than a round, either
+        eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
+        private: list[list[bytes | memoryview]] | None = None
+        if is_direct(wire) and not self.error:
+            private = [
+                _stated(tensor, eager) if to != wire.rank else []
+                for to, tensor in enumerate(tensors)
+            ]
+        opening = opened(
+            wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
+        )
+        results = list(tensors)
+        outgoing: dict[int, Tensor] = {}
+        incoming: dict[int, Tensor] = {}
+        with opening as said:
+            self._number = wire.sequence
+            heard = said.private if private is not None else _shapes(wire, tensors)
+            for peer in wire.peers:
+                here, shape, payload = _read(heard[peer])
+                if here:
+                    results[peer] = _made(payload, shape, like)
+                else:
+                    results[peer] = incoming[peer] = empty(shape, like)
+                if private is None or tensors[peer].nbytes > eager:
+                    outgoing[peer] = tensors[peer]
+        results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
+        rounds = 1
+        if said.limit != NO_LIMIT:
+            rounds = rounds_of(_most(wire, [*outgoing.values(), *incoming.values()]), said.limit)
+        moved(wire, outgoing, incoming, rounds)
+        return results, said.records
+
+
+def _stated(tensor: Tensor, eager: int) -> list[bytes | memoryview]:
+    """A tensor's shape, and its bytes if they are not more than `eager`."""
+    if tensor.nbytes > eager:
+        return [_shape(tensor, here=False)]
+    return [_shape(tensor, here=True), as_bytes(host(tensor)).numpy().data]
+
+
+def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of bytes that came with its shape, in memory of its own."""
+    if not payload:
+        return empty(shape, like)
+    result = torch.frombuffer(bytearray(payload), dtype=like.dtype).view(shape)
+    return result if on_host(like) else result.to(like.device)
+
+
+def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Tell each peer the shape of what it will be sent; what each rank told this one."""
+    texts = [
+        torch.frombuffer(bytearray(_shape(tensor, here=False)), dtype=torch.uint8)
+        for tensor in tensors
+    ]
+    pending = wire.post_small(
+        [(peer, texts[peer]) for peer in wire.peers], [(peer, _CAP) for peer in wire.peers]
+    )
+    heard = dict(zip(wire.peers, pending.wait(), strict=True)) | {wire.rank: texts[wire.rank]}
+    shapes = [memoryview(bytes(heard[rank].numpy().data)) for rank in range(wire.size)]
+    pending.release()
+    return shapes
+
+
+def _shape(tensor: Tensor, *, here: bool) -> bytes:
+    """Whether a tensor's bytes follow, and its shape."""
+    return struct.pack(f"<BB{tensor.dim()}q", here, tensor.dim(), *tensor.shape)
+
+
+def _read(raw: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
+    """Whether a tensor's bytes follow, its shape, and those bytes."""
+    here, dims = raw[0], raw[1]
+    return here, struct.unpack_from(f"<{dims}q", raw, 2), raw[2 + 8 * dims :]
+
+
+def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors of that rank which has the most of them."""
+    most = torch.tensor([sum(tensor.nbytes for tensor in tensors)])
+    wire.dense_all_reduce(most, "max").wait()
+    return int(most)
