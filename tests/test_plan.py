@@ -103,7 +103,7 @@ def cut(ranks):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(carry, "_DIRECT", -1)
-    monkeypatch.setattr(schedules, "_CHUNK", 64)
+    monkeypatch.setattr(schedules, "FAR", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.complex64])

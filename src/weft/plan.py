@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from .grid import Box, Shape, overlap, whole
+from .grid import Box, Shape, beyond, overlap, whole
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
+
+_MANY = 64  # boxes, of which it is no use to ask what they leave
 
 Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
 """The collectives that a plan may be."""
@@ -121,6 +123,7 @@ class Local:
         sources: (rank, take, put) of all that its result is made of, its own included, by rank.
         adds: whether several values meet anywhere in its result.
         fills: whether every place of its result is written.
+        gaps: boxes of its result that hold all places which are not written.
     """
 
     sends: dict[int, list[Box]]
@@ -145,6 +148,13 @@ class Local:
         if self.adds:
             return everything in self.puts
         return sum(put.volume for put in self.puts) == everything.volume
+
+    @cached_property
+    def gaps(self) -> list[Box]:
+        if self.fills or self.result is None:
+            return []
+        everything = whole(self.result)
+        return [everything] if len(self.puts) > _MANY else beyond(everything, self.puts)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,9 @@ WAYS = {
     "schedules": {
         (opening, "EAGER"): -1,
         (carry, "_DIRECT"): -1,
-        (schedules, "_CHUNK"): 16,
+        (carry, "_STRAIGHT"): (),
+        (schedules, "FAR"): 16,
+        (schedules, "NEAR"): 16,
         (schedules, "_SLOTS"): 2,
     },
 }

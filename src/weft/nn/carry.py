@@ -23,6 +23,7 @@ from . import schedules
 __all__ = ["assembled", "carried", "has_addition"]
 
 _CHANNEL = 8  # that no other room uses
+_STRAIGHT = ("all_gather", "broadcast")  # hints that need no schedule on one host
 _DIRECT = 64 << 10  # bytes of a rank's part up to which every hint goes by direct messages
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -67,7 +68,7 @@ def carried(
         x = x.view(_BITS[dtype])
     hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
-    if together and plan.hint in ("all_gather", "broadcast"):
+    if together and plan.hint in _STRAIGHT:
         schedule = None
     if schedule is not None and _largest(plan) * dtype.itemsize > _DIRECT:
         local = plan.local(wire.rank)
@@ -120,8 +121,11 @@ class _Result:
         wide = _WIDE.get(dtype, dtype) if self._adds else dtype
         self.tensor = fresh(local.result, wide)
         self._blank = self._adds and first is not None and first.shape == local.result
-        if not self._blank and (self._adds or not local.fills):
+        if not self._blank and self._adds:
             self.tensor.zero_()
+        elif not self._adds:
+            for gap in local.gaps:
+                self.tensor[gap.slices] = 0
 
     def write(self, put: Box, values: Tensor) -> None:
         place = self.tensor[put.slices]

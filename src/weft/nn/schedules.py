@@ -13,7 +13,9 @@ pipelined chain is folklore of MPI libraries.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ __all__ = ["BY_HINT", "FAR", "NEAR", "all_reduce"]
 _CHANNEL = 9  # that no other room uses
 FAR = 512 << 10  # bytes of a chunk
 NEAR = 1 << 20  # bytes of a chunk on one host, where no link rests while the first is under way
+_AHEAD = 3  # chunks of each peer that an owner of a sum has room for
 _SLOTS = 8  # chunks that a chain is ahead at the most
 
 Schedule = Callable[[Plan, Tensor, Tensor | None, Wire, int], None]
@@ -171,40 +174,40 @@ def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: 
         packed = typed(leases[-1].tensor, tuple(part.shape), part.dtype)
         return packed.copy_(part).view(-1)
 
-    y.copy_(x[want[wire.rank].seen_from(origin).slices])
     mine = y.view(-1)
     step = max(1, min(SCRATCH // len(peers), 4 * nbytes) // x.element_size())
-    outgoing: dict[int, Tensor] = {}
+    coming: deque[tuple[Pending, Lease]] = deque()
+    starts = iter(range(0, len(mine), step))
+
+    def expect() -> None:
+        """Post the receives of the next chunk, from each peer."""
+        for start in islice(starts, 1):
+            here = mine[start : start + step]
+            lease = wire.lease(len(peers) * here.numel() * here.element_size())
+            slots = typed(lease.tensor, (len(peers), len(here)), here.dtype)
+            recvs = list(zip(peers, slots, strict=True))
+            coming.append((wire.post((), recvs, _CHANNEL), lease))
+
+    for _ in range(_AHEAD):
+        expect()
+    outgoing = {peer: flat(peer) for peer in peers if want[peer].volume}
     longest = max(box.volume for box in want.values())
-
-    def post(start: int) -> tuple[Pending, Lease] | None:
-        if start >= longest:
-            return None
+    going = [
+        wire.post([(peer, part[start : start + step])], (), _CHANNEL)
+        for start in range(0, longest, step)
+        for peer, part in outgoing.items()
+        if start < len(part)
+    ]
+    y.copy_(x[want[wire.rank].seen_from(origin).slices])
+    for start in range(0, len(mine), step):
+        pending, lease = coming.popleft()
         here = mine[start : start + step]
-        lease = wire.lease(len(peers) * here.numel() * here.element_size())
-        slots = typed(lease.tensor, (len(peers), len(here)), here.dtype)
-        sends = []
-        for peer in peers:
-            if start < want[peer].volume:
-                if peer not in outgoing:
-                    outgoing[peer] = flat(peer)
-                sends.append((peer, outgoing[peer][start : start + step]))
-        recvs = [(peer, slot) for peer, slot in zip(peers, slots, strict=True) if len(here)]
-        return wire.post(sends, recvs, _CHANNEL), lease
-
-    now = post(0)
-    for start in range(0, longest, step):
-        assert now is not None
-        ahead = post(start + step)
-        received = now[0].wait()
-        here = mine[start : start + step]
-        if len(here):
-            values = dict(zip(peers, received, strict=True))
-            values[wire.rank] = here
-            reduce_parts([values[rank] for rank in ranks], torch.add, here)
-        now[1].release()
-        now = ahead
-    _finish([], leases)
+        values = dict(zip(peers, pending.wait(), strict=True))
+        values[wire.rank] = here
+        reduce_parts([values[rank] for rank in ranks], torch.add, here)
+        lease.release()
+        expect()
+    _finish(going, leases)
 
 
 def all_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:

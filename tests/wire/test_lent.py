@@ -1,0 +1,134 @@
+"""`weft.wire.lent`: long messages between ranks of one host are read where they lie."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from weft.wire.lent import LEAST, Guard, Reach, address_of
+from weft.wire.mover import Lost, Mover
+
+HOST, OTHER = b"h" * 16, b"o" * 16
+LONG = LEAST + 5
+
+
+def movers(*hosts):
+    """The movers of two ranks, which introduced themselves."""
+    bulk, small = socket.socketpair(), socket.socketpair()
+    for sock in (*bulk, *small):
+        sock.setblocking(False)
+    made = [Mover({1 - rank: bulk[rank]}, {1 - rank: small[rank]}) for rank in (0, 1)]
+    for mover, host in zip(made, hosts, strict=True):
+        mover.introduce(host)
+    for mover in made * 2:
+        step(mover)  # cards, and what came of them
+    return made
+
+
+@pytest.fixture
+def pair():
+    made = movers(HOST, HOST)
+    yield made
+    for mover in made:
+        mover.close()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The lengths of what is read across, and the number of those that fail from now on."""
+    lengths, fail = [], []
+    real = Reach.read
+
+    def read(self, address, into):
+        lengths.append(len(into))
+        return not fail and real(self, address, into)
+
+    monkeypatch.setattr(Reach, "read", read)
+    return lengths, fail
+
+
+def step(mover):
+    with mover._turn:
+        mover._step(0.1)
+
+
+def post(mover, peer, *, sends=(), recvs=(), channel=0):
+    sends = [(peer, memoryview(each)) for each in sends]
+    return mover.post(mover.lines, sends, [(peer, memoryview(each)) for each in recvs], channel)
+
+
+def exchange(pair, messages):
+    """Send messages to the right, each with its channel, and return what came."""
+    left, right = pair
+    places = [bytearray(len(message)) for _, message in messages]
+    expected = [
+        post(right, 0, recvs=[place], channel=channel)
+        for (channel, _), place in zip(messages, places, strict=True)
+    ]
+    sent = [post(left, 1, sends=[message], channel=channel) for channel, message in messages]
+    for _ in range(4):
+        step(right)
+        step(left)
+    for orders in expected:
+        right.finish(orders, 5.0, lambda number: None)
+    for orders in sent:
+        left.finish(orders, 5.0, lambda number: None)
+    return places
+
+
+def mixed():
+    """Long and short messages on two channels."""
+    return [
+        (number % 2, bytes([number]) * (LONG if number % 3 else 7 + number))
+        for number in range(1, 9)
+    ]
+
+
+def test_long_messages_are_read_where_they_lie(pair, reads):
+    messages = mixed()
+    assert exchange(pair, messages) == [message for _, message in messages]
+    assert reads[0] == [len(message) for _, message in messages if len(message) >= LEAST]
+    assert not any(mover.lines[1 - rank].busy for rank, mover in enumerate(pair))
+
+
+def test_what_cannot_be_read_is_sent(pair, reads):
+    reads[1].append(True)
+    messages = mixed()
+    assert exchange(pair, messages) == [message for _, message in messages]
+    assert reads[0]
+    reads[0].clear()
+    assert exchange(pair, messages) == [message for _, message in messages]
+    assert not reads[0]  # it is not tried again
+
+
+def test_ranks_on_different_hosts_send(reads):
+    pair = movers(HOST, OTHER)
+    assert exchange(pair, [(0, b"x" * LONG)]) == [b"x" * LONG]
+    assert not reads[0]
+    for mover in pair:
+        mover.close()
+
+
+def test_nothing_is_taken_from_a_rank_that_gave_up(pair):
+    left, right = pair
+    message, place = bytearray(b"x" * LONG), bytearray(LONG)
+    orders = post(right, 0, recvs=[place])
+    step(right)  # says that it has a place
+    post(left, 1, sends=[message])
+    step(left)  # says where the message lies
+    left.cut()
+    message[:] = b"y" * LONG
+    with pytest.raises(Lost):
+        right.finish(orders, 5.0, lambda number: None)
+
+
+def test_a_guard_that_is_wiped_or_another_process_is_no_reach():
+    guard = Guard()
+    memory, into = bytearray(b"abc"), bytearray(3)
+    reach = Reach.of(guard.card(HOST), HOST)
+    assert reach is not None and Reach.of(guard.card(OTHER), HOST) is None
+    assert reach.read(address_of(memoryview(memory)), memoryview(into)) and into == memory
+    guard.wipe()
+    assert not reach.read(address_of(memoryview(memory)), memoryview(into))
+    assert Reach.of(guard.card(HOST), HOST) is None
