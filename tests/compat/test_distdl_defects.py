@@ -185,7 +185,7 @@ def test_a_shape_that_changes_on_one_rank(wire):
     assert total(torch.ones(3)).tolist() == [2, 2, 2]
 
 
-@spmd(2, on=("gloo",), timeout=40.0)
+@spmd(2, on=("processes",), timeout=40.0)
 def test_it_compiles(wire):
     P_x, P_0 = grid(2), grid(1)
     gather = AllGather(P_x, (0,), scale_backward=2, shape=(4, 3))

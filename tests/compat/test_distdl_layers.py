@@ -245,7 +245,7 @@ def test_padding_at_the_edge_is_kept(wire):
     assert x.grad.tolist() == ([1, 2, 0] if wire.rank == 0 else [0, 2, 1])
 
 
-@spmd(2, on=("gloo",))
+@spmd(2, on=("processes",))
 def test_layers_are_modules(wire):
     P_x = grid((2,))
     layers = [AllGather(P_x, (0,)), Repartition(P_x, grid((1, 2))), HaloExchange(P_x, [[0, 0]])]

@@ -246,7 +246,7 @@ def test_values_and_gradients(wire, name, way):
 
 
 @pytest.mark.parametrize("name", ["all_gather two dims", "sum_reduce to another grid", "halo zero"])
-@spmd(5, on=("gloo",))
+@spmd(5, on=("processes",))
 def test_on_processes(wire, name):
     with travelling("schedules"):
         check(wire, name)

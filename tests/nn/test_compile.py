@@ -14,7 +14,7 @@ def data(wire, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-@spmd(2, on=("gloo",), timeout=40.0)
+@spmd(2, on=("processes",), timeout=40.0)
 def test_a_compiled_model_does_what_it_does_eagerly(wire):
     partition = weft.Partition(2)
     layer = weft.nn.AllGather(partition, 0, shape=(4, 3))
@@ -43,7 +43,7 @@ def test_a_compiled_model_does_what_it_does_eagerly(wire):
         first.sum().backward()
 
 
-@spmd(2, on=("gloo",), timeout=40.0)
+@spmd(2, on=("processes",), timeout=40.0)
 def test_what_compiled_code_cannot_know(wire):
     partition = weft.Partition(2)
     with pytest.raises(Exception, match=r"AllGather under torch.compile needs shape="):

@@ -165,4 +165,4 @@ def meshes(wire, path):
 
 
 def test_device_meshes(tmp_path):
-    run(4, meshes, str(tmp_path / "store"), on="gloo")
+    run(4, meshes, str(tmp_path / "store"), on="processes")

@@ -119,6 +119,8 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     """
     combine, flat = _arithmetic(op, out.view(-1))
     seen = [part.view(flat.dtype) for part in parts]
+    if not len(flat):
+        return
     if len(seen) == 1:
         flat.copy_(seen[0])
     else:
