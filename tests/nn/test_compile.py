@@ -41,3 +41,19 @@ def test_a_compiled_model_does_what_it_does_eagerly(wire):
     with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         first.sum().backward()
+
+
+@spmd(2, on=("gloo",), timeout=40.0)
+def test_what_compiled_code_cannot_know(wire):
+    partition = weft.Partition(2)
+    with pytest.raises(Exception, match=r"AllGather under torch.compile needs shape="):
+        torch.compile(weft.nn.AllGather(partition, 0), fullgraph=True, backend="aot_eager")(
+            data(wire, 2)
+        )
+    layer = weft.nn.AllSumReduce(partition, 0)
+    code = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(weft.WeftError, match="rank 1 needs a gradient, and rank 0 does not record"):
+        code(data(wire, 2).requires_grad_(wire.rank == 1))
+    with pytest.raises(weft.WeftError, match="the ranks differ in mode"):
+        (layer if wire.rank else code)(data(wire, 2))
+    assert torch.equal(code(data(wire, 2)), layer(data(wire, 2)))

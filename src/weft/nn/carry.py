@@ -61,6 +61,7 @@ def carried(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor
     dtype = x.dtype
     if dtype in _BITS:  # torch cannot add these, but to the same bits
         x = x.view(_BITS[dtype])
+    hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
     if schedule is not None and _largest(plan) * dtype.itemsize > _DIRECT:
         local = plan.local(wire.rank)

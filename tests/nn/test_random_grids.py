@@ -1,0 +1,109 @@
+"""Every layer on random grids, ranks and uneven shards: <A x, y> == <x, A* y>, exactly."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft import nn
+from weft.grid import cells
+from weft.testing import run
+
+RANKS = 4
+GRIDS = st.sampled_from([(4,), (2, 2), (1, 3), (2, 1), (1, 1, 2), (2, 1, 2)])
+
+
+@st.composite
+def grids(draw):
+    shape = draw(GRIDS)
+    ranks = draw(st.permutations(range(RANKS)))
+    return shape, ranks[: torch.Size(shape).numel()]
+
+
+@st.composite
+def layers(draw):
+    """(name of a layer, its arguments, the shape of each rank's tensor)."""
+    shape, ranks = draw(grids())
+    lengths = [draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in shape]
+    lengths += [[draw(st.integers(1, 2))] for _ in range(3 - len(shape))]
+    dims = draw(
+        st.lists(st.integers(-len(shape), len(shape) - 1), unique_by=lambda d: d % len(shape))
+    )
+    kept = [d % len(shape) for d in dims]
+
+    def shapes(whole):
+        """Shards along all dimensions but these, along which tensors are whole."""
+        return {
+            rank: tuple(
+                sum(each) if d in whole else each[at] if d < len(shape) else each[0]
+                for d, (each, at) in enumerate(zip(lengths, (*cell, 0, 0, 0), strict=False))
+            )
+            for rank, cell in zip(ranks, cells(shape), strict=True)
+        }
+
+    name = draw(
+        st.sampled_from(
+            [
+                "AllGather",
+                "Gather",
+                "ReduceScatter",
+                "AllSumReduce",
+                "SumReduce",
+                "Broadcast",
+                "Scatter",
+                "Repartition",
+                "HaloExchange",
+            ]
+        )
+    )
+    if name in ("AllGather", "Gather"):
+        return name, (shape, ranks), dims, shapes([])
+    if name == "Repartition":
+        return name, (shape, ranks), draw(grids()), shapes([])
+    if name == "HaloExchange":
+        widths = [draw(st.integers(0, min(each))) for each in lengths[: len(shape)]]
+        boundary = draw(st.sampled_from(["zero", "periodic"]))
+        return name, (shape, ranks), (widths, boundary), shapes([])
+    found = shapes(kept)
+    if name in ("Broadcast", "Scatter"):
+        first = {
+            rank
+            for rank, cell in zip(ranks, cells(shape), strict=True)
+            if not any(cell[d] for d in kept)
+        }
+        found = {rank: each for rank, each in found.items() if rank in first}
+    return name, (shape, ranks), dims, found
+
+
+def numbers(rank, shape, seed):
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return torch.randint(-9, 9, shape, generator=generator).double()
+
+
+@given(layers())
+@settings(max_examples=60)
+def test_the_adjoint(case):
+    name, (shape, ranks), argument, shapes = case
+
+    def program(wire):
+        grid = weft.Partition(shape, ranks=ranks)
+        if name == "Repartition":
+            layer = nn.Repartition(grid, weft.Partition(argument[0], ranks=argument[1]))
+        elif name == "HaloExchange":
+            layer = nn.HaloExchange(grid, *argument)
+        else:
+            layer = getattr(nn, name)(grid, argument)
+        x = numbers(wire.rank, shapes.get(wire.rank, (0,)), 1).requires_grad_()
+        y = layer(x)
+        w = numbers(wire.rank, tuple(y.shape), 2)
+        (grad,) = torch.autograd.grad(y, x, w)
+        assert grad.shape == x.shape
+        return (y * w).sum().item(), (x * grad).sum().item(), y.detach().sum().item()
+
+    found = run(RANKS, program)
+    assert sum(each[0] for each in found) == sum(each[1] for each in found)
+    if name in ("Repartition", "Gather", "Scatter") and shapes:
+        total = sum(numbers(rank, each, 1).sum().item() for rank, each in shapes.items())
+        assert sum(each[2] for each in found) == total
