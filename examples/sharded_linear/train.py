@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import string
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def layers() -> list[nn.Linear]:
     """The layers as they are before training, whoever makes them."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for inputs, outputs in pairwise(WIDTHS):
         layer = nn.Linear(inputs, outputs, dtype=torch.float64)
         for each in layer.parameters():
             nn.init.uniform_(each, -(inputs**-0.5), inputs**-0.5, generator=generator)
