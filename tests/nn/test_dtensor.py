@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
 from weft import nn
+from weft.nn.dtensor import _Leaving, _local
 from weft.nn.layout import Cut, Layout
 from weft.testing import run
 
@@ -136,6 +137,7 @@ def derivatives(wire, path):
             assert not nn.from_dtensor(x, grid).requires_grad
         late = distribute_tensor(whole, mesh, (Shard(0), Shard(0)))
         late = late.redistribute(placements=(Replicate(), Replicate()), async_op=True)
+        assert type(_local(late)) is torch.Tensor  # which has arrived
         assert torch.equal(nn.from_dtensor(late, grid), part(grid, whole))
         kept = nn.from_dtensor(
             distribute_tensor(torch.arange(10), mesh, (Shard(0), Shard(0))),
@@ -331,3 +333,21 @@ def test_a_shard_order_is_kept():
         layout.ranges((8,), cell) for cell in cells
     ]
     assert "Shard(0, cut later), Shard(0)" in str(layout) and "factor 2" in str(strided)
+
+
+def test_what_a_rank_has_it_does_not_ask_for():
+    """A replica is read where it is; others are shared out among the ranks that have none."""
+
+    def sources(layout, ranks):
+        mesh, grid = weft.Partition(layout.mesh), weft.Partition(len(ranks), ranks=ranks)
+        shapes = {rank: layout.local_shape((8,), cell) for rank, cell in mesh.cells.items()}
+        plan = _Leaving(mesh, layout, (8,), grid).plan(shapes)
+        return {rank: {m.source for m in plan.moves if m.destination == rank} for rank in ranks}
+
+    def program(wire):
+        assert sources(Layout((2, 2)), (0, 1, 2, 3)) == {rank: {rank} for rank in range(4)}
+        rows = Layout((2, 2), (Cut(0, 1),))  # rows 0 1 and 2 3 are replicas
+        assert sources(rows, (1, 2)) == {1: {0}, 2: {3}}
+        assert sources(Layout((2,)), (3, 2)) == {3: {1}, 2: {0}}
+
+    run(4, program)
