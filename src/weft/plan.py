@@ -16,9 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from . import draw
 from .grid import Box, Shape, beyond, overlap, whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
 
@@ -248,6 +252,32 @@ class Plan:
         if same_ranks and len(here) == 1 and _tile(list(want.values()), *here):
             return "reduce_scatter"
         return None
+
+    def draw(self, title: str | None = None) -> Figure:
+        """A picture of who holds what, and who gets what from whom.
+
+        On top what the ranks have, below what they get, coloured by whose values it is; in stripes
+        where values of several ranks are added. The numbers at the edges are indices of the whole
+        tensor, in the two dimensions in which the parts differ most.
+
+        Args:
+            title: above the picture; by default how much moves.
+
+        Returns:
+            A figure of matplotlib, which comes with `pip install 'weft[report]'`:
+            `figure.savefig("plan.png")`.
+
+        Raises:
+            WeftError: matplotlib is not there, or no rank has or gets anything.
+
+        Example:
+            >>> from weft.grid import Box, whole
+            >>> shards = {0: Box((0,), (2,)), 1: Box((2,), (4,))}
+            >>> plan = between(shards, dict.fromkeys(range(2), whole((4,))))
+            >>> [axes.get_title() for axes in plan.draw().axes]
+            ['each rank has its part', 'rank 0 gets (4,)', 'rank 1 gets (4,)']
+        """
+        return draw.drawn(self, title)
 
 
 def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> Plan:

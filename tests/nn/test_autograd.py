@@ -140,7 +140,9 @@ def test_gradcheck_of_torch(wire):
         assert torch.autograd.gradgradcheck(lambda x, layer=layer: layer(x).sin(), x)
 
 
-@spmd(2, on=("processes",))  # a process has one level of forward-mode differentiation for all threads
+@spmd(
+    2, on=("processes",)
+)  # a process has one level of forward-mode differentiation for all threads
 def test_forward_mode(wire):
     layer = nn.AllGather(weft.Partition(2), 0)
     x, t = data(wire, 3), data(wire, 3) * 2

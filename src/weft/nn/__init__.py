@@ -9,6 +9,7 @@ from .all_gather import AllGather, ReduceScatter
 from .all_sum_reduce import AllSumReduce
 from .all_to_all import AllToAll
 from .broadcast import Broadcast, SumReduce
+from .dtensor import from_dtensor, to_dtensor
 from .halo import HaloExchange
 from .layer import Layer
 from .partition import Partition
@@ -30,6 +31,8 @@ __all__ = [
     "Scatter",
     "SumReduce",
     "ZeroVolumeCorrector",
+    "from_dtensor",
     "functional",
+    "to_dtensor",
     "zero_volume_tensor",
 ]

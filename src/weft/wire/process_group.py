@@ -35,6 +35,7 @@ __all__ = [
     "of",
     "of_group",
     "of_mesh",
+    "ranks_in",
 ]
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
@@ -181,6 +182,27 @@ def mesh(
     """A DeviceMesh of these ranks; collective among all ranks of the default group."""
     grid = torch.tensor(ranks, dtype=torch.int).view(*shape)
     return DeviceMesh(device_type, grid, mesh_dim_names=None if names is None else tuple(names))
+
+
+def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
+    """Ranks of torch's default group as a group counts them.
+
+    Args:
+        group: None or a Wire, which count alike; a ProcessGroup or a 1-D DeviceMesh.
+        ranks: as the default group counts.
+
+    Raises:
+        WeftError: one of them is not in the group.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        return list(ranks)
+    members = dist.get_process_group_ranks(group)
+    strange = sorted(set(ranks) - set(members))
+    if strange:
+        raise WeftError(f"{names(strange)} of the default group is not in the group of {members}")
+    return [members.index(rank) for rank in ranks]
 
 
 class _Entry:

@@ -1,0 +1,157 @@
+"""A plan is drawn as it is: who holds what, who gets what from whom, what is added up."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+from matplotlib.colors import to_rgba
+
+import weft
+from weft.draw import MOST, Cell, frames
+from weft.grid import Box, whole
+from weft.plan import Side, between
+from weft.testing import run
+
+HALVES = {0: Box((0, 0), (3, 4)), 2: Box((3, 0), (5, 4))}
+
+
+def plan_of(size, layer, shapes):
+    """The plan of a layer, for the shapes of its ranks."""
+    return run(size, lambda wire: layer().movement.plan(shapes))[0]
+
+
+def flat(cells):
+    return {(cell.box.start, cell.box.stop): cell.ranks for cell in cells}
+
+
+def test_parts_of_one_tensor_are_one_frame():
+    (have,), gets = frames(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))))
+    assert have.title == "each rank has its part"
+    assert flat(have.cells) == {((0, 0), (3, 4)): (0,), ((3, 0), (5, 4)): (2,)}
+    assert have.outlines == tuple((box, f"rank {rank}") for rank, box in HALVES.items())
+    assert [each.title for each in gets] == ["rank 0 gets (5, 4)", "rank 2 gets (5, 4)"]
+    for each in gets:
+        assert each.cells == have.cells and each.outlines == ((whole((5, 4)), ""),)
+
+
+def test_sums_name_all_that_are_added():
+    have, (gets,) = frames(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))).T)
+    assert [each.title for each in have] == ["rank 0 has (5, 4)", "rank 2 has (5, 4)"]
+    assert gets.title == "each rank gets its part"
+    assert gets.cells == (Cell(whole((5, 4)), (0, 2)),)
+
+
+def test_halos_lie_where_they_come_from():
+    plan = plan_of(2, lambda: weft.nn.HaloExchange(weft.Partition(2), 1), {0: (3,), 1: (2,)})
+    _, gets = frames(plan)
+    assert flat(gets[1].cells) == {((0, 2), (1, 3)): (0,), ((0, 3), (1, 5)): (1,)}
+    assert gets[1].outlines == ((Box((0, 2), (1, 6)), ""),)  # nobody fills what is beyond the edge
+    (sums,) = frames(plan.T)[1]
+    assert flat(sums.cells) == {
+        ((0, 0), (1, 2)): (0,),
+        ((0, 2), (1, 4)): (0, 1),
+        ((0, 4), (1, 5)): (1,),
+    }
+    ring = plan_of(
+        2, lambda: weft.nn.HaloExchange(weft.Partition(2), 1, "periodic"), {0: (3,), 1: (2,)}
+    )
+    assert flat(frames(ring)[1][0].cells) == {
+        ((0, -1), (1, 0)): (1,),
+        ((0, 0), (1, 3)): (0,),
+        ((0, 3), (1, 4)): (1,),
+    }
+
+
+def test_the_dimensions_that_are_cut_are_shown():
+    def grid():
+        return weft.nn.Repartition(weft.Partition((1, 2)), weft.Partition((1, 1, 1, 2)))
+
+    (have,), (gets,) = frames(plan_of(2, grid, {0: (7, 2, 9, 6), 1: (7, 1, 9, 6)}))
+    assert flat(have.cells) == {((0, 0), (2, 6)): (0,), ((2, 0), (3, 6)): (1,)}
+    assert flat(gets.cells) == flat(have.cells)  # as the outlines cut them, not the cells
+    assert [box.stop for box, _ in gets.outlines] == [(3, 3), (3, 6)]
+
+
+def test_pieces_of_a_rank_and_tensors_of_their_own():
+    strided = Side(
+        {0: (4,), 1: (4,)},
+        tuple(
+            weft.plan.Piece(rank, Box((at,), (at + 2,)), (2 * (at > 3),))
+            for at, rank in ((0, 0), (2, 1), (4, 0), (6, 1))
+        ),
+    )
+    (have,), _ = frames(between(strided, {0: whole((8,))}))
+    assert [flat(have.cells)[(0, at), (1, at + 2)] for at in (0, 2, 4, 6)] == [(0,), (1,)] * 2
+    own = [Side.of({rank: whole((3,))}, sheet=rank) for rank in (0, 1)]
+    both = Side({0: (3,), 1: (3,)}, own[0].pieces + own[1].pieces)
+    have, _ = frames(between(both, both))
+    assert [each.title for each in have] == ["rank 0 has (3,)", "rank 1 has (3,)"]
+    empty = between({0: whole((3,)), 1: Box((3,), (3,))}, {0: whole((3,))})
+    assert frames(empty)[0][0].title == "each rank has its part, ranks 1 nothing"
+
+
+def test_the_figure_shows_the_frames(tmp_path):
+    plan = between(HALVES, dict.fromkeys(HALVES, whole((5, 4))))
+    figure = plan.draw()
+    assert figure.get_suptitle() == "all_gather: 20 values in 2 messages between 2 ranks"
+    assert plan.draw("mine").get_suptitle() == "mine"
+    assert [len(axes.texts) for axes in figure.axes] == [2, 2 + 1, 2 + 1]
+    colours = [to_rgba(each.get_facecolor()) for each in figure.legends[0].get_patches()]
+    for axes in figure.axes:
+        filled = [each for each in axes.patches if each.get_fill()]
+        assert [to_rgba(each.get_facecolor()) for each in filled] == colours
+        assert [each.get_xy() for each in filled] == [(0, 0), (0, 3)]
+        assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is the top one
+    figure.savefig(tmp_path / "plan.png", dpi=50)
+    assert not any(each.get_hatch() for axes in figure.axes for each in axes.patches)
+    back = plan.T.draw()
+    assert [each.get_hatch() for each in back.axes[-1].patches if each.get_hatch()] == ["///"]
+    assert "added up" in back.legends[0].get_title().get_text()
+
+
+def test_many_ranks_are_cut_short_and_none_are_refused():
+    everything = {rank: whole((2,)) for rank in range(MOST + 3)}
+    figure = between(everything, everything).draw()
+    assert len(figure.axes) == 2 * MOST
+    assert "; 3 more ranks are not drawn" in figure.legends[0].get_title().get_text()
+    with pytest.raises(weft.WeftError, match="nothing to draw"):
+        between({}, {}).draw()
+    number = between({0: whole(())}, {1: whole(())}).draw()  # a scalar
+    assert [axes.get_title() for axes in number.axes] == ["rank 0 has ()", "rank 1 gets ()"]
+
+
+def test_without_matplotlib_it_says_what_to_type(monkeypatch):
+    found = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return found(name, *rest)
+
+    plan = between({0: whole((2,))}, {0: whole((2,))})
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(weft.WeftError, match=r"pip install 'weft\[report\]'"):
+        plan.draw()
+
+
+def test_a_plan_of_a_layer_on_tensors(tmp_path):
+    """What is drawn is what happens: the colours of a result are the ranks its values came from."""
+    shapes = {0: (3, 2), 1: (2, 2), 2: (2, 2)}
+
+    def program(wire):
+        layer = weft.nn.Repartition(weft.Partition((3, 1)), weft.Partition((1, 2)))
+        return layer(torch.full(shapes[wire.rank], wire.rank))
+
+    results = run(3, program)
+    plan = plan_of(
+        3, lambda: weft.nn.Repartition(weft.Partition((3, 1)), weft.Partition((1, 2))), shapes
+    )
+    _, (gets,) = frames(plan)
+    for rank, (outline, label) in enumerate(gets.outlines):
+        assert label == f"rank {rank}"
+        for cell in gets.cells:
+            both = cell.box & outline
+            part = results[rank][both.seen_from(outline.start).slices]
+            assert (part == cell.ranks[0]).all()

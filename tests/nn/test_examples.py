@@ -1,0 +1,90 @@
+"""The examples of weft.nn pass, alone and on a grid, and fail where a result is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft.testing import run
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = ["sharded_linear/train.py", "halo_convolution/network.py"]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    def load(program):
+        name = program.replace("/", "_").removesuffix(".py")
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / program)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    threads = torch.get_num_threads()
+    yield load
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys, program):
+    monkeypatch.setattr(sys, "argv", [program, "--picture", str(tmp_path / "holds.png")])
+    load(program).main()
+    assert capsys.readouterr().out.endswith("one process\nPASSED\n")
+    assert (tmp_path / "holds.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("regather", [False, True])
+def test_sharded_training_is_that_of_one_process(load, monkeypatch, regather):
+    example = load("sharded_linear/train.py")
+    monkeypatch.setattr(example, "STEPS", 3)
+    found = run(4, lambda wire: example.compare(weft.Partition(4), regather=regather))
+    assert found[0]["last"] < found[0]["first"]
+    assert [each["kept"] < 0.3 for each in found] == [True] * 4
+
+
+@pytest.mark.parametrize("part", [-1, 0])
+def test_sharded_training_sees_what_is_wrong(load, monkeypatch, part):
+    example = load("sharded_linear/train.py")
+    monkeypatch.setattr(example, "STEPS", 2)
+    whole = example.whole
+
+    def changed():
+        model = whole()
+        model[part].weight.data[-1, -1] += 1e-6
+        return model
+
+    monkeypatch.setattr(example, "whole", changed)
+
+    def program(wire):
+        with pytest.raises(SystemExit, match=r"FAILED: rank \d: weights or losses differ by"):
+            example.compare(weft.Partition(2))
+
+    run(2, program)
+
+
+def test_the_halo_network_is_the_whole_one(load):
+    example = load("halo_convolution/network.py")
+    found = run(4, lambda wire: example.compare(example.grid_of(wire.size)))
+    assert found[0]["compared"] == 8 and found[1:] == [{}] * 3
+
+
+def test_the_halo_network_sees_what_is_wrong(load, monkeypatch):
+    example = load("halo_convolution/network.py")
+    halo = weft.nn.HaloExchange
+    monkeypatch.setattr(weft.nn, "HaloExchange", lambda *args: halo(*args, "periodic"))
+
+    def program(wire):
+        grid = example.grid_of(wire.size)
+        if wire.rank:
+            example.compare(grid)
+            return
+        with pytest.raises(SystemExit, match="FAILED: logits or its gradient differs"):
+            example.compare(grid)
+
+    run(2, program)
