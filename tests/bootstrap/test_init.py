@@ -257,6 +257,46 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout() -> None:
     launch(2, waiting, env={**QUICK, "WORLD_SIZE": "3"})
 
 
+MISFITS = [  # what rank 1 has in its environment, what both say
+    ({"RANK": "0"}, r"^rank 0 of 2 was started twice: on .* \(process \d+\) and on "),
+    ({"WORLD_SIZE": "3"}, "^the ranks differ in world size: .*rank 1 has 3"),
+    ({"RANK": "2"}, "^a process without a rank .*RANK=2 and WORLD_SIZE=2: ranks start at 0"),
+    ({"RANK": ""}, "^a process without a rank .*RANK='', which is no whole number"),
+    ({"WEFT_INTERFACE": "nothing7"}, "^rank 1 .*WEFT_INTERFACE=nothing7 names no interface"),
+    ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
+    ({"BACKEND": "ucc"}, "^a process without a rank .*'ucc' is not in this build"),
+    ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
+]
+
+
+def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Path) -> None:
+    said = launch(2, misfitting, [f"file://{tmp_path}/"], env=QUICK)
+    for case, (_, complaint) in enumerate(MISFITS):
+        for errors in said:
+            with pytest.raises(AssertionError, match=complaint):
+                raise AssertionError(errors[case])
+    assert not list(tmp_path.iterdir())  # rank 0 has taken its file away
+
+
+def misfitting(url: str) -> list[str]:
+    right, version, said = dict(os.environ), weft.__version__, []
+    for case, (change, _) in enumerate(MISFITS):
+        if right["RANK"] == "1":
+            os.environ.update(change)
+            weft.__version__ = change.get("VERSION", version)
+        with pytest.raises(WeftError) as info:
+            init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=20)
+        said.append(str(info.value))
+        os.environ.clear()
+        os.environ.update(right)
+        weft.__version__ = version
+    with init(timeout=20):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # that of 127.0.0.1, where they meet
+        assert rows_of() == [0, 1, 9]
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    return said
+
+
 def waiting() -> None:
     kernels.warm()
     began = time.monotonic()
@@ -304,10 +344,13 @@ def test_under_torchrun(tmp_path: Path) -> None:
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"rendezvous": "http://somewhere"}, "none of env://, tcp://host:port and file://"),
-        ({"rendezvous": "tcp://host:1"}, "needs RANK and WORLD_SIZE"),
+        ({"rendezvous": "tcp://127.0.0.1:1"}, "needs RANK and WORLD_SIZE"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, object], complaint: str) -> None:
+def test_wrong_arguments(
+    arguments: dict[str, object], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TELL", 0.1)
     with pytest.raises(WeftError, match=complaint):
         init(**arguments)
 

@@ -100,9 +100,11 @@ def read(path: Path) -> Invitation | None:
         if path.is_symlink():
             raise WeftError(f"{path} is a link, and may lead anywhere: remove it") from error
         raise
-    with os.fdopen(fd, "rb") as file:
-        _check_owner(path, os.fstat(file.fileno()))
-        content = file.read(_MOST)
+    try:
+        _check_owner(path, os.fstat(fd))
+        content = os.read(fd, _MOST)
+    finally:
+        os.close(fd)
     try:
         return Invitation.from_json(content)
     except ValueError as error:

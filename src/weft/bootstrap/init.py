@@ -45,7 +45,6 @@ class _Running:
 
 
 _running: _Running | None = None
-_generation = 0  # how many groups this process has started with others
 _named: list[str] = []  # the interface that weft named to gloo
 
 
@@ -106,8 +105,7 @@ def init(
             if backend is not None:
                 backends.spec(backend)
         except WeftError as error:
-            _tell(error, rendezvous)
-            raise
+            raise _told(error, rendezvous) from error
         kernels.warm()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
@@ -199,13 +197,11 @@ def _together(
     launch: launchers.Launch, place: meeting.Place, backend: str | None, timeout: float
 ) -> None:
     """Meet the other ranks, see that all fit together, and set up the default group."""
-    global _generation
-    _generation += 1
     deadline = time.monotonic() + timeout
     try:
-        with meeting.at(place, launch, deadline) as there:
+        with meeting.at(place, launch, deadline) as (there, times):
             decision, space = roll.call(
-                dist.PrefixStore(_space(), there.store),
+                dist.PrefixStore(_space(times), there.store),
                 _entry(launch, backend, there.store),
                 max(deadline - time.monotonic(), 0.001),
                 where=place.where,
@@ -238,12 +234,12 @@ def _together(
         ) from error
 
 
-def _space() -> str:
+def _space(times: int) -> str:
     """Where in the store this group's keys are: nowhere that an earlier group's were.
 
     torchrun's store outlives its workers, so each of its attempts has a space of its own.
     """
-    return f"weft/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/group{_generation}"
+    return f"weft/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/group{times}"
 
 
 def _is_elastic() -> bool:
@@ -259,25 +255,31 @@ def _entry(launch: launchers.Launch, backend: str | None, store: dist.Store) -> 
     return roll.Entry.mine(launch.rank, launch.size, backend=backend, address=address, error=error)
 
 
-def _tell(error: WeftError, rendezvous: str | None) -> None:
-    """Let the others know, if there is a place where they wait, that this process cannot come."""
-    global _generation
-    _generation += 1
+def _told(error: WeftError, rendezvous: str | None) -> WeftError:
+    """Let the others know, if they wait somewhere, that this process cannot come.
+
+    Returns:
+        What all raise; the error itself if nobody was there.
+    """
     unknown = launchers.Launch("environment", -1, 0, 0, 0)
     with contextlib.suppress(Error, RuntimeError, OSError):  # they are not there: only this raises
         place = meeting.place(unknown, rendezvous)
         if place is None or isinstance(place, meeting.Mpi | meeting.Ports):
-            return
+            return error
         deadline = time.monotonic() + _TELL
-        with meeting.at(place, unknown, deadline) as there:
-            roll.call(
-                dist.PrefixStore(_space(), there.store),
-                roll.Entry.mine(-1, 0, error=str(error)),
-                _TELL,
-                where=place.where,
-                hosts=False,
-                elastic=_is_elastic(),
-            )
+        with meeting.at(place, unknown, deadline) as (there, times):
+            try:
+                roll.call(
+                    dist.PrefixStore(_space(times), there.store),
+                    roll.Entry.mine(-1, 0, error=str(error)),
+                    _TELL,
+                    where=place.where,
+                    hosts=False,
+                    elastic=_is_elastic(),
+                )
+            except WeftError as agreed:
+                return agreed
+    return error
 
 
 def _name_interface(store: dist.Store) -> None:

@@ -164,25 +164,26 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or ""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
+    local_rank = _whole(env, "SLURM_LOCALID", rank if len(hosts) < 2 else 0)
     return Launch(
         "srun",
         rank,
         size,
-        _whole(env, "SLURM_LOCALID", rank),
-        _slurm_local_size(env, size),
+        local_rank,
+        _slurm_local_size(env) or (size if len(hosts) < 2 else local_rank + 1),
         f"{job}.{step}" if job else "",
         hosts[0] if hosts else "",
     )
 
 
-def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
-    """This node's part of, for instance, `2(x3),1`."""
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    """This node's part of, for instance, `2(x3),1`, if there is one."""
     counts: list[int] = []
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     node = _whole(env, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else size
+    return counts[node] if node < len(counts) else None
 
 
 _READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (

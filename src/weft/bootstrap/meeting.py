@@ -94,13 +94,12 @@ class Tcp:
 
     def _join(self, rank: int, timeout: float) -> dist.Store:
         try:
-            return dist.TCPStore(
-                self.host, self.port, is_master=False, timeout=timedelta(seconds=timeout)
-            )
+            return store.connect(self.host, self.port, timeout)
         except RuntimeError as error:
             raise WireError(
-                f"rank {rank}: nobody listens at {self.where} (waited {timeout:.0f} s): is rank 0 "
-                "started there, and does every host reach that address and port?",
+                f"rank {rank}: rank 0 was not there at {self.where} (waited {timeout:.0f} s): is "
+                "it started on that host, and does every host reach that address and port? "
+                f"({str(error).splitlines()[0]})",
                 rank=rank,
                 culprit=0,
             ) from error
@@ -283,31 +282,45 @@ def place(
 
 
 @contextlib.contextmanager
-def at(where: Place, launch: Launch, deadline: float) -> Iterator[Meeting]:
+def at(where: Place, launch: Launch, deadline: float) -> Iterator[tuple[Meeting, int]]:
     """Be at the meeting; at the end of the block nobody else is let in.
 
     A process that has been there keeps the store, and finds it again: rank 0 may host it, and when
-    it starts its next group the others may be asking already.
+    it starts its next group the others may be asking already. If somebody did not come, or the
+    store failed, all meet anew.
+
+    Yields:
+        The meeting, and how often this process has been at it, the same on all ranks: what they
+        write in the store is to be told apart by that.
 
     Raises:
         WeftError: rank 0 cannot host it there.
         WireError: rank 0 was not there in time.
     """
     key = (where.where, os.getpid())
-    kept = _kept.get(key)
-    meeting = where.meet(launch, deadline) if kept is None else kept
+    if isinstance(where, Tcp):  # it may be the same store, also for who has lost it
+        _times[key] = _times.get(key, 0) + 1
+    meeting = _kept.get(key)
+    if meeting is None:
+        meeting = where.meet(launch, deadline)
+        if not isinstance(where, Tcp):
+            _times[key] = 1
+    elif not isinstance(where, Tcp):
+        _times[key] += 1
     _kept[key] = Meeting(meeting.store, meeting.hosts)
     try:
-        yield meeting
+        yield meeting, _times[key]
+    except WeftError:
+        raise  # all have heard it there
     except BaseException:
-        if not meeting.hosts:
-            _kept.pop(key, None)  # its host may be gone
+        del _kept[key]
         raise
     finally:
         meeting.close()
 
 
 _kept: dict[tuple[str, int], Meeting] = {}
+_times: dict[tuple[str, int], int] = {}
 
 
 def forget() -> None:

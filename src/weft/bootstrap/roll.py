@@ -198,9 +198,10 @@ def call(
     while True:
         space = dist.PrefixStore(f"round{number}", store)
         arrival, decision = _attend(space, entry, deadline, where, hosts)
-        if not elastic or (decision.came >= arrival and decision.error != _OVER):
+        gone = decision.error == _OVER or (not decision.error and arrival > decision.came)
+        if not (elastic and gone):
             break
-        number += 1  # that round was of processes that are gone
+        number += 1  # that round was of processes that are gone; an error ends an attempt
     if arrival > decision.came and not decision.error:
         raise WeftError(
             f"{entry.name}: the {entry.size} ranks at {where} are complete without it: more "

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 
-__all__ = ["LOOPBACK", "host", "join", "listener", "outward"]
+__all__ = ["LOOPBACK", "connect", "host", "join", "listener", "outward"]
 
 LOOPBACK = "127.0.0.1"
+_LATE = 0.5  # seconds after the timeout in which torch itself may report it
 
 
 def host(address: str, *, everywhere: bool = False) -> tuple[dist.TCPStore, int]:
@@ -60,14 +62,40 @@ def join(address: str, timeout: float) -> dist.TCPStore:
     if not name or not port.isdecimal() or int(port) > 65535:
         raise WeftError(f"{address!r} is no address of a store: pass host:port")
     try:
-        return dist.TCPStore(
-            name.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=timeout)
-        )
+        return connect(name.strip("[]"), int(port), timeout)
     except RuntimeError as error:  # torch's store errors are
         raise WireError(
             f"no store answers at {address} within {timeout:g} s: is the process that made it "
             f"alive, and that address reachable? ({str(error).splitlines()[0]})"
         ) from error
+
+
+def connect(name: str, port: int, timeout: float) -> dist.TCPStore:
+    """The store at a host and a port.
+
+    Raises:
+        RuntimeError: from the store, or there is a listener that is no store.
+    """
+    made: list[dist.TCPStore] = []
+    failed: list[RuntimeError] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(name, port, is_master=False, timeout=timedelta(seconds=timeout))
+            )
+        except RuntimeError as error:
+            failed.append(error)
+
+    # a thread, since torch waits for the first answer without any timeout
+    thread = threading.Thread(target=make, name="weft-store", daemon=True)
+    thread.start()
+    thread.join(timeout + _LATE)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise RuntimeError(f"what listens at {name} port {port} does not answer: it is no store")
+    return made[0]
 
 
 def outward() -> str:
