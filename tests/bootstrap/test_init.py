@@ -241,7 +241,9 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:{port}", "tcp://[::1]:{port}", "file://{folder}/meeting"]
+)
 def test_ranks_meet_at_a_rendezvous(url: str, tmp_path: Path) -> None:
     url = url.format(port=free_port(), folder=tmp_path)
     env = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "", "MASTER_PORT": ""}
