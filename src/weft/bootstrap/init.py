@@ -56,22 +56,26 @@ def init(
     Collective: every rank calls it. Kernels are compiled before anybody waits for anybody.
     torch.distributed works afterwards, whoever set it up: if the program had its default group,
     weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun (or
-    whatever sets the same variables) for its ranks, without a launcher for this process alone,
-    which uses no network. As a context manager, it shuts down at the end of the block.
+    whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
+    process alone, which uses no network. As a context manager, it shuts down at the end of the
+    block. Who launched it, where the ranks met and over which network interface is logged.
 
     Args:
-        backend: "gloo", or "nccl" for a default group whose CUDA tensors go over NCCL and whose
-            CPU tensors go over gloo. None: gloo, or what there is. weft's own traffic goes over
-            sockets of its own.
-        rendezvous: where the ranks meet, as `init_method` of torch.distributed: "env://",
-            "tcp://host:port" or "file:///path", with rank and size from the environment.
-            None: "env://".
+        backend: "gloo"; "nccl" or "xccl" for a default group whose GPU tensors go over that and
+            whose CPU tensors go over gloo; "ccl", "ucc" or "mpi". None: nccl or xccl if every rank
+            has such a GPU, else gloo; or what there is. weft's own traffic goes over sockets of
+            its own.
+        rendezvous: where the ranks meet, with rank and size from the environment: "env://" (at
+            MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
+            "file:///path" of a file or folder that all see. None: "env://", and where the
+            environment has no such place, one that follows from the launcher.
         timeout: seconds that any wait may last. None: the adopted group's own, else 300.
 
     Raises:
-        WeftError: the environment is incomplete, the backend is not there, or weft is
-            already running with other arguments. Nothing was sent.
-        WireError: not all ranks came within `timeout`.
+        WeftError: the environment is incomplete, the backend is not there, or the processes do
+            not fit together (a rank given twice, world sizes or versions that differ): the same
+            on every rank that comes. Or weft is already running with other arguments.
+        WireError: not all ranks came within `timeout`; it names who is missing.
 
     Example:
         >>> import weft
