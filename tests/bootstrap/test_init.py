@@ -200,6 +200,11 @@ def test_ranks_adopt_a_group_together() -> None:
 
 def adopting() -> list[int]:
     dist.init_process_group("gloo")
+    version = weft.__version__
+    weft.__version__ += os.environ["RANK"]
+    with pytest.raises(WeftError, match=r"differ in weft version: .*0, rank 1 has .*1; install"):
+        init(timeout=20)
+    weft.__version__ = version
     for _ in range(2):  # its wire is closed in between, and made again
         with init(timeout=20):
             found = rows_of()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .. import kernels
 from ..errors import Error, WeftError, WireError
@@ -100,6 +101,7 @@ def init(
                 "already: leave rendezvous= out to use that group"
             )
         kernels.warm()
+        _agree_on_versions(timeout)
     else:
         made, url = True, None
         limit = _TIMEOUT if timeout is None else timeout
@@ -244,6 +246,30 @@ def _space(times: int) -> str:
     torchrun's store outlives its workers, so each of its attempts has a space of its own.
     """
     return f"weft/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/group{times}"
+
+
+def _agree_on_versions(timeout: float | None) -> None:
+    """The roll call of a group that is there already: what differs is told before it hurts."""
+    group = dist.group.WORLD
+    assert group is not None  # it is adopted
+    store = distributed_c10d._get_process_group_store(group)
+    rank, size = group.rank(), group.size()
+    if store is None or size == 1:  # MPI's groups have none
+        return
+    times = store.add(f"weft/adopted/{rank}", 1)
+    try:
+        roll.call(
+            dist.PrefixStore(f"weft/adopted/roll{times}", store),
+            _entry(launchers.Launch("adopted", rank, size, rank, size), None, store),
+            _TIMEOUT if timeout is None else timeout,
+            where="the group's store",
+            hosts=False,
+        )
+    except RuntimeError as error:  # torch's store errors are
+        raise WireError(
+            f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
+            rank=rank,
+        ) from error
 
 
 def _is_elastic() -> bool:
