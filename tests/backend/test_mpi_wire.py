@@ -1,0 +1,13 @@
+"""The wire over MPI keeps the contract of all wires, and weft's calls run on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.testing import WireContract
+
+
+class TestMpi(WireContract):
+    @pytest.fixture
+    def ranks(self, mpi_job):
+        return mpi_job
