@@ -2,8 +2,8 @@
 
     mpirun -n 8 python mpi_ranks.py ADDRESS AUTHKEY
 
-`conftest.py` listens at ADDRESS. It sends a rank what to run and hears how it ended; a rank that has
-nothing to do sleeps on its socket.
+`conftest.py` listens at ADDRESS. It sends a rank what to run and hears how it ended; a
+rank that has nothing to do sleeps on its socket.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"backend": "mpi"}, "backend 'mpi' is unknown: use gloo, or nccl"),
+        ({"backend": "smoke"}, "backend 'smoke' is unknown: use gloo, weft, mpi, or nccl"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),

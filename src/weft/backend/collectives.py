@@ -13,29 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..agree import agree, is_direct
+from ..errors import WeftError
 from ..wire.base import Pending, Wire, as_bytes
 from ..wire.dense import SCRATCH, checked, reduce_parts
 from ..wire.memory import Lease, typed
 
 __all__ = [
     "all_gather",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "gather",
     "op_name",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "scatter",
 ]
 
@@ -169,7 +172,7 @@ def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
 
 
 def _scatter_and_share(wire: Wire, flat: Tensor, root: int) -> None:
-    """A part from the root to each rank, which sends it to all others: nobody sends it all twice."""
+    """A part from the root to each rank, which passes it on to all others; the root, its own."""
     rank, others = wire.rank, [peer for peer in wire.peers if peer != root]
     bounds = [len(flat) * part // wire.size for part in range(wire.size + 1)]
     parts = [flat[low:high] for low, high in pairwise(bounds)]
@@ -180,9 +183,7 @@ def _scatter_and_share(wire: Wire, flat: Tensor, root: int) -> None:
         return
     rests = [wire.post((), [(root, parts[rank])])] if len(parts[rank]) else []
     rests += [
-        wire.post((), [(owner, parts[owner])])
-        for owner in (*others, root)
-        if len(parts[owner])
+        wire.post((), [(owner, parts[owner])]) for owner in (*others, root) if len(parts[owner])
     ]
     if len(parts[rank]):
         rests.pop(0).wait()
@@ -249,9 +250,7 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
     fields = {"dtype": ", ".join(sorted(dtypes))}
     with _opened(wire, "all_to_all", fields, error, shown) as bodies:
         wrong = _unequal(wire.size, bodies) if is_direct(wire) else None
-    if wrong is not None:  # known to all: nobody sends anything
-        from ..errors import WeftError
-
+    if wrong is not None:  # known to all, so that nobody sends anything
         raise WeftError(wrong)
     places = [_place(out) for out in outs]
     wire.post(
@@ -262,3 +261,181 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
     for place, out in zip(places, outs, strict=True):
         _put(place, out)
     return outs
+
+
+def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
+    """Every rank's tensor to every rank, one after the other in one tensor."""
+    place = _place(out)
+    if place.numel() != wire.size * mine.numel():
+        outs = [place[:0]] * wire.size  # which `all_gather` complains of, on every rank
+    else:
+        outs = list(place.view(wire.size, -1))
+    all_gather(wire, outs, mine)
+    _put(place, out)
+    return [out]
+
+
+def reduce_scatter_single(wire: Wire, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
+    """Reduce each equal part of the ranks' tensors on one rank."""
+    flat = _flat(mine)
+    pieces = [flat[:0]] * wire.size
+    if flat.numel() == wire.size * out.numel():
+        pieces = list(flat.view(wire.size, -1))
+    return reduce_scatter(wire, out, pieces, op)
+
+
+def all_to_all_single(
+    wire: Wire, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
+) -> list[Tensor]:
+    """Parts of one tensor, cut along its first dimension, to each rank; no sizes are equal ones."""
+    place = out.detach() if out.is_contiguous() else torch.empty_like(out).contiguous()
+    outs = _split(place, out_sizes, wire.size)
+    all_to_all(wire, outs, _split(mine.detach(), in_sizes, wire.size))
+    if place.data_ptr() != out.data_ptr():
+        out.detach().copy_(place)
+    return [out]
+
+
+def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
+    """The parts of a tensor; none where the sizes are not its own, which `all_to_all` refuses."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        return list(tensor.chunk(ranks)) if rows % ranks == 0 and rows else [tensor[:0]] * ranks
+    return list(torch.split(tensor, sizes)) if sum(sizes) == rows else []
+
+
+@contextlib.contextmanager
+def _opened(
+    wire: Wire,
+    call: str,
+    fields: Mapping[str, object],
+    error: str | None,
+    payload: Tensor | None = None,
+) -> Iterator[list[Tensor]]:
+    """The opening exchange; what each rank's payload was, as bytes.
+
+    Payloads can be told apart only where statements are direct: else there is none.
+    """
+    body = _NOTHING if payload is None else as_bytes(payload)
+    with torch.profiler.record_function(f"weft::{call}"):
+        agreement = agree(wire, call, fields, error, body, lambda left, right: left)
+        try:
+            yield agreement.bodies
+        finally:
+            agreement.release()
+
+
+def _reduce_pieces(wire: Wire, out: Tensor, pieces: list[Tensor], op: str) -> None:
+    """Reduce every rank's `pieces[p]` on rank p, into its `out`, chunk by chunk.
+
+    While one chunk is added up the next is on its way.
+    """
+    own, flat = pieces[wire.rank], _place(out)
+    step = max(1, SCRATCH // wire.size // max(1, own.element_size()))
+    longest = max(map(len, pieces))
+
+    def exchange(start: int) -> tuple[Pending, Lease, list[Tensor]] | None:
+        if start >= longest:
+            return None
+        mine = own[start : start + step]
+        lease = wire.lease(wire.size * mine.nbytes)
+        slots = list(typed(lease.tensor, (wire.size, len(mine)), own.dtype))
+        slots[wire.rank].copy_(mine)  # a copy, since adding overwrites the lowest rank's
+        pending = wire.post(
+            [
+                (peer, chunk)
+                for peer in wire.peers
+                if len(chunk := pieces[peer][start : start + step])
+            ],
+            [(peer, slots[peer]) for peer in wire.peers if len(mine)],
+        )
+        return pending, lease, slots
+
+    under_way, start = exchange(0), 0
+    while under_way is not None:
+        pending, lease, slots = under_way
+        ahead = exchange(start + step)
+        pending.wait()
+        if len(slots[0]):
+            reduce_parts(slots, _sum(op), flat[start : start + step])
+        lease.release()
+        under_way, start = ahead, start + step
+    _mean(flat, op, wire.size)
+    _put(flat, out)
+
+
+def _unequal(size: int, bodies: list[Tensor]) -> str | None:
+    """Where an output is not as large as what arrives in it; alike on every rank."""
+    counts = [typed(body, (2, size), torch.int64).tolist() for body in bodies]
+    for source, (sends, _) in enumerate(counts):
+        for target, (_, takes) in enumerate(counts):
+            if sends[target] != takes[source]:
+                return (
+                    f"rank {source} has {sends[target]} elements for rank {target}, which has room "
+                    f"for {takes[source]} from it: split sizes must match"
+                )
+    return None
+
+
+def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
+    """What is wrong with a call's tensors, in a sentence, or None."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            return f"a tensor has layout {tensor.layout}: only all_reduce takes sparse tensors"
+        if tensor.device.type != "cpu":
+            return f"a tensor is on {tensor.device}: this backend moves CPU tensors, so copy it"
+        if tensor.dtype != first.dtype:
+            return f"tensors of {first.dtype} and of {tensor.dtype} were given: pass one dtype"
+    if op == "avg" and first.dtype == torch.bool:
+        return "op avg does not apply to torch.bool"
+    return None if op is None else checked(_sum(op), first.dtype)
+
+
+def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
+    """The dtype and the sizes of tensors, as a fingerprint."""
+    text = ", ".join(str(tensor.numel()) for tensor in tensors)
+    if len(text) > _SAID:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        text = f"{text[:20]} ... ({len(tensors)} sizes, digest {digest})"
+    return {"dtype": tensors[0].dtype if tensors else None, "sizes": text}
+
+
+def _eager(wire: Wire, nbytes: int) -> bool:
+    return nbytes <= EAGER and is_direct(wire)
+
+
+def _sum(op: str) -> str:
+    """An average is a sum that is divided at the end."""
+    return "sum" if op == "avg" else op
+
+
+def _mean(flat: Tensor, op: str, size: int) -> None:
+    if op == "avg":
+        whole = not (flat.is_floating_point() or flat.is_complex())
+        flat.div_(size, rounding_mode="trunc" if whole else None)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in their order, 1-D: the tensor's own memory if it is contiguous."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _place(tensor: Tensor, *, filled: bool = False) -> Tensor:
+    """Where to receive a tensor: its own memory if it is contiguous; `_put` does the rest."""
+    if tensor.is_contiguous() or filled:
+        return _flat(tensor)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _put(flat: Tensor, tensor: Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _put_bytes(body: Tensor, tensor: Tensor) -> None:
+    """What came as bytes; copied as bytes if possible, since they need not be aligned."""
+    place = _place(tensor)
+    if place.numel():
+        as_bytes(place).copy_(body)
+    _put(place, tensor)

@@ -20,9 +20,7 @@ from ..wire.worker import Work
 __all__ = ["Ended", "Posted", "Queued", "started"]
 
 
-def started(
-    wire: Wire, name: str, job: Callable[[], list[Tensor]], options: Any
-) -> Ended | Queued:
+def started(wire: Wire, name: str, job: Callable[[], list[Tensor]], options: Any) -> Ended | Queued:
     """Run a collective on a wire when its turn has come.
 
     A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself, which

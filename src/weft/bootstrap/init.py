@@ -23,7 +23,7 @@ from .. import kernels
 from ..errors import WeftError, WireError
 from ..wire import default
 from ..wire.base import Wire
-from . import launchers
+from . import launchers, mpi
 
 __all__ = ["init", "shutdown"]
 
@@ -59,9 +59,11 @@ def init(
     which uses no network. As a context manager, it shuts down at the end of the block.
 
     Args:
-        backend: "gloo", or "nccl" for a default group whose CUDA tensors go over NCCL and whose
-            CPU tensors go over gloo. None: gloo, or what there is. weft's own traffic goes over
-            sockets of its own.
+        backend: "gloo"; "weft", which is gloo with sparse and uneven collectives served by weft;
+            "nccl" for a default group whose CUDA tensors go over NCCL and whose CPU tensors go
+            over gloo; or "mpi", under mpirun, for torch.distributed and weft over MPI (needs
+            `pip install weft[mpi]`). None: gloo, or what there is. But for MPI, weft's own
+            traffic goes over sockets of its own.
         rendezvous: where the ranks meet, as `init_method` of torch.distributed: "env://",
             "tcp://host:port" or "file:///path", with rank and size from the environment.
             None: "env://".
@@ -96,6 +98,11 @@ def init(
                 "already: leave rendezvous= out to use that group"
             )
         kernels.warm()
+    elif backend == "mpi":
+        made, url = True, None
+        _refuse_rendezvous(rendezvous)
+        kernels.warm()
+        mpi.start_group(_TIMEOUT if timeout is None else timeout)
     else:
         made, launch = True, launchers.detect()
         url = _where(launch, rendezvous)
@@ -164,8 +171,12 @@ def _backend_spec(backend: str | None) -> str:
     """What torch.distributed calls it."""
     if backend in (None, "gloo"):
         return "gloo"
+    if backend in ("weft", "mpi"):  # the latter's group is started by `mpi.start_group`
+        return "cpu:weft"
     if backend != "nccl":
-        raise WeftError(f"backend {backend!r} is unknown: use gloo, or nccl on machines with GPUs")
+        raise WeftError(
+            f"backend {backend!r} is unknown: use gloo, weft, mpi, or nccl on machines with GPUs"
+        )
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise WeftError(
             "backend 'nccl' needs a GPU and a CUDA build of torch, and there is "
@@ -181,6 +192,14 @@ def _check_backend(backend: str | None) -> None:
         raise WeftError(
             f"backend={backend!r} was asked for, but torch.distributed is initialised already "
             f"with {there}: leave backend= out to use that"
+        )
+
+
+def _refuse_rendezvous(rendezvous: str | None) -> None:
+    if rendezvous is not None:
+        raise WeftError(
+            f"rendezvous={rendezvous!r} was asked for, but under MPI the ranks meet through "
+            "mpirun: leave rendezvous= out"
         )
 
 

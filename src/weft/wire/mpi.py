@@ -304,9 +304,7 @@ class MpiMover:
         block.Free()
         return [buffer, 1, kind], kind
 
-    def finish(
-        self, orders: Iterable[_Order], limit: float, at: Callable[[int], None]
-    ) -> None:
+    def finish(self, orders: Iterable[_Order], limit: float, at: Callable[[int], None]) -> None:
         """Wait until all of these are through; other threads may wait for others meanwhile.
 
         Raises:
@@ -353,7 +351,8 @@ class MpiMover:
             with _turn:
                 if self._ended:
                     return
-                if all([order.test() for order in self._under_way.values()]):
+                waiting = [order for order in self._under_way.values() if not order.test()]
+                if not waiting:  # each was looked at: that is what moves them
                     self._stir.clear()
 
     def cut(self) -> None:

@@ -191,6 +191,9 @@ def _store(group: dist.ProcessGroup) -> dist.Store | None:
 
 def _timeout(group: dist.ProcessGroup) -> float:
     """Seconds that an operation of the group may last."""
+    own = getattr(group, "timeout", None)  # of a backend of weft's
+    if own is not None:
+        return float(own)
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
