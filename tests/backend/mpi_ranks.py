@@ -1,6 +1,6 @@
 """A rank of the tests over MPI: started once by mpirun, it runs one body after another.
 
-    mpirun -n 8 python mpi_ranks.py ADDRESS AUTHKEY
+    mpirun -n 4 python mpi_ranks.py ADDRESS AUTHKEY
 
 `conftest.py` listens at ADDRESS. It sends a rank what to run and hears how it ended; a
 rank that has nothing to do sleeps on its socket.

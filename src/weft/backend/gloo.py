@@ -82,7 +82,9 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
 
     def job() -> list[Tensor]:
         for tensor in tensors:
-            result, _ = reduce_now(wire, Request.of(tensor, op, "auto", None, None))
+            # entries of one index are its summands, which only a sum may take one by one
+            given = tensor if op in ("sum", "avg") else tensor.coalesce()
+            result, _ = reduce_now(wire, Request.of(given, op, "auto", None, None))
             tensor.data = result  # the caller's tensor takes over the memory of the result
         return tensors
 

@@ -46,7 +46,8 @@ _BLOCK = 1 << 30  # bytes above which a message is described to MPI in blocks of
 _TICK = 0.004  # seconds between two looks of the thread
 _GRACE = 0.25  # seconds in which what a rank sent before it left may still come in
 _YIELDS = 30  # looks with nothing but a yield between them, before a wait sleeps
-_NAP = (2e-5, 5e-4)  # seconds of the shortest and the longest sleep of a wait
+_NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
+_LONG_NAP = 5e-3  # seconds of the longest sleep of a wait that has lasted for seconds
 _TEXT = 512  # bytes of what `World.broadcast` carries
 
 
@@ -181,7 +182,11 @@ def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
 
 
 class _Nap:
-    """The pauses of one wait: first a yield, then asleep for an eighth of what it has lasted."""
+    """The pauses of one wait: yields, then sleeps in proportion to how long it has lasted.
+
+    Short ones first, since messages move only while somebody looks; a wait for a rank that is late
+    by seconds costs next to nothing.
+    """
 
     def __init__(self) -> None:
         self._looks = 0
@@ -193,7 +198,7 @@ class _Nap:
             time.sleep(0)
             return
         waited = time.monotonic() - self._began
-        time.sleep(min(max(waited / 8, _NAP[0]), _NAP[1]))
+        time.sleep(min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP))
 
 
 @dataclass(slots=True, eq=False)
