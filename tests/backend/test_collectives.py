@@ -193,6 +193,8 @@ def test_errors_are_the_same_on_every_rank(wire, call, said):
         text = str(caught.value)
         assert text.startswith(said), text
         heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
-        collectives.all_gather(wire, heard, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+        collectives.all_gather(
+            wire, heard, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        )
         assert all(bytes(each.tolist()) == text.encode() for each in heard)
     collectives.barrier(wire)  # the next call works
