@@ -240,3 +240,21 @@ def again(wire, backend, meeting):
             assert mine.indices().tolist() == [[0, 1]]
             inside = dist.group.WORLD.wire
         assert inside.closed
+
+
+def test_no_method_that_c_asks_for_is_left_to_torch():
+    """What torch runs itself for a group written in Python it starts with the GIL held.
+
+    gloo's threads take the GIL, to let go of a tensor, with the lock held that starting needs: now
+    and then that is a deadlock. So none may be missing.
+    """
+    from weft.backend.gloo import WeftGroup
+    from weft.backend.mpi import MpiGroup
+
+    asked = (
+        "all_gather_single_coalesced all_to_all_single allgather allreduce allreduce_coalesced "
+        "barrier broadcast recv reduce_scatter reduce_scatter_single_coalesced send "
+        "allgather_into_tensor_coalesced alltoall_base reduce_scatter_tensor_coalesced"
+    )
+    for kind in (WeftGroup, MpiGroup):
+        assert set(asked.split()) <= set(vars(kind)), kind

@@ -7,6 +7,8 @@ call depends on the kind of call alone, never on one rank's sizes.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import kernels
 from ..sparse.api import reduce_now
 from ..sparse.request import Request
 from ..wire import process_group
 from ..wire.base import Wire
 from . import collectives
 from .arguments import PythonGroup, listed, nested, op_of
-from .work import Ended, Queued, started
+from .work import Ended, Queued, Several, started
 
 __all__ = ["WeftGroup", "sparse_all_reduce"]
+
+
+def _through(name: str) -> Callable[..., Any]:
+    """A method that gloo serves.
+
+    C++ could find gloo by itself, but would keep the GIL while it starts the call, and gloo's
+    threads take it with the lock held that starting needs: a deadlock, now and then.
+    """
+
+    def method(group: WeftGroup, *args: Any, **options: Any) -> Any:
+        return getattr(group._gloo, name)(*args, **options)
+
+    return method
 
 
 class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
@@ -68,6 +84,30 @@ class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
             opts,
         )
 
+    # All that C++ asks a Python group for; the rest does not pass through Python.
+
+    all_to_all_single = _through("alltoall_base")
+    allreduce_coalesced = _through("allreduce_coalesced")
+    barrier = _through("barrier")
+    broadcast = _through("broadcast")
+    recv = _through("recv")
+    send = _through("send")
+
+    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        pairs, passed = zip(listed(outs), listed(ins), strict=True), [] if opts is None else [opts]
+        return Several([self._gloo._allgather_base(*pair, *passed) for pair in pairs], listed(outs))
+
+    def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        pairs, passed = zip(listed(outs), listed(ins), strict=True), [] if opts is None else [opts]
+        return Several(
+            [self._gloo._reduce_scatter_base(*pair, *passed) for pair in pairs], listed(outs)
+        )
+
+    # the names before torch 2.13
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     def shutdown(self) -> None:
         """Leave: the peers learn that this is no death. Twice is fine."""
         wire, self._wire = self._wire, None
@@ -78,6 +118,7 @@ class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
 
 def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Queued:
     """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
+    _warm()
     op = op_of(opts)
 
     def job() -> list[Tensor]:
@@ -89,3 +130,9 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
         return tensors
 
     return started(wire, "all_reduce", job, opts)
+
+
+@functools.cache
+def _warm() -> None:
+    """Before the first sparse call, make the machine code: nobody's deadline runs yet."""
+    kernels.warm()

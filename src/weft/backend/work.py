@@ -17,7 +17,7 @@ from torch import Tensor
 from ..wire.base import Pending, Wire
 from ..wire.worker import Work
 
-__all__ = ["Ended", "Posted", "Queued", "started"]
+__all__ = ["Ended", "Posted", "Queued", "Several", "started"]
 
 
 def started(wire: Wire, name: str, job: Callable[[], list[Tensor]], options: Any) -> Ended | Queued:
@@ -99,6 +99,32 @@ class Queued(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         return self._work.get_future()
+
+
+class Several(dist.Work):
+    """Works of another backend, waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work], tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._tensors = works, tensors
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them.
+
+        Raises:
+            RuntimeError: what the backend raises.
+        """
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda _: self._tensors)
 
 
 class Posted(dist.Work):
