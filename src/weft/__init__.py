@@ -5,6 +5,7 @@ Importing weft starts nothing: no thread, no socket, no compiler.
 
 import typing as _typing
 
+from . import backend as _backend
 from . import sparse
 from .bootstrap.init import init, shutdown
 from .errors import Error, StillRunning, WeftError, WireError
@@ -44,6 +45,8 @@ __all__ = [
     "sparse_reduce",
     "sparse_reduce_scatter",
 ]
+
+_backend.register()  # names for torch.distributed.init_process_group, and nothing more
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "checked", "messages", "received_bytes", "reduce_parts"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -59,20 +59,38 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
-    if op not in OPS:
-        raise WeftError(f"rank {wire.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
+    if wrong := checked(op, tensor.dtype):
+        raise WeftError(f"rank {wire.rank}: {wrong}")
     combine, flat = _arithmetic(op, tensor.view(-1))
-    try:
-        combine(flat[:0], flat[:0])
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise WeftError(
-            f"rank {wire.rank}: op {op} does not apply to {tensor.dtype}: {error}"
-        ) from error
     if wire.size == 1 or not len(flat):
         return _Done(tensor)
     if len(flat) * flat.element_size() <= _SMALL:
         return _Whole(wire, tensor, flat, combine)
     return _Parts(wire, tensor, flat, combine)
+
+
+def checked(op: str, dtype: torch.dtype) -> str | None:
+    """Why values of this dtype cannot be reduced so, as a clause, or None."""
+    if op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
+    combine, none = _arithmetic(op, torch.empty(0, dtype=dtype))
+    try:
+        combine(none, none)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"op {op} does not apply to {dtype}: {error}"
+    return None
+
+
+def reduce_parts(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """Reduce tensors of one dtype and length in the order given, into `out`, as `all_reduce` does.
+
+    Overwrites the first, and `out` may be one of them; all are 1-D and contiguous.
+    """
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    combine, target = _arithmetic(op, out)
+    _reduce([_arithmetic(op, part)[1] for part in parts], combine, target)
 
 
 def messages(ranks: int, nbytes: float) -> int:
