@@ -8,6 +8,16 @@ import typing as _typing
 from . import backend as _backend
 from . import sparse
 from .bootstrap.init import init, shutdown
+from .comm import (
+    all_reduce,
+    all_to_all,
+    barrier,
+    clip_grad_norm_,
+    exchange,
+    overlap_grads,
+    sync_grads,
+    sync_params,
+)
 from .errors import Error, StillRunning, WeftError, WireError
 from .rows import Rows
 from .sparse import (
@@ -34,9 +44,15 @@ __all__ = [
     "Wire",
     "WireError",
     "algorithm",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "clip_grad_norm_",
     "ddp",
+    "exchange",
     "explain",
     "init",
+    "overlap_grads",
     "shutdown",
     "sparse",
     "sparse_all_gather",
@@ -44,6 +60,8 @@ __all__ = [
     "sparse_broadcast",
     "sparse_reduce",
     "sparse_reduce_scatter",
+    "sync_grads",
+    "sync_params",
 ]
 
 _backend.register()  # names for torch.distributed.init_process_group, and nothing more

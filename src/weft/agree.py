@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import Wire
+from .wire.base import Pending, Wire
 from .wire.memory import Lease
 
 __all__ = ["BODY", "DIRECT", "Agreement", "agree", "is_direct"]
@@ -113,6 +113,7 @@ def agree(
     combine: Combine,
     *,
     meanwhile: Callable[[], object] = lambda: None,
+    watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Agreement:
     """Exchange statements; collective.
 
@@ -125,6 +126,7 @@ def agree(
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
         meanwhile: local work to do while the statements are under way.
+        watch: is told what is waited for, where statements are direct: one message of each rank.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
@@ -147,7 +149,7 @@ def agree(
         meanwhile()
         said, leases = [mine], list[Lease]()
     elif is_direct(wire):
-        said, leases = _directly(wire, mine, meanwhile)
+        said, leases = _directly(wire, mine, meanwhile, watch)
     else:
         meanwhile()
         said, leases = _combining(wire, mine, combine)
@@ -161,10 +163,14 @@ def agree(
 
 
 def _directly(
-    wire: Wire, mine: _Statement, meanwhile: Callable[[], object]
+    wire: Wire,
+    mine: _Statement,
+    meanwhile: Callable[[], object],
+    watch: Callable[[Pending], object],
 ) -> tuple[list[_Statement], list[Lease]]:
     lease = mine.pack(wire)
     pending = wire.small_all_gather(lease.tensor, _CAP)
+    watch(pending)
     meanwhile()
     messages = pending.wait()
     return [_Statement.unpack(message) for message in messages], [lease, _Released(pending.release)]

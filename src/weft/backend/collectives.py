@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..agree import agree, is_direct
 from ..errors import WeftError
+from ..wire import dense
 from ..wire.base import Pending, Wire, as_bytes
-from ..wire.dense import SCRATCH, checked, reduce_parts
 from ..wire.memory import Lease, typed
 
 __all__ = [
@@ -90,7 +90,7 @@ def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
             if eager:
                 # copies, since a statement is aligned to 8 bytes only, and parts are overwritten
                 parts = [typed(body, (flat.numel(),), flat.dtype).clone() for body in bodies]
-                reduce_parts(parts, _sum(op), flat)
+                dense.reduce(parts, _sum(op), flat)
             else:
                 pending = wire.dense_all_reduce(flat, _sum(op))
                 pending.wait()
@@ -331,7 +331,7 @@ def _reduce_pieces(wire: Wire, out: Tensor, pieces: list[Tensor], op: str) -> No
     While one chunk is added up the next is on its way.
     """
     own, flat = pieces[wire.rank], _place(out)
-    step = max(1, SCRATCH // wire.size // max(1, own.element_size()))
+    step = max(1, dense.SCRATCH // wire.size // max(1, own.element_size()))
     longest = max(map(len, pieces))
 
     def exchange(start: int) -> tuple[Pending, Lease, list[Tensor]] | None:
@@ -357,7 +357,7 @@ def _reduce_pieces(wire: Wire, out: Tensor, pieces: list[Tensor], op: str) -> No
         ahead = exchange(start + step)
         pending.wait()
         if len(slots[0]):
-            reduce_parts(slots, _sum(op), flat[start : start + step])
+            dense.reduce(slots, _sum(op), flat[start : start + step])
         lease.release()
         under_way, start = ahead, start + step
     _mean(flat, op, wire.size)
@@ -389,7 +389,7 @@ def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
             return f"tensors of {first.dtype} and of {tensor.dtype} were given: pass one dtype"
     if op == "avg" and first.dtype == torch.bool:
         return "op avg does not apply to torch.bool"
-    return None if op is None else checked(_sum(op), first.dtype)
+    return None if op is None else dense.refuses(_sum(op), first.dtype)
 
 
 def _said(tensors: Sequence[Tensor]) -> dict[str, object]:

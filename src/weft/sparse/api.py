@@ -71,7 +71,7 @@ def sparse_all_reduce(
     """
     wire = default.resolve(group)
     if isinstance(rows, list):
-        job = _list_job(wire, rows, op, algorithm, wire_dtype, out)
+        job = list_job(wire, rows, op, algorithm, wire_dtype, out)
     else:
         job = _job(wire, Request.of(rows, op, algorithm, wire_dtype, out))
     return started(wire, "sparse_all_reduce", job, async_op)
@@ -108,7 +108,7 @@ def _job(wire: Wire, request: Request) -> Callable[[], Any]:
     return lambda: reduce_now(wire, request)[0]
 
 
-def _list_job(
+def list_job(
     wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
 ) -> Callable[[], list[Any]]:
     """What reduces a list of tables when its turn has come; an empty list is an empty table."""

@@ -23,7 +23,7 @@ from ..wire import link
 from . import registry
 from .call import Out
 
-__all__ = ["NOTHING", "Request", "RowsLike"]
+__all__ = ["NOTHING", "Request", "RowsLike", "op_name"]
 
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
@@ -255,13 +255,19 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
     )
 
 
+def op_name(op: object) -> object:
+    """The name of a `torch.distributed.ReduceOp`; anything else as it is."""
+    if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        return op
+    names = {"PRODUCT": "prod"}
+    name = next(
+        (n for n in dist.ReduceOp.RedOpType.__members__ if op == getattr(dist.ReduceOp, n)), "?"
+    )
+    return names.get(name, name.lower())
+
+
 def _op(op: object) -> Op:
-    if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        names = {"PRODUCT": "prod"}
-        name = next(
-            (n for n in dist.ReduceOp.RedOpType.__members__ if op == getattr(dist.ReduceOp, n)), "?"
-        )
-        op = names.get(name, name.lower())
+    op = op_name(op)
     if isinstance(op, str):
         if op not in OPS:
             raise _WrongError(

@@ -66,6 +66,13 @@ class Pending(abc.ABC):
     def release(self) -> None:
         """Give back the leased views. Only after `wait()`; releasing twice does nothing."""
 
+    def arrived(self) -> list[bool]:
+        """Which receives are done, in the order asked for; any thread may ask, nothing is moved.
+
+        Only to tell a person what is missing. A wire that cannot tell returns an empty list.
+        """
+        return []
+
 
 class Wire(abc.ABC):
     """The transport of one group of ranks.
@@ -83,6 +90,7 @@ class Wire(abc.ABC):
         sequence: number of the last call that the ranks agreed on.
         link: figures of the network, once measured (`weft.wire.link`).
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
+        entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
     rank: int
@@ -100,6 +108,7 @@ class Wire(abc.ABC):
         self.sequence = 0
         self.link: Link | None = None
         self.hosts: Hosts | None = None
+        self.entered: object | None = None
         self._worker: Worker | None = None
 
     def __enter__(self) -> Self:
@@ -205,6 +214,10 @@ class _InRankOrder(Pending):
         received = dict(zip(self._order, self._pending.wait(), strict=True))
         received[self._rank] = self._own
         return [received[rank] for rank in sorted(received)]
+
+    def arrived(self) -> list[bool]:
+        here = dict(zip(self._order, self._pending.arrived(), strict=False))
+        return [rank == self._rank or here.get(rank, False) for rank in range(len(self._order) + 1)]
 
     def release(self) -> None:
         self._pending.release()

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from .base import Pending, Wire
 from .memory import Lease, typed
 
-__all__ = ["OPS", "SCRATCH", "all_reduce", "checked", "messages", "received_bytes", "reduce_parts"]
+__all__ = ["OPS", "SCRATCH", "all_reduce", "messages", "received_bytes", "reduce", "refuses"]
 
 _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -59,8 +59,8 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
     """
-    if wrong := checked(op, tensor.dtype):
-        raise WeftError(f"rank {wire.rank}: {wrong}")
+    if reason := refuses(op, tensor.dtype):
+        raise WeftError(f"rank {wire.rank}: {reason}")
     combine, flat = _arithmetic(op, tensor.view(-1))
     if wire.size == 1 or not len(flat):
         return _Done(tensor)
@@ -69,28 +69,32 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     return _Parts(wire, tensor, flat, combine)
 
 
-def checked(op: str, dtype: torch.dtype) -> str | None:
-    """Why values of this dtype cannot be reduced so, as a clause, or None."""
+def refuses(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
     if op not in OPS:
         return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
-    combine, none = _arithmetic(op, torch.empty(0, dtype=dtype))
+    combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
     try:
-        combine(none, none)
+        combine(nothing, nothing)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return f"op {op} does not apply to {dtype}: {error}"
     return None
 
 
-def reduce_parts(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-    """Reduce tensors of one dtype and length in the order given, into `out`, as `all_reduce` does.
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """What `all_reduce` makes of contributions, where they all are here.
 
-    Overwrites the first, and `out` may be one of them; all are 1-D and contiguous.
+    Args:
+        parts: 1-D, of the dtype and size of `out`, in rank order; the first is overwritten.
+        op: one of `OPS`.
+        out: contiguous; may be one of the parts.
     """
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    combine, target = _arithmetic(op, out)
-    _reduce([_arithmetic(op, part)[1] for part in parts], combine, target)
+    combine, flat = _arithmetic(op, out.view(-1))
+    seen = [part.view(flat.dtype) for part in parts]
+    if len(seen) == 1:
+        flat.copy_(seen[0])
+    else:
+        _reduce(seen, combine, flat)
 
 
 def messages(ranks: int, nbytes: float) -> int:

@@ -251,6 +251,12 @@ class _Posted(Pending):
         finally:
             watch.end()
 
+    def arrived(self) -> list[bool]:
+        orders = self.orders  # read before `_done`, which is set before they are forgotten
+        if self._done:
+            return [True] * len(self._recvs)
+        return [order.done for _, order in orders[: len(self._recvs)]]
+
     def _reach(self, number: int) -> None:
         self._at = number
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
-from .dense import OPS
 from .memory import Lease
 
 __all__ = ["ThreadWire", "group"]
@@ -123,8 +123,8 @@ class ThreadWire(Wire):
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         shared = self._group
-        if op not in OPS:
-            raise WeftError(f"rank {self.rank}: op {op!r} is unknown: use one of {', '.join(OPS)}")
+        if reason := dense.refuses(op, tensor.dtype):
+            raise WeftError(f"rank {self.rank}: {reason}")
         part = tensor.clone()
         if shared.strict:
             _memory(tensor).fill(_GARBAGE)
@@ -373,6 +373,9 @@ class _Exchange(Pending):
         left = next((message for message in self._outgoing if not message.done), None)
         return f"rank {left.peer} to take {len(left.data)} bytes" if left else "nothing"
 
+    def arrived(self) -> list[bool]:
+        return [message.done for message in self._incoming]
+
     def wait(self) -> list[Tensor]:
         self._wire._await(self)
         for message in self._outgoing:
@@ -403,12 +406,9 @@ class _Reduction:
     def finish(self) -> None:
         """Reduce in rank order; half precision rounds once, at the end."""
         first, _, op = self.parts[0]
-        narrow = first.dtype in (torch.float16, torch.bfloat16)
-        total = first.float() if narrow else first
-        for rank in range(1, self.size):
-            part = self.parts[rank][0]
-            total = OPS[op](total, part)  # a narrow one is promoted
-        result = _memory(total.to(first.dtype).contiguous())
+        total = torch.empty_like(first, memory_format=torch.contiguous_format)
+        dense.reduce([self.parts[r][0].flatten().clone() for r in range(self.size)], op, total)
+        result = _memory(total)
         for _, target, _ in self.parts.values():
             np.copyto(_memory(target), result)
 

@@ -64,6 +64,11 @@ class Worker:
         self._announcements: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = False
 
+    @property
+    def made(self) -> int:
+        """How many calls were made so far, those that wait for their turn included."""
+        return self._tickets
+
     def call(self, name: str, job: Callable[[], T]) -> T:
         """Run `job` in this thread, once all calls made before it are done; return its result.
 

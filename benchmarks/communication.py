@@ -1,0 +1,223 @@
+"""What the communication routines cost beside what a person would write instead.
+
+    python benchmarks/communication.py [--ranks 4] [--rounds 5] [--elements 25000000]
+    tools/netlab -n 4 --rate 1gbit -- python benchmarks/communication.py
+
+Each table is checked first and then measured in turns in the same run: `sync_params` and
+`sync_grads` of a model of many small tensors, and of one of the same number that are larger, beside
+SAR's way (one `all_reduce` for each tensor) and gloo's fastest (one for all of them, flattened);
+`all_to_all` beside gloo's `all_to_all_single`, which needs to be told the sizes, and the exchange
+of sizes besides; `all_reduce` beside gloo's. Times are medians over the rounds, of the slowest
+rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import weft
+from weft.testing import processes
+from weft.wire.base import Wire
+
+SMALL = 1000  # elements of a small tensor
+SIZES = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes that each sends to each
+
+Rows = list[list[str]]
+
+
+def measure(wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]]) -> Rows:
+    """Median milliseconds of each contender, of the slowest rank, and as multiples of the first."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, contender in contenders.items():
+            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            start = time.perf_counter()
+            contender()
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            wire.dense_all_reduce(took, "max").wait()
+            times[name].append(took.item())
+    medians = {name: statistics.median(each[1:]) for name, each in times.items()}
+    first = next(iter(medians.values()))
+    return [
+        [name, f"{seconds * 1e3:.2f}", f"{seconds / first:.2f}"]
+        for name, seconds in medians.items()
+    ]
+
+
+def model(count: int, elements: int, rank: int) -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(rank)
+    made = nn.ParameterList()
+    for _ in range(count):
+        parameter = nn.Parameter(torch.randint(-9, 9, (elements,), generator=generator).float())
+        parameter.grad = torch.randint(-9, 9, (elements,), generator=generator).float()
+        made.append(parameter)
+    return made
+
+
+def sar_params(module: nn.Module, group: dist.ProcessGroup) -> None:
+    for tensor in module.state_dict().values():
+        if group.rank():
+            tensor.zero_()
+        dist.all_reduce(tensor, group=group)
+
+
+def gloo_params(module: nn.Module, group: dist.ProcessGroup) -> None:
+    tensors = [tensor.detach() for tensor in module.parameters()]
+    flat = torch.cat([tensor.view(-1) for tensor in tensors])
+    dist.broadcast(flat, group_src=0, group=group)
+    at = 0
+    for tensor in tensors:
+        tensor.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+        at += tensor.numel()
+
+
+def sar_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
+    for parameter in module.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+
+
+def gloo_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
+    gradients = [parameter.grad for parameter in module.parameters()]
+    flat = torch.cat([gradient.view(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    at = 0
+    for gradient in gradients:
+        gradient.copy_(flat[at : at + gradient.numel()].view(gradient.shape))
+        at += gradient.numel()
+
+
+def synchronise(
+    wire: Wire, group: dist.ProcessGroup, rounds: int, count: int, elements: int
+) -> Rows:
+    """Parameters and gradients of a model of `count` tensors of so many elements."""
+    ways: dict[str, dict[str, Callable[[nn.ParameterList], object]]] = {
+        "sync_params": {
+            "weft": weft.sync_params,
+            "one all_reduce each (SAR)": lambda m: sar_params(m, group),
+            "flat broadcast (gloo)": lambda m: gloo_params(m, group),
+        },
+        "sync_grads": {
+            "weft": lambda m: weft.sync_grads(m, average=False),
+            "one all_reduce each (SAR)": lambda m: sar_grads(m, group),
+            "flat all_reduce (gloo)": lambda m: gloo_grads(m, group),
+        },
+    }
+    shown: Rows = []
+    for name, contenders in ways.items():
+        for way, contender in contenders.items():
+            mine = model(count, elements, wire.rank)
+            contender(mine)
+            everyone = [model(count, elements, rank) for rank in range(wire.size)]
+            for number, parameter in enumerate(mine):
+                found = parameter.detach() if name == "sync_params" else parameter.grad
+                want = everyone[0][number].detach()
+                if name == "sync_grads":
+                    want = torch.stack([each[number].grad for each in everyone]).sum(0)
+                assert torch.equal(found, want), (name, way)
+        mine = model(count, elements, wire.rank)
+        # sums grow from round to round, and would slow down when they overflow
+        for parameter in mine:
+            parameter.grad.zero_()
+        bound = {way: functools.partial(contender, mine) for way, contender in contenders.items()}
+        shown += [[name, f"{count} x {elements}", *row] for row in measure(wire, rounds, bound)]
+    return shown
+
+
+def exchange(wire: Wire, group: dist.ProcessGroup, rounds: int, largest: int) -> Rows:
+    shown: Rows = []
+    for nbytes in (size for size in SIZES if size <= largest):
+        inputs = [
+            torch.full((nbytes,), wire.rank * wire.size + to, dtype=torch.uint8)
+            for to in range(wire.size)
+        ]
+        source = torch.cat(inputs)
+        result = torch.empty_like(source)
+        sizes = torch.tensor([tensor.numel() for tensor in inputs])
+
+        def known(result: torch.Tensor = result, source: torch.Tensor = source) -> None:
+            dist.all_to_all_single(result, source, group=group)
+
+        def unknown(source: torch.Tensor = source, sizes: torch.Tensor = sizes) -> torch.Tensor:
+            coming = torch.empty_like(sizes)
+            dist.all_to_all_single(coming, sizes, group=group)
+            result = source.new_empty(int(coming.sum()))
+            dist.all_to_all_single(result, source, coming.tolist(), sizes.tolist(), group=group)
+            return result
+
+        found = weft.all_to_all(inputs)
+        known()
+        assert torch.equal(torch.cat(found), result) and torch.equal(unknown(), result)
+        for rank, tensor in enumerate(found):
+            assert tensor.eq(rank * wire.size + wire.rank).all()
+        contenders = {
+            "weft": lambda inputs=inputs: weft.all_to_all(inputs),
+            "gloo, sizes discovered": unknown,
+            "gloo, sizes known, memory reused": known,
+        }
+        shown += [["all_to_all", f"{nbytes} B", *r] for r in measure(wire, rounds, contenders)]
+        tensor = torch.ones(max(1, nbytes // 4))
+        assert weft.all_reduce(tensor).eq(wire.size).all()
+        contenders = {
+            "weft": lambda tensor=tensor: weft.all_reduce(tensor),
+            "gloo": lambda tensor=tensor: dist.all_reduce(tensor.clone(), group=group),
+        }
+        shown += [["all_reduce", f"{nbytes} B", *r] for r in measure(wire, rounds, contenders)]
+    return shown
+
+
+def rank(arguments: argparse.Namespace) -> Rows:
+    """One rank's program."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    group = dist.group.WORLD
+    assert group is not None
+    with weft.init() as wire:
+        each = max(1, arguments.elements // arguments.tensors)
+        rows = synchronise(wire, group, arguments.rounds, arguments.tensors, SMALL)
+        rows += synchronise(wire, group, arguments.rounds, arguments.tensors, each)
+        rows += exchange(wire, group, arguments.rounds, arguments.largest)
+    dist.destroy_process_group()
+    return rows
+
+
+def show(rows: Rows, ranks: int) -> None:
+    table = Table(title=f"{ranks} ranks", title_justify="left")
+    for column in ("call", "data", "way", "ms", "of weft's"):
+        table.add_column(column, justify="right" if column in ("ms", "of weft's") else "left")
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before[:2] != row[:2]:
+            table.add_section()
+        table.add_row(*row)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tensors", type=int, default=200)
+    parser.add_argument("--elements", type=int, default=25_000_000, help="of all tensors")
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of an exchange")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        rows = rank(arguments)
+        if os.environ["RANK"] == "0":
+            show(rows, int(os.environ["WORLD_SIZE"]))
+    else:
+        show(processes(arguments.ranks, rank, arguments, timeout=600)[0], arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`barrier`: everybody waits for everybody, and whoever waits too long is told for whom.
+
+A barrier that times out breaks nothing. The rank stays entered: the others can still come, and
+when they do, they find everybody there and go on. So the rank calls `barrier` again to wait on, or
+goes on to its next call, which waits for its turn behind the barrier.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from ..agree import is_direct
+from ..errors import StillRunning
+from ..wire import default
+from ..wire.base import Pending, Wire
+from ..wire.verdict import names
+from ..wire.worker import Work
+from .opening import opened
+
+__all__ = ["barrier"]
+
+
+def barrier(timeout: float | None = None, group: Any = None) -> None:
+    """Wait until every rank of the group has come here.
+
+    Args:
+        timeout: seconds, of this rank alone; None: the wire's own deadline, after which the wire
+            is broken. A timeout beyond that deadline is none.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+
+    Raises:
+        StillRunning: `timeout` passed; names the ranks that have not come. Nothing is broken, and
+            this rank is still in the barrier: the next `barrier` of this rank on this group, if
+            it makes no other call before, waits for the same one.
+        WeftError: another rank is in another call, or its timeout is no number of seconds; on
+            every rank.
+        WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
+
+    Example:
+        >>> import weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     if wire.rank == 1:
+        ...         while not waited_in_vain:
+        ...             pass
+        ...         return weft.barrier()
+        ...     try:
+        ...         weft.barrier(timeout=0.1)
+        ...     except weft.StillRunning as error:
+        ...         waited_in_vain.append(error)
+        ...     weft.barrier()  # waits on
+        >>> waited_in_vain = []
+        >>> run(2, program)
+        [None, None]
+        >>> print(waited_in_vain[0])
+        rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
+    """
+    wire = default.resolve(group)
+    entered, wire.entered = wire.entered, None
+    if not isinstance(entered, _Entered) or entered.calls != wire.worker.made:
+        entered = _Entered(wire, timeout)
+        if timeout is None:
+            wire.worker.call("barrier", entered.run)
+            return
+        entered.work = wire.worker.submit("barrier", entered.run)
+        entered.calls = wire.worker.made
+    try:
+        entered.work.wait(timeout if _is_time(timeout) else None)
+    except StillRunning:
+        wire.entered = entered
+        raise StillRunning(
+            f"rank {wire.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
+        ) from None
+
+
+def _is_time(timeout: object) -> bool:
+    """Whether it is a number of seconds."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    return number and math.isfinite(timeout) and timeout > 0  # type: ignore[arg-type, operator]  # a number
+
+
+class _Entered:
+    """A barrier that this rank is in.
+
+    Attributes:
+        work: the call.
+        calls: how many calls this rank had made when it had made this one.
+    """
+
+    work: Work[None]
+    calls: int
+
+    def __init__(self, wire: Wire, timeout: object) -> None:
+        self._wire = wire
+        self._error = None
+        if timeout is not None and not _is_time(timeout):
+            self._error = f"timeout is {timeout!r}: pass a positive number of seconds, or None"
+        self._awaited: Pending | None = None
+
+    def run(self) -> None:
+        """Take the turn."""
+        wire = self._wire
+        with record_function("weft::barrier"):
+            if not is_direct(wire):  # statements are combined there, and tell not who made them
+                nothing = torch.empty(0, dtype=torch.uint8)
+                self._awaited = wire.post_small(
+                    [(peer, nothing) for peer in wire.peers], [(peer, 0) for peer in wire.peers]
+                )
+                self._awaited.wait()
+                self._awaited.release()
+            with opened(wire, "barrier", {}, self._error, watch=self._watch):
+                pass
+
+    def _watch(self, pending: Pending) -> None:
+        self._awaited = pending
+
+    def late(self) -> str:
+        """Who has not come, as a clause."""
+        wire, awaited = self._wire, self._awaited
+        if awaited is None:
+            return f"the barrier still waits for its turn behind {wire.doing or 'earlier calls'}"
+        arrived = awaited.arrived()
+        ranks = range(wire.size) if is_direct(wire) else wire.peers
+        missing = [rank for rank, here in zip(ranks, arrived, strict=False) if not here]
+        if not missing:
+            return "not everybody has come to the barrier"
+        have = "has" if len(missing) == 1 else "have"
+        return f"{names(sorted(missing))} {have} not come to the barrier"

@@ -1,0 +1,98 @@
+"""`clip_grad_norm_`: as torch's, for sparse and dense gradients together.
+
+A sparse gradient as backward leaves it may hold an index several times. Its rows are summed first:
+the norm is that of the gradient, not of the pieces it came in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import WeftError
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor] | nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that the norm of all of them together is at most `max_norm`.
+
+    Local: nothing is sent. After `weft.sync_grads` all ranks have the same gradients, and so the
+    same norm.
+
+    Args:
+        parameters: those whose `.grad` counts, or a module; gradients are dense or sparse COO, on
+            any devices; a sparse one is coalesced. Of parameters without a gradient nothing counts.
+        max_norm: the most that the norm may be.
+        norm_type: the p of the p-norm; may be `math.inf`.
+        error_if_nonfinite: raise where the norm is infinite or not a number; else it scales by it.
+
+    Returns:
+        The norm as it was, a tensor without dimensions; 0.0 where there is no gradient.
+
+    Raises:
+        WeftError: `max_norm` or `norm_type` is no number that a norm can have, a gradient has
+            another layout, or the norm is not finite and that is an error.
+
+    Example:
+        >>> import torch, weft
+        >>> table = torch.nn.Embedding(10, 1, sparse=True)
+        >>> table(torch.tensor([3, 3, 7])).sum().backward()  # 3 twice: its gradient is 2
+        >>> weft.clip_grad_norm_(table, max_norm=1.0)
+        tensor(2.2361)
+        >>> table.weight.grad.coalesce().values().norm()
+        tensor(1.0000)
+    """
+    if math.isnan(max_norm) or max_norm < 0 or math.isnan(norm_type) or norm_type <= 0:
+        raise WeftError(
+            f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
+            "the second above it"
+        )
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    values: list[Tensor] = []
+    for parameter in dict.fromkeys(parameters):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout == torch.sparse_coo:
+            parameter.grad = gradient = gradient.coalesce()
+            values.append(gradient._values())
+        elif gradient.layout == torch.strided:
+            values.append(gradient)
+        else:
+            raise WeftError(f"a gradient has layout {gradient.layout}: use strided or sparse COO")
+    norms = [_norm(each, norm_type) for each in values if each.numel()]
+    if not norms:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device, widest) for norm in norms]), norm_type
+    )
+    if error_if_nonfinite and not total.isfinite():
+        raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for each in values:
+        each.mul_(scale.to(each.device))
+    return total
+
+
+def _norm(values: Tensor, p: float) -> Tensor:
+    """The p-norm of some values; of half precision in float32, where it does not overflow."""
+    narrow = values.dtype in (torch.float16, torch.bfloat16)
+    norm = torch.linalg.vector_norm(values, p, dtype=torch.float32 if narrow else None)
+    whole = getattr(norm, "full_tensor", lambda: norm)  # of a DTensor
+    number: Tensor = whole()
+    return number

@@ -1,0 +1,100 @@
+"""`exchange`: chosen rows to each rank, such as the features of a graph's remote neighbours.
+
+Rows are picked where they are and sent as `all_to_all` sends. Its adjoint adds up: what comes back
+for a row that went to several ranks, or several times to one, is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..wire import default
+from .all_to_all import Scatter, check_round
+from .differentiable import applied
+from .opening import NO_LIMIT
+
+__all__ = ["exchange"]
+
+
+def exchange(
+    rows: Tensor,
+    to: Sequence[Tensor | None],
+    group: Any = None,
+    *,
+    round_bytes: int | None = None,
+) -> list[Tensor]:
+    """Send some of this rank's rows to each rank; receive theirs. Differentiable.
+
+    Args:
+        rows: `[n, *row_shape]`, of any dtype; the row shape and the dtype are the same on every
+            rank, n need not be.
+        to: for each rank of the group, in rank order, this one included, the rows that it gets:
+            int32 or int64 indices into `rows`, `[k]`, in any order, any number of times; or None.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        round_bytes: as for `weft.all_to_all`.
+
+    Returns:
+        For each rank, in rank order, the rows that it sent here: `[k, *row_shape]`, k being the
+        length of its indices for this rank. If `rows` of some rank requires a gradient, the results
+        of all ranks do, and all must run backward; a row's gradient is the sum over all places
+        that it was sent to.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        A rank knows which rows it wants, not which the others want. Asking is an `all_to_all`:
+
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     features = 10.0 * wire.rank + torch.arange(3.0)
+        ...     other = 1 - wire.rank
+        ...     wanted = [torch.empty(0, dtype=torch.int64)] * 2
+        ...     wanted[other] = torch.tensor([2, 0])
+        ...     to = weft.all_to_all(wanted)  # once: what each rank wants of this one
+        ...     return weft.exchange(features, to)[other].tolist()
+        >>> run(2, program)
+        [[12.0, 10.0], [2.0, 0.0]]
+    """
+    wire = default.resolve(group)
+    error = _wrong(rows, to, wire.size) or check_round(round_bytes)
+    if error:
+        return applied(Scatter(wire, "exchange", error), [torch.empty(0)] * wire.size)
+    nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
+    parts = [rows.index_select(0, nothing if some is None else some) for some in to]
+    shape = tuple(rows.shape[1:])
+    scatter = Scatter(wire, "exchange", fields={"row shape": shape}, limit=round_bytes or NO_LIMIT)
+    return applied(scatter, parts)
+
+
+def _wrong(rows: object, to: object, size: int) -> str | None:
+    """What is wrong with what a caller passed, or None."""
+    if not isinstance(rows, Tensor) or rows.layout != torch.strided or rows.dim() == 0:
+        what = rows.layout if isinstance(rows, Tensor) else type(rows).__name__
+        return f"rows is {what} without rows: pass a strided tensor of at least one dimension"
+    if not isinstance(to, list | tuple) or len(to) != size:
+        count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
+        return f"to is {count} for {size} ranks: pass a list with indices for each"
+    for rank, some in enumerate(to):
+        if some is None:
+            continue
+        if not isinstance(some, Tensor) or some.dim() != 1:
+            what = f"shape {tuple(some.shape)}" if isinstance(some, Tensor) else type(some).__name__
+            return f"to[{rank}] is {what}: pass 1-D indices, or None"
+        if some.dtype not in (torch.int32, torch.int64):
+            return f"to[{rank}] is {some.dtype}: indices must be int32 or int64"
+        if some.device != rows.device:
+            return f"to[{rank}] is on {some.device}, rows on {rows.device}: pass one device"
+        if some.numel():
+            low, high = (int(end) for end in some.aminmax())
+            if low < 0 or high >= rows.shape[0]:
+                wrong = low if low < 0 else high
+                return f"to[{rank}] has index {wrong}, rows has {rows.shape[0]} rows"
+    return None

@@ -1,0 +1,319 @@
+"""`sync_grads`: every rank gets the sum or the average of the gradients of all.
+
+Parameters are matched by name. First all ranks state which of them have a gradient, and whether it
+is sparse; one that a rank has none for counts as zero there. Then dense gradients are reduced in a
+few large buckets and sparse ones in one `sparse_all_reduce`.
+
+`sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..errors import WeftError
+from ..sparse.api import list_job
+from ..wire import default, dense
+from ..wire.base import Pending, Wire
+from ..wire.memory import typed
+from .movement import on_host
+from .named import Manifest, difference, digest, local, manifests_of_all, of_module, shard_of
+from .opening import NO_LIMIT, ROOM, Opening, opened
+
+__all__ = ["NAME", "Synchronised", "overlapping", "sync_grads"]
+
+NAME = "sync_grads"
+
+DENSE, SPARSE = 1, 2  # what a rank states of a gradient; both together are a dense one
+
+_ALONE = 1 << 18  # bytes of a gradient that is reduced where it is
+_BUCKET = 8 << 20  # bytes of gradients that are reduced together
+
+
+def sync_grads(module: torch.nn.Module, average: bool = True, group: Any = None) -> None:
+    """Reduce the gradients of a module over all ranks; in `.grad`, on every rank alike.
+
+    Args:
+        module: its parameters are matched by name; dtype and shape of a name are the same on every
+            rank. A parameter without a gradient counts as zero, on a rank that has no parameter of
+            that name, too; where all have none it is left alone. Gradients are dense or sparse COO;
+            a parameter whose gradient is sparse on some ranks and dense on others gets a dense one.
+            Of a DTensor each rank must have the same shard: pass the group of a mesh dimension
+            along which it is replicated.
+        average: divide by the size of the group; else the sum.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+
+    Every parameter that some rank has a gradient of has one on all ranks afterwards, bit for bit
+    the same. Dense gradients are reduced in place where they can be; ranks are added in rank order.
+
+    Raises:
+        WeftError: modules or arguments differ, naming the first difference and the ranks; the same
+            text on every rank. Gradients are as they were, and the next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost, and the gradients
+            are undefined.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     model = torch.nn.Embedding(4, 1, sparse=True)
+        ...     model(torch.tensor([wire.rank, 3])).sum().backward()
+        ...     weft.sync_grads(model, average=False)
+        ...     return model.weight.grad.to_dense().flatten().tolist()
+        >>> run(2, program)
+        [[1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 0.0, 2.0]]
+    """
+    wire = default.resolve(group)
+    finish = overlapping.get(module) if isinstance(module, torch.nn.Module) else None
+    if finish is not None:
+        finish(wire, average)
+        return
+    synchronised = Synchronised(wire, module, average)
+
+    def job() -> None:
+        with record_function("weft::sync_grads"):
+            synchronised.reduce(synchronised.names)
+
+    wire.worker.call(NAME, job)
+
+
+overlapping: WeakKeyDictionary[torch.nn.Module, Callable[[Wire, bool], None]] = WeakKeyDictionary()
+"""The modules whose gradients are reduced while backward runs, and what `sync_grads` does then."""
+
+
+class Synchronised:
+    """The parameters of one module, as one rank knows them.
+
+    Attributes:
+        names: of all of them, sorted; those that are the same come once, under the first name.
+        in_order: the same, as the module has them.
+        manifest: what they are.
+        digest: of the manifest.
+        error: what is wrong with the arguments, or None.
+    """
+
+    def __init__(self, wire: Wire, module: Any, average: object) -> None:
+        found, self.manifest, self.error = of_module(module, buffers=False)
+        self._wire, self._op = wire, "avg" if average else "sum"
+        self._of = {each.name: each.owner for each in found}
+        self.names = list(self._of)
+        order = module.named_parameters(remove_duplicate=False) if self._of else ()
+        self.in_order = [name for name, _ in order if name in self._of]
+        self.digest = digest(self.manifest)
+        if self.error is None and not isinstance(average, bool):
+            self.error = f"average is {average!r}: pass True or False"
+
+    def size(self, name: str) -> int:
+        """Bytes of a gradient."""
+        return local(self._of[name]).nbytes
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter itself."""
+        return self._of[name]
+
+    @torch.no_grad()
+    def reduce(
+        self, names: Sequence[str], *, first: int | None = None, ready: bool = False
+    ) -> bool:
+        """Reduce the gradients of some parameters; collective, in a call whose turn it is.
+
+        Args:
+            names: which, the same on every rank, but where ranks have different parameters.
+            first: where given, the first so many of the names are reduced if some rank is ready for
+                them, and all of them if none is.
+            ready: whether this rank is.
+
+        Returns:
+            Whether some rank was ready.
+        """
+        wire, here = self._wire, list(names)
+        error = self.error or self._wrong_gradient(here)
+        if len(here) > ROOM:
+            error = error or f"{len(here)} parameters are too many for one call: at most {ROOM}"
+        said = self._agree(here, None if error else self._states(here), error, ready)
+        some_ready = said.limit == 0
+        if not said.equal:
+            everyone = manifests_of_all(wire, NAME, self.manifest)
+            text = difference(everyone, missing=False)
+            if text is not None:
+                raise WeftError(f"the modules differ: {text}; gradients are as they were")
+            described = {name: one[name] for one in everyone for name in one}
+            # what is the same as another, on all ranks that have it, is reduced under that name
+            here = [name for name in sorted(described) if ", the same as " not in described[name]]
+            said = self._agree(here, self._states(here), None, ready)
+        else:
+            described = self.manifest
+        states = dict(zip(here, said.mask.tolist(), strict=True))
+        if first is not None and some_ready:
+            states = {name: states[name] for name in here[:first]}
+        self._reduce_sparse([n for n, state in states.items() if state == SPARSE], described)
+        self._reduce_dense([n for n, state in states.items() if state & DENSE], described)
+        return some_ready
+
+    def _agree(
+        self, names: Sequence[str], mask: Tensor | None, error: str | None, ready: bool
+    ) -> Opening:
+        fields = {"average": self._op == "avg"}
+        if mask is None:
+            mask = torch.zeros(0, dtype=torch.uint8)
+        limit = 0 if ready else NO_LIMIT
+        with opened(
+            self._wire, NAME, fields, error, limit=limit, digest=self.digest, mask=mask
+        ) as said:
+            return Opening(said.fields, said.records, said.limit, said.equal, said.mask.clone(), [])
+
+    def _states(self, names: Sequence[str]) -> Tensor:
+        """What gradients this rank has, a byte for each name."""
+        states = bytearray(len(names))
+        for number, name in enumerate(names):
+            gradient = self._gradient(name)
+            if gradient is not None:
+                states[number] = SPARSE if gradient.layout == torch.sparse_coo else DENSE
+        return torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0).byte()
+
+    def _gradient(self, name: str) -> Tensor | None:
+        return self._of[name].grad if name in self._of else None
+
+    def _wrong_gradient(self, names: Sequence[str]) -> str | None:
+        for name in names:
+            gradient = self._gradient(name)
+            if gradient is None:
+                continue
+            parameter = self._of[name]
+            if gradient.layout not in (torch.strided, torch.sparse_coo):
+                return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
+            if gradient.dtype != parameter.dtype:
+                return (
+                    f"the gradient of {name!r} is {gradient.dtype}, the parameter "
+                    f"{parameter.dtype}: make them one"
+                )
+            if shard_of(gradient) != shard_of(parameter):
+                return f"the gradient of {name!r} is placed otherwise than the parameter"
+            if reason := dense.refuses("sum", gradient.dtype):
+                return f"the gradient of {name!r}: {reason}"
+        return None
+
+    def _reduce_sparse(self, names: Sequence[str], described: Manifest) -> None:
+        if not names:
+            return
+        tables = [self._sparse(name, described) for name in names]
+        results = list_job(self._wire, tables, self._op, "auto", None, None)()
+        for name, result in zip(names, results, strict=True):
+            if name in self._of:
+                self._of[name].grad = result
+
+    def _sparse(self, name: str, described: Manifest) -> Tensor:
+        """A sparse gradient, without rows where this rank has none."""
+        gradient = self._gradient(name)
+        if gradient is not None:
+            return gradient
+        like = self._like(name, described)
+        return torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=like.device),
+            like.new_empty((0, *like.shape[1:])),
+            like.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _like(self, name: str, described: Manifest) -> Tensor:
+        """A tensor of a parameter's dtype and shape: of another rank's where there is none here."""
+        if name in self._of:
+            return self._of[name]
+        said = re.match(r"a parameter of torch\.(\w+) of shape \(([\d, ]*)\)", described[name])
+        assert said is not None
+        shape = [int(dim) for dim in said[2].split(",") if dim.strip()]
+        return torch.empty(shape, dtype=getattr(torch, said[1]))
+
+    def _dense(self, name: str, described: Manifest) -> Tensor:
+        """What of a dense gradient is on this rank: made where there is none."""
+        if name not in self._of:
+            return torch.zeros_like(self._like(name, described))
+        parameter = self._of[name]
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        elif gradient.layout == torch.sparse_coo:
+            parameter.grad = gradient = gradient.to_dense()
+        elif _is_expanded(local(gradient)):
+            parameter.grad = gradient = gradient.contiguous()
+        return local(gradient)
+
+    def _reduce_dense(self, names: Sequence[str], described: Manifest) -> None:
+        """Reduce dense gradients: large ones where they are, small ones together by dtype."""
+        gradients = [self._dense(name, described) for name in names]
+        buckets: list[list[Tensor]] = []
+        filling: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            if gradient.nbytes >= _ALONE:
+                buckets.append([gradient])
+                continue
+            bucket = filling.get(gradient.dtype)
+            if bucket is None or sum(each.nbytes for each in bucket) + gradient.nbytes > _BUCKET:
+                bucket = filling[gradient.dtype] = []
+                buckets.append(bucket)
+            bucket.append(gradient)
+        under_way: _Bucket | None = None
+        for bucket in buckets:
+            following = _Bucket(self._wire, bucket, mean=self._op == "avg")
+            if under_way is not None:
+                under_way.finish()
+            under_way = following
+        if under_way is not None:
+            under_way.finish()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements share memory, so that it cannot be written."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(step == 0 and length > 1 for step, length in steps)
+
+
+class _Bucket:
+    """Some gradients of one dtype that are reduced as one."""
+
+    def __init__(self, wire: Wire, gradients: Sequence[Tensor], *, mean: bool) -> None:
+        self._wire, self._gradients, self._mean = wire, gradients, mean
+        first = gradients[0]
+        self._lease = wire.lease(0)
+        self._in_place = len(gradients) == 1 and on_host(first) and first.is_contiguous()
+        if self._in_place:
+            self._flat = first.view(-1)
+        else:
+            self._lease.release()
+            self._lease = wire.lease(sum(gradient.nbytes for gradient in gradients))
+            count = sum(gradient.numel() for gradient in gradients)
+            self._flat = typed(self._lease.tensor, (count,), first.dtype)
+            for place, gradient in zip(self._places(), gradients, strict=True):
+                place.copy_(gradient)
+        # halves are divided first, since their sum may overflow
+        self._early = mean and first.dtype in (torch.float16, torch.bfloat16)
+        if self._early:
+            self._flat.div_(wire.size)
+        self._pending: Pending = wire.dense_all_reduce(self._flat, "sum")
+
+    def _places(self) -> list[Tensor]:
+        ends = [*accumulate((gradient.numel() for gradient in self._gradients), initial=0)]
+        return [
+            self._flat[start:end].view(gradient.shape)
+            for (start, end), gradient in zip(pairwise(ends), self._gradients, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Wait for the sum, and put it where it belongs."""
+        self._pending.wait()
+        self._pending.release()
+        if self._mean and not self._early:
+            self._flat.div_(self._wire.size)
+        if not self._in_place:
+            for place, gradient in zip(self._places(), self._gradients, strict=True):
+                gradient.copy_(place)
+        self._lease.release()

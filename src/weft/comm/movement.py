@@ -1,0 +1,90 @@
+"""Moves tensors between ranks in rounds of bounded size, through host memory where need be.
+
+The wire takes contiguous tensors on the CPU. Those go out from where they are, and come in where
+they belong. Tensors on another device pass through page-locked buffers, one round of them at a
+time: so staging never takes more than a round, however large the tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..wire.base import Wire
+from ..wire.memory import fresh
+
+__all__ = ["STAGED", "empty", "host", "moved", "on_host", "rounds_of"]
+
+STAGED = 128 << 20
+"""Bytes that a rank whose tensors are on another device sends and receives in one round."""
+
+_CHANNEL = 3
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the wire can take a tensor from where it is."""
+    return tensor.device.type == "cpu"
+
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory for a result, of the dtype and on the device of `like`."""
+    if on_host(like):
+        return fresh(shape, like.dtype)
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def host(tensor: Tensor) -> Tensor:
+    """A tensor's values in contiguous memory of the host: the tensor itself where it is that."""
+    if on_host(tensor):
+        return tensor.contiguous()
+    return _locked(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _locked(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory that an accelerator copies to and from quickest; torch keeps it for the next use."""
+    return torch.empty(count, dtype=dtype, pin_memory=torch.accelerator.is_available())
+
+
+def rounds_of(nbytes: int, limit: int) -> int:
+    """Rounds in which so many bytes move, at most `limit` of them in each."""
+    return max(1, -(-nbytes // max(1, limit)))
+
+
+def moved(
+    wire: Wire, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int
+) -> None:
+    """Send tensors to peers and receive others; collective.
+
+    Args:
+        wire: among whom.
+        outgoing: by peer, contiguous; what one rank sends another is as large as what that one
+            receives. Empty tensors are not sent.
+        incoming: by peer, contiguous, to be filled.
+        rounds: how many, the same on every rank.
+    """
+    after = [peer for peer in wire.peers if peer in outgoing]
+    before = [peer for peer in reversed(wire.peers) if peer in incoming]
+    for number in range(rounds if after or before else 0):
+        sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
+        places = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
+        places = [(peer, place) for peer, place in places if place.numel()]
+        recvs = [
+            (peer, place if on_host(place) else _locked(place.numel(), place.dtype))
+            for peer, place in places
+        ]
+        pending = wire.post(
+            [(peer, host(piece)) for peer, piece in sends if piece.numel()], recvs, _CHANNEL
+        )
+        for (_, place), came in zip(places, pending.wait(), strict=True):
+            if came is not place:
+                place.copy_(came)
+        pending.release()
+
+
+def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:
+    """What of a tensor goes in one of so many rounds; both ends cut alike."""
+    flat = tensor.view(-1)
+    total = flat.numel()
+    return flat[total * number // rounds : total * (number + 1) // rounds]

@@ -1,0 +1,157 @@
+"""The tensors of a module by name, and what ranks say to each other of where they differ.
+
+Ranks compare digests of their *manifests*; only where those differ do they exchange the manifests
+themselves, so that every rank knows, and says, what the first difference is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..wire.base import Wire
+from .all_to_all import Scatter
+from .opening import Mode
+
+__all__ = [
+    "Manifest",
+    "Named",
+    "difference",
+    "digest",
+    "local",
+    "manifests_of_all",
+    "of_module",
+    "shard_of",
+]
+
+Manifest = dict[str, str]
+"""What each tensor is, in words, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One tensor of a module; those that share memory with an earlier one are named there.
+
+    Attributes:
+        name: as the module says it.
+        owner: the parameter or the buffer itself.
+    """
+
+    name: str
+    owner: Tensor
+
+
+def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, str | None]:
+    """The tensors of a module, its manifest, and why it cannot be synchronised, or None.
+
+    In the order of their names. Tensors that are the same memory come once, under the first.
+    """
+    if not isinstance(module, nn.Module):
+        return [], {}, f"module is a {type(module).__name__}: pass a torch.nn.Module"
+    found: list[Named] = []
+    manifest: Manifest = {}
+    first: dict[object, str] = {}
+    # by name, since the order in which modules have them may differ between ranks
+    for kind, name, tensor in sorted(_tensors(module, buffers), key=lambda each: each[1]):
+        if is_lazy(tensor):
+            return [], {}, f"{kind} {name!r} has no shape yet: run the module once"
+        place = local(tensor)
+        if place.layout != torch.strided or place.device.type == "meta":
+            what = "on the meta device" if place.is_meta else f"of layout {place.layout}"
+            return [], {}, f"{kind} {name!r} is {what}: only strided tensors with memory can move"
+        key = _memory(place)
+        text = f"a {kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
+        if key in first:
+            text += f", the same as {first[key]!r}"
+        else:
+            first[key] = name
+            found.append(Named(name, tensor))
+        manifest[name] = text
+    return found, manifest, None
+
+
+def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield "parameter", name, parameter
+    if buffers:
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            yield "buffer", name, buffer
+
+
+def _memory(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory, seen alike."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank, without its history: a DTensor's shard, else all of it."""
+    plain: Any = tensor.detach()
+    here: Tensor = plain.to_local() if _is_dtensor(plain) else plain
+    return here
+
+
+def shard_of(tensor: Tensor) -> str:
+    """Which part of a DTensor is here, as a clause; nothing for what is whole."""
+    if not _is_dtensor(tensor):
+        return ""
+    spec: Any = tensor
+    coordinate = spec.device_mesh.get_coordinate() or ()
+    cut = [
+        f"{placement} at {place}"
+        for placement, place in zip(spec.placements, coordinate, strict=False)
+        if not placement.is_replicate()
+    ]
+    return f", {', '.join(cut)} of a DTensor" if cut else ""
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has one who did not import it
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def digest(manifest: Manifest) -> int:
+    """An int64 that tells manifests apart."""
+    code = hashlib.blake2b(_text(manifest), digest_size=8).digest()
+    return int.from_bytes(code, "little", signed=True)
+
+
+def _text(manifest: Manifest) -> bytes:
+    return json.dumps(manifest, sort_keys=True).encode()
+
+
+def manifests_of_all(wire: Wire, name: str, manifest: Manifest) -> list[Manifest]:
+    """Every rank's manifest; collective, inside of a call whose turn it is."""
+    text = torch.frombuffer(bytearray(_text(manifest)), dtype=torch.uint8)
+    texts, _ = Scatter(wire, f"{name} (what differs)").now([text] * wire.size, Mode())
+    return [json.loads(bytes(text.numpy())) for text in texts]
+
+
+def difference(manifests: Sequence[Manifest], *, missing: bool) -> str | None:
+    """How manifests first differ, in a sentence that is the same on every rank, or None.
+
+    Args:
+        manifests: of all ranks.
+        missing: whether a name that some ranks do not have is a difference.
+    """
+    names = dict.fromkeys(name for manifest in manifests for name in manifest)
+    for name in names:
+        base = next(rank for rank, manifest in enumerate(manifests) if name in manifest)
+        for rank, manifest in enumerate(manifests):
+            said = manifest.get(name)
+            if said is None and missing:
+                return f"rank {rank} has no {name!r}, on rank {base} it is {manifests[base][name]}"
+            if said is not None and said != manifests[base][name]:
+                return (
+                    f"{name!r} is {manifests[base][name]} on rank {base}, and {said} on rank {rank}"
+                )
+    return None

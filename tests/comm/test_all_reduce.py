@@ -1,0 +1,132 @@
+"""`all_reduce`: every op and dtype, the same bits on every rank, and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing import spmd
+
+
+def mine(rank, count, dtype=torch.float32):
+    return ((torch.arange(count) * (rank + 2) + rank) % 5 + 1).to(dtype)
+
+
+def wanted(size, count, op, dtype):
+    parts = torch.stack([mine(rank, count, torch.float64) for rank in range(size)])
+    total = {
+        "sum": parts.sum(0),
+        "avg": parts.mean(0),
+        "min": parts.amin(0),
+        "max": parts.amax(0),
+        "prod": parts.prod(0),
+    }
+    return total[op].to(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 5000])
+@spmd(1, 2, 3, 8)
+def test_sums_of_every_kind(wire, count):
+    cases = [
+        ("sum", torch.float32),
+        ("avg", torch.float64),
+        (dist.ReduceOp.MAX, torch.int16),
+        ("min", torch.uint16),
+        ("prod", torch.float64),
+        ("max", torch.bfloat16),
+        ("sum", torch.complex64),
+    ]
+    for op, dtype in cases:
+        tensor = mine(wire.rank, count, dtype)
+        copy = tensor.clone()
+        result = weft.all_reduce(tensor, op)
+        name = "max" if isinstance(op, dist.ReduceOp.RedOpType) else op
+        torch.testing.assert_close(result, wanted(wire.size, count, name, dtype))
+        assert torch.equal(tensor, copy)
+
+
+@spmd(20, on=("threads",))
+def test_more_ranks_than_state_directly(wire):
+    for count in (3, 5000):
+        result = weft.all_reduce(mine(wire.rank, count))
+        assert torch.equal(result, wanted(wire.size, count, "sum", torch.float32))
+
+
+@spmd(3)
+def test_bits_and_shapes(wire):
+    tensor = torch.tensor([[1 << wire.rank, 7], [wire.rank, 5]], dtype=torch.int32).t()
+    assert weft.all_reduce(tensor, "bor").tolist() == [[7, 3], [7, 5]]
+    assert weft.all_reduce(torch.tensor(wire.rank == 1), "bor").item() is True
+    assert weft.all_reduce(torch.empty(0, 3)).shape == (0, 3)
+
+
+@spmd(2)
+def test_averages_of_halves_do_not_overflow(wire):
+    result = weft.all_reduce(torch.full((9,), 60000.0, dtype=torch.float16), "avg")
+    assert result.eq(60000).all()
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@spmd(1, 3)
+def test_gradients_of_sums(wire, op):
+    part = 1 / wire.size if op == "avg" else 1.0
+    tensor = torch.tensor([1.0, 2.0 + wire.rank], dtype=torch.float64, requires_grad=True)
+    result = weft.all_reduce(tensor, op)
+    weight = wire.rank + 1
+    total = wire.size * (wire.size + 1) // 2
+    (grad,) = torch.autograd.grad((weight * result.pow(3)).sum(), tensor, create_graph=True)
+    torch.testing.assert_close(grad, part * total * 3 * result.pow(2))
+    # d/dx of the sum over all ranks of grad: each of them depends on the result
+    (second,) = torch.autograd.grad(grad.sum(), tensor)
+    torch.testing.assert_close(second, part * part * total * wire.size * 6 * result.detach())
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@spmd(1, 2, 4)
+def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(wire, op):
+    values = torch.tensor([wire.rank, 1.0, wire.rank // 2])  # one rank, all, some
+    tensor = values.clone().requires_grad_()
+    (weft.all_reduce(tensor, op) * (wire.rank + 1)).sum().backward()
+    everyone = torch.tensor([[r, 1.0, r // 2] for r in range(wire.size)])
+    best = everyone.amax(0) if op == "max" else everyone.amin(0)
+    share = values.eq(best) / everyone.eq(best).sum(0)
+    torch.testing.assert_close(tensor.grad, share * (wire.size * (wire.size + 1) // 2))
+
+
+@spmd(2)
+def test_a_rank_without_gradients_takes_part_in_backward(wire):
+    for op in ("sum", "max"):
+        tensor = torch.full((2,), float(wire.rank), requires_grad=wire.rank == 1)
+        result = weft.all_reduce(tensor, op)
+        result.sum().backward()
+        if wire.rank == 1:
+            assert tensor.grad.eq(2).all()
+        with torch.no_grad():
+            assert not weft.all_reduce(tensor, op).requires_grad
+
+
+WRONG = {
+    "shape": (lambda: (torch.ones(3), "sum"), r"shape: .*\(2,\), rank 1 has \(3,\)"),
+    "dtype": (lambda: (torch.ones(2).double(), "sum"), "dtype: .*rank 1 has torch.float64"),
+    "op": (lambda: (torch.ones(2), "max"), "op: .*rank 1 has max"),
+    "unknown": (lambda: (torch.ones(2), "median"), "op 'median' is unknown: use one of sum"),
+    "bits": (lambda: (torch.ones(2), "bor"), "op bor does not apply to torch.float32"),
+    "average": (lambda: (torch.ones(2).long(), "avg"), "op avg is for floating point"),
+    "sparse": (lambda: (torch.ones(2).to_sparse(), "sum"), "weft.sparse_all_reduce"),
+    "nothing": (lambda: (None, "sum"), "tensor is NoneType"),
+    "gradient": (lambda: (torch.ones(2, requires_grad=True), "prod"), "prod has no gradient here"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_one_rank_errs_and_all_are_told(wire, what):
+    make, text = WRONG[what]
+    op = "prod" if what == "gradient" else "sum"
+    arguments = make() if wire.rank == 1 else (torch.ones(2), op)
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.all_reduce(*arguments)
+    assert "rank 1" in str(caught.value)
+    assert weft.all_reduce(torch.ones(2)).eq(3).all()

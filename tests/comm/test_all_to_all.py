@@ -1,0 +1,284 @@
+"""`all_to_all` and `exchange`: what is sent comes where it belongs, and gradients come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.comm import movement
+from weft.testing import run, spmd
+from weft.wire.base import as_bytes
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int16,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def sent(source, to, dtype=torch.float32, size=None):
+    """What `source` sends to `to`: uneven, two-dimensional, sometimes of no elements."""
+    count = (3 * source + 5 * to) % 7 if size is None else size
+    return (torch.arange(count * 2) + 10 * source + to).remainder(50).reshape(count, 2).to(dtype)
+
+
+def same(found, wanted):
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    assert torch.equal(as_bytes(found.contiguous()), as_bytes(wanted.contiguous()))
+
+
+@pytest.mark.parametrize("rows", [None, 4000])
+@spmd(1, 2, 4, 7)
+def test_uneven_tensors_of_every_dtype(wire, rows):
+    for dtype in DTYPES if rows is None else DTYPES[:1]:
+        inputs = [sent(wire.rank, to, dtype, rows) for to in range(wire.size)]
+        copies = [tensor.clone() for tensor in inputs]
+        results = weft.all_to_all(inputs)
+        assert len(results) == wire.size
+        for source, result in enumerate(results):
+            same(result, sent(source, wire.rank, dtype, rows))
+        for tensor, copy in zip(inputs, copies, strict=True):
+            same(tensor, copy)
+            assert all(r.data_ptr() != tensor.data_ptr() for r in results if r.numel())
+
+
+@spmd(20, on=("threads",))
+def test_more_ranks_than_state_directly(wire):
+    for limit in (None, 64):
+        inputs = [sent(wire.rank, to) for to in range(wire.size)]
+        for source, result in enumerate(weft.all_to_all(inputs, round_bytes=limit)):
+            same(result, sent(source, wire.rank))
+
+
+@spmd(3)
+def test_shapes_need_not_agree(wire):
+    shapes = [(), (0, 5), (2, 3, 4)]
+    order = [shapes[(wire.rank + to) % 3] for to in range(3)]
+    results = weft.all_to_all([torch.full(shape, wire.rank) for shape in order])
+    for source, result in enumerate(results):
+        same(result, torch.full(shapes[(source + wire.rank) % 3], source))
+
+
+@spmd(3)
+def test_some_ranks_have_much_and_some_little(wire):
+    """Those with little send it in the opening exchange, the others do not."""
+    size = [3, 40000, 0][wire.rank]
+    inputs = [sent(wire.rank, to, size=size).t() for to in range(3)]  # not contiguous, too
+    for source, result in enumerate(weft.all_to_all(inputs)):
+        same(result, sent(source, wire.rank, size=[3, 40000, 0][source]).t())
+
+
+@pytest.mark.parametrize("most", [1, 1000, 100_000])
+@spmd(4, on=("threads",))
+def test_no_round_moves_more_than_it_may(wire, most):
+    seen = []
+    post = wire.post
+
+    def watched(sends=(), recvs=(), channel=0):
+        moved = [tensor for _, tensor in (*sends, *recvs) if isinstance(tensor, torch.Tensor)]
+        if channel == movement._CHANNEL:
+            seen.append((sum(tensor.nbytes for tensor in moved), len(moved)))
+        return post(sends, recvs, channel)
+
+    wire.post = watched
+    count = 40 if most == 1 else 5000
+    inputs = [sent(wire.rank, to, size=count + 7 * to) for to in range(4)]
+    results = weft.all_to_all(inputs, round_bytes=most if wire.rank else None)
+    for source, result in enumerate(results):
+        same(result, sent(source, wire.rank, size=count + 7 * wire.rank))
+    assert len(seen) > 1
+    assert all(nbytes <= most + 4 * tensors for nbytes, tensors in seen)
+
+
+@spmd(3, on=("threads",))
+def test_tensors_of_another_device_are_staged(wire, monkeypatch):
+    """As if these were on an accelerator: nothing of them may be given to the wire."""
+    post, given = wire.post, []
+
+    def watched(sends=(), recvs=(), channel=0):
+        given.extend(t.data_ptr() for _, t in (*sends, *recvs) if isinstance(t, torch.Tensor))
+        return post(sends, recvs, channel)
+
+    wire.post = watched
+    monkeypatch.setattr(movement, "on_host", lambda tensor: False)
+    inputs = [sent(wire.rank, to, size=3000) for to in range(3)]
+    results = weft.all_to_all(inputs, round_bytes=10_000)
+    for source, result in enumerate(results):
+        same(result, sent(source, wire.rank, size=3000))
+    own = {tensor.data_ptr() for tensor in (*inputs, *results)}
+    assert given and not own & set(given)
+
+
+def quadratic(wire, inputs, weights):
+    """A loss of which the gradient depends on what came, so that it has a second derivative."""
+    results = weft.all_to_all(inputs)
+    return sum((w * r.pow(3)).sum() for w, r in zip(weights, results, strict=True))
+
+
+@spmd(1, 2, 3)
+def test_gradients_of_gradients(wire):
+    inputs = [
+        sent(wire.rank, to, torch.float64, (wire.rank + 2 * to) % 4).requires_grad_()
+        for to in range(wire.size)
+    ]
+    # what the receiver multiplies by: 1 + source + 10 * receiver
+    loss = quadratic(wire, inputs, [1 + s + 10 * wire.rank for s in range(wire.size)])
+    grads = torch.autograd.grad(loss, inputs, create_graph=True)
+    for to, (tensor, grad) in enumerate(zip(inputs, grads, strict=True)):
+        torch.testing.assert_close(grad, 3 * (1 + wire.rank + 10 * to) * tensor.pow(2))
+    second = torch.autograd.grad(sum(grad.sum() for grad in grads), inputs)
+    for to, (tensor, grad) in enumerate(zip(inputs, second, strict=True)):
+        torch.testing.assert_close(grad, 6 * (1 + wire.rank + 10 * to) * tensor)
+
+
+@spmd(3)
+def test_a_rank_without_gradients_takes_part_in_backward(wire):
+    inputs = [torch.ones(2) for _ in range(3)]
+    if wire.rank == 1:
+        inputs[2].requires_grad_()
+    results = weft.all_to_all(inputs)
+    assert all(result.requires_grad for result in results)
+    # an expanded gradient, and results that no loss uses
+    results[1].sum().backward()
+    for rank, tensor in enumerate(inputs):
+        assert (tensor.grad is None) == ((wire.rank, rank) != (1, 2))
+    if wire.rank == 1:
+        assert inputs[2].grad.eq(1).all()
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in weft.all_to_all(inputs))
+    assert not any(r.requires_grad for r in weft.all_to_all([torch.ones(2)] * 3))
+
+
+@spmd(2)
+def test_ranks_that_differ_in_gradient_mode_are_told(wire):
+    inputs = [torch.ones(2, requires_grad=True)] * 2
+    with (
+        torch.set_grad_enabled(wire.rank == 0),
+        pytest.raises(weft.WeftError, match=r"rank 0 records gradients .* rank 1 is under"),
+    ):
+        weft.all_to_all(inputs)
+
+
+@spmd(2)
+def test_backward_in_another_order_is_told(wire):
+    calls = [weft.all_to_all([torch.ones(2, requires_grad=True)] * 2) for _ in "ab"]
+    first = wire.sequence - 1
+    with pytest.raises(weft.WeftError, match=rf"backward of call {first} .* of call {first + 1} "):
+        calls[wire.rank][0].sum().backward()
+
+
+WRONG = {
+    "no list": (lambda x: x[0], "inputs is a Tensor: pass a list of 3 tensors"),
+    "count": (lambda x: x[:2], "inputs has 2 tensors for 3 ranks"),
+    "no tensor": (lambda x: [x[0], None, x[1]], r"inputs\[1\] is a NoneType"),
+    "dtypes": (lambda x: [*x[:2], x[2].double()], r"inputs\[2\] has dtype torch.float64"),
+    "dtype": (lambda x: [t.double() for t in x], r"dtype: .*float32, rank 1 has torch.float64"),
+    "sparse": (lambda x: [t.to_sparse() for t in x], r"inputs\[0\] has layout torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_one_rank_errs_and_all_are_told(wire, what):
+    change, text = WRONG[what]
+    inputs = [torch.ones(2, 2) for _ in range(3)]
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.all_to_all(change(inputs) if wire.rank == 1 else inputs)
+    assert "rank 1" in str(caught.value)
+    with pytest.raises(weft.WeftError, match="rank 2: round_bytes is 0: pass a positive"):
+        weft.all_to_all(inputs, round_bytes=0 if wire.rank == 2 else None)
+    assert len(weft.all_to_all(inputs)) == 3
+
+
+def choice(source, to, count):
+    """Indices with repeats, some none."""
+    length = (1 + 2 * source + 3 * to) % 5
+    return (torch.arange(length) * (source + to + 1)).remainder(count)
+
+
+@spmd(1, 2, 4)
+def test_exchange_picks_rows_and_adds_up_gradients(wire):
+    counts = [4 + rank for rank in range(wire.size)]
+    tables = [torch.arange(c * 3.0).reshape(c, 3).double() + 100 * r for r, c in enumerate(counts)]
+    rows = tables[wire.rank].clone().requires_grad_()
+    to = [choice(wire.rank, rank, counts[wire.rank]) for rank in range(wire.size)]
+    if not to[0].numel():
+        to[0] = None
+    results = weft.exchange(rows, to)
+    for source, result in enumerate(results):
+        picked = choice(source, wire.rank, counts[source])
+        assert torch.equal(result.detach(), tables[source][picked])
+    loss = sum((result * (wire.rank + 1)).pow(2).sum() for result in results)
+    (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
+    wanted = torch.zeros_like(rows)
+    for rank, some in enumerate(to):
+        if some is not None:
+            wanted.index_add_(0, some, 2 * rows[some] * (rank + 1) ** 2)
+    torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(grad.sum(), rows)[0], torch.autograd.grad(wanted.sum(), rows)[0]
+    )
+
+
+BAD_ROWS = {
+    "index": (
+        lambda r, to: (r, [to[0], torch.tensor([9]), None]),
+        r"to\[1\] has index 9, rows",
+    ),
+    "negative": (lambda r, to: (r, [None, None, torch.tensor([-1])]), r"to\[2\] has index -1"),
+    "dtype": (lambda r, to: (r, [torch.ones(1), None, None]), r"to\[0\] is torch.float32"),
+    "count": (lambda r, to: (r, to[:2]), "to is 2 entries for 3 ranks"),
+    "2-D": (lambda r, to: (r, [torch.ones(1, 1).long(), None, None]), r"to\[0\] is shape \(1, 1\)"),
+    "row shape": (lambda r, to: (r[:, :1], to), r"row shape: .* \(2,\), rank 1 has \(1,\)"),
+    "no rows": (lambda r, to: (torch.tensor(1.0), to), "rows is torch.strided without rows"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+@spmd(3, on=("threads",))
+def test_wrong_indices_are_told_to_all(wire, what):
+    change, text = BAD_ROWS[what]
+    rows, to = torch.ones(4, 2), [torch.tensor([0, 3])] * 3
+    arguments = change(rows, to) if wire.rank == 1 else (rows, to)
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.exchange(*arguments)
+    assert "rank 1" in str(caught.value)
+    assert [result.shape for result in weft.exchange(rows, to)] == [(2, 2)] * 3
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_the_adjoint_is_exact(data):
+    """<A x, y> = <x, A' y> over all ranks, for any sizes."""
+    ranks = data.draw(st.integers(1, 4))
+    sizes = data.draw(
+        st.lists(
+            st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks),
+            min_size=ranks,
+            max_size=ranks,
+        )
+    )
+
+    def program(wire):
+        generator = torch.Generator().manual_seed(wire.rank)
+
+        def draw(count):
+            return torch.randint(-9, 9, (count,), generator=generator).double()
+
+        inputs = [draw(size).requires_grad_() for size in sizes[wire.rank]]
+        results = weft.all_to_all(inputs)
+        other = [draw(len(result)) for result in results]
+        forward = sum((a * b).sum() for a, b in zip(results, other, strict=True))
+        grads = torch.autograd.grad(forward, inputs)
+        backward = sum((a * b).sum() for a, b in zip(inputs, grads, strict=True))
+        return forward.item(), backward.item()
+
+    pairs = run(ranks, program)
+    assert sum(a for a, _ in pairs) == sum(b for _, b in pairs)

@@ -1,0 +1,103 @@
+"""`barrier`: nobody passes before all have come, and the late ones are named."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import weft
+from weft.testing import run, spmd
+
+
+@spmd(1, 2, 4)
+def test_all_pass(wire):
+    for timeout in (None, 15.0):
+        weft.barrier(timeout)
+    assert weft.all_reduce(torch.ones(1)).item() == wire.size
+
+
+def test_nobody_passes_before_all_have_come():
+    came = []
+
+    def program(wire):
+        time.sleep(0.02 * wire.rank)
+        came.append(wire.rank)
+        weft.barrier()
+        return len(came)
+
+    assert run(4, program) == [4] * 4
+
+
+@spmd(3, 20, on=("threads",))
+def test_the_late_are_named_and_may_still_come(wire):
+    late = [1, 2] if wire.size == 3 else [19]
+    told = list_of_this_run(wire)
+    if wire.rank in late:
+        while len(told) < wire.size - len(late):
+            time.sleep(0.002)
+        weft.barrier()
+    else:
+        with pytest.raises(weft.StillRunning) as caught:
+            weft.barrier(timeout=0.3)
+        names = "ranks 1 and 2 have" if len(late) == 2 else "rank 19 has"
+        text = f"rank {wire.rank}: {names} not come to the barrier after 0.3 s"
+        assert str(caught.value).startswith(text)
+        told.append(wire.rank)
+        weft.barrier()  # the same one
+    assert weft.all_reduce(torch.ones(1)).item() == wire.size
+
+
+def list_of_this_run(wire):
+    """One list for the ranks of a run, which are threads."""
+    return wire._group.__dict__.setdefault("told", [])
+
+
+@spmd(2)
+def test_a_rank_may_go_on_to_its_next_call(wire):
+    """Which waits behind the barrier; a barrier after it is another one."""
+    if wire.rank == 0:
+        with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
+            weft.barrier(timeout=0.05)
+    else:
+        time.sleep(0.3)
+        weft.barrier(timeout=10)
+    assert weft.all_reduce(torch.ones(1)).item() == 2
+    weft.barrier(timeout=10)
+    weft.barrier()
+
+
+@spmd(2)
+def test_waiting_on_may_time_out_again(wire):
+    before = wire.sequence
+    if wire.rank == 0:
+        for _ in range(3):
+            with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
+                weft.barrier(timeout=0.02)
+    else:
+        time.sleep(0.4)
+    weft.barrier(timeout=10)
+    assert wire.sequence == before + 1
+
+
+@spmd(3)
+def test_one_in_another_call_and_wrong_timeouts_are_told(wire):
+    with pytest.raises(weft.WeftError, match=r"different calls.*barrier"):
+        weft.all_reduce(torch.ones(1)) if wire.rank == 1 else weft.barrier(timeout=10)
+    for wrong in (-1, float("nan"), "soon", True):
+        with pytest.raises(weft.WeftError, match=r"rank 2: timeout is .*: pass a positive number"):
+            weft.barrier(wrong if wire.rank == 2 else 10)
+    weft.barrier()
+
+
+def test_past_the_deadline_of_the_wire_it_is_broken_and_the_culprit_named():
+    def program(wire):
+        if wire.rank == 1:
+            time.sleep(1.5)
+            return None
+        with pytest.raises(weft.WireError) as caught:
+            weft.barrier(timeout=60)
+        return caught.value.culprit
+
+    assert run(2, program, timeout=0.5)[0] == 1

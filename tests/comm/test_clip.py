@@ -1,0 +1,55 @@
+"""`clip_grad_norm_`: what torch's gives for the same gradients, dense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+
+
+def model(sparse):
+    torch.manual_seed(3)
+    parts = nn.ModuleDict({"table": nn.Embedding(6, 3, sparse=sparse), "head": nn.Linear(3, 2)})
+    parts["unused"] = nn.Linear(3, 2)
+    loss = parts["head"](parts["table"](torch.tensor([1, 4, 1, 1]))).pow(2).sum()
+    loss.backward()
+    return parts
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("most", [0.0, 0.1, 1e6])
+def test_as_torch_does(p, most):
+    ours, plain = model(sparse=True), model(sparse=False)
+    before = ours["table"].weight.grad
+    assert not before.is_coalesced()  # index 1 is in it three times
+    norm = weft.clip_grad_norm_(ours, most, p)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), most, p))
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad.to_dense(), theirs.grad)
+
+
+def test_half_precision_does_not_overflow_and_dtypes_mix():
+    half, full = nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(1).double())
+    half.grad, full.grad = torch.full((4,), 3e4).half(), torch.full((1,), 8e4).double()
+    norm = weft.clip_grad_norm_([half, full, half], 1.0)
+    torch.testing.assert_close(norm.item(), 1e5)
+    torch.testing.assert_close(half.grad, torch.full((4,), 0.3).half())
+
+
+def test_nothing_and_what_is_wrong():
+    parameter = nn.Parameter(torch.ones(2))
+    assert weft.clip_grad_norm_(parameter, 1.0).item() == 0
+    parameter.grad = torch.tensor([1.0, math.inf])
+    with pytest.raises(weft.WeftError, match="the norm of the gradients is inf"):
+        weft.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+    assert parameter.grad.tolist() == [1.0, math.inf]
+    for most, p in ((-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0)):
+        with pytest.raises(weft.WeftError, match="max_norm is"):
+            weft.clip_grad_norm_(parameter, most, p)

@@ -1,0 +1,275 @@
+"""`sync_grads`, at once and while backward runs: the sum over all ranks, by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.comm import gradients, movement
+from weft.testing import spmd
+
+
+class Model(nn.Module):
+    """Tables and layers; small integers, so that sums are exact in any order."""
+
+    def __init__(self, *, sparse: bool = True, other_order: bool = False) -> None:
+        super().__init__()
+        tables = ["table", "other"]
+        for name in reversed(tables) if other_order else tables:
+            setattr(self, name, nn.Embedding(12, 4, sparse=sparse))
+        self.first = nn.Linear(4, 300)
+        self.second = nn.Linear(300, 300, bias=False)
+        self.narrow = nn.Linear(300, 2).bfloat16()
+        self.tied = nn.Embedding(12, 4, sparse=sparse)
+        self.tied.weight = self.table.weight
+        with torch.no_grad():
+            for name, parameter in sorted(self.named_parameters()):
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+
+    def forward(self, words, parts="table other first second narrow"):
+        hidden = torch.zeros(len(words), 4)
+        for name in ("table", "other", "tied"):
+            if name in parts:
+                hidden = hidden + getattr(self, name)(words)
+        if "first" not in parts:
+            return hidden.sum()
+        hidden = self.first(hidden).sign() * 0 + self.first(hidden)
+        if "second" in parts:
+            hidden = self.second(hidden)
+        return self.narrow(hidden.bfloat16()).float().sum() if "narrow" in parts else hidden.sum()
+
+
+# what each of four ranks uses of the model
+USES = ["table other first second narrow", "table", "other tied first half", "table first second"]
+
+
+def words(rank):
+    return torch.tensor([rank % 12, 3, 3, (5 * rank) % 12])
+
+
+def dense(module):
+    found = {name: p.grad for name, p in module.named_parameters()}
+    return {n: g.to_dense() if g.is_sparse else g for n, g in found.items() if g is not None}
+
+
+def wanted(size, average, uses=USES):
+    """The gradients of all ranks added up here, in rank order."""
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        module = Model()
+        module(words(rank), uses[rank % 4]).backward()
+        for name, gradient in dense(module).items():
+            total[name] = total[name] + gradient.double() if name in total else gradient.double()
+    return {name: gradient / (size if average else 1) for name, gradient in total.items()}
+
+
+def check(module, expected):
+    found = dense(module)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        if gradient.dtype == torch.bfloat16:
+            torch.testing.assert_close(gradient.double(), expected[name], rtol=0.02, atol=0.1)
+        else:
+            torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@spmd(1, 2, 4)
+def test_gradients_are_summed_by_name(wire, average):
+    module = Model(other_order=wire.rank % 2 == 1)
+    module(words(wire.rank), USES[wire.rank]).backward()
+    weft.sync_grads(module, average)
+    check(module, wanted(wire.size, average))
+    assert module.table.weight.grad.is_coalesced()
+
+
+@spmd(2)
+def test_disjoint_sets_never_mix(wire):
+    """Where SAR, which goes by the order of those that have a gradient, gives 44 and 44."""
+    module = nn.ParameterDict({"a": nn.Parameter(torch.ones(1)), "b": nn.Parameter(torch.ones(1))})
+    module["a" if wire.rank == 0 else "b"].grad = torch.tensor([4.0 if wire.rank == 0 else 40.0])
+    weft.sync_grads(module, average=False)
+    assert [module[name].grad.item() for name in "ab"] == [4, 40]
+
+
+@spmd(3)
+def test_ranks_may_have_different_parameters(wire):
+    module = nn.ParameterDict({"all": nn.Parameter(torch.ones(2))})
+    module[f"of {wire.rank}"] = nn.Parameter(torch.ones(1 + wire.rank))
+    if wire.rank != 1:
+        module["table"] = nn.Embedding(5, 2, sparse=True).weight
+        module["table"].grad = torch.eye(5, 2).to_sparse(1)
+    for name in list(module)[:2]:
+        module[name].grad = torch.full_like(module[name], 1.0 + wire.rank)
+    weft.sync_grads(module, average=False)
+    assert module["all"].grad.tolist() == [6, 6]
+    assert module[f"of {wire.rank}"].grad.eq(1 + wire.rank).all()
+    if wire.rank != 1:
+        assert module["table"].grad.to_dense().equal(2 * torch.eye(5, 2))
+
+
+@spmd(3)
+def test_sparse_here_and_dense_there(wire):
+    module = nn.Embedding(4, 1)
+    if wire.rank == 0:
+        module.weight.grad = torch.ones(4, 1).to_sparse(1)
+    elif wire.rank == 1:
+        module.weight.grad = torch.ones(1, 1).expand(4, 1)  # which cannot be written
+    weft.sync_grads(module, average=False)
+    assert module.weight.grad.layout == torch.strided
+    assert module.weight.grad.tolist() == [[2.0]] * 4
+
+
+@spmd(2)
+def test_averages_of_halves_do_not_overflow(wire):
+    module = nn.Linear(3, 1, bias=False).half()
+    module.weight.grad = torch.full((1, 3), 60000.0).half()
+    weft.sync_grads(module)
+    assert module.weight.grad.eq(60000).all()
+
+
+@spmd(2, on=("threads",))
+def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
+    monkeypatch.setattr(gradients, "_ALONE", 100)
+    monkeypatch.setattr(gradients, "_BUCKET", 600)
+    for away in (False, True):
+        if away:
+            for place in (movement, gradients):
+                monkeypatch.setattr(place, "on_host", lambda tensor: False)
+        module = Model()
+        module(words(wire.rank), USES[wire.rank]).backward()
+        turned = torch.empty(300, 300).t()
+        if module.second.weight.grad is not None:
+            module.second.weight.grad = turned.copy_(module.second.weight.grad)
+        weft.sync_grads(module)
+        check(module, wanted(2, True))
+
+
+@spmd(20, on=("threads",))
+def test_many_ranks(wire):
+    module = Model()
+    module(words(wire.rank), USES[wire.rank % 4]).backward()
+    weft.sync_grads(module, average=False)
+    check(module, wanted(20, False))
+
+
+@spmd(3)
+def test_nothing_to_do(wire):
+    weft.sync_grads(nn.Linear(2, 2))
+    weft.sync_grads(nn.Identity())
+    module = nn.Linear(2, 2)
+    weft.sync_grads(module)
+    assert module.weight.grad is None
+
+
+@spmd(4, on=("threads",))
+def test_few_messages(wire):
+    module = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(200))
+    for parameter in module:
+        parameter.grad = torch.ones(10)
+    before = wire.traffic.messages
+    weft.sync_grads(module)
+    assert wire.traffic.messages - before <= 3 + 3  # the statements, and one reduction
+
+
+WRONG = {
+    "shape": (
+        lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(7))),
+        r"'first.bias' is .*\(300,\) on rank 0, and .*\(7,\) on rank 1; gradients are as they were",
+    ),
+    "module": (None, "module is a NoneType"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_one_rank_errs_and_all_are_told(wire, what):
+    change, text = WRONG[what]
+    module = Model()
+    module(words(wire.rank)).backward()
+    if wire.rank == 1:
+        module = change(module) or module if change else None
+    before = {} if module is None else {n: p.grad for n, p in module.named_parameters()}
+    copies = copy.deepcopy(before)
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.sync_grads(module)
+    assert "rank 1" in str(caught.value)
+    for name, gradient in before.items():
+        if gradient is not None:
+            assert torch.equal(gradient.to_dense(), copies[name].to_dense())
+    with pytest.raises(weft.WeftError, match="differ in average"):
+        weft.sync_grads(Model(), average=wire.rank == 0)
+    with pytest.raises(weft.WeftError, match="rank 2: average is 'yes'"):
+        weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
+@spmd(1, 2, 4)
+def test_overlapped_gradients_are_the_same(wire, bucket_bytes):
+    module = Model(other_order=wire.rank % 2 == 1)
+    overlap = weft.overlap_grads(module, False, bucket_bytes=bucket_bytes)
+    for step in range(3):  # what a rank uses differs from step to step
+        uses = USES[step:] + USES[:step]
+        module.zero_grad()
+        module(words(wire.rank), uses[wire.rank]).backward()
+        weft.sync_grads(module, False)
+        check(module, wanted(wire.size, False, uses))
+    overlap.remove()
+    calls = wire.worker.made
+    module.zero_grad()
+    module(words(wire.rank), USES[wire.rank]).backward()
+    assert wire.worker.made == calls  # nobody started anything
+    weft.sync_grads(module, False)
+    check(module, wanted(wire.size, False))
+
+
+@spmd(2, on=("threads",))
+def test_reduction_begins_before_backward_ends(wire):
+    """The last layer's gradients are on their way when the first layer's hook sees this."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    seen = []
+    weft.overlap_grads(module, bucket_bytes=1)
+    made = wire.worker.made
+    module[0].weight.register_hook(lambda gradient: seen.append(wire.worker.made - made))
+    module(torch.ones(1, 2)).sum().backward()
+    weft.sync_grads(module)
+    assert seen[0] >= 2
+
+
+@spmd(2)
+def test_accumulating_takes_a_pause(wire):
+    module, plain = nn.Linear(2, 1), nn.Linear(2, 1)
+    overlap = weft.overlap_grads(module, average=False)
+    batch = torch.ones(1, 2) * (wire.rank + 1)
+    with overlap.paused():
+        module(batch).sum().backward()
+    module(batch).sum().backward()
+    weft.sync_grads(module, average=False)
+    assert module.weight.grad.tolist() == [[6, 6]]
+    plain(batch).sum().backward()
+    module(batch).sum().backward()
+    with pytest.raises(weft.WeftError, match=rf"rank {wire.rank}: the gradient of .* changes"):
+        module(batch).sum().backward()
+    weft.sync_grads(module, average=False)
+
+
+@spmd(2)
+def test_what_overlap_refuses(wire):
+    module = nn.Linear(2, 1)
+    overlap = weft.overlap_grads(module)
+    with pytest.raises(weft.WeftError, match="overlap already"):
+        weft.overlap_grads(module)
+    with pytest.raises(weft.WeftError, match="another group or average"):
+        weft.sync_grads(module, average=False)
+    overlap.remove()
+    with pytest.raises(weft.WeftError, match=r"'weight' is .* on rank 0, and .* on rank 1"):
+        weft.overlap_grads(nn.Linear(2 + wire.rank, 1))
+    with pytest.raises(weft.WeftError, match="rank 1: bucket_bytes is 0: pass a positive"):
+        weft.overlap_grads(module, bucket_bytes=1 - wire.rank)
+    with pytest.raises(weft.WeftError, match="rank 0: module is a int"):
+        weft.overlap_grads(module if wire.rank else 3)

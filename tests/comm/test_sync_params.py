@@ -1,0 +1,160 @@
+"""`sync_params`: every dtype, shared tensors and layouts, and nothing overwritten on a mismatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.comm import movement, parameters
+from weft.testing import spmd
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int8,
+    torch.uint16,
+    torch.bool,
+    torch.float8_e5m2,
+)
+
+
+class Model(nn.Module):
+    """All kinds: tied, of no elements, in steps, larger than a chunk, in half precision."""
+
+    def __init__(self, rank: int, *, other_order: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        first, second = nn.Parameter(draw(5, 3)), nn.Parameter(draw(5, 3))
+        if other_order:
+            self.second, self.first = second, first
+        else:
+            self.first, self.second = first, second
+        self.table = nn.Embedding(700, 100, _weight=draw(700, 100))
+        self.head = nn.Linear(100, 700)
+        self.head.weight = self.table.weight
+        self.head.bias = nn.Parameter(draw(700).bfloat16())
+        self.turned = nn.Parameter(draw(40, 600).t())
+        self.register_buffer("hidden", draw(4), persistent=False)
+        self.register_buffer("scalar", draw(1)[0])
+        self.register_buffer("nothing", draw(0, 4))
+        self.register_buffer("absent", None)
+        for dtype in DTYPES:
+            self.register_buffer(f"of_{dtype}".replace(".", "_"), (draw(9) * 3).abs().to(dtype))
+
+
+def values(module):
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in found}
+
+
+def check_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype
+        assert tensor.tolist() == wanted[name].tolist(), name
+
+
+@pytest.mark.parametrize("chunk", [1 << 17, 1000])
+@spmd(1, 2, 4)
+def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
+    monkeypatch.setattr(parameters, "_CHUNKS", (chunk, chunk))
+    for source in {0, wire.size - 1}:
+        module = Model(wire.rank, other_order=wire.rank == 1)
+        places = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
+        version = module.first._version
+        weft.sync_params(module, source)
+        check_equal(values(module), values(Model(source)))
+        assert module.head.weight is module.table.weight
+        assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == places
+        assert module.first.requires_grad
+        assert (module.first._version > version) == (wire.rank != source)
+
+
+@spmd(3, on=("threads",))
+def test_tensors_of_another_device_are_staged(wire, monkeypatch):
+    for place in (movement, parameters):
+        monkeypatch.setattr(place, "on_host", lambda tensor: False)
+    monkeypatch.setattr(parameters, "_BATCH", 100_000)
+    module = Model(wire.rank)
+    weft.sync_params(module, 1)
+    check_equal(values(module), values(Model(1)))
+
+
+@spmd(20, on=("threads",))
+def test_many_ranks(wire):
+    module = nn.Linear(3, 3)
+    nn.init.constant_(module.weight, wire.rank)
+    weft.sync_params(module, 19)
+    assert module.weight.eq(19).all()
+    if wire.rank == 7:
+        module.weight = nn.Parameter(torch.ones(3, 4))
+    with pytest.raises(weft.WeftError, match=r"'weight' is .*\(3, 3\) on rank 0, .* on rank 7"):
+        weft.sync_params(module)
+
+
+@spmd(4, on=("threads",))
+def test_few_messages(wire):
+    module = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(200))
+    before = wire.traffic.messages
+    weft.sync_params(module)
+    assert wire.traffic.messages - before <= 3 + 1  # the statements, and one message of all
+
+
+def untied(module):
+    module.head.weight = nn.Parameter(module.table.weight.detach().clone())
+
+
+WRONG = {
+    "shape": (
+        lambda m: setattr(m, "first", nn.Parameter(torch.ones(3, 5))),
+        r"'first' is a parameter of torch.float32 of shape \(5, 3\) on rank 0, and a parameter of "
+        r"torch.float32 of shape \(3, 5\) on rank 1",
+    ),
+    "dtype": (lambda m: m.double(), "torch.float64"),
+    "missing": (lambda m: delattr(m, "second"), "rank 1 has no 'second', on rank 0 it is"),
+    "more": (lambda m: m.register_buffer("more", torch.ones(1)), "rank 0 has no 'more'"),
+    "untied": (untied, "the same as 'head.weight' on rank 0, and a parameter"),
+    "kind": (
+        lambda m: (delattr(m, "hidden"), setattr(m, "hidden", nn.Parameter(torch.ones(4)))),
+        "'hidden' is a buffer of .* on rank 0, and a parameter",
+    ),
+    "lazy": (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), "'lazy.bias' has no shape yet"),
+    "meta": (lambda m: m.to("meta"), "is on the meta device"),
+    "sparse": (lambda m: m.register_buffer("s", torch.eye(2).to_sparse()), "sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_what_differs_is_named_and_nothing_overwritten(wire, what):
+    change, text = WRONG[what]
+    module = Model(wire.rank)
+    if wire.rank == 1:
+        change(module)
+    before = {} if what == "meta" else values(module) if what != "lazy" else {}
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        weft.sync_params(module)
+    assert "rank 1" in str(caught.value)
+    if before and what != "sparse":
+        check_equal(values(module), before)
+    fine = Model(wire.rank)
+    weft.sync_params(fine, 2)
+    check_equal(values(fine), values(Model(2)))
+
+
+@spmd(2)
+def test_wrong_arguments_are_told_to_all(wire):
+    with pytest.raises(weft.WeftError, match=r"rank 1: module is a dict: pass a torch\.nn.Module"):
+        weft.sync_params({} if wire.rank else nn.Linear(1, 1))
+    with pytest.raises(weft.WeftError, match="rank 0: group_src is 2: pass a rank of the group"):
+        weft.sync_params(nn.Linear(1, 1), 1 if wire.rank else 2)
+    with pytest.raises(weft.WeftError, match="differ in group_src: rank 0 has 0, rank 1 has 1"):
+        weft.sync_params(nn.Linear(1, 1), wire.rank)
