@@ -28,7 +28,7 @@ def ranks(request, tmp_path):
     if backend == "weft_mpi":
         start = request.getfixturevalue("mpi_job")
     else:
-        start = functools.partial(run, on="gloo")
+        start = functools.partial(run, on="processes")
     return lambda size, body: start(size, body, backend, meeting)
 
 

@@ -59,7 +59,8 @@ def connect(
         join: makes the connections, of this wire and of its parts; the same on every rank.
 
     Raises:
-        WeftError: the rank is none of them.
+        WeftError: the rank is none of them; or some rank may not open as many files as its
+            connections are, which every rank is told.
         WireError: somebody did not come in time.
 
     Example:
