@@ -62,7 +62,7 @@ def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def test_reduce_scatter_in_many_chunks(monkeypatch):
-    monkeypatch.setattr(collectives, "SCRATCH", 300)
+    monkeypatch.setattr(collectives.dense, "SCRATCH", 300)
     in_chunks(world=("threads", 3))
 
 
