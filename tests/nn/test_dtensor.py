@@ -39,7 +39,7 @@ def world(wire, path):
 @pytest.fixture
 def on_processes(tmp_path):
     return lambda size, program, *args: run(
-        size, program, str(tmp_path / "store"), *args, on="gloo"
+        size, program, str(tmp_path / "store"), *args, on="processes"
     )
 
 

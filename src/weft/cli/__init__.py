@@ -11,6 +11,7 @@ import typer
 
 from .bench import bench
 from .demo import demo
+from .doctor import doctor
 from .plan import plan
 from .tune import tune
 
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(tune)
 app.command()(plan)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

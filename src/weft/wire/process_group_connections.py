@@ -64,6 +64,10 @@ class Connections:
                 doors[peer] = Door(host, port, bytes.fromhex(token))
             return cls(listener.mesh(rank, doors, _LANES, deadline))
 
+    def introduce(self, host: bytes) -> None:
+        """Let peers on the host of that 16-byte name read long messages where they lie."""
+        self.mover.introduce(host)
+
     def cut(self) -> None:
         """Shut the data connections down: waits end with an error, here and at the peers'."""
         self.mover.cut()
