@@ -11,7 +11,8 @@ from pathlib import Path
 import weft
 
 SOURCE = Path(weft.__file__).parent
-CALLERS = ("wire/", "backend/", "bootstrap/")  # cli/ and testing/: peers, and launching
+# cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements
+CALLERS = ("wire/", "backend/", "bootstrap/", "nn/dtensor.py")
 
 
 def calls(tree):
