@@ -409,7 +409,7 @@ def lines(case: Case, figures: dict[str, Figures], link: float | None, *, tiny: 
         ours = found["weft"][at]
         best = min((way for way in found if way != "weft"), key=lambda way: found[way][at])
         ratio = found[best][at] / ours
-        judged = name == "both"
+        judged = name == "both" and (tiny or link is None or case.link_goal is None)
         goal = case.tiny if tiny else case.goal
         row = [case.name if not at else "", name, f"{ours * 1e3:.2f}"]
         row += [f"{found[best][at] * 1e3:.2f}", best, f"{ratio:.2f}"]
@@ -423,7 +423,7 @@ def lines(case: Case, figures: dict[str, Figures], link: float | None, *, tiny: 
             row.append(f"{times:.2f}")
             limit = case.link_goal
             verdict = "ok" if limit is not None and times <= limit else "MISSED"
-            row.append(f"{limit:.1f} {verdict}" if judged and limit is not None else "")
+            row.append(f"{limit:.1f} {verdict}" if name == "both" and limit is not None else "")
         rows.append(row)
     return rows
 
