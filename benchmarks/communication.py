@@ -32,20 +32,24 @@ from weft.testing import processes
 from weft.wire.base import Wire
 
 SMALL = 1000  # elements of a small tensor
-SIZES = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes that each sends to each
+SIZES = (8, *(1 << power for power in range(10, 26, 2)))  # bytes that each sends to each
+QUICK = 1 << 17  # bytes up to which a call is made often enough for one time to be steady
 
 Rows = list[list[str]]
 
 
-def measure(wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]]) -> Rows:
+def measure(
+    wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]], calls: int = 1
+) -> Rows:
     """Median milliseconds of each contender, of the slowest rank, and as multiples of the first."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name, contender in contenders.items():
             wire.dense_all_reduce(torch.zeros(1), "sum").wait()
             start = time.perf_counter()
-            contender()
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            for _ in range(calls):
+                contender()
+            took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
             wire.dense_all_reduce(took, "max").wait()
             times[name].append(took.item())
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}
@@ -149,6 +153,9 @@ def exchange(wire: Wire, group: dist.ProcessGroup, rounds: int, largest: int) ->
         def known(result: torch.Tensor = result, source: torch.Tensor = source) -> None:
             dist.all_to_all_single(result, source, group=group)
 
+        def fresh(source: torch.Tensor = source) -> None:
+            dist.all_to_all_single(torch.empty_like(source), source, group=group)
+
         def unknown(source: torch.Tensor = source, sizes: torch.Tensor = sizes) -> torch.Tensor:
             coming = torch.empty_like(sizes)
             dist.all_to_all_single(coming, sizes, group=group)
@@ -164,16 +171,20 @@ def exchange(wire: Wire, group: dist.ProcessGroup, rounds: int, largest: int) ->
         contenders = {
             "weft": lambda inputs=inputs: weft.all_to_all(inputs),
             "gloo, sizes discovered": unknown,
+            "gloo, sizes known": fresh,
             "gloo, sizes known, memory reused": known,
         }
-        shown += [["all_to_all", f"{nbytes} B", *r] for r in measure(wire, rounds, contenders)]
+        calls = 20 if nbytes <= QUICK else 1
+        timed = measure(wire, rounds, contenders, calls)
+        shown += [["all_to_all", f"{nbytes} B", *row] for row in timed]
         tensor = torch.ones(max(1, nbytes // 4))
         assert weft.all_reduce(tensor).eq(wire.size).all()
         contenders = {
             "weft": lambda tensor=tensor: weft.all_reduce(tensor),
             "gloo": lambda tensor=tensor: dist.all_reduce(tensor.clone(), group=group),
         }
-        shown += [["all_reduce", f"{nbytes} B", *r] for r in measure(wire, rounds, contenders)]
+        timed = measure(wire, rounds, contenders, calls)
+        shown += [["all_reduce", f"{nbytes} B", *row] for row in timed]
     return shown
 
 
@@ -184,9 +195,9 @@ def rank(arguments: argparse.Namespace) -> Rows:
     group = dist.group.WORLD
     assert group is not None
     with weft.init() as wire:
-        each = max(1, arguments.elements // arguments.tensors)
-        rows = synchronise(wire, group, arguments.rounds, arguments.tensors, SMALL)
-        rows += synchronise(wire, group, arguments.rounds, arguments.tensors, each)
+        rows: Rows = []
+        for each in (SMALL, arguments.elements // arguments.tensors) if arguments.tensors else ():
+            rows += synchronise(wire, group, arguments.rounds, arguments.tensors, each)
         rows += exchange(wire, group, arguments.rounds, arguments.largest)
     dist.destroy_process_group()
     return rows
@@ -207,9 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tensors", type=int, default=200)
+    parser.add_argument("--tensors", type=int, default=200, help="of a model; 0: none")
     parser.add_argument("--elements", type=int, default=25_000_000, help="of all tensors")
-    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of an exchange")
+    parser.add_argument("--largest", type=int, default=1 << 24, help="bytes of an exchange")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         rows = rank(arguments)

@@ -125,7 +125,8 @@ class _Reduction:
             if own is not None and is_direct(wire):
                 # copies, since the first of them is overwritten
                 parts = [torch.frombuffer(bytearray(b), dtype=place.dtype) for b in said.own if b]
-                dense.reduce(parts, op, place)
+                if parts:
+                    dense.reduce(parts, op, place)
         if own is None or not is_direct(wire):
             wire.dense_all_reduce(place, op).wait()
         if place is not result:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -185,6 +184,7 @@ class Synchronised:
         return self._of[name].grad if name in self._of else None
 
     def _wrong_gradient(self, names: Sequence[str]) -> str | None:
+        refused: dict[torch.dtype, str | None] = {}
         for name in names:
             gradient = self._gradient(name)
             if gradient is None:
@@ -199,7 +199,9 @@ class Synchronised:
                 )
             if shard_of(gradient) != shard_of(parameter):
                 return f"the gradient of {name!r} is placed otherwise than the parameter"
-            if reason := dense.refuses("sum", gradient.dtype):
+            if gradient.dtype not in refused:
+                refused[gradient.dtype] = dense.refuses("sum", gradient.dtype)
+            if reason := refused[gradient.dtype]:
                 return f"the gradient of {name!r}: {reason}"
         return None
 
@@ -254,15 +256,18 @@ class Synchronised:
         gradients = [self._dense(name, described) for name in names]
         buckets: list[list[Tensor]] = []
         filling: dict[torch.dtype, list[Tensor]] = {}
+        filled: dict[torch.dtype, int] = {}
         for gradient in gradients:
             if gradient.nbytes >= _ALONE:
                 buckets.append([gradient])
                 continue
             bucket = filling.get(gradient.dtype)
-            if bucket is None or sum(each.nbytes for each in bucket) + gradient.nbytes > _BUCKET:
+            if bucket is None or filled[gradient.dtype] + gradient.nbytes > _BUCKET:
                 bucket = filling[gradient.dtype] = []
+                filled[gradient.dtype] = 0
                 buckets.append(bucket)
             bucket.append(gradient)
+            filled[gradient.dtype] += gradient.nbytes
         under_way: _Bucket | None = None
         for bucket in buckets:
             following = _Bucket(self._wire, bucket, mean=self._op == "avg")
@@ -275,6 +280,8 @@ class Synchronised:
 
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether several elements share memory, so that it cannot be written."""
+    if tensor.is_contiguous():
+        return False
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return any(step == 0 and length > 1 for step, length in steps)
 
@@ -303,10 +310,11 @@ class _Bucket:
         self._pending: Pending = wire.dense_all_reduce(self._flat, "sum")
 
     def _places(self) -> list[Tensor]:
-        ends = [*accumulate((gradient.numel() for gradient in self._gradients), initial=0)]
+        sizes = [gradient.numel() for gradient in self._gradients]
+        flats = torch.split_with_sizes(self._flat, sizes)
         return [
-            self._flat[start:end].view(gradient.shape)
-            for (start, end), gradient in zip(pairwise(ends), self._gradients, strict=True)
+            flat if gradient.dim() == 1 else flat.view(gradient.shape)
+            for flat, gradient in zip(flats, self._gradients, strict=True)
         ]
 
     def finish(self) -> None:
