@@ -148,8 +148,8 @@ def test_an_error_in_the_block_shuts_down_too() -> None:
 def test_kernels_are_compiled_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     monkeypatch.setattr(module.kernels, "warm", lambda: order.append("warm"))
-    start = module._start_group
-    monkeypatch.setattr(module, "_start_group", lambda *args: (order.append("start"), start(*args)))
+    start = module._alone
+    monkeypatch.setattr(module, "_alone", lambda *args: (order.append("start"), start(*args)))
     init()
     assert order == ["warm", "start"]
 
@@ -200,6 +200,11 @@ def test_ranks_adopt_a_group_together() -> None:
 
 def adopting() -> list[int]:
     dist.init_process_group("gloo")
+    version = weft.__version__
+    weft.__version__ += os.environ["RANK"]
+    with pytest.raises(WeftError, match=r"differ in weft version: .*0, rank 1 has .*1; install"):
+        init(timeout=20)
+    weft.__version__ = version
     for _ in range(2):  # its wire is closed in between, and made again
         with init(timeout=20):
             found = rows_of()
@@ -241,7 +246,9 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:{port}", "tcp://[::1]:{port}", "file://{folder}/meeting"]
+)
 def test_ranks_meet_at_a_rendezvous(url: str, tmp_path: Path) -> None:
     url = url.format(port=free_port(), folder=tmp_path)
     env = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "", "MASTER_PORT": ""}
@@ -257,10 +264,50 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout() -> None:
     launch(2, waiting, env={**QUICK, "WORLD_SIZE": "3"})
 
 
+MISFITS = [  # what rank 1 has in its environment, what both say
+    ({"RANK": "0"}, r"^rank 0 of 2 was started twice: on .* \(process \d+\) and on "),
+    ({"WORLD_SIZE": "3"}, "^the ranks differ in world size: .*rank 1 has 3"),
+    ({"RANK": "2"}, "^a process without a rank .*RANK=2 and WORLD_SIZE=2: ranks start at 0"),
+    ({"RANK": ""}, "^a process without a rank .*RANK='', which is no whole number"),
+    ({"WEFT_INTERFACE": "nothing7"}, "^rank 1 .*WEFT_INTERFACE=nothing7 names no interface"),
+    ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
+    ({"BACKEND": "ucc"}, "^a process without a rank .*'ucc' is not in this build"),
+    ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
+]
+
+
+def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Path) -> None:
+    said = launch(2, misfitting, [f"file://{tmp_path}/"], env=QUICK)
+    for case, (_, complaint) in enumerate(MISFITS):
+        for errors in said:
+            with pytest.raises(AssertionError, match=complaint):
+                raise AssertionError(errors[case])
+    assert not list(tmp_path.iterdir())  # rank 0 has taken its file away
+
+
+def misfitting(url: str) -> list[str]:
+    right, version, said = dict(os.environ), weft.__version__, []
+    for case, (change, _) in enumerate(MISFITS):
+        if right["RANK"] == "1":
+            os.environ.update(change)
+            weft.__version__ = change.get("VERSION", version)
+        with pytest.raises(WeftError) as info:
+            init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=20)
+        said.append(str(info.value))
+        os.environ.clear()
+        os.environ.update(right)
+        weft.__version__ = version
+    with init(timeout=20):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # that of 127.0.0.1, where they meet
+        assert rows_of() == [0, 1, 9]
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    return said
+
+
 def waiting() -> None:
     kernels.warm()
     began = time.monotonic()
-    with pytest.raises(WireError, match=r"the 3 ranks did not meet at .* within 2 s"):
+    with pytest.raises(WireError, match=r"rank 2 did not come to .* in time \(2 of 3 came"):
         init(timeout=2)
     assert 1.5 < time.monotonic() - began < 20
     assert not dist.is_initialized()
@@ -298,15 +345,19 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"backend": "mpi"}, "backend 'mpi' is unknown: use gloo, or nccl"),
+        ({"backend": "smoke"}, "backend 'smoke' is unknown: use one of gloo, nccl, "),
+        ({"backend": "ucc"}, "backend 'ucc' is not in this build of torch .*: use gloo, or build"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"rendezvous": "http://somewhere"}, "none of env://, tcp://host:port and file://"),
-        ({"rendezvous": "tcp://host:1"}, "needs RANK and WORLD_SIZE"),
+        ({"rendezvous": "tcp://127.0.0.1:1"}, "needs RANK and WORLD_SIZE"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, object], complaint: str) -> None:
+def test_wrong_arguments(
+    arguments: dict[str, object], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TELL", 0.1)
     with pytest.raises(WeftError, match=complaint):
         init(**arguments)
 
@@ -331,8 +382,9 @@ def test_nccl_says_what_it_needs() -> None:
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and no MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "but no MASTER_PORT"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, r"launched by mpirun \(OMPI_COMM_WORLD_SIZE=4\)"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "launched by srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "has no OMPI_COMM_WORLD_RANK"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "has no SLURM_PROCID"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "2"}, "SLURM_PROCID=2 and SLURM_STEP_NUM"),
     ],
 )
 def test_a_wrong_environment(
@@ -351,7 +403,6 @@ def test_detect_tells_launchers_apart() -> None:
     assert detect({**of_two, "TORCHELASTIC_RUN_ID": "x"}).kind == "torchrun"
     two_hosts = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert detect(two_hosts) == Launch("environment", 3, 4, 1, 2)
-    assert detect({"OMPI_COMM_WORLD_SIZE": "1"}).kind == "alone"
 
 
 # Importing, leaving, forking.

@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from weft.wire import interface
-from weft.wire.interface import own_address
+from weft.wire.interface import Interface, interface_of, interfaces, own_address
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @pytest.fixture(autouse=True)
 def nothing_named(monkeypatch):
-    for variable in ("WEFT_INTERFACE", "GLOO_SOCKET_IFNAME"):
+    for variable in interface.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -33,11 +33,69 @@ def machine(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("variable", ["WEFT_INTERFACE", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.parametrize("variable", interface.VARIABLES)
 @pytest.mark.parametrize("named", [LOOPBACK, f"nothing7,{LOOPBACK}", "127.0.0.1"])
 def test_an_interface_or_an_address_may_be_named(monkeypatch, variable, named):
     monkeypatch.setenv(variable, named)
     assert own_address(dist.HashStore()) == "127.0.0.1"
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """A machine with these interfaces, whose way to the store's host is by one of them."""
+    there = (
+        Interface("lo", ("127.0.0.1", "::1")),
+        Interface("docker0", ("172.17.0.1",)),
+        Interface("eth0", ("10.0.0.7", "fd00::7")),
+        Interface("ib0", ("10.1.0.7",)),
+    )
+
+    def make(route):
+        monkeypatch.setattr(interface, "interfaces", lambda: there)
+        monkeypatch.setattr(interface, "_server", lambda store: ("node1", 1))
+        monkeypatch.setattr(interface, "_towards", lambda host, port: route)
+        everything = [each for one in there for each in one.addresses]
+        monkeypatch.setattr(interface, "_of_machine", lambda: iter(everything))
+        monkeypatch.setattr(interface, "_is_here", lambda each: not interface.is_loopback(each))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("named", "route", "taken"),
+    [
+        (None, "10.0.0.7", "10.0.0.7"),
+        (None, "fd00::7", "fd00::7"),
+        (None, "127.0.1.1", "172.17.0.1"),
+        ("ib0", "10.0.0.7", "10.1.0.7"),
+        ("eth", "10.1.0.7", "10.0.0.7"),
+        ("eth0", "fd00::7", "fd00::7"),  # of an interface's addresses, the one that leads there
+        ("ib9, eth0", "10.1.0.7", "10.0.0.7"),
+        ("^docker", "172.17.0.1", "10.0.0.7"),
+        ("^docker", "10.1.0.7", "10.1.0.7"),
+        ("^docker,eth", "172.17.0.1", "10.1.0.7"),
+        ("^docker,^eth0", "fd00::7", "10.1.0.7"),
+    ],
+)
+def test_what_is_taken_for_a_host_elsewhere(network, monkeypatch, named, route, taken):
+    network(route)
+    if named is not None:
+        monkeypatch.setenv("SAR_SOCKET_NAME", named)
+    assert own_address(dist.HashStore()) == taken
+
+
+def test_what_leaves_nothing_is_said(network, monkeypatch):
+    network("10.0.0.7")
+    monkeypatch.setenv("WEFT_INTERFACE", "^docker,eth,ib,lo")
+    with pytest.raises(OSError, match=r"=\^docker,eth,ib,lo leaves no interface: there are lo, do"):
+        own_address(dist.HashStore())
+
+
+def test_this_machine_s_interfaces_are_found():
+    loopback = next(each for each in interfaces() if each.name == LOOPBACK)
+    assert loopback.addresses[0] == "127.0.0.1"
+    assert interface_of("127.0.0.1") == LOOPBACK
+    assert interface_of("192.0.2.77") is None
 
 
 def test_weft_s_own_variable_wins(monkeypatch):

@@ -12,22 +12,25 @@ import logging
 import math
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .. import kernels
-from ..errors import WeftError, WireError
+from ..errors import Error, WeftError, WireError
 from ..wire import default
 from ..wire.base import Wire
-from . import launchers
+from ..wire.interface import interface_of, own_address
+from . import backends, launchers, meeting, roll
 
 __all__ = ["init", "shutdown"]
 
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
+_TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
 _log = logging.getLogger("weft")
 
 
@@ -43,8 +46,7 @@ class _Running:
 
 
 _running: _Running | None = None
-_generation = 0  # how many groups this process has started
-_store: dist.Store | None = None  # of the last one; see _meet
+_named: list[str] = []  # the interface that weft named to gloo
 
 
 def init(
@@ -55,22 +57,26 @@ def init(
     Collective: every rank calls it. Kernels are compiled before anybody waits for anybody.
     torch.distributed works afterwards, whoever set it up: if the program had its default group,
     weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun (or
-    whatever sets the same variables) for its ranks, without a launcher for this process alone,
-    which uses no network. As a context manager, it shuts down at the end of the block.
+    whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
+    process alone, which uses no network. As a context manager, it shuts down at the end of the
+    block. Who launched it, where the ranks met and over which network interface is logged.
 
     Args:
-        backend: "gloo", or "nccl" for a default group whose CUDA tensors go over NCCL and whose
-            CPU tensors go over gloo. None: gloo, or what there is. weft's own traffic goes over
-            sockets of its own.
-        rendezvous: where the ranks meet, as `init_method` of torch.distributed: "env://",
-            "tcp://host:port" or "file:///path", with rank and size from the environment.
-            None: "env://".
+        backend: "gloo"; "nccl" or "xccl" for a default group whose GPU tensors go over that and
+            whose CPU tensors go over gloo; "ccl", "ucc" or "mpi". None: nccl or xccl if every rank
+            has such a GPU, else gloo; or what there is. weft's own traffic goes over sockets of
+            its own.
+        rendezvous: where the ranks meet, with rank and size from the environment: "env://" (at
+            MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
+            "file:///path" of a file or folder that all see. None: "env://", and where the
+            environment has no such place, one that follows from the launcher.
         timeout: seconds that any wait may last. None: the adopted group's own, else 300.
 
     Raises:
-        WeftError: the environment is incomplete, the backend is not there, or weft is
-            already running with other arguments. Nothing was sent.
-        WireError: not all ranks came within `timeout`.
+        WeftError: the environment is incomplete, the backend is not there, or the processes do
+            not fit together (a rank given twice, world sizes or versions that differ): the same
+            on every rank that comes. Or weft is already running with other arguments.
+        WireError: not all ranks came within `timeout`; it names who is missing.
 
     Example:
         >>> import weft
@@ -81,7 +87,6 @@ def init(
     global _running
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
         raise WeftError(f"timeout is {timeout}: pass a number of seconds above 0, or None")
-    spec = _backend_spec(backend)
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
             _check_same(_running.wire, _running.url, backend, rendezvous, timeout)
@@ -96,11 +101,23 @@ def init(
                 "already: leave rendezvous= out to use that group"
             )
         kernels.warm()
+        _agree_on_versions(timeout)
     else:
-        made, launch = True, launchers.detect()
-        url = _where(launch, rendezvous)
+        made, url = True, None
+        limit = _TIMEOUT if timeout is None else timeout
+        try:
+            launch = launchers.detect()
+            place = meeting.place(launch, rendezvous)
+            if backend is not None:
+                backends.spec(backend)
+        except WeftError as error:
+            raise _told(error, rendezvous) from error
         kernels.warm()
-        _start_group(launch, spec, url, _TIMEOUT if timeout is None else timeout)
+        if place is None:
+            _alone(backends.spec(backend or backends.best([backends.able()])), limit)
+        else:
+            url = rendezvous or "env://"
+            _together(launch, place, backend, limit)
     group = dist.group.WORLD
     assert group is not None  # it was there, or was started
     try:
@@ -111,6 +128,7 @@ def init(
     except BaseException:
         if made:
             dist.destroy_process_group()
+            _unname_interface()
         raise
     wire.leave = shutdown
     default.set(wire)
@@ -130,6 +148,7 @@ def shutdown() -> None:
     if running is None or running.process != os.getpid():
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
+    _unname_interface()
     running.wire.leave = None
     running.wire.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.group:
@@ -138,9 +157,8 @@ def shutdown() -> None:
 
 @atexit.register
 def _leave() -> None:
-    global _store
     shutdown()
-    _store = None
+    meeting.forget()
 
 
 def _check_same(
@@ -160,93 +178,153 @@ def _check_same(
             )
 
 
-def _backend_spec(backend: str | None) -> str:
-    """What torch.distributed calls it."""
-    if backend in (None, "gloo"):
-        return "gloo"
-    if backend != "nccl":
-        raise WeftError(f"backend {backend!r} is unknown: use gloo, or nccl on machines with GPUs")
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise WeftError(
-            "backend 'nccl' needs a GPU and a CUDA build of torch, and there is "
-            f"{'no GPU' if dist.is_nccl_available() else f'torch {torch.__version__}'}: "
-            "use gloo, or install torch as pytorch.org says for your CUDA"
-        )
-    return "cpu:gloo,cuda:nccl"
-
-
 def _check_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    if backend not in backends.known():
+        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(backends.known())}")
     there = dist.get_backend_config()
-    if backend is not None and backend not in there:
+    if backend not in (part.rpartition(":")[2] for part in there.split(",")):
         raise WeftError(
             f"backend={backend!r} was asked for, but torch.distributed is initialised already "
             f"with {there}: leave backend= out to use that"
         )
 
 
-def _where(launch: launchers.Launch, rendezvous: str | None) -> str | None:
-    """The URL where the ranks meet, or None if there is nobody to meet."""
-    if rendezvous is not None and not rendezvous.startswith(("env://", "tcp://", "file://")):
-        raise WeftError(
-            f"rendezvous {rendezvous!r} is none of env://, tcp://host:port and file:///path"
-        )
-    if launch.kind == "alone":
-        if rendezvous is not None:
-            raise WeftError(
-                f"rendezvous={rendezvous!r} needs RANK and WORLD_SIZE in the environment: set "
-                "them, or start with torchrun"
-            )
-        return None
-    url = rendezvous or "env://"
-    if url.startswith("env://"):
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise WeftError(
-                f"rank {launch.rank}: the environment has RANK and WORLD_SIZE but no "
-                f"{' and no '.join(missing)}: start with torchrun, or set it, or pass "
-                "rendezvous='tcp://host:port'"
-            )
-    return url
-
-
-def _start_group(launch: launchers.Launch, spec: str, url: str | None, timeout: float) -> None:
-    """Set up the default group of torch.distributed."""
-    global _generation
-    _generation += 1
-    limit = timedelta(seconds=timeout)
-    if url is None:
-        with _loopback_only():
-            dist.init_process_group(
-                spec, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
-            )
-        return
-    try:
+def _alone(spec: str, timeout: float) -> None:
+    """Set up the default group of one process, which meets nobody."""
+    with _loopback_only():
         dist.init_process_group(
-            spec,
-            store=_meet(launch, url, limit),
+            spec, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
+        )
+
+
+def _together(
+    launch: launchers.Launch, place: meeting.Place, backend: str | None, timeout: float
+) -> None:
+    """Meet the other ranks, see that all fit together, and set up the default group."""
+    deadline = time.monotonic() + timeout
+    try:
+        with meeting.at(place, launch, deadline) as (there, times):
+            decision, space = roll.call(
+                dist.PrefixStore(_space(times), there.store),
+                _entry(launch, backend, there.store),
+                max(deadline - time.monotonic(), 0.001),
+                where=place.where,
+                hosts=there.hosts,
+                elastic=_is_elastic(),
+            )
+        _log.info(
+            "rank %d of %d met the others at %s; backend %s",
+            launch.rank,
+            launch.size,
+            place.where,
+            decision.backend,
+        )
+        _name_interface(there.store)
+        dist.init_process_group(
+            backends.spec(decision.backend),
+            store=dist.PrefixStore("group", space),
             rank=launch.rank,
             world_size=launch.size,
-            timeout=limit,
+            timeout=timedelta(seconds=timeout),
         )
     except (RuntimeError, OSError) as error:  # torch's store and gloo errors are RuntimeErrors
-        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if isinstance(error, WireError):
+            raise
         raise WireError(
-            f"rank {launch.rank}: the {launch.size} ranks did not meet at "
-            f"{at if url == 'env://' else url} within {timeout:g} s: are all of them started, "
-            f"and is that address reachable? ({str(error).splitlines()[0]})",
+            f"rank {launch.rank}: the {launch.size} ranks did not meet at {place.where} within "
+            f"{timeout:g} s: are all of them started, and is that address reachable? "
+            f"({str(error).splitlines()[0]})",
             rank=launch.rank,
         ) from error
 
 
-def _meet(launch: launchers.Launch, url: str, limit: timedelta) -> dist.Store:
-    """The store of all ranks, under a prefix that no earlier group of theirs has used.
+def _space(times: int) -> str:
+    """Where in the store this group's keys are: nowhere that an earlier group's were.
 
-    The store itself is kept until the process ends: rank 0 may be the one that hosts it, and when
-    it starts its next group the others may be connecting already.
+    torchrun's store outlives its workers, so each of its attempts has a space of its own.
     """
-    global _store
-    _store, _, _ = next(iter(dist.rendezvous(url, launch.rank, launch.size, timeout=limit)))
-    return dist.PrefixStore(f"weft/group{_generation}", _store)
+    return f"weft/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/group{times}"
+
+
+def _agree_on_versions(timeout: float | None) -> None:
+    """The roll call of a group that is there already: what differs is told before it hurts."""
+    group = dist.group.WORLD
+    assert group is not None  # it is adopted
+    store = distributed_c10d._get_process_group_store(group)
+    rank, size = group.rank(), group.size()
+    if store is None or size == 1:  # MPI's groups have none
+        return
+    times = store.add(f"weft/adopted/{rank}", 1)
+    try:
+        roll.call(
+            dist.PrefixStore(f"weft/adopted/roll{times}", store),
+            _entry(launchers.Launch("adopted", rank, size, rank, size), None, store),
+            _TIMEOUT if timeout is None else timeout,
+            where="the group's store",
+            hosts=False,
+        )
+    except RuntimeError as error:  # torch's store errors are
+        raise WireError(
+            f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
+            rank=rank,
+        ) from error
+
+
+def _is_elastic() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _entry(launch: launchers.Launch, backend: str | None, store: dist.Store) -> roll.Entry:
+    """What this rank says at the roll call; if it cannot take part, why."""
+    try:
+        address, error = own_address(store), ""
+    except OSError as wrong:
+        address, error = "", str(wrong)
+    return roll.Entry.mine(launch.rank, launch.size, backend=backend, address=address, error=error)
+
+
+def _told(error: WeftError, rendezvous: str | None) -> WeftError:
+    """Let the others know, if they wait somewhere, that this process cannot come.
+
+    Returns:
+        What all raise; the error itself if nobody was there.
+    """
+    unknown = launchers.Launch("environment", -1, 0, 0, 0)
+    with contextlib.suppress(Error, RuntimeError, OSError):  # they are not there: only this raises
+        place = meeting.place(unknown, rendezvous)
+        if place is None or isinstance(place, meeting.Mpi | meeting.Ports):
+            return error
+        deadline = time.monotonic() + _TELL
+        with meeting.at(place, unknown, deadline) as (there, times):
+            try:
+                roll.call(
+                    dist.PrefixStore(_space(times), there.store),
+                    roll.Entry.mine(-1, 0, error=str(error)),
+                    _TELL,
+                    where=place.where,
+                    hosts=False,
+                    elastic=_is_elastic(),
+                )
+            except WeftError as agreed:
+                return agreed
+    return error
+
+
+def _name_interface(store: dist.Store) -> None:
+    """Let gloo listen where weft does: by itself it takes what the host's name means."""
+    name = interface_of(own_address(store))
+    if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        _named.append(name)
+        _log.info("network interface %s", name)
+
+
+def _unname_interface() -> None:
+    while _named:
+        if os.environ.get("GLOO_SOCKET_IFNAME") == _named.pop():
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 @contextlib.contextmanager

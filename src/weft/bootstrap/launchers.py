@@ -1,23 +1,30 @@
 """Who launched this process, and as which rank: read from the environment alone.
 
-Known are torchrun (and whatever sets the same variables: `weft.bootstrap.local`, netlab, a
-person) and nobody at all, which is a group of one. mpirun and srun are recognised and refused,
-since taking each of their processes for a group of one would train silently apart; to read them
-too, add a function here that returns a `Launch` or None, and name it in `_READERS`.
+Known are torchrun and whatever sets the same variables (`weft.bootstrap.local`, Kubernetes'
+PyTorchJob, Ray Train, netlab, a person); mpirun of Open MPI, MPICH and Intel MPI; srun; and nobody
+at all, which is a group of one. To read another, add a function here that returns a `Launch` or
+None, and name it in `_READERS`; the first that knows its own variables decides, so RANK and
+WORLD_SIZE, which a person can set, come first.
+
+The variables are those of the launchers' manuals: torchrun, Open MPI (mpirun, "Environmental
+Variables"), MPICH and Intel MPI (Hydra), Slurm (srun, "OUTPUT ENVIRONMENT VARIABLES").
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import WeftError
 
-__all__ = ["Launch", "detect"]
+__all__ = ["Launch", "detect", "expand_hosts"]
 
 _log = logging.getLogger("weft")
+_HOSTS = re.compile(r"([^,\[\]]*)\[([^\]]*)\]([^,\[\]]*)|([^,\[\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +32,15 @@ class Launch:
     """How this process was launched.
 
     Attributes:
-        kind: "torchrun", "environment" (its variables, set by something else) or "alone".
+        kind: "torchrun", "environment" (its variables, set by something else), "mpirun", "srun"
+            or "alone".
         rank: this process's number.
         size: how many there are.
         local_rank: its number on this machine.
         local_size: how many there are on this machine.
+        job: what the launcher calls the job, the same for all ranks and for no other job that
+            runs at the same time; empty if it has no name.
+        head: the host of rank 0, if the launcher tells.
     """
 
     kind: str
@@ -37,28 +48,66 @@ class Launch:
     size: int
     local_rank: int
     local_size: int
+    job: str = ""
+    head: str = ""
 
 
 def detect(env: Mapping[str, str] | None = None) -> Launch:
     """How this process was launched, from `env` (default: the process's environment).
 
     Raises:
-        WeftError: the variables are incomplete or contradict each other, or come from a launcher
-            that weft cannot read.
+        WeftError: the variables are incomplete or contradict each other.
 
     Example:
-        >>> detect({"RANK": "1", "WORLD_SIZE": "4"})
-        Launch(kind='environment', rank=1, size=4, local_rank=1, local_size=4)
-        >>> detect({})
-        Launch(kind='alone', rank=0, size=1, local_rank=0, local_size=1)
+        >>> launch = detect({"RANK": "1", "WORLD_SIZE": "4"})
+        >>> launch.kind, launch.rank, launch.size
+        ('environment', 1, 4)
+        >>> launch = detect({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"})
+        >>> launch.kind, launch.rank, launch.size
+        ('mpirun', 3, 4)
+        >>> detect({}).kind
+        'alone'
     """
     env = os.environ if env is None else env
     for read in _READERS:
         launch = read(env)
         if launch is not None:
-            _log.info("launched by %s: rank %d of %d", launch.kind, launch.rank, launch.size)
-            return launch
-    raise AssertionError("the last reader takes whatever is left")
+            break
+    else:
+        launch = Launch("alone", 0, 1, 0, 1)
+    if launch.rank >= launch.size:
+        raise WeftError(
+            f"the environment has {_names(env, launch)}: ranks start at 0, so there are more "
+            "processes than the world size says, or this one has a wrong number"
+        )
+    if launch.local_rank >= launch.local_size or launch.local_size > launch.size:
+        raise WeftError(
+            f"the environment has LOCAL_RANK={launch.local_rank}, "
+            f"LOCAL_WORLD_SIZE={launch.local_size} and WORLD_SIZE={launch.size}: the first must "
+            "be below the second, which is at most the third"
+        )
+    job = f" (job {launch.job})" if launch.job else ""
+    _log.info("launched by %s%s: rank %d of %d", launch.kind, job, launch.rank, launch.size)
+    return launch
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The host names of a Slurm node list.
+
+    Example:
+        >>> expand_hosts("login,node[08-10,12]-ib,gpu7")
+        ['login', 'node08-ib', 'node09-ib', 'node10-ib', 'node12-ib', 'gpu7']
+    """
+    hosts: list[str] = []
+    for before, numbers, after, plain in _HOSTS.findall(text):
+        if plain:
+            hosts.append(plain)
+            continue
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                hosts.append(f"{before}{number:0{len(first)}d}{after}")
+    return hosts
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch | None:
@@ -71,46 +120,115 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
                 "or set both, or neither for a group of one"
             )
     rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
-    if rank >= size:
-        raise WeftError(f"the environment has RANK={rank} and WORLD_SIZE={size}: ranks start at 0")
     local_rank = _whole(env, "LOCAL_RANK", rank)
     local_size = _whole(env, "LOCAL_WORLD_SIZE", max(size, local_rank + 1))
-    if local_rank >= local_size or local_size > size:
-        raise WeftError(
-            f"the environment has LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and "
-            f"WORLD_SIZE={size}: the first must be below the second, which is at most the third"
-        )
     kind = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-    return Launch(kind, rank, size, local_rank, local_size)
+    return Launch(kind, rank, size, local_rank, local_size, env.get("TORCHELASTIC_RUN_ID", ""))
 
 
-def _unread(env: Mapping[str, str]) -> Launch | None:
-    """Refuse to be a group of one beside other processes that think the same."""
-    for name, launcher in (
-        ("OMPI_COMM_WORLD_SIZE", "mpirun"),
-        ("PMI_SIZE", "mpirun"),
-        ("SLURM_STEP_NUM_TASKS", "srun"),
+def _open_mpi(env: Mapping[str, str]) -> Launch | None:
+    if "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    size = _whole(env, "OMPI_COMM_WORLD_SIZE")
+    rank = _whole(env, "OMPI_COMM_WORLD_RANK", 0 if size == 1 else None)
+    return Launch(
+        "mpirun",
+        rank,
+        size,
+        _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
+        _whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
+        env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter("OMPI_COMM_"),
+    )
+
+
+def _hydra(env: Mapping[str, str]) -> Launch | None:
+    """mpirun of MPICH and of Intel MPI."""
+    if "PMI_SIZE" not in env:
+        return None
+    rank, size = _whole(env, "PMI_RANK"), _whole(env, "PMI_SIZE")
+    local_rank = _whole(env, "MPI_LOCALRANKID", rank)
+    local_size = _whole(env, "MPI_LOCALNRANKS", size)
+    return Launch("mpirun", rank, size, local_rank, local_size, _starter("PMI_RANK="))
+
+
+def _slurm(env: Mapping[str, str]) -> Launch | None:
+    """A task of srun's; what a batch script runs by itself is none, and is alone."""
+    if "SLURM_STEP_NUM_TASKS" not in env:
+        return None
+    rank, size = _whole(env, "SLURM_PROCID"), _whole(env, "SLURM_STEP_NUM_TASKS")
+    if env.get("PMI_SIZE", "1") != "1" and (env.get("PMI_RANK"), env["PMI_SIZE"]) != (
+        str(rank),
+        str(size),
     ):
-        if env.get(name, "1") != "1":
-            raise WeftError(
-                f"this process was launched by {launcher} ({name}={env[name]}), which weft does "
-                "not read yet: start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
-                "MASTER_PORT for each process"
-            )
-    return None
+        return None  # an mpirun that has srun start its daemons, one on each host
+    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or ""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
+    local_rank = _whole(env, "SLURM_LOCALID", rank if len(hosts) < 2 else 0)
+    return Launch(
+        "srun",
+        rank,
+        size,
+        local_rank,
+        _slurm_local_size(env) or (size if len(hosts) < 2 else local_rank + 1),
+        f"{job}.{step}" if job else "",
+        hosts[0] if hosts else "",
+    )
 
 
-def _alone(env: Mapping[str, str]) -> Launch:
-    return Launch("alone", 0, 1, 0, 1)
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    """This node's part of, for instance, `2(x3),1`, if there is one."""
+    counts: list[int] = []
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    node = _whole(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else None
 
 
-_READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (_torchrun, _unread, _alone)
+_READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
+    _torchrun,
+    _open_mpi,  # before srun, by which it may start its daemons
+    _slurm,
+    _hydra,
+)
+
+
+def _starter(mark: str) -> str:
+    """A name for whatever started the ranks of this host: the nearest ancestor that is no rank.
+
+    Scripts may stand between that and this process; they have a rank's environment, which `mark`
+    tells.
+    """
+    pid = os.getppid()
+    try:
+        while mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            status = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(status.rpartition(")")[2].split()[1])
+    except OSError:  # no Linux, or not this user's process: then it is that one
+        pass
+    return f"process-{pid}"
+
+
+def _names(env: Mapping[str, str], launch: Launch) -> str:
+    """The variables that told rank and size."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ):
+        if rank in env and size in env:
+            return f"{rank}={launch.rank} and {size}={launch.size}"
+    return f"rank {launch.rank} and size {launch.size}"
 
 
 def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.strip().isdecimal():
+    if text is None:
+        raise WeftError(f"the environment has no {name}: start with torchrun, mpirun or srun")
+    if not text.strip().isdecimal():
         raise WeftError(f"the environment has {name}={text!r}, which is no whole number")
     return int(text)

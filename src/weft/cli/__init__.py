@@ -11,6 +11,7 @@ import typer
 
 from .bench import bench
 from .demo import demo
+from .doctor import doctor
 
 __all__ = ["app", "main"]
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

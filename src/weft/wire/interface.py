@@ -1,27 +1,66 @@
 """The address at which this rank's peers reach it.
 
-The interface is named by `WEFT_INTERFACE`, or as gloo's users do by `GLOO_SOCKET_IFNAME` (several:
-the first that has an address); an address will do, too. Otherwise it is the one that leads to the
-store's host. On that host itself, and without a host to look for, it is what the machine's own
-name says, then what leads out of the machine, and the loopback where there is nothing else.
+It is the one on the way to the store's host, unless an interface is named: by `WEFT_INTERFACE`, by
+`SAR_SOCKET_NAME`, or as gloo's users do by `GLOO_SOCKET_IFNAME`. Each may be a comma list, of which
+the first that has an address counts: a name as the system has it, the beginning of one (`eth` is
+eth0), or an address. A list that begins with `^` says what is never taken (`^docker,veth`), and the
+choice is free among the rest. The loopback is taken only where the store's host is the loopback by
+its very name, or where the machine has nothing else.
 """
 
 from __future__ import annotations
 
+import array
 import ipaddress
 import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-__all__ = ["own_address"]
+__all__ = ["VARIABLES", "Interface", "interface_of", "interfaces", "is_loopback", "own_address"]
+
+VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
-_SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
 _LOOPBACK = "127.0.0.1"
+_SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses in one list, secondary ones included
+_SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
+_IFREQ = 40  # bytes of an entry of that list, on 64-bit Linux
+_MOST = 1024  # entries that are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface of this machine: its name and its numeric addresses, IPv4 first."""
+
+    name: str
+    addresses: tuple[str, ...]
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Those that have an address, in the system's order.
+
+    Example:
+        >>> any("127.0.0.1" in interface.addresses for interface in interfaces())
+        True
+    """
+    ipv4 = _ipv4_all()
+    found = []
+    for _, name in socket.if_nameindex():
+        first = ipv4.get(name, ()) if ipv4 else tuple(filter(None, [_ipv4(name)]))
+        addresses = (*first, *_ipv6(name))
+        if addresses:
+            found.append(Interface(name, addresses))
+    return tuple(found)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address, or None."""
+    return next((each.name for each in interfaces() if address in each.addresses), None)
 
 
 def own_address(store: dist.Store) -> str:
@@ -30,15 +69,30 @@ def own_address(store: dist.Store) -> str:
     Raises:
         OSError: an interface is named, and has no address here.
     """
-    for variable in ("WEFT_INTERFACE", "GLOO_SOCKET_IFNAME"):
-        if named := os.environ.get(variable):
-            return _of_interfaces(variable, named)
     host, port = _server(store)
-    if host is not None:
-        route = _towards(host, port)
-        if route is not None and (not _is_loopback(route) or _means_loopback(host)):
-            return route
-    return next(filter(_is_here, _of_machine()), _LOOPBACK)
+    route = None if host is None else _towards(host, port)
+    for variable in VARIABLES:
+        if named := os.environ.get(variable, "").strip():
+            if not named.startswith("^"):
+                return _of_interfaces(variable, named, route)
+            return _beside(variable, named, host, route)
+    return _free_choice(host, route, lambda address: True)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is the machine's own to itself; a name is not."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _free_choice(host: str | None, route: str | None, may: Callable[[str], bool]) -> str:
+    """The address on the way to the store, else another one that may be taken."""
+    leads = host is not None and (not is_loopback(route or "") or _means_loopback(host))
+    if route is not None and leads and may(route):
+        return route
+    return next((each for each in _of_machine() if may(each) and _is_here(each)), _LOOPBACK)
 
 
 def _server(store: dist.Store) -> tuple[str | None, int]:
@@ -65,7 +119,7 @@ def _towards(host: str, port: int) -> str | None:
 
 
 def _of_machine() -> Iterator[str]:
-    """Addresses by which others may know this machine."""
+    """Addresses by which others may know this machine, the likeliest first."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -74,11 +128,13 @@ def _of_machine() -> Iterator[str]:
     out = _towards(_OUT, 9)
     if out is not None:
         yield out
+    for each in interfaces():
+        yield from each.addresses
 
 
 def _is_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
-    if _is_loopback(address):
+    if is_loopback(address):
         return False
     try:
         family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -91,29 +147,63 @@ def _is_here(address: str) -> bool:
 
 def _means_loopback(host: str) -> bool:
     """Whether a host is the loopback by its spelling, on whatever machine."""
-    return host.lower() == "localhost" or _is_loopback(host)
+    return host.lower() == "localhost" or is_loopback(host)
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name
-        return False
-
-
-def _of_interfaces(variable: str, named: str) -> str:
-    """The address of the first of some interfaces that has one."""
-    for name in named.split(","):
+def _of_interfaces(variable: str, named: str, route: str | None) -> str:
+    """The address of the first of some interfaces that has one: of several, the store's way."""
+    there = interfaces()
+    for name in filter(None, map(str.strip, named.split(","))):
         try:
             ipaddress.ip_address(name.partition("%")[0])
         except ValueError:
-            address = _ipv4(name) or _ipv6(name)
-            if address is not None:
-                return address
+            exact = [each for each in there if each.name == name]
+            for each in exact or [each for each in there if each.name.startswith(name)]:
+                return route if route in each.addresses and route else each.addresses[0]
         else:
             return name
-    have = ", ".join(name for _, name in socket.if_nameindex())
-    raise OSError(f"{variable}={named} names no interface with an address: there are {have}")
+    raise OSError(
+        f"{variable}={named} names no interface with an address: there are {_listed(there)}"
+    )
+
+
+def _beside(variable: str, named: str, host: str | None, route: str | None) -> str:
+    """The free choice, but for the interfaces whose names begin with one of a `^` list."""
+    banned = tuple(filter(None, (name.strip(" ^") for name in named.split(","))))
+    there = interfaces()
+    never = {
+        address
+        for each in there
+        if banned and each.name.startswith(banned)
+        for address in each.addresses
+    }
+    address = _free_choice(host, route, lambda address: address not in never)
+    if address in never:
+        raise OSError(f"{variable}={named} leaves no interface: there are {_listed(there)}")
+    return address
+
+
+def _listed(there: Sequence[Interface]) -> str:
+    return ", ".join(each.name for each in there)
+
+
+def _ipv4_all() -> dict[str, tuple[str, ...]]:
+    """The IPv4 addresses of each interface, or nothing where the system has no such list."""
+    if not sys.platform.startswith("linux") or struct.calcsize("P") != 8:
+        return {}
+    import fcntl  # not on Windows
+
+    room = array.array("B", bytes(_IFREQ * _MOST))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("iL", len(room), room.buffer_info()[0])
+        length = struct.unpack("iL", fcntl.ioctl(sock, _SIOCGIFCONF, asked))[0]
+    found: dict[str, tuple[str, ...]] = {}
+    for start in range(0, length, _IFREQ):
+        entry = room[start : start + _IFREQ].tobytes()
+        # a secondary address may have a label of its own, eth0:1
+        name = entry[:16].split(b"\0", 1)[0].decode().partition(":")[0]
+        found[name] = (*found.get(name, ()), socket.inet_ntoa(entry[20:24]))
+    return found
 
 
 def _ipv4(interface: str) -> str | None:
@@ -127,16 +217,15 @@ def _ipv4(interface: str) -> str | None:
             return None
 
 
-def _ipv6(interface: str) -> str | None:
+def _ipv6(interface: str) -> tuple[str, ...]:
+    """The IPv6 addresses of an interface, those of the link alone last and with their scope."""
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as table:
             lines = [line.split() for line in table]
     except OSError:
-        return None
+        return ()
     addresses = [
         ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[-1] == interface
     ]
-    wide = [address for address in addresses if not address.is_link_local]
-    if wide:
-        return str(wide[0])
-    return f"{addresses[0]}%{interface}" if addresses else None
+    wide = [str(address) for address in addresses if not address.is_link_local]
+    return (*wide, *(f"{address}%{interface}" for address in addresses if address.is_link_local))

@@ -1,0 +1,234 @@
+"""The shared-file rendezvous: rank 0 leaves a file that says where it listens.
+
+A file is no more than a hint. It is believed when the door that it names proves that it knows the
+file's nonce (`door`), so one that an earlier or a crashed run has left leads nobody astray. It is
+written under another name first and then linked to its own, so nobody reads half of it and of two
+processes that want to be rank 0 one finds the other; its mode is 0600, and it must belong to this
+user. Rank 0 takes it away when all have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import WeftError, WireError
+from .door import knock
+
+__all__ = ["NAME", "Invitation", "claim", "find", "read", "withdraw"]
+
+NAME = "weft-meeting"  # of the file, where a folder was given
+_MODE = 0o600
+_MOST = 65536  # bytes of a file that is read at all
+_FIRST, _LAST, _GROWTH = 0.01, 1.0, 1.5  # seconds between two looks, and how they grow
+_KNOCK = 2.0  # seconds in which a door must answer
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Where a rank 0 listens, and how to know it.
+
+    Attributes:
+        addresses: its hosts by number, the likeliest first.
+        port: of its door.
+        nonce: in hexadecimal.
+        host: its name, for messages.
+        pid: its process, for messages.
+        written: when, in seconds since 1970, for messages.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    nonce: str
+    host: str
+    pid: int
+    written: float
+
+    def answer(self, timeout: float = _KNOCK) -> tuple[str, dict[str, Any]] | None:
+        """At which address its door answers, and what it tells; None if it does not."""
+        return knock(self.addresses, [self.port], bytes.fromhex(self.nonce), timeout)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Invitation:
+        """
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            found = json.loads(text)
+            return cls(**{**found, "addresses": tuple(found["addresses"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError("no invitation") from error
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
+        return f"process {self.pid} on {self.host}, written {when}"
+
+
+def read(path: Path) -> Invitation | None:
+    """What the file says, or None if there is none.
+
+    Raises:
+        WeftError: it is somebody else's, or could have been written by somebody else, or is no
+            such file at all.
+        OSError: it cannot be read.
+    """
+    with contextlib.suppress(OSError):
+        # opening the folder has an NFS client ask its server what is in it now
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        with contextlib.suppress(FileNotFoundError):
+            _check_owner(path, os.lstat(path))
+        raise
+    except OSError as error:
+        if path.is_symlink():
+            raise WeftError(f"{path} is a link, and may lead anywhere: remove it") from error
+        raise
+    try:
+        _check_owner(path, os.fstat(fd))
+        content = os.read(fd, _MOST)
+    finally:
+        os.close(fd)
+    try:
+        return Invitation.from_json(content)
+    except ValueError as error:
+        raise WeftError(
+            f"{path} is not a file of a rendezvous: pass another path, or remove it"
+        ) from error
+
+
+def claim(path: Path, invitation: Invitation) -> Invitation | None:
+    """Leave the invitation at the path, unless a rank 0 that is alive has left one there.
+
+    Returns:
+        That other one, or None.
+
+    Raises:
+        WeftError: as `read`.
+        OSError: nothing can be written there.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(invitation.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        while True:
+            try:
+                os.link(draft, path)
+                return None
+            except FileExistsError:
+                there = read(path)
+            except OSError:  # a file system without links
+                there = read(path)
+                if there is None:
+                    os.replace(draft, path)
+                    return None
+            if there is not None:
+                if there.answer() is not None:
+                    return there
+                withdraw(path, there)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
+
+
+def withdraw(path: Path, invitation: Invitation) -> None:
+    """Take the invitation away, if it is the one that is there."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        if read(path) != invitation:
+            return
+        os.rename(path, aside)  # at once, so that what is taken away is what is looked at
+        if read(aside) != invitation:
+            os.link(aside, path)  # somebody was quicker: it is a new one
+    except (OSError, WeftError):
+        return  # it is gone, or the folder is: nobody can be led astray then
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+
+
+def find(path: Path, rank: int, deadline: float) -> tuple[str, dict[str, Any]]:
+    """Wait for an invitation whose door answers: at which address, and what it tells.
+
+    Args:
+        path: of the file.
+        rank: this rank, for messages.
+        deadline: as `time.monotonic` tells it.
+
+    Raises:
+        WeftError: as `read`.
+        WireError: there was none in time.
+    """
+    return _patiently(lambda: _look(path), rank, f"file://{path}", deadline)
+
+
+def _look(path: Path) -> tuple[tuple[str, dict[str, Any]] | None, str]:
+    """The answer of the door if there is one, and what is to be said if there is none."""
+    if not path.parent.is_dir():
+        return None, f"there is no folder {path.parent} on this host: is it shared, and mounted?"
+    invitation = read(path)
+    if invitation is None:
+        return None, "there is no such file: is rank 0 started, and does it see the same folder?"
+    return invitation.answer(), (
+        f"the file there is that of {invitation}, which does not answer at "
+        f"{', '.join(invitation.addresses)} port {invitation.port}: is that an earlier run, or "
+        "one behind a firewall?"
+    )
+
+
+def _patiently(
+    look: Callable[[], tuple[tuple[str, dict[str, Any]] | None, str]],
+    rank: int,
+    where: str,
+    deadline: float,
+) -> tuple[str, dict[str, Any]]:
+    """Look again and again, less and less often, so that a thousand ranks do not storm a server."""
+    began, pause = time.monotonic(), _FIRST
+    while True:
+        found, why = look()
+        if found is not None:
+            return found
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WireError(
+                f"rank {rank}: waited {time.monotonic() - began:.0f} s for rank 0 at {where}; "
+                f"{why}",
+                rank=rank,
+                culprit=0,
+            )
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+        pause = min(_LAST, pause * _GROWTH)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise WeftError(f"{path} is no regular file: pass another path")
+    if found.st_uid != os.geteuid():
+        raise WeftError(
+            f"{path} belongs to user {found.st_uid} and this is user {os.geteuid()}: it is not "
+            "believed; remove it, or pass a path in a folder of your own"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise WeftError(
+            f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o}): it is not "
+            "believed; remove it, or pass a path in a folder of your own"
+        )

@@ -1,0 +1,455 @@
+"""Where the ranks of a launch meet, and the store that they find there.
+
+A place is given (`rendezvous=`, or MASTER_ADDR and MASTER_PORT in the environment) or follows from
+the launcher: ranks of one host meet through a file in a private folder of this user's (`file`);
+srun's tasks of several hosts at a door on the host of task 0, on the first free one of some ports
+that follow from the job's name (`door`); mpirun's over MPI itself, if mpi4py is there. In all of
+these rank 0 hosts the store on a port that the system chose. A new kind of place is a class with
+`where` and `meet`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib
+import os
+import secrets
+import socket
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import WeftError, WireError
+from ..wire.interface import own_address
+from . import file, store
+from .door import Door, knock
+from .launchers import Launch
+
+__all__ = ["Meeting", "Place", "at", "place"]
+
+_PORTS = 16  # that srun's tasks try
+_LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
+_SHORT = 2.0  # seconds in which one that is there answers
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A store that all ranks share.
+
+    Attributes:
+        store: that store.
+        hosts: whether it ends with this process.
+        close: to be called when all have come: nobody else is let in.
+    """
+
+    store: dist.Store
+    hosts: bool = False
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """A store at a host and a port that are known to all."""
+
+    host: str
+    port: int
+    agent: bool  # torchrun hosts it already
+    where: str
+
+    def meet(self, launch: Launch, deadline: float) -> Meeting:
+        if launch.rank != 0 or self.agent:
+            return Meeting(self._join(launch.rank, _left(deadline)))
+        try:
+            made = dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,  # the program may hold a store there itself
+                timeout=timedelta(seconds=_left(deadline)),
+            )
+        except RuntimeError as error:
+            taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
+            with contextlib.suppress(RuntimeError, WireError):
+                if taken:  # by another rank 0, perhaps: then the roll call shall tell everybody
+                    other = self._join(0, _SHORT)
+                    other.wait([_SIGN], timedelta(seconds=_SHORT))
+                    return Meeting(other)
+            why = "another program listens there" if taken else str(error).splitlines()[0]
+            raise WeftError(
+                f"rank 0 cannot host the meeting at {self.where}: {why}; choose another port, and "
+                "let MASTER_ADDR be the host of rank 0"
+            ) from error
+        made.set(_SIGN, "yes")
+        return Meeting(made, hosts=True)
+
+    def _join(self, rank: int, timeout: float) -> dist.Store:
+        try:
+            return store.connect(self.host, self.port, timeout)
+        except RuntimeError as error:
+            raise WireError(
+                f"rank {rank}: rank 0 was not there at {self.where} (waited {timeout:.0f} s): is "
+                "it started on that host, and does every host reach that address and port? "
+                f"({str(error).splitlines()[0]})",
+                rank=rank,
+                culprit=0,
+            ) from error
+
+
+_SIGN = "weft/meets here"  # tells weft's store from another program's
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file that rank 0 writes, in a folder that all ranks see."""
+
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return f"file://{self.path}"
+
+    def meet(self, launch: Launch, deadline: float) -> Meeting:
+        try:
+            if launch.rank == 0:
+                return self._host(deadline)
+            address, told = file.find(self.path, launch.rank, deadline)
+        except OSError as error:
+            if isinstance(error, WireError):
+                raise
+            raise WeftError(
+                f"rank {launch.rank}: {self.path} cannot be used for a rendezvous: {error}"
+            ) from error
+        return Meeting(_store_at(address, told, launch.rank, _left(deadline)))
+
+    def _host(self, deadline: float) -> Meeting:
+        invitation, hosted = _invite(secrets.token_bytes(32), deadline)
+        other = file.claim(self.path, invitation)
+        if other is None:
+
+            def close() -> None:
+                file.withdraw(self.path, invitation)
+                hosted.close()
+
+            return Meeting(hosted.store, hosts=True, close=close)
+        hosted.close()
+        answer = other.answer()
+        if answer is None:
+            raise WeftError(
+                f"rank 0: {self.path} is that of another rank 0, {other}, which has just ended: "
+                "start again"
+            )
+        return Meeting(_store_at(*answer, 0, _left(deadline)))  # the roll call tells everybody
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """One of a few ports of a known host, behind a door that knows the job's name."""
+
+    host: str
+    job: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.host}, ports {', '.join(map(str, self.ports()))}, as job {self.job}"
+
+    def ports(self) -> list[int]:
+        """The same on every rank, and others for other jobs."""
+        digest = hashlib.sha256(self._name()).digest()
+        spread = _BEYOND - _LOWEST
+        numbers = (int.from_bytes(digest[i : i + 2], "big") for i in range(0, 2 * _PORTS, 2))
+        return list(dict.fromkeys(_LOWEST + number % spread for number in numbers))
+
+    def meet(self, launch: Launch, deadline: float) -> Meeting:
+        nonce = hashlib.sha256(b"nonce " + self._name()).digest()
+        if launch.rank == 0:
+            made, port = store.host(own_address(dist.HashStore()), everywhere=True)
+            for number in self.ports():
+                with contextlib.suppress(OSError):  # taken: the next one
+                    door = Door(nonce, {"port": port}, port=number)
+                    return Meeting(made, hosts=True, close=door.close)
+            raise WeftError(
+                f"rank 0: none of {self.where} is free: pass rendezvous='tcp://host:port' or "
+                "'file:///a/shared/folder/'"
+            )
+        pause = 0.02
+        while True:
+            answer = knock([self.host], self.ports(), nonce, min(_SHORT, _left(deadline)))
+            if answer is not None:
+                return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
+            if deadline - time.monotonic() <= pause:
+                raise WireError(
+                    f"rank {launch.rank}: rank 0 did not answer at {self.where}: is it started, "
+                    "is it on that host, and may ranks connect to those ports? else pass "
+                    "rendezvous='file:///a/shared/folder/'",
+                    rank=launch.rank,
+                    culprit=0,
+                )
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
+
+    def _name(self) -> bytes:
+        return f"weft {os.getuid()} {self.job}".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """Wherever rank 0 says over MPI."""
+
+    where: str = "the address that rank 0 told over MPI"
+
+    def meet(self, launch: Launch, deadline: float) -> Meeting:
+        world = _mpi_world(launch)
+        hosted: Meeting | None = None
+        invitation: file.Invitation | None = None
+        if launch.rank == 0:
+            invitation, hosted = _invite(secrets.token_bytes(32), deadline)
+        invitation = _mpi_told(world, invitation, launch.rank, deadline)
+        if hosted is not None:
+            return hosted
+        answer = invitation.answer()
+        if answer is None:
+            raise WireError(
+                f"rank {launch.rank}: rank 0 ({invitation}) does not answer at "
+                f"{', '.join(invitation.addresses)} port {invitation.port}: name the network "
+                "interface in WEFT_INTERFACE (mpirun -x WEFT_INTERFACE)",
+                rank=launch.rank,
+                culprit=0,
+            )
+        return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
+
+
+Place = Tcp | File | Ports | Mpi
+
+
+def place(
+    launch: Launch, rendezvous: str | None, env: Mapping[str, str] | None = None
+) -> Place | None:
+    """Where the ranks of a launch meet; None if there is nobody to meet.
+
+    Raises:
+        WeftError: the URL is wrong, or nothing says where.
+
+    Example:
+        >>> ranks = Launch("environment", 1, 2, 1, 2)
+        >>> place(ranks, "tcp://[fd00::7]:29500", {}).host
+        'fd00::7'
+        >>> place(ranks, "file:///nfs/run7", {}).where
+        'file:///nfs/run7'
+    """
+    env = os.environ if env is None else env
+    if rendezvous is not None:
+        _check_url(rendezvous)
+    if launch.size == 1 and launch.kind in ("mpirun", "srun"):
+        return None
+    if rendezvous is not None:
+        if launch.kind == "alone":
+            raise WeftError(
+                f"rendezvous={rendezvous!r} needs RANK and WORLD_SIZE in the environment: set "
+                "them, or start with torchrun, mpirun or srun"
+            )
+        if rendezvous.startswith("tcp://"):
+            return _tcp(rendezvous)
+        if rendezvous.startswith("file://"):
+            return File(_path(rendezvous))
+    if launch.kind == "alone":
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if not missing:
+        return _environment(launch, env)
+    if rendezvous is None:
+        if launch.job and launch.local_size == launch.size and launch.kind in ("mpirun", "srun"):
+            return File(_private() / launch.job.replace("/", "-"))
+        host = env.get("MASTER_ADDR") or launch.head
+        if launch.kind == "srun" and launch.job and host:
+            return Ports(host, launch.job)
+        if launch.kind == "mpirun":
+            return Mpi()
+    raise WeftError(
+        f"rank {launch.rank}: the environment has rank and world size but no "
+        f"{' and no '.join(missing)}: start with torchrun, or set it, or pass "
+        "rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
+    )
+
+
+@contextlib.contextmanager
+def at(where: Place, launch: Launch, deadline: float) -> Iterator[tuple[Meeting, int]]:
+    """Be at the meeting; at the end of the block nobody else is let in.
+
+    A process that has been there keeps the store, and finds it again: rank 0 may host it, and when
+    it starts its next group the others may be asking already. If somebody did not come, or the
+    store failed, all meet anew.
+
+    Yields:
+        The meeting, and how often this process has been at it, the same on all ranks: what they
+        write in the store is to be told apart by that.
+
+    Raises:
+        WeftError: rank 0 cannot host it there.
+        WireError: rank 0 was not there in time.
+    """
+    key = (where.where, os.getpid())
+    if isinstance(where, Tcp):  # it may be the same store, also for who has lost it
+        _times[key] = _times.get(key, 0) + 1
+    meeting = _kept.get(key)
+    if meeting is None:
+        meeting = where.meet(launch, deadline)
+        if not isinstance(where, Tcp):
+            _times[key] = 1
+    elif not isinstance(where, Tcp):
+        _times[key] += 1
+    _kept[key] = Meeting(meeting.store, meeting.hosts)
+    try:
+        yield meeting, _times[key]
+    except WeftError:
+        raise  # all have heard it there
+    except BaseException:
+        del _kept[key]
+        raise
+    finally:
+        meeting.close()
+
+
+_kept: dict[tuple[str, int], Meeting] = {}
+_times: dict[tuple[str, int], int] = {}
+
+
+def forget() -> None:
+    """Let go of the stores, at the end of the process."""
+    _kept.clear()
+
+
+def _check_url(rendezvous: str) -> None:
+    if rendezvous != "env://" and not rendezvous.startswith(("tcp://", "file://")):
+        raise WeftError(
+            f"rendezvous {rendezvous!r} is none of env://, tcp://host:port and file:///path"
+        )
+
+
+def _tcp(url: str) -> Tcp:
+    try:
+        found = urllib.parse.urlsplit(url)
+        host, port = found.hostname, found.port
+    except ValueError:  # a port that is none
+        host = port = None
+    if not host or not port:
+        raise WeftError(f"rendezvous {url!r} has no host and port: write tcp://host:port")
+    return Tcp(host, port, False, url)
+
+
+def _environment(launch: Launch, env: Mapping[str, str]) -> Tcp:
+    host, port = env["MASTER_ADDR"].strip("[]"), env["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise WeftError(
+            f"rank {launch.rank}: the environment has MASTER_PORT={port!r}, which is no port: "
+            "it is a number from 1 to 65535"
+        )
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Tcp(host, int(port), agent, f"{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _path(url: str) -> Path:
+    found = urllib.parse.urlsplit(url)
+    path = urllib.parse.unquote(found.path)
+    if found.netloc not in ("", "localhost") or not path.startswith("/") or path == "/":
+        raise WeftError(
+            f"rendezvous {url!r} is no absolute path: write file:///folder/file, with three slashes"
+        )
+    is_folder = path.endswith("/") or Path(path).is_dir()
+    return Path(path) / file.NAME if is_folder else Path(path)
+
+
+def _private() -> Path:
+    """A folder that only this user can write to, on this host."""
+    folder = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.getuid():
+        raise WeftError(
+            f"{folder} is not this user's folder: remove it, or pass rendezvous='file:///path'"
+        )
+    if found.st_mode & 0o022:
+        folder.chmod(0o700)
+    return folder
+
+
+def _invite(nonce: bytes, deadline: float) -> tuple[file.Invitation, Meeting]:
+    """Host a store on a free port, behind a door that knows the nonce."""
+    addresses = _addresses()
+    made, port = store.host(addresses[0], everywhere=len(addresses) > 1)
+    door = Door(nonce, {"port": port}, address="" if len(addresses) > 1 else addresses[0])
+    invitation = file.Invitation(
+        tuple(addresses), door.port, nonce.hex(), socket.gethostname(), os.getpid(), time.time()
+    )
+    return invitation, Meeting(made, hosts=True, close=door.close)
+
+
+def _addresses() -> list[str]:
+    """Where others may find this host: one address if an interface was named, else all it has."""
+    from ..wire.interface import VARIABLES, interfaces, is_loopback
+
+    first = own_address(dist.HashStore())
+    named = next(filter(None, (os.environ.get(name, "").strip() for name in VARIABLES)), "")
+    if named or is_loopback(first):
+        return [first]
+    others = (
+        address
+        for each in interfaces()
+        for address in each.addresses
+        # that of a link alone has a scope, which means nothing elsewhere
+        if "%" not in address and not is_loopback(address)
+    )
+    return list(dict.fromkeys([first, *others]))
+
+
+def _store_at(address: str, told: Mapping[str, Any], rank: int, timeout: float) -> dist.Store:
+    return Tcp(address, told["port"], False, f"{address} port {told['port']}")._join(rank, timeout)
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """MPI's communicator of all ranks, from mpi4py."""
+    try:
+        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    except ImportError as error:
+        raise WeftError(
+            f"rank {launch.rank}: mpirun started ranks on several hosts and does not tell where "
+            "rank 0 is: pip install mpi4py, or set MASTER_ADDR and MASTER_PORT (mpirun -x), or "
+            "pass rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
+        ) from error
+    if (world.rank, world.size) != (launch.rank, launch.size):
+        raise WeftError(
+            f"rank {launch.rank} of {launch.size} in mpirun's environment is rank {world.rank} of "
+            f"{world.size} to mpi4py, which was built for another MPI: install one for this "
+            "mpirun, or pass rendezvous="
+        )
+    return world
+
+
+def _mpi_told(
+    world: Any, invitation: file.Invitation | None, rank: int, deadline: float
+) -> file.Invitation:
+    """Rank 0's invitation, on every rank."""
+    room = bytearray(4096)
+    if invitation is not None:
+        said = invitation.to_json().encode()
+        room[: len(said)] = said
+    request = world.Ibcast(room, root=0)
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise WireError(f"rank {rank}: rank 0 told nothing over MPI in time", culprit=0)
+        time.sleep(0.002)
+    return file.Invitation.from_json(bytes(room).rstrip(b"\0"))
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,33 @@
+"""The program of each process in test_launch.py: starts weft, and says what it sees."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import weft
+
+
+def main(folder: str, *rendezvous: str) -> None:
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        with weft.init(timeout=30) as wire:
+            if wire.rank == 1:
+                sys.exit("this attempt fails, after all have met")
+            wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+    for url in rendezvous or (None,):
+        with weft.init(rendezvous=None if url == "-" else url, timeout=30) as wire:
+            mine = torch.tensor([wire.rank, 5]), torch.ones(2)
+            indices, _ = weft.sparse_all_reduce(mine)
+            group = dist.new_group()
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=group)
+            found = f"rank {wire.rank} of {wire.size} {indices.tolist()} {ones.item()}"
+            sys.stdout.write(f"{found} {os.environ['GLOO_SOCKET_IFNAME']}\n")
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,102 @@
+"""`weft.bootstrap.launchers`: who launched a process, from environments as launchers set them."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.bootstrap.launchers import Launch, detect, expand_hosts
+from weft.errors import WeftError
+
+OF_TWO = {"RANK": "1", "WORLD_SIZE": "2"}
+# as seen under Open MPI 5.0.11 from its wheel
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-9248@1",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "node[08-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+BATCH = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
+# srun starts the daemons of an mpirun, one on each host
+DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({}, Launch("alone", 0, 1, 0, 1)),
+        (BATCH, Launch("alone", 0, 1, 0, 1)),
+        (OF_TWO, Launch("environment", 1, 2, 1, 2)),
+        ({**OF_TWO, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 1, 2, 1, 2, "x")),
+        (OPEN_MPI, Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1")),
+        (SRUN, Launch("srun", 4, 5, 0, 1, "12.0", "node08")),
+        ({**SRUN, **OF_TWO}, Launch("environment", 1, 2, 1, 2)),
+        ({**DAEMON, **OPEN_MPI}, Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1")),
+        ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "5"}, Launch("srun", 4, 5, 0, 1, "12.0", "node08")),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "x"}, Launch("mpirun", 0, 1, 0, 1, "x")),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NODELIST": "a"},
+            Launch("srun", 1, 2, 1, 2),
+        ),
+        (  # how many tasks a node has is not told: it is not taken for all of them
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "a,b"},
+            Launch("srun", 1, 2, 0, 1, "", "a"),
+        ),
+    ],
+)
+def test_environments(env: dict[str, str], launch: Launch) -> None:
+    assert detect(env) == launch
+
+
+@pytest.mark.parametrize("env", [HYDRA, {**DAEMON, **HYDRA}])
+def test_hydra_s_job_is_named_after_whatever_started_it(env: dict[str, str]) -> None:
+    launch = detect(env)
+    assert (launch.kind, launch.rank, launch.size) == ("mpirun", 3, 4)
+    assert (launch.local_rank, launch.local_size) == (1, 2)
+    assert launch.job.startswith("process-")
+
+
+def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "weft"):
+        detect(SRUN)
+    assert caplog.messages == ["launched by srun (job 12.0): rank 4 of 5"]
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and .*_SIZE=4: ranks"),
+        ({**HYDRA, "PMI_RANK": "x"}, "PMI_RANK='x', which is no whole number"),
+        ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5: ranks start"),
+        ({"PMI_SIZE": "4"}, "no PMI_RANK"),
+    ],
+)
+def test_what_cannot_be(env: dict[str, str], complaint: str) -> None:
+    with pytest.raises(WeftError, match=complaint):
+        detect(env)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("a", ["a"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[099-101],m", ["n099", "n100", "n101", "m"]),
+        ("r1n[1,3]-ib,r2n7-ib", ["r1n1-ib", "r1n3-ib", "r2n7-ib"]),
+    ],
+)
+def test_node_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts

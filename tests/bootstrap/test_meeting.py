@@ -1,0 +1,131 @@
+"""`weft.bootstrap.meeting`: where the ranks of each launch meet."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.bootstrap import meeting
+from weft.bootstrap.launchers import Launch
+from weft.bootstrap.meeting import File, Mpi, Ports, Tcp, place
+from weft.bootstrap.store import listener
+from weft.errors import WeftError, WireError
+
+TWO = Launch("environment", 1, 2, 1, 2)
+MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1")
+SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08")
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("launch", "url", "env", "expected"),
+    [
+        (TWO, None, MASTER, Tcp("node1", 29500, False, "node1:29500")),
+        (TWO, "env://", MASTER, Tcp("node1", 29500, False, "node1:29500")),
+        (SRUN, None, MASTER, Tcp("node1", 29500, False, "node1:29500")),
+        (
+            TWO,
+            None,
+            {**MASTER, "MASTER_ADDR": "fd00::7"},
+            Tcp("fd00::7", 29500, False, "[fd00::7]:29500"),
+        ),
+        (TWO, "tcp://[fd00::7]:1", {}, Tcp("fd00::7", 1, False, "tcp://[fd00::7]:1")),
+        (SRUN, "file:///nfs/run%207", MASTER, File(Path("/nfs/run 7"))),
+        (TWO, "file:///nfs/", {}, File(Path("/nfs/weft-meeting"))),
+        (TWO, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-meeting")),
+        (SRUN, None, {}, Ports("node08", "12.0")),
+        (SRUN, None, {"MASTER_ADDR": "node1"}, Ports("node1", "12.0")),
+        (Launch("mpirun", 1, 2, 0, 1, "x"), None, {}, Mpi()),
+        (Launch("mpirun", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
+        (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
+    ],
+)
+def test_places(launch: Launch, url: str | None, env: dict[str, str], expected: object) -> None:
+    assert place(launch, url, env) == expected
+
+
+def test_torchrun_hosts_the_store_itself() -> None:
+    found = place(TWO, None, {**MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert isinstance(found, Tcp) and found.agent
+
+
+@pytest.mark.parametrize("launch", [ONE_HOST, Launch("srun", 1, 2, 1, 2, "12.0", "node08")])
+def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / f"weft-{os.getuid()}"
+    assert place(launch, None, {}) == File(folder / launch.job)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    place(launch, None, {})
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(WeftError, match="is not this user's folder"):
+        place(launch, None, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("tcp://node1", "has no host and port: write tcp://host:port"),
+        ("tcp://:1", "has no host and port"),
+        ("tcp://node1:0", "has no host and port"),
+        ("tcp://node1:99999", "has no host and port"),
+        ("file://run7", "is no absolute path"),
+        ("file:///", "is no absolute path"),
+        ("env://?rank=1", "is none of env://, tcp://host:port and file:///path"),
+    ],
+)
+def test_urls_that_are_none(url: str, complaint: str) -> None:
+    with pytest.raises(WeftError, match=complaint):
+        place(TWO, url, {})
+
+
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(WeftError, match="MASTER_PORT='x', which is no port"):
+        place(TWO, None, {**MASTER, "MASTER_PORT": "x"})
+
+
+def test_the_ports_follow_from_the_job() -> None:
+    ports = Ports("node08", "12.0").ports()
+    assert ports == Ports("elsewhere", "12.0").ports() != Ports("node08", "12.1").ports()
+    assert len(set(ports)) == len(ports) > 10
+    assert all(10000 <= port < 32768 for port in ports)
+
+
+def test_a_rank_finds_the_port_that_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_kept", {})
+    where = Ports("127.0.0.1", f"test {time.time()}")
+    with listener("", where.ports()[0]):  # another program's, which answers nothing
+        monkeypatch.setattr(meeting, "_SHORT", 0.2)
+        deadline = time.monotonic() + 20
+        with meeting.at(where, Launch("srun", 0, 2, 0, 1), deadline) as (host, times):
+            assert host.hosts and times == 1
+            guest = where.meet(Launch("srun", 1, 2, 0, 1), deadline)
+            host.store.set("a", "b")
+            assert guest.store.get("a") == b"b" and not guest.hosts
+    with pytest.raises(
+        WireError, match=r"rank 1: rank 0 did not answer at 127.0.0.1, ports .* job"
+    ):
+        where.meet(Launch("srun", 1, 2, 0, 1), time.monotonic() + 0.1)
+
+
+def test_rank_0_needs_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SHORT", 0.1)
+    with listener("", 0) as sock:
+        port = sock.getsockname()[1]
+        where = place(TWO, f"tcp://127.0.0.1:{port}", {})
+        assert where is not None
+        with pytest.raises(WeftError, match=f"cannot host .*:{port}: another program listens the"):
+            where.meet(Launch("environment", 0, 2, 0, 2), time.monotonic() + 1)
+        with pytest.raises(WireError, match=r"rank 1: rank 0 was not there at .*it is no store"):
+            where.meet(TWO, time.monotonic() + 0.1)

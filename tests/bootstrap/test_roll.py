@@ -1,0 +1,155 @@
+"""`weft.bootstrap.roll`: what is decided, and that every process that comes hears the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch.distributed as dist
+
+from weft.bootstrap import roll
+from weft.bootstrap.roll import Entry, call, judge
+from weft.errors import WeftError, WireError
+
+
+def entry(rank: int, size: int = 3, **more: object) -> Entry:
+    return Entry(rank, size, host=f"host{rank}", pid=100 + rank, **more)
+
+
+COMPLETE = [entry(0), entry(2), entry(1)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "error"),
+    [
+        ([entry(0), entry(1, 4)], "world size: rank 0 has 3, rank 1 has 4"),
+        ([entry(0), entry(0)], r"rank 0 of 3 was started twice: on host0 \(process 100\) and on"),
+        ([entry(-1, 0, error="no RANK")], r"a process without a rank \(host-1, process 99\): no R"),
+        (
+            [*COMPLETE[:2], entry(1, weft="9")],
+            "weft version: ranks 0 and 2 have , rank 1 has 9; in",
+        ),
+        ([*COMPLETE[:2], entry(1, torch="9")], "torch version: .*; install the same everywhere"),
+        ([*COMPLETE[:2], entry(1, backend="ucc")], "backend: .* have none given, rank 1 has ucc"),
+        (
+            [entry(rank, address="127.0.0.1", machine=str(rank)) for rank in range(3)],
+            "ranks 0, 1 and 2 would listen at 127.0.0.1, .* WEFT_INTERFACE",
+        ),
+    ],
+)
+def test_what_does_not_fit(entries: Sequence[Entry], error: str) -> None:
+    decision = judge(entries)
+    assert decision is not None
+    with pytest.raises(AssertionError, match=error):
+        raise AssertionError(decision.error)
+    assert decision.came == len(entries)
+
+
+def test_what_fits() -> None:
+    assert all(judge(COMPLETE[:count]) is None for count in range(3))
+    decision = judge(COMPLETE)
+    assert decision is not None and (decision.error, decision.backend) == ("", "gloo")
+    local = [entry(rank, address="127.0.0.1", machine="one") for rank in range(3)]
+    assert judge(local) == decision
+
+
+def test_the_devices_of_all_choose_the_backend() -> None:
+    with_gpu = [entry(rank, able=("nccl", "gloo")) for rank in range(3)]
+    assert judge(with_gpu).backend == "nccl"
+    assert judge([*with_gpu[:2], entry(2)]).backend == "gloo"
+    assert judge([entry(rank, backend="gloo", able=("nccl", "gloo")) for rank in range(3)]).backend
+
+
+Make = Callable[[], dist.Store]
+
+
+@pytest.fixture
+def connect() -> Make:
+    """A connection of its own for each process, as to one store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return server.clone
+
+
+def attend(
+    connect: Make, *entries: Entry, timeout: float = 10.0, elastic: bool = False
+) -> list[str]:
+    """Each entry's process, as a thread: the backend it hears of, or its error."""
+    heard = [""] * len(entries)
+
+    def come(number: int, mine: Entry) -> None:
+        store = connect()
+        try:
+            decision, space = call(
+                store, mine, timeout, where="there", hosts=mine.rank == 0, elastic=elastic
+            )
+            space.add("after", 1)
+            heard[number] = decision.backend
+        except (WeftError, WireError) as error:
+            heard[number] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=come, args=each) for each in enumerate(entries)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return heard
+
+
+def test_all_hear_that_they_fit(connect: Make) -> None:
+    assert attend(connect, *COMPLETE) == ["gloo"] * 3
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_all_hear_the_same_error(connect: Make, elastic: bool) -> None:
+    wrong = entry(1, error="no interface nothing7")
+    heard = attend(connect, *COMPLETE[:2], wrong, elastic=elastic)
+    assert heard == ["WeftError: rank 1 (host1, process 101): no interface nothing7"] * 3
+
+
+def test_two_processes_that_are_rank_0_hear_of_each_other(connect: Make) -> None:
+    heard = attend(connect, entry(0), entry(0), entry(1))
+    assert len(set(heard)) == 1
+    assert heard[0].startswith("WeftError: rank 0 of 3 was started twice: on host0 (process 100)")
+
+
+def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
+    assert attend(connect, *COMPLETE) == ["gloo"] * 3
+    heard = attend(connect, entry(2))
+    assert heard[0].startswith("WeftError: rank 2 (host2, process 102): the 3 ranks at there are ")
+
+
+def test_who_is_missing_is_named_to_all(connect: Make) -> None:
+    heard = attend(connect, entry(0), entry(2), timeout=0.3)
+    assert len(set(heard)) == 1
+    assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
+
+
+def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll, "_LATE", 0.1)
+    for elastic in (False, True):
+        heard = attend(connect, entry(1), entry(2), timeout=0.3, elastic=elastic)
+        assert all(text.startswith("WireError: rank 0 did not come to there") for text in heard)
+
+
+def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> None:
+    """torchrun's store outlives its workers; hosts that join or leave begin a new round."""
+    gone = [entry(0), entry(1)]  # of three: they were ended before the third came
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(roll, "_LATE", 0.1)
+        patched.setattr(roll, "_incomplete", died)
+        attend(connect, *gone, timeout=0.2, elastic=True)
+    early: list[str] = []
+    first = threading.Thread(
+        target=lambda: early.extend(attend(connect, entry(2), elastic=True)), daemon=True
+    )
+    first.start()  # it finds the old round, and no decision in it
+    first.join(0.3)
+    assert attend(connect, entry(0), entry(1), elastic=True) == ["gloo"] * 2
+    first.join(10)
+    assert early == ["gloo"]
+    assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
+
+
+def died(*_: object) -> None:
+    raise WireError("the process was ended here")

@@ -1,0 +1,70 @@
+"""`weft doctor`: what it finds, and that it says what to type."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.bootstrap.local import launch
+from weft.cli import app
+from weft.cli.doctor import Pair, _network, look, measure, slow
+from weft.testing import run
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WEFT_INTERFACE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wrong():
+    return [finding for finding in look() if finding.level == "wrong"]
+
+
+def test_alone_all_is_well():
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for text in ("versions: weft ", "interface lo: 127.0.0.1", "backend gloo: gloo", "1 ranks"):
+        assert text in done.output
+    assert "wrong" not in done.output
+
+
+def test_what_is_wrong_ends_with_what_to_type(monkeypatch):
+    assert not wrong()
+    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
+    (finding,) = wrong()
+    assert (finding.what, finding.remedy) == ("interface", "unset WEFT_INTERFACE")
+    monkeypatch.delenv("WEFT_INTERFACE")
+    monkeypatch.setenv("RANK", "0")
+    (finding,) = wrong()
+    assert finding.text == "the environment has RANK=0 but no WORLD_SIZE"
+    assert finding.remedy.startswith("start with torchrun")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "-> start with torchrun" in done.output
+
+
+def test_every_pair_is_measured_and_all_know_it():
+    everywhere = run(3, lambda wire: measure(wire, 10_000))
+    assert everywhere[0] == everywhere[1] == everywhere[2]
+    assert [(pair.low, pair.high) for pair in everywhere[0]] == [(0, 1), (0, 2), (1, 2)]
+    assert all(pair.round_trip > 0 and pair.bandwidth > 0 for pair in everywhere[0])
+
+
+def test_a_slow_pair_is_pointed_out():
+    pairs = [Pair(0, 1, 1e-4, 1e9), Pair(0, 2, 1e-4, 1e8), Pair(1, 2, 1e-4, 1e9)]
+    (finding,) = slow(pairs)
+    assert (finding.what, finding.text) == (
+        "ranks 0 and 2",
+        "0.8 Gbit/s, where pairs usually have 8 Gbit/s",
+    )
+    assert slow(pairs[:2]) == []
+
+
+def test_under_a_launcher_the_ranks_meet_and_are_measured():
+    findings, rank, pairs = launch(2, _network, [None, 20.0, 10_000])[1]
+    assert [finding.level for finding in findings] == ["ok", "ok"]
+    assert findings[1].text == "host 0: ranks [0, 1]"
+    assert (rank, len(pairs)) == (1, 1)
