@@ -240,7 +240,7 @@ class Summary:
             parts={part: statistics.median(run.values(part)) for part in PARTS},
             hidden=max(0.0, 1.0 - waited / in_flight) if in_flight else 0.0,
             sent=statistics.median(sent) if sent else None,
-            computed=run.way != "weft" and run.ranks > 1,
+            computed=run.way != "weft" and not run.title,
             peak=max((one.peak_bytes for one in run.outcomes), default=None),
             growth=max((one.peak_bytes - one.idle_bytes for one in run.outcomes), default=None),
             tokens=(run.items or run.ranks * batch) / step,

@@ -49,14 +49,17 @@ def cut_picture(cut: Cut) -> Plot:
             size = cut.bounds[part + 1] - cut.bounds[part]
             axes.annotate(
                 f"rank {part}: {size:,} nodes",
-                (centre[0], centre[1] - _radius(parts) * 1.14),
+                (centre[0], centre[1] - _radius(parts) * 1.08),
                 ha="center",
                 va="top",
                 fontsize=9,
+                annotation_clip=False,
             )
         axes.set_aspect("equal")
         axes.axis("off")
-        axes.autoscale_view()
+        reach = 1.0 if parts == 1 else 1 + _radius(parts)
+        height = reach if parts != 2 else _radius(parts)
+        axes.set(xlim=(-1.02 * reach, 1.02 * reach), ylim=(-height - 0.2, 1.02 * height))
 
     share = f"{crossing.mean():.1%}" if len(crossing) else "none"
     return Plot(
