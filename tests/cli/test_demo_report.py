@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft.cli.demo.corpus import Corpus
-from weft.cli.demo.plots import _STAND_INS, _steps, _thin
+from weft.cli.demo.plots import STAND_INS, _steps, _thin
 from weft.cli.demo.record import PARTS, Outcome, Reduction, Run, Step, agreement
 from weft.cli.demo.report import Result, write_report
 from weft.cli.demo.settings import Settings
@@ -76,7 +76,7 @@ def test_text_of_others_is_escaped(page: str) -> None:
 
 def test_pictures_take_the_colours_of_the_page(page: str) -> None:
     assert page.count("<svg") == 5 and page.count('role="img"') == 5
-    assert not [colour for colour in _STAND_INS.values() if colour in page]
+    assert not [colour for colour in STAND_INS.values() if colour in page]
     used = set(re.findall(r"var\(--([a-z-]+)\)", page))
     light = page[page.index(":root, :root[data-theme") : page.index("@media (prefers")]
     themes = [light, page[page.index(':root[data-theme="dark"]') :]]

@@ -209,9 +209,9 @@ def _patiently(
             return found
         left = deadline - time.monotonic()
         if left <= 0:
+            who = f"rank {rank}" if rank >= 0 else "a process without a rank"
             raise WireError(
-                f"rank {rank}: waited {time.monotonic() - began:.0f} s for rank 0 at {where}; "
-                f"{why}",
+                f"{who}: waited {time.monotonic() - began:.0f} s for rank 0 at {where}; {why}",
                 rank=rank,
                 culprit=0,
             )

@@ -36,7 +36,7 @@ from .launchers import Launch
 if TYPE_CHECKING:
     from ..wire import mpi
 
-__all__ = ["Meeting", "Place", "at", "place"]
+__all__ = ["Meeting", "Place", "at", "before", "complete", "place"]
 
 _PORTS = 16  # that srun's tasks try
 _LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
@@ -319,13 +319,37 @@ def at(where: Place, launch: Launch, deadline: float) -> Iterator[tuple[Meeting,
         meeting.close()
 
 
+def before(where: File, launch: Launch, deadline: float) -> dist.Store:
+    """Come to a meeting before `at` does, which then finds this one; the others are let in.
+
+    For who wants to know the host of rank 0 first; it is the store's.
+
+    Raises:
+        WeftError, WireError: as `at`.
+    """
+    key = (where.where, os.getpid())
+    if key not in _kept:
+        _kept[key] = where.meet(launch, deadline)
+        _times[key] = 0
+    return _kept[key].store
+
+
 _kept: dict[tuple[str, int], Meeting] = {}
 _times: dict[tuple[str, int], int] = {}
 
 
 def forget() -> None:
-    """Let go of the stores, at the end of the process."""
+    """Let go of the stores, at the end of the process, and of what leads there."""
+    complete()
     _kept.clear()
+
+
+def complete() -> None:
+    """All ranks have come: nobody else is let in to what `before` has opened."""
+    for key, meeting in _kept.items():
+        if key[1] == os.getpid():  # not in a forked child
+            meeting.close()
+            _kept[key] = Meeting(meeting.store, meeting.hosts)
 
 
 def _check_url(rendezvous: str) -> None:

@@ -63,8 +63,8 @@ def interface_of(address: str) -> str | None:
     return next((each.name for each in interfaces() if address in each.addresses), None)
 
 
-def own_address(store: dist.Store) -> str:
-    """The numeric host to listen on, for the ranks that meet at this store.
+def own_address(store: dist.Store | None = None) -> str:
+    """The numeric host to listen on, for the ranks that meet at this store, or at none yet.
 
     Raises:
         OSError: an interface is named, and has no address here.
@@ -95,7 +95,7 @@ def _free_choice(host: str | None, route: str | None, may: Callable[[str], bool]
     return next((each for each in _of_machine() if may(each) and _is_here(each)), _LOOPBACK)
 
 
-def _server(store: dist.Store) -> tuple[str | None, int]:
+def _server(store: dist.Store | None) -> tuple[str | None, int]:
     """Host and port of the store's server, if it has one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

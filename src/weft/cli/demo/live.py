@@ -21,13 +21,25 @@ from rich.table import Table
 from rich.text import Text
 
 from .record import Agreement, Run, Summary
-from .settings import Settings
 
 __all__ = ["COLOURS", "Display", "display", "figures_table", "verdict"]
 
 COLOURS = {"weft": "cyan", "torch": "yellow", "dense": "magenta"}
 _BARS = "▁▂▃▄▅▆▇█"
 _LATELY = 20  # steps that the figures of the moment are a mean of
+
+
+class Asked(Protocol):
+    """What the display is told of the settings."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
 
 
 class Display(Protocol):
@@ -55,7 +67,7 @@ class Display(Protocol):
         """What is going on besides."""
 
 
-def display(console: Console, settings: Settings) -> Display:
+def display(console: Console, settings: Asked) -> Display:
     """The display that suits the console."""
     return Panels(console, settings) if console.is_terminal else Lines(console, settings)
 
@@ -63,13 +75,13 @@ def display(console: Console, settings: Settings) -> Display:
 class Moment:
     """A run's figures at the moment, as text, over the last steps that every rank reported."""
 
-    def __init__(self, run: Run, settings: Settings) -> None:
+    def __init__(self, run: Run, settings: Asked) -> None:
         lately = run.steps[-_LATELY:]
         seconds = _mean(step.seconds for step in lately)
         synchronisation = _mean(step.synchronisation for step in lately)
         self.done = run.done
         self.loss = f"{_mean(step.loss for step in lately):.4f}"
-        self.tokens = f"{run.ranks * settings.batch / seconds:,.0f}"
+        self.tokens = f"{(run.items or run.ranks * settings.batch) / seconds:,.0f} {run.unit}/s"
         self.step = f"{seconds * 1e3:.1f} ms"
         self.synchronisation = f"{synchronisation * 1e3:.1f} ms"
         self.share = f"{synchronisation / seconds:.0%}"
@@ -81,7 +93,7 @@ class Moment:
 class Lines:
     """Plain lines, for a file or a pipe."""
 
-    def __init__(self, console: Console, settings: Settings) -> None:
+    def __init__(self, console: Console, settings: Asked) -> None:
         self._console, self._settings = console, settings
         self._every = max(1, settings.steps // 10)
         self._shown: dict[str, int] = {}
@@ -101,7 +113,9 @@ class Lines:
     def begin(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         names = ", ".join(run.name for run in runs)
-        self.say(f"training {runs[0].wanted} steps on {runs[0].ranks} ranks, in turns: {names}")
+        same = len({run.ranks for run in runs}) == 1
+        how = "in turns" if same else "one after the other"
+        self.say(f"training {runs[0].wanted} steps on {runs[0].ranks} ranks, {how}: {names}")
 
     def arrived(self, run: Run) -> None:
         if run.done // self._every > self._shown.get(run.way, 0) // self._every:
@@ -116,7 +130,7 @@ class Lines:
         now = Moment(run, self._settings)
         self._shown[run.way] = now.done
         text = (
-            f"{run.name:<15} step {now.done:>5}  loss {now.loss}  {now.tokens:>9} tokens/s  "
+            f"{run.name:<15} step {now.done:>5}  loss {now.loss}  {now.tokens:>18}  "
             f"step {now.step:>8}  synchronisation {now.synchronisation:>8}"
         )
         if now.reduction is not None:
@@ -132,7 +146,7 @@ class Lines:
 class Panels:
     """A panel with a line for each way, and the figures of the moment below."""
 
-    def __init__(self, console: Console, settings: Settings) -> None:
+    def __init__(self, console: Console, settings: Asked) -> None:
         self._settings = settings
         self._runs: Sequence[Run] = ()
         self._doing = "processes are starting"
@@ -218,7 +232,7 @@ class Panels:
         now = Moment(weft, self._settings)
         loss = Text(_sparkline(_some(weft.values("loss"), 480), 48), COLOURS["weft"])
         grid.add_row("weft's loss", loss)
-        grid.add_row("speed", f"{now.tokens} tokens/s")
+        grid.add_row("speed", now.tokens)
         if now.reduction is not None:
             one = now.reduction
             sent = f"{one.sent / 2**20:.2f} MiB sent"

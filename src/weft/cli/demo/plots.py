@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from .record import Run, Summary
 
-__all__ = ["Plot", "bytes_per_step", "loss_against_time", "overlap", "rows_per_step", "step_parts"]
+__all__ = [
+    "STAND_INS",
+    "Plot",
+    "bytes_per_step",
+    "loss_against_time",
+    "overlap",
+    "rows_per_step",
+    "step_parts",
+    "svg",
+]
 
-_STAND_INS = {
+STAND_INS = {
     name: f"#0102{number:02x}"
     for number, name in enumerate(
         (
@@ -34,8 +43,10 @@ _STAND_INS = {
         start=16,
     )
 }  # fmt: skip
+"""The colours to draw in, by the name of the page's."""
+
 _POINTS = 500
-_PART_NAMES = {
+PART_NAMES = {
     "forward": "forward",
     "backward": "backward",
     "prepare": "next batch",
@@ -48,20 +59,20 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
-    "text.color": _STAND_INS["fg"],
-    "axes.edgecolor": _STAND_INS["grid"],
-    "axes.labelcolor": _STAND_INS["muted"],
+    "text.color": STAND_INS["fg"],
+    "axes.edgecolor": STAND_INS["grid"],
+    "axes.labelcolor": STAND_INS["muted"],
     "axes.linewidth": 1.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _STAND_INS["grid"],
+    "grid.color": STAND_INS["grid"],
     "grid.linewidth": 0.8,
-    "xtick.color": _STAND_INS["grid"],
-    "ytick.color": _STAND_INS["grid"],
-    "xtick.labelcolor": _STAND_INS["muted"],
-    "ytick.labelcolor": _STAND_INS["muted"],
+    "xtick.color": STAND_INS["grid"],
+    "ytick.color": STAND_INS["grid"],
+    "xtick.labelcolor": STAND_INS["muted"],
+    "ytick.labelcolor": STAND_INS["muted"],
     "lines.linewidth": 2.0,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
@@ -77,13 +88,17 @@ class Plot:
     svg: str
 
 
-def loss_against_time(runs: Sequence[Run]) -> Plot:
+def loss_against_time(
+    runs: Sequence[Run],
+    caption: str = "The ways do the same arithmetic on the same batches, so they reach the same "
+    "loss after the same steps; what differs is when.",
+) -> Plot:
     """Loss over seconds of training, one line for each way."""
 
     def draw(axes: Axes) -> None:
         for run in runs:
             seconds, losses = _thin(run.values("clock")), _thin(_smooth(run.values("loss")))
-            colour = _STAND_INS[run.way]
+            colour = STAND_INS[run.way]
             above = 4 - len(axes.lines) / 10  # the first way's line lies on top
             name = f"{run.name}, {seconds[-1]:.0f} s"
             axes.plot(seconds, losses, color=colour, label=name, zorder=above)
@@ -93,26 +108,31 @@ def loss_against_time(runs: Sequence[Run]) -> Plot:
 
     return Plot(
         "Loss against time",
-        "The ways do the same arithmetic on the same batches, so they reach the same loss after "
-        "the same steps; what differs is when.",
-        _svg(draw, "Loss against seconds of training, by way", legend=3, size=(9.6, 3.5)),
+        caption,
+        svg(draw, "Loss against seconds of training, by way", legend=3, size=(9.6, 3.5)),
     )
 
 
-def step_parts(summaries: Sequence[tuple[str, Summary]]) -> Plot:
+def step_parts(
+    summaries: Sequence[tuple[str, Summary]],
+    names: Mapping[str, str] = PART_NAMES,
+    what: str = "sums",
+    caption: str = "Starting the sums and waiting for them is what synchronisation costs the "
+    "training. The next batch is made while the sums are under way.",
+) -> Plot:
     """Where a step's time goes: a stacked bar for each way."""
 
     def draw(axes: Axes) -> None:
         places = np.arange(len(summaries))[::-1]
         left = np.zeros(len(summaries))
-        for part, name in _PART_NAMES.items():
+        for part, name in names.items():
             widths = np.array([one.parts[part] * 1e3 for _, one in summaries])
-            axes.barh(places, widths, 0.56, left=left, color=_STAND_INS[part], label=name)
+            axes.barh(places, widths, 0.56, left=left, color=STAND_INS[part], label=name)
             left += widths
         for place, end, (_, one) in zip(places, left, summaries, strict=True):
             share = one.synchronisation / one.step
             axes.annotate(
-                f"{end:.0f} ms, {share:.0%} for sums",
+                f"{end:.0f} ms, {share:.0%} for {what}",
                 (end, place),
                 xytext=(6, 0),
                 textcoords="offset points",
@@ -124,9 +144,8 @@ def step_parts(summaries: Sequence[tuple[str, Summary]]) -> Plot:
 
     return Plot(
         "Where a step's time goes",
-        "Starting the sums and waiting for them is what synchronisation costs the training. "
-        "The next batch is made while the sums are under way.",
-        _svg(draw, "Parts of a step in milliseconds, by way", legend=6),
+        caption,
+        svg(draw, "Parts of a step in milliseconds, by way", legend=6),
     )
 
 
@@ -141,14 +160,14 @@ def bytes_per_step(runs: Sequence[Run], sent: dict[str, list[float]]) -> Plot:
                 axes.plot(
                     _steps(sent[run.way]),
                     _thin(sent[run.way]) / 2**20,
-                    color=_STAND_INS[run.way],
+                    color=STAND_INS[run.way],
                     label=run.name + note,
                 )
         bounds = [one.bound / 2**20 for one in weft.reductions()]
         axes.plot(
             _steps(bounds),
             _thin(bounds),
-            color=_STAND_INS["bound"],
+            color=STAND_INS["bound"],
             linestyle=(0, (4, 3)),
             linewidth=1.4,
             label="least possible",
@@ -164,7 +183,7 @@ def bytes_per_step(runs: Sequence[Run], sent: dict[str, list[float]]) -> Plot:
         "Bytes per step",
         "Counted on the wire for weft, computed from the known algorithm for PyTorch's. The dashed "
         "line is the least that summing these rows can take, with four bytes for an index.",
-        _svg(draw, "MiB sent by the average rank in each step, by way", legend=2),
+        svg(draw, "MiB sent by the average rank in each step, by way", legend=2),
     )
 
 
@@ -178,7 +197,7 @@ def rows_per_step(weft: Run) -> Plot:
             ("in the sum (union)", [one.union for one in figures], "rows_union"),
             ("one rank", [one.rows for one in figures], "rows_own"),
         ):
-            axes.plot(_steps(values), _thin(values), color=_STAND_INS[colour], label=name)
+            axes.plot(_steps(values), _thin(values), color=STAND_INS[colour], label=name)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set(xlabel="step", ylabel="distinct rows, both tables")
@@ -187,7 +206,7 @@ def rows_per_step(weft: Run) -> Plot:
         "Rows per step",
         "Ranks share frequent words, so the union is smaller than all their rows together: that "
         "overlap is what need not be sent twice.",
-        _svg(draw, "Distinct rows in each step", legend=3),
+        svg(draw, "Distinct rows in each step", legend=3),
     )
 
 
@@ -198,9 +217,9 @@ def overlap(summaries: Sequence[tuple[str, Summary]]) -> Plot:
         places = np.arange(len(summaries))[::-1]
         total = np.array([one.in_flight * 1e3 for _, one in summaries])
         hidden = np.array([one.in_flight * one.hidden * 1e3 for _, one in summaries])
-        axes.barh(places, hidden, 0.56, color=_STAND_INS["hidden"], label="behind other work")
+        axes.barh(places, hidden, 0.56, color=STAND_INS["hidden"], label="behind other work")
         axes.barh(
-            places, total - hidden, 0.56, left=hidden, color=_STAND_INS["wait"], label="waited for"
+            places, total - hidden, 0.56, left=hidden, color=STAND_INS["wait"], label="waited for"
         )
         for place, end, (_, one) in zip(places, total, summaries, strict=True):
             axes.annotate(
@@ -219,13 +238,13 @@ def overlap(summaries: Sequence[tuple[str, Summary]]) -> Plot:
         "Overlap",
         "Each table's sum starts as soon as its gradient is there and is waited for when the "
         "update needs it. What lies between is hidden behind the rest of the step.",
-        _svg(draw, "Time that sums are under way, hidden and waited for, by way", legend=2),
+        svg(draw, "Time that sums are under way, hidden and waited for, by way", legend=2),
     )
 
 
 def _bars(axes: Axes, places: npt.NDArray[np.int64], names: list[str], label: str) -> None:
     axes.set_yticks(places, names)
-    axes.tick_params(axis="y", length=0, labelcolor=_STAND_INS["fg"])
+    axes.tick_params(axis="y", length=0, labelcolor=STAND_INS["fg"])
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.set_ylim(-0.6, len(names) - 0.4)
@@ -256,7 +275,7 @@ def _steps(values: Sequence[float]) -> npt.NDArray[np.float64]:
     return _thin(np.arange(1.0, len(values) + 1))
 
 
-def _svg(
+def svg(
     draw: Callable[[Axes], None],
     label: str,
     *,
@@ -280,14 +299,14 @@ def _svg(
             )
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{label}"', svg, count=1
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{label}"', text, count=1
     )
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = svg.replace("'DejaVu Sans'", "var(--font)").replace("DejaVu Sans", "var(--font)")
-    for name, colour in _STAND_INS.items():
-        svg = svg.replace(colour, f"var(--{name.replace('_', '-')})")
-    return svg
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = text.replace("'DejaVu Sans'", "var(--font)").replace("DejaVu Sans", "var(--font)")
+    for name, colour in STAND_INS.items():
+        text = text.replace(colour, f"var(--{name.replace('_', '-')})")
+    return text

@@ -116,6 +116,9 @@ class Run:
         algorithms: how often each algorithm was chosen.
         outcomes: the memory of the ranks, measured in a run of its own.
         interrupted: it was ended from outside.
+        title: what it is called in print, if not as `WAYS` says.
+        items, unit: what a step works through, all ranks together, and what that is called; 0: as
+            many tokens as there are pairs.
     """
 
     way: str
@@ -125,6 +128,9 @@ class Run:
     algorithms: Counter[str] = field(default_factory=Counter)
     outcomes: list[Outcome] = field(default_factory=list)
     interrupted: bool = False
+    title: str = ""
+    items: int = 0
+    unit: str = "tokens"
     _ahead: list[deque[Step]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,7 +138,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return WAYS[self.way]
+        return self.title or WAYS[self.way]
 
     @property
     def done(self) -> int:
@@ -198,7 +204,7 @@ class Summary:
         computed: `sent` was computed from the known algorithm, not counted.
         peak: highest resident memory of any rank, None if it was not measured.
         growth: how much of it came with the training.
-        tokens: centre words a second, all ranks together.
+        tokens: centre words a second, all ranks together; or what else the run counts.
         loss: mean of the last tenth of the steps.
     """
 
@@ -234,10 +240,10 @@ class Summary:
             parts={part: statistics.median(run.values(part)) for part in PARTS},
             hidden=max(0.0, 1.0 - waited / in_flight) if in_flight else 0.0,
             sent=statistics.median(sent) if sent else None,
-            computed=run.way != "weft",
+            computed=run.way != "weft" and not run.title,
             peak=max((one.peak_bytes for one in run.outcomes), default=None),
             growth=max((one.peak_bytes - one.idle_bytes for one in run.outcomes), default=None),
-            tokens=run.ranks * batch / step,
+            tokens=(run.items or run.ranks * batch) / step,
             loss=statistics.fmean(losses[-max(1, len(losses) // 10) :]),
         )
 

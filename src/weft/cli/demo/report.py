@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
@@ -21,7 +21,7 @@ from .record import TOLERANCE, Agreement, Run, Summary, speedups, step_bytes
 from .settings import NEGATIVES, WINDOW, Settings
 from .vectors import Neighbours
 
-__all__ = ["Result", "table_note", "write_report"]
+__all__ = ["Result", "machine", "table_note", "write_page", "write_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,15 @@ class Result:
 
 def write_report(path: Path, result: Result) -> None:
     """Write the report; the file appears whole or not at all."""
+    write_page(path, _values(result))
+
+
+def write_page(path: Path, values: Mapping[str, object]) -> None:
+    """Fill the page with values; the file appears whole or not at all."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(source).render(_values(result))
+    page = environment.from_string(source).render(values)
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(page, encoding="utf-8")
@@ -156,13 +161,6 @@ def _details(result: Result) -> list[tuple[str, str]]:
     chosen = ", ".join(
         f"{name} ({count})" for name, count in result.runs[0].algorithms.most_common()
     )
-    versions = [f"Python {platform.python_version()}"]
-    for name in ("weft", "torch", "numpy", "numba"):
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // settings.ranks)))
     skipped = f", {corpus.skipped} files skipped as not text" if corpus.skipped else ""
     return [
         ("Command", shlex.join(result.command)),
@@ -178,10 +176,28 @@ def _details(result: Result) -> list[tuple[str, str]]:
             f"{NEGATIVES} random words a pair, Adagrad, seed {settings.seed}",
         ),
         ("Algorithms", f"{chosen or 'no figure'}, by number of sums"),
-        ("Versions", ", ".join(versions)),
+        *machine(settings.ranks),
+    ]
+
+
+def machine(ranks: int) -> list[tuple[str, str]]:
+    """Versions, the machine, and threads of each rank, for the page."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    return [
+        ("Versions", ", ".join(_versions())),
         ("Machine", _machine()),
         ("Threads", f"{threads} for each rank"),
     ]
+
+
+def _versions() -> list[str]:
+    found = [f"Python {platform.python_version()}"]
+    for name in ("weft", "torch", "numpy", "numba"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return found
 
 
 def _machine() -> str:

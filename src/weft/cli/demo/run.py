@@ -28,7 +28,7 @@ from .settings import WINDOW, Refused, Settings, check_memory
 from .train import Job, measure_memory, train
 from .vectors import choose_words, nearest, write_vectors
 
-__all__ = ["run"]
+__all__ = ["refusing", "run"]
 
 _WIDTH = 120  # columns of what is printed where there is no terminal
 
@@ -110,20 +110,20 @@ def _train(runs: list[Run], job: Job, shown: Display) -> None:
 
     shown.begin(runs)
     try:
-        with _refusing():
+        with refusing():
             local.launch(ranks, train, (job,), on_message=hear)
     finally:
         shown.end()
     for run in runs:
         shown.say(f"measuring the memory of {run.name}, in processes of its own")
-        with _refusing():
+        with refusing():
             run.outcomes = local.launch(ranks, measure_memory, (job, run.way))
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing(smaller: str = "--ranks, --dim or --batch") -> Iterator[None]:
     """What can go wrong with processes, memory and ports on a machine, as one line."""
-    remedy = "if memory ran out, make --ranks, --dim or --batch smaller"
+    remedy = f"if memory ran out, make {smaller} smaller"
     try:
         yield
     except WireError as error:
@@ -134,7 +134,7 @@ def _refusing() -> Iterator[None]:
         raise Refused(f"{_line(error)}; {remedy}") from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise Refused("too little memory; make --ranks, --dim or --batch smaller") from error
+            raise Refused(f"too little memory; make {smaller} smaller") from error
         raise
 
 

@@ -33,7 +33,7 @@ from .record import Outcome, Step
 from .settings import NEGATIVES, WINDOW
 from .ways import START, Started, stop_together
 
-__all__ = ["Batches", "Job", "SkipGram", "Training", "measure_memory", "train"]
+__all__ = ["Batches", "Job", "SkipGram", "Training", "measure_memory", "peak_bytes", "train"]
 
 _LEARNING_RATE = 0.1
 # Adagrad's first step for a number is the sign of its gradient. Where the ranks' gradients cancel,
@@ -228,11 +228,11 @@ def _turn(way: str, training: Training, steps: int) -> None:
 def measure_memory(job: Job, way: str) -> Outcome:
     """Train one way alone for a few steps, as one rank: the memory that takes."""
     with _unchecked(), init() as wire:
-        idle = _peak_bytes()
+        idle = peak_bytes()
         training = Training(job, way, wire, None)
         for _ in range(_MEMORY_STEPS):
             training.step()
-        return Outcome(_peak_bytes(), idle)
+        return Outcome(peak_bytes(), idle)
 
 
 def _unchecked() -> AbstractContextManager[object]:
@@ -257,7 +257,7 @@ def _covered(sums: list[Started]) -> float:
     return covered
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Highest resident memory of this process so far."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,0 +1,175 @@
+"""SAR's ways to send tensors between ranks, over `weft.all_to_all`.
+
+As in SAR autograd does not see them (`weft.exchange` and `weft.all_to_all` are differentiable). All
+of them are collective: every rank of the group calls them.
+
+What is sent is checked against the buffers that it is for before any of those is written, in one
+small exchange more; so every rank raises the same where one of them is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ... import comm
+from ...comm.opening import opened
+from ...wire import default
+from .config import Config
+
+__all__ = ["all_to_all", "all_to_all_rounds", "exchange_single_tensor", "exchange_tensors"]
+
+
+def all_to_all(
+    recv_tensors: Sequence[Tensor],
+    send_tensors: Sequence[Tensor],
+    move_to_comm_device: bool = False,
+) -> None:
+    """Send `send_tensors[i]` to rank i, and fill `recv_tensors[i]` with what it sent here.
+
+    Args:
+        recv_tensors: one for each rank, with the dtype and as many elements as what comes, also
+            none; on any device.
+        send_tensors: one for each rank, of one dtype and on one device.
+        move_to_comm_device: without effect: tensors of any device are sent.
+
+    Raises:
+        WeftError: some rank's tensors are wrong, or do not fit; the same text on every rank, and
+            nothing was written on any. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     send = [torch.full((to + 1,), 10 * wire.rank + to) for to in range(wire.size)]
+        ...     recv = [torch.empty(wire.rank + 1, dtype=torch.int64) for _ in range(wire.size)]
+        ...     all_to_all(recv, send)
+        ...     return [tensor.tolist() for tensor in recv]
+        >>> run(2, program)
+        [[[0], [10]], [[1, 1], [11, 11]]]
+    """
+    size = default.current().size
+
+    def check(came: list[Tensor]) -> str | None:
+        if not isinstance(recv_tensors, list | tuple) or len(recv_tensors) != size:
+            return f"recv_tensors must be a list of {size} tensors, one for each rank"
+        wrong = (_unfit(f"recv_tensors[{i}]", recv_tensors[i], i, came[i]) for i in range(size))
+        return next(filter(None, wrong), None)
+
+    came = _sent("all_to_all", send_tensors, check)
+    for place, tensor in zip(recv_tensors, came, strict=True):
+        _fill(place, tensor)
+
+
+def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
+    """`all_to_all`, which goes in rounds by itself: see `Config.max_collective_size`."""
+    all_to_all(recv_tensors, send_tensors)
+
+
+def exchange_single_tensor(
+    recv_idx: int, send_idx: int, recv_tensor: Tensor, send_tensor: Tensor
+) -> None:
+    """Send a tensor to one rank, and fill another with what comes from one; every rank calls it.
+
+    Args:
+        recv_idx: the rank that sends to this one.
+        send_idx: the rank that this one sends to; either may be this one.
+        recv_tensor: with the dtype and as many elements as what comes.
+        send_tensor: of the same dtype on every rank.
+
+    Raises:
+        WeftError, WireError: as `all_to_all`.
+    """
+    size = default.current().size
+    wrong = [
+        f"{name} is {index!r}: pass a rank of the group, 0 to {size - 1}"
+        for name, index in (("recv_idx", recv_idx), ("send_idx", send_idx))
+        if not (isinstance(index, int) and 0 <= index < size)
+    ]
+
+    def check(came: list[Tensor]) -> str | None:
+        if wrong:
+            return wrong[0]
+        return _unfit("recv_tensor", recv_tensor, recv_idx, came[recv_idx])
+
+    send = [send_tensor] * size
+    if isinstance(send_tensor, Tensor):
+        send = [send_tensor.new_empty(0)] * size
+        if not wrong:
+            send[send_idx] = send_tensor
+    _fill(recv_tensor, _sent("exchange_single_tensor", send, check)[recv_idx])
+
+
+def exchange_tensors(
+    tensors: Sequence[Tensor], recv_sizes: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Send `tensors[i]` to rank i; what each rank sent here, in rank order.
+
+    Args:
+        tensors: one for each rank, of one dtype and on one device; of any shapes, also empty.
+        recv_sizes: None, or the length of what comes from each rank. It is not needed: shapes
+            travel with the tensors; where it is given it is checked.
+
+    Returns:
+        New tensors, on the device of `tensors`.
+
+    Raises:
+        WeftError: some rank's tensors are wrong, or what comes has another length; the same text on
+            every rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     return exchange_tensors([torch.ones(to, 2) * wire.rank for to in range(wire.size)])
+        >>> [tuple(tensor.shape) for tensor in run(3, program)[2]]
+        [(2, 2), (2, 2), (2, 2)]
+    """
+
+    def check(came: list[Tensor]) -> str | None:
+        if recv_sizes is None:
+            return None
+        lengths = [tensor.shape[0] if tensor.dim() else 1 for tensor in came]
+        if list(recv_sizes) == lengths:
+            return None
+        return f"recv_sizes is {list(recv_sizes)}, and the ranks send {lengths}: leave it out"
+
+    return _sent("exchange_tensors", tensors, check)
+
+
+def _sent(
+    name: str, tensors: Sequence[Tensor], check: Callable[[list[Tensor]], str | None]
+) -> list[Tensor]:
+    """What came, once all ranks agree that it is what each of them expects."""
+    wire, most = default.current(), Config.max_collective_size
+    width = tensors[0].element_size() if tensors and isinstance(tensors[0], Tensor) else 1
+    with torch.no_grad():
+        came = comm.all_to_all(tensors, round_bytes=most * width if most else None)
+
+    def job() -> None:
+        with opened(wire, name, {}, check(came)):
+            pass
+
+    wire.worker.call(name, job)
+    return came
+
+
+def _unfit(name: str, place: object, source: int, came: Tensor) -> str | None:
+    """Why a buffer cannot take what came, or None."""
+    if not isinstance(place, Tensor):
+        return f"{name} is a {type(place).__name__}: pass a tensor to be filled"
+    if place.dtype != came.dtype:
+        return f"{name} has {place.dtype}, and rank {source} sends {came.dtype}: pass one dtype"
+    if place.numel() != came.numel():
+        return (
+            f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
+            "make it as large, or use exchange_tensors, which needs no sizes"
+        )
+    return None
+
+
+def _fill(place: Tensor, came: Tensor) -> None:
+    with torch.no_grad():
+        place.copy_(came.view(place.shape))

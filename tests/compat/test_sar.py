@@ -1,0 +1,221 @@
+"""SAR's collectives: what arrives, in place, uneven and empty, and the same error everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.compat import sar
+from weft.testing import run, spmd
+
+
+@pytest.fixture(autouse=True)
+def one_round():
+    before = sar.Config.max_collective_size
+    yield
+    sar.Config.max_collective_size = before
+
+
+def sent(source, to, size, dtype=torch.float32):
+    """What a rank sends to another: as many rows as their numbers say, some of them none."""
+    rows = (source + 2 * to) % 4
+    return (torch.arange(3 * rows).view(rows, 3) + 100 * source + 10 * to).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool])
+@spmd(1, 2, 3, 4)
+def test_all_to_all_fills_what_it_is_given(wire, dtype):
+    size = wire.size
+    send = [sent(wire.rank, to, size, dtype) for to in range(size)]
+    recv = [torch.empty_like(sent(source, wire.rank, size, dtype)) for source in range(size)]
+    places = [tensor.data_ptr() for tensor in recv]
+    sar.comm.all_to_all(recv, send, move_to_comm_device=True)
+    for source, tensor in enumerate(recv):
+        assert torch.equal(tensor, sent(source, wire.rank, size, dtype))
+    assert [tensor.data_ptr() for tensor in recv] == places
+
+
+@spmd(3, on=["threads"])
+def test_a_buffer_may_be_part_of_another_tensor(wire):
+    whole = torch.zeros(wire.size, 2, 3)
+    columns = [whole[source].T for source in range(wire.size)]  # not contiguous
+    sar.all_to_all(columns, [torch.arange(6.0) + 10 * wire.rank] * wire.size)
+    for source in range(wire.size):
+        assert torch.equal(whole[source].T.reshape(-1), torch.arange(6.0) + 10 * source)
+
+
+@pytest.mark.parametrize("largest", [1, 7, 10**6])
+@spmd(3, on=["threads"])
+def test_rounds_are_of_bounded_size(wire, largest):
+    elements, width = 40_000, 8  # more than travels in the opening
+    sar.Config.max_collective_size = largest * 1000
+    send = [torch.arange(elements) * 10 + wire.rank + to for to in range(3)]
+    recv = [torch.empty(elements, dtype=torch.int64) for _ in range(3)]
+    before = wire.traffic.messages
+    sar.comm.all_to_all_rounds(recv, send)
+    for source, tensor in enumerate(recv):
+        assert torch.equal(tensor, torch.arange(elements) * 10 + source + wire.rank)
+    rounds = -(-2 * 2 * elements * width // (largest * 1000 * width))  # two peers, both ways
+    assert wire.traffic.messages - before >= 2 * rounds
+    assert (wire.traffic.messages - before >= 2 * 100) == (largest == 1)
+
+
+@spmd(1, 2, 3, 4)
+def test_exchange_tensors_needs_no_sizes_and_takes_them(wire):
+    send = [sent(wire.rank, to, wire.size) for to in range(wire.size)]
+    want = [sent(source, wire.rank, wire.size) for source in range(wire.size)]
+    for sizes in (None, [len(tensor) for tensor in want]):
+        found = sar.comm.exchange_tensors(send, sizes)
+        assert len(found) == wire.size
+        for tensor, right in zip(found, want, strict=True):
+            assert tensor.shape == right.shape and torch.equal(tensor, right)
+
+
+@spmd(1, 2, 4)
+def test_exchange_single_tensor_goes_round(wire):
+    for shift in range(wire.size):  # with 0 each sends to itself
+        to, source = (wire.rank + shift) % wire.size, (wire.rank - shift) % wire.size
+        recv = torch.empty_like(sent(source, wire.rank, wire.size))
+        sar.comm.exchange_single_tensor(source, to, recv, sent(wire.rank, to, wire.size))
+        assert torch.equal(recv, sent(source, wire.rank, wire.size))
+
+
+@spmd(3, on=["threads"])
+def test_a_rank_may_exchange_with_itself_while_others_do_with_each_other(wire):
+    other = [1, 0, 2][wire.rank]
+    recv = torch.empty(())
+    sar.exchange_single_tensor(other, other, recv, torch.tensor(float(wire.rank)))
+    assert recv.item() == other
+
+
+@spmd(2, 3)
+def test_all_reduce_is_in_place(wire):
+    numbers = torch.tensor([wire.rank + 1, 7])
+    whole = torch.zeros(2, 2, dtype=torch.int64)
+    part = whole[:, 0]
+    part.copy_(numbers)
+    sar.comm.all_reduce(numbers, torch.distributed.ReduceOp.MAX, move_to_comm_device=True)
+    assert numbers.tolist() == [wire.size, 7]
+    assert sar.comm.all_reduce(part, op=torch.distributed.ReduceOp.SUM) is None
+    assert whole[:, 0].tolist() == [sum(range(1, wire.size + 1)), 7 * wire.size]
+
+
+@spmd(2, on=["threads"])
+def test_autograd_sees_nothing_of_it(wire):
+    parameter = nn.Parameter(torch.ones(2) * wire.rank)
+    sar.all_reduce(parameter, "sum")
+    assert parameter.tolist() == [1.0, 1.0] and parameter.is_leaf
+    found = sar.exchange_tensors([parameter] * 2)
+    assert not any(tensor.requires_grad for tensor in found)
+
+
+class Tables(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(1, 1), nn.Embedding(1, 1)
+        self.register_buffer("kept", torch.tensor([rank]))
+        nn.init.constant_(self.first.weight, rank)
+
+
+@spmd(2, 3)
+def test_sync_params_gives_rank_0_s_model(wire):
+    model = Tables(wire.rank)
+    sar.sync_params(model)
+    assert (model.first.weight.item(), model.kept.item()) == (0.0, 0)
+    assert model.second.weight.item() == of_rank_0(wire, model.second.weight.item())
+
+
+def of_rank_0(wire, value):
+    """Rank 0's value."""
+    return weft.all_to_all([torch.tensor(value, dtype=torch.float64)] * wire.size)[0].item()
+
+
+@spmd(2)
+def test_gradients_meet_by_name_and_not_by_order(wire):
+    """SAR pairs the n-th gradient of each rank: here that would give 44 and 44."""
+    model = Tables(0)
+    table, scale = (model.first, 4.0) if wire.rank == 0 else (model.second, 40.0)
+    (table(torch.tensor([0])) * scale).sum().backward()
+    sar.gather_grads(model)
+    assert (model.first.weight.grad.item(), model.second.weight.grad.item()) == (4.0, 40.0)
+
+
+def recv_of(*shapes, dtype=torch.float32):
+    return [torch.full(shape, -1.0).to(dtype) for shape in shapes]
+
+
+WRONG = {
+    "rank 1: recv_tensors[0] has shape (3,), and rank 0 sends (2,): make it as large, or use "
+    "exchange_tensors, which needs no sizes": lambda rank, send: sar.all_to_all(
+        recv_of((3 if rank == 1 else 2,), (2,), (2,)), send
+    ),
+    "rank 2: recv_tensors[0] has torch.int64, and rank 0 sends torch.float32: pass one dtype": (
+        lambda rank, send: sar.all_to_all(
+            recv_of((2,), (2,), (2,), dtype=torch.int64 if rank == 2 else torch.float32), send
+        )
+    ),
+    "rank 0: recv_tensors must be a list of 3 tensors, one for each rank": lambda rank, send: (
+        sar.all_to_all(recv_of(*[(2,)] * (3 if rank else 2)), send)
+    ),
+    "rank 1: recv_sizes is [2, 2, 1], and the ranks send [2, 2, 2]: leave it out": (
+        lambda rank, send: sar.exchange_tensors(send, [2, 2, 1] if rank == 1 else None)
+    ),
+    "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
+        sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
+    ),
+    "rank 2: recv_tensor has shape (2,), and rank 1 sends (0,): make it as large, or use "
+    "exchange_tensors, which needs no sizes": lambda rank, send: sar.exchange_single_tensor(
+        1 if rank == 2 else rank, rank, *recv_of((2,)), send[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_every_rank_raises_the_same_and_nothing_was_written(text):
+    def program(wire):
+        send = [torch.ones(2)] * wire.size
+        with pytest.raises(weft.WeftError) as raised:
+            WRONG[text](wire.rank, send)
+        found = recv_of(*[(2,)] * wire.size)
+        sar.all_to_all(found, send)  # the next call works
+        assert all(tensor.tolist() == [1.0, 1.0] for tensor in found)
+        return str(raised.value)
+
+    assert run(3, program) == [text] * 3
+
+
+def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():
+    def program(wire):
+        recv = recv_of((2,), (1 if wire.rank else 2,))
+        with pytest.raises(weft.WeftError, match=r"rank 1: recv_tensors\[1\] has shape"):
+            sar.all_to_all(recv, [torch.ones(2)] * 2)
+        return [tensor.tolist() for tensor in recv]
+
+    assert run(2, program) == [[[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0]]]
+
+
+def test_what_the_group_is(monkeypatch):
+    def program(wire):
+        assert sar.is_initialized()
+        with pytest.raises(weft.WeftError, match=f"rank {wire.rank}: .* initialize_comms"):
+            sar.comm.backend()
+        return sar.rank(), sar.world_size(), sar.comm_device()
+
+    assert run(2, program) == [(rank, 2, torch.device("cpu")) for rank in range(2)]
+    assert not sar.is_initialized()
+    with pytest.raises(weft.WeftError, match="no group of ranks"):
+        sar.rank()
+
+
+def test_the_socket_is_the_one_that_is_named(monkeypatch):
+    monkeypatch.delenv("WEFT_INTERFACE", raising=False)
+    monkeypatch.setenv("SAR_SOCKET_NAME", "lo")
+    assert sar.comm.get_socket() == ("lo", "127.0.0.1")
+    monkeypatch.setenv("SAR_SOCKET_NAME", "nosuch7")
+    with pytest.raises(weft.WeftError, match="SAR_SOCKET_NAME=nosuch7 names no interface"):
+        sar.comm.get_socket()
+    monkeypatch.delenv("SAR_SOCKET_NAME")
+    name, address = sar.comm.get_socket()
+    assert name and address

@@ -1,0 +1,128 @@
+"""SAR's start-up on real processes: the guide's example, files of earlier runs, adopted groups."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bootstrap.local import launch
+from weft.compat import sar
+
+QUICK = {"OMP_NUM_THREADS": "1"}
+GUIDE = Path(__file__).resolve().parents[2] / "docs/coming-from-sar.md"
+EXAMPLE = re.search(r"```python\n(if backend_name.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    weft.shutdown()
+    assert not dist.is_initialized()
+    sar.address.published.clear()
+
+
+def total():
+    tensor = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(tensor)
+    sar.comm.all_reduce(tensor, torch.distributed.ReduceOp.SUM)
+    return tensor.item()
+
+
+def example(code, path, given):
+    """Run the guide's lines, with what a program has at that point; RANK is not told to weft."""
+    rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    if rank:
+        time.sleep(0.05)  # so that one waits for the file, or finds the old one
+    space = {"sar": sar, "torch": torch, "rank": rank, "world_size": size}
+    exec(code, space | {"backend_name": "gloo", "path_to_ip_file": path})
+    assert "RANK" not in os.environ
+    assert given == (sar.comm.master_port() == 12345)
+    assert (sar.comm.backend(), sar.comm_device()) == ("gloo", torch.device("cpu"))
+    return sar.rank(), sar.world_size(), total(), sar.comm.master_ip()
+
+
+def test_the_guide_s_example_runs_as_it_stands(tmp_path):
+    assert EXAMPLE is not None
+    path = tmp_path / "ip_file"
+    found = launch(3, example, (EXAMPLE[1], str(path), False), env=QUICK)
+    assert [each[:3] for each in found] == [(rank, 3, 18) for rank in range(3)]
+    assert len({each[3] for each in found}) == 1
+    assert not path.exists()  # all have come
+
+
+def killed(path):
+    sar.nfs_ip_init(0, path)
+    mode = os.stat(path).st_mode
+    return stat.S_IMODE(mode), os.kill(os.getpid(), 9)
+
+
+def test_a_file_that_a_killed_run_has_left_is_not_believed(tmp_path):
+    path = tmp_path / "ip_file"
+    with pytest.raises(weft.WireError, match="rank 0"):
+        launch(1, killed, (str(path),), env=QUICK)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = launch(2, example, (EXAMPLE[1], str(path), False), env=QUICK)
+    assert [each[:3] for each in found] == [(rank, 2, 6) for rank in range(2)]
+
+
+def halves(folder):
+    """The two functions that `nfs_ip_init` is made of, with a port of the program's own."""
+    rank, size, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    path = f"{folder}/address"
+    ip = sar.comm.dump_ip_address(path) if rank == 0 else sar.comm.get_ip_address(path)
+    sar.initialize_comms(rank, size, "127.0.0.1", "gloo", "cpu", master_port_number=port)
+    assert sar.comm.master_port() == port
+    return ip, total()
+
+
+def test_the_halves_and_a_port_of_one_s_own(tmp_path):
+    first, second = launch(2, halves, (str(tmp_path),), env=QUICK)
+    assert first == second and first[1] == 6
+    assert not list(tmp_path.iterdir())  # all have come
+
+
+def adopting():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    try:
+        with pytest.raises(weft.WeftError, match=f"with rank {rank} of 2, and rank 0 of 1 was"):
+            sar.initialize_comms(0, 1, "192.0.2.7", "gloo")
+        sar.initialize_comms(rank, size, "192.0.2.7", "gloo")
+        sar.initialize_comms(rank, size, "192.0.2.7", "gloo")
+        found = total(), sar.comm.master_ip(), sar.comm.master_port()
+        weft.shutdown()
+        assert dist.is_initialized() and not sar.is_initialized()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_is_there_is_adopted():
+    assert launch(2, adopting, env=QUICK) == [(6, "192.0.2.7", 12345)] * 2
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(weft.WeftError, match="backend 'gloop' is unknown: use one of gloo"):
+        sar.initialize_comms(0, 1, "127.0.0.1", "gloop", master_port_number=29433)
+    with pytest.raises(weft.WeftError, match="nccl"):
+        sar.initialize_comms(0, 1, "127.0.0.1", "nccl", master_port_number=29433)
+    assert not sar.is_initialized()
+
+
+def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
+    path = tmp_path / "ip_file"
+    path.write_text("10.0.0.1\n")
+    for role in (sar.comm.get_ip_address, sar.comm.dump_ip_address):
+        with pytest.raises(weft.WeftError, match="is not a file of a rendezvous"):
+            role(str(path))
+    assert path.read_text() == "10.0.0.1\n"
