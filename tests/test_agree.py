@@ -115,3 +115,14 @@ def test_work_in_between_is_done_once(wire):
     done = []
     agree(wire, "test", {}, None, number(0), total, meanwhile=lambda: done.append(1)).release()
     assert done == [1]
+
+
+@spmd(1, 3)
+def test_what_is_said_in_private_comes_to_whom_it_is_for(wire):
+    said = [[b"%d to " % wire.rank, b"%d" % to * to] for to in range(wire.size)]
+    agreement = agree(wire, "test", {}, None, bytearray(b"all"), joined, private=said)
+    assert [bytes(body) for body in agreement.said] == [b"all"] * wire.size
+    for source, heard in enumerate(agreement.private):
+        mine = b"" if source == wire.rank else b"%d to " % source + b"%d" % wire.rank * wire.rank
+        assert bytes(heard) == mine
+    agreement.release()
