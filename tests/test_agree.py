@@ -38,7 +38,7 @@ def test_bodies_arrive_in_rank_order(wire):
         agreement.release()
 
 
-@spmd(4, 8, on=("gloo",))
+@spmd(4, 8, on=("processes",))
 def test_the_same_on_processes(wire):
     agreement = agree(wire, "test", {}, None, number(wire.rank + 1), total)
     assert sum(int(body.view(torch.int64)) for body in agreement.bodies) == sum(

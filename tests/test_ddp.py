@@ -92,7 +92,7 @@ def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedD
 def on(size: int, body: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's program within `weft.init` in so many processes."""
     with tempfile.TemporaryDirectory() as folder:
-        return run(size, _within, f"file://{folder}/meeting", body, args, on="gloo")
+        return run(size, _within, f"file://{folder}/meeting", body, args, on="processes")
 
 
 def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:

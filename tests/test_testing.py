@@ -19,7 +19,7 @@ from weft.errors import WeftError, WireError
 from weft.testing import RankFailure, pool, processes, run, spmd
 from weft.wire import default
 
-both = pytest.mark.parametrize("on", ["threads", "gloo"])
+both = pytest.mark.parametrize("on", ["threads", "processes"])
 
 
 @pytest.mark.parametrize("factor", [2, 3])
@@ -48,13 +48,13 @@ def process_ids(wire):
 
 
 def test_ranks_are_threads_or_processes():
-    threads, gloo = run(3, process_ids), run(3, process_ids, on="gloo")
+    threads, others = run(3, process_ids), run(3, process_ids, on="processes")
     assert threads == [(os.getpid(), f"rank {rank}") for rank in range(3)]
-    assert len({pid for pid, _ in gloo} | {os.getpid()}) == 4
+    assert len({pid for pid, _ in others} | {os.getpid()}) == 4
 
 
 def test_processes_are_kept():
-    assert run(2, process_ids, on="gloo") == run(4, process_ids, on="gloo")[:2]
+    assert run(2, process_ids, on="processes") == run(4, process_ids, on="processes")[:2]
 
 
 def wire_id(wire):
@@ -67,10 +67,10 @@ def break_the_wire(wire):
 
 
 def test_a_broken_wire_is_replaced_and_a_sound_one_kept():
-    first = run(2, wire_id, on="gloo")
-    assert run(2, wire_id, on="gloo") == first
-    run(2, break_the_wire, on="gloo")
-    run(2, reduce_after, on="gloo")
+    first = run(2, wire_id, on="processes")
+    assert run(2, wire_id, on="processes") == first
+    run(2, break_the_wire, on="processes")
+    run(2, reduce_after, on="processes")
 
 
 def reduce_after(wire):
@@ -125,9 +125,9 @@ def return_unpicklable(wire):
 
 def test_what_cannot_be_pickled_is_reported():
     with pytest.raises(WeftError, match="Unpicklable this and that cannot be pickled"):
-        run(2, raise_unpicklable, on="gloo")
+        run(2, raise_unpicklable, on="processes")
     with pytest.raises(WeftError, match=r"lock .* cannot be pickled"):
-        run(2, return_unpicklable, on="gloo")
+        run(2, return_unpicklable, on="processes")
 
 
 def warn(wire):
@@ -153,7 +153,7 @@ def test_the_environment_is_what_it_is_here(on, monkeypatch):
     monkeypatch.setenv("WEFT_SOMETHING", "new")
     assert run(2, environment, "WEFT_SOMETHING", on=on) == ["new", "new"]
     with pytest.raises(WeftError, match=r"arguments of environment cannot travel .* on threads"):
-        run(2, environment, threading.Lock(), on="gloo")
+        run(2, environment, threading.Lock(), on="processes")
 
 
 def hang_on_rank_2(wire):
@@ -181,15 +181,15 @@ def die_on_rank_1(wire):
 
 
 def test_a_rank_that_dies_is_reported():
-    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL \(gloo\)"):
-        run(3, die_on_rank_1, on="gloo")
-    run(3, reduce_after, on="gloo")
+    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL \(processes\)"):
+        run(3, die_on_rank_1, on="processes")
+    run(3, reduce_after, on="processes")
 
 
 def test_a_body_that_other_processes_cannot_find_is_refused():
     with pytest.raises(WeftError, match="make it a function at the top of a module"):
-        run(2, lambda wire: None, on="gloo")
-    with pytest.raises(WeftError, match="threads or gloo, not on 'mpi'"):
+        run(2, lambda wire: None, on="processes")
+    with pytest.raises(WeftError, match="threads or processes, not on 'mpi'"):
         run(2, process_ids, on="mpi")
 
 
@@ -230,10 +230,10 @@ def gone(pids):
 
 
 def test_the_processes_end_when_they_are_not_wanted_any_more():
-    pids = [pid for pid, _ in run(3, process_ids, on="gloo")]
+    pids = [pid for pid, _ in run(3, process_ids, on="processes")]
     pool._stop()
     assert gone(pids)
-    assert not {pid for pid, _ in run(3, process_ids, on="gloo")} & set(pids)
+    assert not {pid for pid, _ in run(3, process_ids, on="processes")} & set(pids)
 
 
 @pytest.mark.timeout(120)  # it imports torch twice, which a busy machine takes long for
@@ -242,7 +242,7 @@ def test_the_processes_end_when_the_caller_dies(tmp_path):
         import os, sys, weft.testing
         sys.path.insert(0, os.path.dirname(__file__))
         import body
-        print(*weft.testing.run(2, body.pid, on="gloo"), flush=True)
+        print(*weft.testing.run(2, body.pid, on="processes"), flush=True)
         os._exit(3)
     """
     (tmp_path / "body.py").write_text("import os\ndef pid(wire):\n    return os.getpid()\n")

@@ -5,6 +5,7 @@ Importing weft starts nothing: no thread, no socket, no compiler.
 
 import typing as _typing
 
+from . import backend as _backend
 from . import sparse
 from .bootstrap.init import init, shutdown
 from .comm import (
@@ -62,6 +63,8 @@ __all__ = [
     "sync_grads",
     "sync_params",
 ]
+
+_backend.register()  # names for torch.distributed.init_process_group, and nothing more
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -30,4 +30,5 @@ def main(folder: str, *rendezvous: str) -> None:
             sys.stdout.write(f"{found} {os.environ['GLOO_SOCKET_IFNAME']}\n")
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

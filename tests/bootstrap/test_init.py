@@ -345,7 +345,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"backend": "smoke"}, "backend 'smoke' is unknown: use one of gloo, nccl, "),
+        ({"backend": "smoke"}, "backend 'smoke' is unknown: use one of gloo, weft, nccl, "),
         ({"backend": "ucc"}, "backend 'ucc' is not in this build of torch .*: use gloo, or build"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("nan")}, "timeout is nan"),

@@ -27,7 +27,7 @@ Found = list[Head | Row | str]
 def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Run a rank's program in so many of the processes that all tests share."""
     with tempfile.TemporaryDirectory() as folder:
-        return in_pool(size, _within, f"file://{folder}/meeting", body, args, on="gloo")
+        return in_pool(size, _within, f"file://{folder}/meeting", body, args, on="processes")
 
 
 def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
-from weft.kernels import cache
+from weft.kernels import cache, stamps
 from weft.testing import processes
 
 HEAD = """
@@ -140,11 +142,11 @@ def compiled(tmp_path_factory):
 
 def test_another_process_loads_what_one_compiled(tmp_path, compiled):
     cache, said = compiled
-    assert f"kept in {cache}/kernels;" in said
+    assert f"kept in {cache}/kernels/" in said
     shutil.copytree(cache, tmp_path / "cache")
     body = "compiler.make(SMALL_SET); assert compiler.made(SMALL_SET)"
     where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
-    directory = tmp_path / "cache" / "kernels"
+    (directory,) = (tmp_path / "cache" / "kernels").iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     made = sorted(path.name for path in directory.iterdir())
     assert any(name.endswith(".nbc") for name in made)
@@ -241,6 +243,94 @@ def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_user", lambda: os.geteuid() + 1)
     with pytest.raises(PermissionError):
         cache._private(path)
+
+
+# Which versions are kept.
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Makes the folder of a stamp as another process would, unless it is to be held."""
+    monkeypatch.setattr(stamps, "_held", {})
+
+    def make(stamp, days=0.0, hold=False):
+        path = stamps.folder(tmp_path, f"{stamp:016x}{'0' * 48}", cache._private)
+        (path / "loop.nbc").write_text("machine code")
+        os.utime(path / stamps._MARK, (time.time() - 86400 * days,) * 2)
+        if not hold:
+            os.close(stamps._held.pop(path))
+        return path
+
+    yield make
+    for file in stamps._held.values():
+        os.close(file)
+
+
+def test_versions_have_folders_of_their_own(folders, monkeypatch):
+    first, second = folders(1), folders(2)
+    assert first != second and first.exists() and second.exists()
+    cache._stamp.cache_clear()
+    mine = cache._stamp()
+    for change in (("_cpu", lambda: "another"), ("_SOURCES", ("machine.py",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, *change)
+            cache._stamp.cache_clear()
+            assert cache._stamp() != mine
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.importlib.metadata, "version", lambda package: "0.1")
+        cache._stamp.cache_clear()
+        assert cache._stamp() != mine
+    cache._stamp.cache_clear()
+
+
+def test_old_folders_are_removed_and_used_ones_are_not(folders, tmp_path):
+    old, used, young = folders(1), folders(2, days=99, hold=True), folders(3, days=29)
+    os.utime(old / stamps._MARK, (time.time() - 86400 * 31,) * 2)
+    other = tmp_path / "something else"
+    other.mkdir()
+    os.utime(other, (0, 0))
+    folders(3)  # nothing new: nothing is looked at
+    assert old.exists()
+    folders(4)
+    assert not old.exists()
+    assert used.exists() and young.exists() and other.exists()
+    assert (used / "loop.nbc").read_text() == "machine code"
+
+
+def test_not_more_than_some_are_kept_the_last_used_ones(folders, tmp_path):
+    made = [folders(number, days=number) for number in range(1, 12)]
+    folders(99)
+    assert [path.exists() for path in made] == [True] * stamps._KEPT + [False] * 3
+
+
+def test_a_folder_that_is_being_removed_is_made_again(folders, tmp_path, monkeypatch):
+    path = folders(1)
+    removal = os.open(path / stamps._MARK, os.O_RDWR)
+    fcntl.flock(removal, fcntl.LOCK_EX)
+
+    def wait(seconds):
+        shutil.rmtree(path)
+        os.close(removal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stamps.time, "sleep", wait)
+        assert folders(1, hold=True) == path
+    assert (path / stamps._MARK).exists()
+
+
+def test_a_folder_that_was_removed_between_opening_and_locking_is_made_again(folders, monkeypatch):
+    path, lock, gone = folders(1), fcntl.flock, []
+
+    def late(file, how):
+        if not gone:
+            gone.append(path)
+            shutil.rmtree(path)
+        lock(file, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stamps.fcntl, "flock", late)
+        folders(1, hold=True)
+    assert gone and os.stat(path / stamps._MARK).st_ino == os.fstat(stamps._held[path]).st_ino
 
 
 def test_the_stamp_covers_every_file_that_is_compiled():

@@ -122,7 +122,7 @@ def test_asynchronous_errors_come_out_of_wait(wire):
     weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)))
 
 
-@spmd(4, on=("gloo",))  # threads share one environment
+@spmd(4, on=("processes",))  # threads share one environment
 def test_the_environment_may_choose(wire):
     rows = part(wire.rank)
     with pytest.MonkeyPatch.context() as patch:

@@ -146,6 +146,105 @@ def last(left, right):
     return right
 
 
+FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
+
+
+@pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3]], FLOATS], ids=["alike", "mixed"])
+@spmd(1, 2, 3, on=("threads",))
+def test_rounded_on_the_wire_in_one_call(wire, kinds):
+    """The bits of a call for each table; tables that are as narrow already are not rounded."""
+    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)
+    seen = set()
+
+    def last(left, right):  # gets rounded values in the tables' own dtypes
+        seen.add(left.dtype)
+        return right
+
+    for count, narrow in ((9, torch.bfloat16), (1100, torch.float16)):
+        rows = mine(wire, kinds, count, missing={(1, 1)})
+        for each in rows:  # what must be rounded
+            each.values.add_(torch.linspace(0, 1, each.values.numel()).view(each.values.shape))
+        for op in ("sum", "avg", "max", last):
+            for name in ("auto", "gather", "split", "doubling"):
+                seen.clear()
+                got = weft.sparse_all_reduce(rows, op, algorithm=name, wire_dtype=narrow)
+                if op is last and count > 9:
+                    assert seen and seen <= {kind[1] for kind in kinds}, name
+                record = last_call()
+                if wire.size > 1 and name == "auto":
+                    assert (record.algorithm == "eager") == (count == 9), (record, op)
+                for result, each in zip(got, rows, strict=True):
+                    single = "gather" if name == "auto" else name
+                    want = weft.sparse_all_reduce(each, op, algorithm=single, wire_dtype=narrow)
+                    assert torch.equal(result.indices, want.indices)
+                    assert result.values.dtype is want.values.dtype
+                    assert torch.equal(result.values, want.values), (name, op)
+
+
+@spmd(3, on=("threads",))
+def test_a_rounded_list_is_one_call_of_half_the_bytes(wire):
+    index, height = torch.int64, 10**5
+    kinds = [((40,), torch.float32, index, height), ((80,), torch.float32, index, height)]
+    for kind in ([kinds[0]] * 2, kinds):
+        for name in ("gather", "split"):
+            sent = []
+            for narrow in (None, torch.bfloat16):
+                rows = mine(wire, kind, 3000)
+                weft.sparse_all_reduce(rows, algorithm=name, wire_dtype=narrow)
+                sent.append((last_call().messages, last_call().sent_bytes))
+            assert sent[1][0] <= sent[0][0]
+            assert sent[1][1] == pytest.approx(sent[0][1] / 2, rel=0.1)
+    room = torch.empty(9999, dtype=torch.int64), torch.empty(9999, 80)
+    plain = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16)
+    got = weft.sparse_all_reduce(rows, wire_dtype=torch.bfloat16, out=[None, room])
+    assert got[1].values.data_ptr() == room[1].data_ptr()
+    assert torch.equal(got[1].values, plain[1].values)
+    with pytest.raises(weft.WeftError, match=r"wire dtype: ranks 0, 1 have .*16, rank 2 has"):
+        narrow = torch.bfloat16 if wire.rank < 2 else torch.float16
+        weft.sparse_all_reduce(rows, wire_dtype=narrow)
+    with pytest.raises(weft.WeftError, match=r"rank 0: table 1: wire_dtype is .*16, which"):
+        whole = weft.Rows(torch.arange(2), torch.arange(2))
+        weft.sparse_all_reduce([rows[0], whole], wire_dtype=torch.float16)
+
+
+@spmd(1, 3, on=("threads",))
+def test_what_a_list_would_do_is_explained(wire):
+    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)
+    for kinds, count in ((ALIKE, 5), (KINDS, 5), (LARGE, 600), ([LARGE[0], LARGE[3]] * 2, 600)):
+        rows = mine(wire, kinds, count, missing={(rank, 1) for rank in range(3)})
+        for name in ("auto", "split", "doubling"):
+            said = weft.explain(rows, algorithm=name)
+            weft.sparse_all_reduce(rows, algorithm=name)
+            record = last_call()
+            assert said.chosen == record.algorithm
+            assert said.load.total == record.total
+            whose = sorted(table for group in said.groups for table in group.tables)
+            assert whose == [number for number in range(len(kinds)) if number != 1]
+            for group in said.groups:
+                assert {kinds[n][:2] for n in group.tables} == {(group.row_shape, group.dtype)}
+            apart = wire.size > 1 and name == "doubling" and len(said.groups) > 1
+            assert len(said.calls) == (len(said.groups) if apart else 0)
+            assert str(said.groups[0]) in str(said)
+            if wire.size > 1 and not apart:
+                lines = {line.algorithm: line for line in said.lines}
+                assert lines[said.chosen].verdict == "chosen"
+                alone = "knows tables of one row shape and dtype alone"
+                assert (lines["holders"].verdict == alone) == (len(said.groups) > 1)
+                if said.chosen == name:
+                    sent = torch.tensor([record.sent_bytes])
+                    wire.dense_all_reduce(sent, "sum").wait()
+                    opening = 8192 * (wire.size - 1)
+                    average = sent.item() / wire.size
+                    assert lines[name].bytes == pytest.approx(average, rel=0.25, abs=opening)
+    many = weft.explain([(torch.tensor([4]), torch.ones(1))] * 300)
+    assert [len(group.tables) for group in many.groups] == [256, 44]
+    assert many.groups[1].tables[0] == 256 and len(many.calls) == 2
+    assert not weft.explain([]).groups
+    with pytest.raises(weft.WeftError, match="rank 0: table 1: index -1 is negative"):
+        bad = (torch.tensor([-1 if wire.rank == 0 else 1]), torch.ones(1))
+        weft.explain([rows[0], bad])
+
+
 def spread(wire, count, shape, dtype):
     indices = torch.arange(count) * 7 + wire.rank % 2
     return weft.Rows(indices, torch.ones(count, *shape, dtype=dtype), 7 * count)

@@ -213,9 +213,64 @@ def test_forms_and_devices_stay(wire):
     assert torch.equal(whole, dense)
 
 
-def calls(rows, *, out=None, async_op=False):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["few", "many", "empty on some"])
+@spmd(1, 2, 3, on=("threads",))
+def test_rounded_on_the_wire(wire, kind, dtype):
+    """Reductions as the all-reduce rounds; what is only moved once, on its own rank too."""
+    for narrow in (torch.bfloat16, torch.float16):
+        parts = [part(rank, kind, dtype=dtype) for rank in range(wire.size)]
+        mine = parts[wire.rank]
+        for op in ("sum", "max"):
+            want = weft.sparse_all_reduce(mine, op, wire_dtype=narrow, algorithm="split")
+            ranges = even(want.height, wire.size)
+            got = weft.sparse_reduce_scatter(mine, op, ranges=ranges, wire_dtype=narrow)
+            _, values = between(want, *ranges[wire.rank : wire.rank + 2])
+            assert got.values.dtype is dtype
+            assert torch.equal(got.values, values)
+            for rate in (1e-10, 1e-7):  # directly, through owners
+                wire.link = Link(1e-5, rate, 1e-10, 1e-5)
+                total = weft.sparse_reduce(mine, op, group_dst=wire.size - 1, wire_dtype=narrow)
+                assert (total is None) == (wire.rank < wire.size - 1)
+                assert total is None or torch.equal(total.values, want.values)
+
+        def rounded(values, narrow=narrow):
+            return values if dtype is torch.bfloat16 else values.to(narrow).to(dtype)
+
+        gathered = weft.sparse_all_gather(mine, wire_dtype=narrow)
+        assert gathered.values.dtype is dtype
+        assert torch.equal(gathered.values, torch.cat([rounded(each.values) for each in parts]))
+        src = wire.size - 1
+        one = weft.sparse_broadcast(mine if wire.rank == src else None, src, wire_dtype=narrow)
+        assert one.values.dtype is dtype
+        assert torch.equal(one.values, rounded(parts[src].values))
+
+
+@spmd(3, on=("threads",))
+def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(wire):
+    wire.link = Link(1e-5, 1e-7, 1e-10, 1e-5)
+    rows = weft.Rows(torch.arange(4000), torch.randn(4000, 100), 4000)
+    sent = {}
+    for narrow in (None, torch.bfloat16):
+        for name, call in calls(rows, wire_dtype=narrow).items():
+            call()
+            sent[name, narrow] = torch.tensor([last_call().sent_bytes])
+            wire.dense_all_reduce(sent[name, narrow], "sum").wait()
+    for name in calls(rows):
+        plain, rounded = sent[name, None].item(), sent[name, torch.bfloat16].item()
+        assert rounded == pytest.approx(plain / 2, rel=0.03), name
+    for name, call in calls(rows, wire_dtype=torch.bfloat16).items():
+        want = call()
+        room = torch.empty(12_000, dtype=torch.int64), torch.empty(12_000, 100)
+        got = calls(rows, out=room, wire_dtype=torch.bfloat16)[name]()
+        if want is not None:
+            assert got.values.data_ptr() == room[1].data_ptr()
+            assert torch.equal(got.values, want.values)
+
+
+def calls(rows, *, out=None, async_op=False, wire_dtype=None):
     """Each of the family with these rows: name, and the call."""
-    keywords = {"async_op": async_op, "out": out}
+    keywords = {"async_op": async_op, "out": out, "wire_dtype": wire_dtype}
     return {
         "scatter": lambda: weft.sparse_reduce_scatter(rows, **keywords),
         "reduce": lambda: weft.sparse_reduce(rows, **keywords),
@@ -274,6 +329,14 @@ WRONG = {
         lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),
         r"^rank 0: out holds 1 rows, the result has \d+: pass",
     ),
+    "wire dtype": (
+        lambda rows: calls(rows, wire_dtype=torch.int32),
+        "rank 0: wire_dtype is torch.int32: pass torch.bfloat16 or torch.float16, or None",
+    ),
+    "wire dtype of integers": (
+        lambda rows: calls((rows.indices, rows.indices), wire_dtype=torch.float16),
+        "rank 0: wire_dtype is torch.float16, which is for floating point, and the values are",
+    ),
     "allocator": (
         lambda rows: calls(rows, out=nothing_works),
         r"^rank 0: MemoryError: \d+ rows are too many",
@@ -327,6 +390,9 @@ def disagreeing(rows, odd):
         ),
         "value dtype: rank 0 has torch.float32, rank 2 has torch.float64": (
             lambda: weft.sparse_broadcast(rows, out=doubles if odd else None)
+        ),
+        "wire dtype: ranks 0, 1 have no wire_dtype, rank 2 has torch.float16": (
+            lambda: weft.sparse_broadcast(rows, wire_dtype=torch.float16 if odd else None)
         ),
         "row shape: ranks 0, 1 have .3,., rank 2 has .4,.": (
             lambda: weft.sparse_all_gather(none if odd else pair, out=space)

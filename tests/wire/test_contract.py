@@ -18,4 +18,4 @@ class TestThreads(WireContract):
 class TestProcessGroup(WireContract):
     @pytest.fixture
     def ranks(self):
-        return functools.partial(run, on="gloo")
+        return functools.partial(run, on="processes")

@@ -1,7 +1,7 @@
 """What survivors say when a rank of a process-group wire fails, on four hosts of a netlab.
 
-All scenarios run in one netlab, one after the other, since starting hosts takes longer than most
-of them; `fault_ranks.py` is the program of each host. Every test then reads what its scenario left.
+All scenarios run in one netlab, since starting hosts takes longer than most of them;
+`fault_ranks.py` is the program of each host. Every test then reads what its scenario left.
 """
 
 from __future__ import annotations

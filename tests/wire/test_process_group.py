@@ -21,7 +21,7 @@ from weft.testing import processes, run
 from weft.wire import process_group
 from weft.wire.process_group import connect, of, of_group, of_mesh
 
-on_gloo = functools.partial(run, on="gloo")
+on_processes = functools.partial(run, on="processes")
 
 
 def talk(wire):
@@ -79,7 +79,7 @@ def groups(wire, path):
 
 
 def test_groups_of_every_kind_have_a_wire(tmp_path):
-    on_gloo(3, groups, str(tmp_path / "store"))
+    on_processes(3, groups, str(tmp_path / "store"))
 
 
 def reverse(wire, path):
@@ -92,7 +92,7 @@ def reverse(wire, path):
 
 
 def test_ranks_are_those_of_the_group(tmp_path):
-    on_gloo(3, reverse, str(tmp_path / "store"))
+    on_processes(3, reverse, str(tmp_path / "store"))
 
 
 def destroy(wire, path):
@@ -116,7 +116,7 @@ def destroy(wire, path):
 
 
 def test_a_wire_goes_with_its_group(tmp_path):
-    on_gloo(2, destroy, str(tmp_path / "store"))
+    on_processes(2, destroy, str(tmp_path / "store"))
 
 
 def test_what_is_no_group_is_refused():
@@ -132,6 +132,34 @@ def test_who_did_not_join_is_named():
     with pytest.raises(WireError, match="rank 0: wire 'x' of 3 ranks: ranks 1 and 2 did not join"):
         connect(dist.HashStore(), 0, 3, 0.5, name="x")
     assert time.monotonic() - began < 5.0
+
+
+def with_few_files(path):
+    """The soft limit is raised; a hard limit that is too low on one rank is told to both."""
+    import resource
+
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(path, 2)
+    connect(store, rank, 2, 20.0).close()  # what is opened once for all wires
+    opened, allowed = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = opened + 5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, allowed[1]))
+    with connect(store, rank, 2, 20.0) as wire:
+        talk(wire)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert few < soft <= hard == allowed[1]
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+    with pytest.raises(WeftError) as told:
+        connect(store, rank, 2, 20.0)
+    return few, str(told.value)
+
+
+def test_the_limit_of_open_files_is_raised_or_said(tmp_path):
+    (_, told), (few, same) = processes(2, with_few_files, str(tmp_path / "store"))
+    assert told == same
+    assert told.startswith("rank 1: 3 connections need ")
+    assert f"the hard limit is {few}: raise it (ulimit -Hn " in told
 
 
 def test_a_rank_that_is_none_is_refused():
@@ -161,7 +189,7 @@ def many(wire, path):
 
 
 def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
-    on_gloo(2, many, str(tmp_path / "store"))
+    on_processes(2, many, str(tmp_path / "store"))
 
 
 def break_and_close(wire, path):
@@ -181,7 +209,7 @@ def break_and_close(wire, path):
 
 
 def test_a_broken_wire_leaves_nothing(tmp_path):
-    on_gloo(3, break_and_close, str(tmp_path / "store"))
+    on_processes(3, break_and_close, str(tmp_path / "store"))
 
 
 def many_at_once(wire, path):
@@ -206,7 +234,7 @@ def many_at_once(wire, path):
 
 
 def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
-    on_gloo(2, many_at_once, str(tmp_path / "store"))
+    on_processes(2, many_at_once, str(tmp_path / "store"))
 
 
 # surroundings
@@ -254,7 +282,7 @@ def fork(wire):
 
 
 def test_a_forked_child_leaves_the_wire_alone():
-    on_gloo(2, fork)
+    on_processes(2, fork)
 
 
 def exit_without_close():
@@ -344,7 +372,7 @@ def close_elsewhere(wire, path):
 
 
 def test_closing_ends_a_wait_in_another_thread(tmp_path):
-    on_gloo(2, close_elsewhere, str(tmp_path / "store"))
+    on_processes(2, close_elsewhere, str(tmp_path / "store"))
 
 
 def last_words(wire, path):
@@ -364,7 +392,7 @@ def last_words(wire, path):
 
 
 def test_closing_loses_nothing(tmp_path):
-    on_gloo(2, last_words, str(tmp_path / "store"))
+    on_processes(2, last_words, str(tmp_path / "store"))
 
 
 def peers_are_checked(wire):
@@ -378,7 +406,7 @@ def peers_are_checked(wire):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_messages_to_nobody_are_refused(size):
-    on_gloo(size, peers_are_checked)
+    on_processes(size, peers_are_checked)
 
 
 def test_alone_nothing_is_opened():

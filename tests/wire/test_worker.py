@@ -341,7 +341,7 @@ def exits(tmp_path_factory):
     program = f"""
         import json, os, textwrap, threading, time, torch
         from weft.wire import threads, worker as module
-        endings, statuses = json.loads({json.dumps(ENDINGS)!r}), {{}}
+        endings, children = json.loads({json.dumps(ENDINGS)!r}), {{}}
         for ending, program in endings.items():
             child = os.fork()
             if child == 0:
@@ -354,9 +354,11 @@ def exits(tmp_path_factory):
                     module._LAST = 0.2
                 exec(textwrap.dedent(program))
                 break  # and end as any program does
-            statuses[ending] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        else:
-            print(json.dumps(statuses))
+            children[ending] = child
+        else:  # they end at the same time, since some wait before they do
+            for ending, child in children.items():
+                children[ending] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(json.dumps(children))
     """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
+from ..backend import MPI, WEFT
 from ..errors import WeftError
 
-__all__ = ["able", "best", "known", "spec"]
+__all__ = ["able", "best", "is_in", "known", "spec"]
 
 
 def spec(backend: str) -> str:
@@ -28,9 +29,23 @@ def spec(backend: str) -> str:
         >>> spec("gloo")
         'gloo'
     """
-    if backend not in _BACKENDS:
-        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(known())}")
+    _check_known(backend)
     return _BACKENDS[backend]()
+
+
+def is_in(backend: str, there: str) -> bool:
+    """Whether a group whose spec is `there` has a backend.
+
+    Raises:
+        WeftError: there is no such backend.
+
+    Example:
+        >>> is_in("nccl", "cpu:gloo,cuda:nccl"), is_in("mpi", "cpu:weft_mpi"), is_in("ucc", "gloo")
+        (True, True, False)
+    """
+    _check_known(backend)
+    names = {part.rpartition(":")[2] for part in there.split(",")}
+    return backend in names or (backend == "mpi" and MPI in names)
 
 
 def known() -> list[str]:
@@ -61,6 +76,10 @@ def best(abilities: Iterable[tuple[str, ...]]) -> str:
 
 def _gloo() -> str:
     return "gloo"
+
+
+def _weft() -> str:
+    return f"cpu:{WEFT}"
 
 
 def _nccl() -> str:
@@ -105,16 +124,20 @@ def _ucc() -> str:
 
 
 def _mpi() -> str:
-    if not dist.is_mpi_available():
-        raise WeftError(
-            f"backend 'mpi' is not in this build of torch ({torch.__version__}): use gloo, which "
-            "runs under mpirun as well, or build torch with MPI"
-        )
-    return "mpi"
+    from ..wire import mpi  # here: `import weft` shall be quick
+
+    mpi.load()  # raises if it cannot; MPI itself is started when all ranks have come
+    return f"cpu:{MPI}"  # "mpi" is torch's own, which its wheels lack
+
+
+def _check_known(backend: str) -> None:
+    if backend not in _BACKENDS:
+        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(known())}")
 
 
 _BACKENDS: dict[str, Callable[[], str]] = {
     "gloo": _gloo,
+    "weft": _weft,
     "nccl": _nccl,
     "xccl": _xccl,
     "ccl": _ccl,

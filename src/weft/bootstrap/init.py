@@ -62,10 +62,12 @@ def init(
     block. Who launched it, where the ranks met and over which network interface is logged.
 
     Args:
-        backend: "gloo"; "nccl" or "xccl" for a default group whose GPU tensors go over that and
-            whose CPU tensors go over gloo; "ccl", "ucc" or "mpi". None: nccl or xccl if every rank
-            has such a GPU, else gloo; or what there is. weft's own traffic goes over sockets of
-            its own.
+        backend: "gloo"; "weft", which is gloo with sparse and uneven collectives served by weft;
+            "nccl" or "xccl" for a default group whose GPU tensors go over that and whose CPU
+            tensors go over gloo; "ccl" or "ucc"; or "mpi", under mpirun, for torch.distributed
+            and weft over MPI (needs `pip install weft[mpi]`). None: nccl or xccl if every rank
+            has such a GPU, else gloo; or what there is. But for MPI, weft's own traffic goes over
+            sockets of its own.
         rendezvous: where the ranks meet, with rank and size from the environment: "env://" (at
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
             "file:///path" of a file or folder that all see. None: "env://", and where the
@@ -179,12 +181,8 @@ def _check_same(
 
 
 def _check_backend(backend: str | None) -> None:
-    if backend is None:
-        return
-    if backend not in backends.known():
-        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(backends.known())}")
     there = dist.get_backend_config()
-    if backend not in (part.rpartition(":")[2] for part in there.split(",")):
+    if backend is not None and not backends.is_in(backend, there):
         raise WeftError(
             f"backend={backend!r} was asked for, but torch.distributed is initialised already "
             f"with {there}: leave backend= out to use that"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib
 import os
 import secrets
 import socket
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -33,6 +32,9 @@ from ..wire.interface import own_address
 from . import file, store
 from .door import Door, knock
 from .launchers import Launch
+
+if TYPE_CHECKING:
+    from ..wire import mpi
 
 __all__ = ["Meeting", "Place", "at", "before", "complete", "place"]
 
@@ -208,14 +210,12 @@ class Mpi:
     where: str = "the address that rank 0 told over MPI"
 
     def meet(self, launch: Launch, deadline: float) -> Meeting:
-        world = _mpi_world(launch)
-        hosted: Meeting | None = None
-        invitation: file.Invitation | None = None
+        world = _mpi_world(launch, deadline)
         if launch.rank == 0:
-            invitation, hosted = _invite(secrets.token_bytes(32), deadline)
-        invitation = _mpi_told(world, invitation, launch.rank, deadline)
-        if hosted is not None:
+            mine, hosted = _invite(secrets.token_bytes(32), deadline)
+            world.broadcast(mine.to_json(), _left(deadline))
             return hosted
+        invitation = file.Invitation.from_json(world.broadcast("", _left(deadline)).encode())
         answer = invitation.answer()
         if answer is None:
             raise WireError(
@@ -440,15 +440,17 @@ def _store_at(address: str, told: Mapping[str, Any], rank: int, timeout: float) 
     return Tcp(address, told["port"], False, f"{address} port {told['port']}")._join(rank, timeout)
 
 
-def _mpi_world(launch: Launch) -> Any:
-    """MPI's communicator of all ranks, from mpi4py."""
+def _mpi_world(launch: Launch, deadline: float) -> mpi.World:
+    """MPI, of all ranks of this launch."""
+    from ..wire import mpi  # here: `import weft` shall be quick
+
     try:
-        world = importlib.import_module("mpi4py.MPI").COMM_WORLD
-    except ImportError as error:
+        world = mpi.start(_left(deadline))
+    except WeftError as error:
         raise WeftError(
             f"rank {launch.rank}: mpirun started ranks on several hosts and does not tell where "
-            "rank 0 is: pip install mpi4py, or set MASTER_ADDR and MASTER_PORT (mpirun -x), or "
-            "pass rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
+            f"rank 0 is, and MPI cannot ({error}): or set MASTER_ADDR and MASTER_PORT "
+            "(mpirun -x), or pass rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
         ) from error
     if (world.rank, world.size) != (launch.rank, launch.size):
         raise WeftError(
@@ -457,22 +459,6 @@ def _mpi_world(launch: Launch) -> Any:
             "mpirun, or pass rendezvous="
         )
     return world
-
-
-def _mpi_told(
-    world: Any, invitation: file.Invitation | None, rank: int, deadline: float
-) -> file.Invitation:
-    """Rank 0's invitation, on every rank."""
-    room = bytearray(4096)
-    if invitation is not None:
-        said = invitation.to_json().encode()
-        room[: len(said)] = said
-    request = world.Ibcast(room, root=0)
-    while not request.Test():
-        if time.monotonic() > deadline:
-            raise WireError(f"rank {rank}: rank 0 told nothing over MPI in time", culprit=0)
-        time.sleep(0.002)
-    return file.Invitation.from_json(bytes(room).rstrip(b"\0"))
 
 
 def _left(deadline: float) -> float:

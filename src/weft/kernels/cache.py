@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
+import platform
 import stat
 import sys
 import tempfile
@@ -20,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from . import stamps
 
 try:
     import fcntl
@@ -43,13 +47,13 @@ _WAIT = 60.0  # seconds that another process may take for one loop; then it is c
 def directory() -> Path | None:
     """The directory that keeps machine code, made if need be; None where there is none.
 
-    `WEFT_CACHE_DIR` in the environment names its parent; else it is in the user's cache
-    directory, or if that cannot be had in the directory for temporary files.
+    It is `kernels/STAMP` (`stamps`) in what `WEFT_CACHE_DIR` in the environment names; else in the
+    user's cache directory, or if that cannot be had in the directory for temporary files.
     """
     given = os.environ.get("WEFT_CACHE_DIR")
     for parent in [Path(given)] if given else [_user_cache(), _temporary()]:
         try:
-            return _private(parent / "kernels")
+            return stamps.folder(_private(parent / "kernels"), _stamp(), _private)
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             _log.info("compiled kernels are not kept in %s: %s", parent, error)
     return None
@@ -96,11 +100,26 @@ def _private(path: Path) -> Path:
 
 @functools.cache
 def _stamp() -> str:
-    """A digest of all that the loops are made of; machine code of other sources is not used."""
+    """A digest of what machine code is made of: the loops, their compilers, the CPU."""
     digest = hashlib.sha256()
     for name in _SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
+    for package in ("numba", "llvmlite"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    digest.update(f"{sys.version_info[:2]} {platform.machine()} {_cpu()}".encode())
     return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What kind this machine's is, as far as the system tells without a compiler's help."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    told = {"model name", "flags", "CPU part", "CPU implementer", "Features"}
+    found = (line.partition(":") for line in lines)
+    return repr(sorted({(name.strip(), what) for name, _, what in found if name.strip() in told}))
 
 
 class _Turn:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..wire import default
+from ..wire.base import Wire
 from .collect import collected
 from .record import recording, started
 from .request import Request
 
-__all__ = ["sparse_all_gather"]
+__all__ = ["gather_now", "sparse_all_gather"]
 
 _NAME = "sparse_all_gather"
 
@@ -26,6 +27,7 @@ def sparse_all_gather(
     async_op: bool = False,
     *,
     return_counts: bool = False,
+    wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
     """Concatenate the rows of all ranks in rank order; every rank gets all of them.
@@ -38,6 +40,9 @@ def sparse_all_gather(
         async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
             change before.
         return_counts: also return how many rows are of each rank.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent: rounded once, to nearest even, on every rank alike, also the one
+            whose they are (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
@@ -62,22 +67,22 @@ def sparse_all_gather(
         ([7, 0, 7, 1], [2, 2])
     """
     wire = default.resolve(group)
-    request = Request.to_move(rows, out)
+    request = Request.to_move(rows, out, wire_dtype)
 
     def job() -> Any:
-        with recording(wire, _NAME) as note:
-            all_ = collected(wire, request, _NAME)
-        total = all_.load.total
-        note(
-            all_.algorithm,
-            rows=len(request.rows),
-            total=total,
-            union=total,
-            bound=all_.bound,
-        )
-        result = request.restore(all_.rows)
-        if isinstance(result, torch.Tensor):
-            result._coalesced_(False)  # duplicates stay
-        return (result, torch.tensor(all_.counts)) if return_counts else result
+        result, counts = gather_now(wire, request, _NAME)
+        return (result, torch.tensor(counts)) if return_counts else result
 
     return started(wire, _NAME, job, async_op)
+
+
+def gather_now(wire: Wire, request: Request, name: str) -> tuple[Any, list[int]]:
+    """One call whose turn on the wire it is: the result in the form asked for; rows of each."""
+    with recording(wire, name) as note:
+        all_ = collected(wire, request, name)
+    total = all_.load.total
+    note(all_.algorithm, rows=len(request.rows), total=total, union=total, bound=all_.bound)
+    result = request.restore(all_.rows)
+    if isinstance(result, torch.Tensor):
+        result._coalesced_(False)  # duplicates stay
+    return result, all_.counts

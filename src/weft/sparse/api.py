@@ -88,7 +88,9 @@ def explain(
     """What `sparse_all_reduce` would do with these arguments, and why; nothing is reduced.
 
     Collective, like the call it explains, with the same errors. Prints as a table: algorithm,
-    messages, bytes, predicted time, ratio to the bound, and chosen or why not.
+    messages, bytes, predicted time, ratio to the bound, and chosen or why not. Of a list of tables
+    it also says which are brought together (`groups`): those of one row shape and dtype. Where an
+    algorithm was asked for that knows only one of these, a call for each group (`calls`).
 
     Example:
         >>> import torch, weft
@@ -98,8 +100,10 @@ def explain(
         'alone'
     """
     wire = default.resolve(group)
+    if isinstance(rows, list):
+        requests = _of_list(rows, op, algorithm, wire_dtype, [])
+        return wire.worker.call("explain", lambda: coalesced.explained(wire, requests))
     request = Request.of(rows, op, algorithm, wire_dtype, None)
-
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
 
@@ -111,14 +115,9 @@ def _job(wire: Wire, request: Request) -> Callable[[], Any]:
 def list_job(
     wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
 ) -> Callable[[], list[Any]]:
-    """What reduces a list of tables when its turn has come; an empty list is an empty table."""
-    tables = rows or [NOTHING]
+    """What reduces a list of tables when its turn has come."""
     places = list(out) if isinstance(out, list) else []
-    requests = [
-        Request.of(table, op, algorithm, wire_dtype, place)
-        for table, place in zip_longest(tables, places[: len(tables)])
-    ]
-    requests[0].fields["number of tables"] = len(rows)
+    requests = _of_list(rows, op, algorithm, wire_dtype, places)
     error = None
     if out is not None and len(places) != len(rows):
         error = (
@@ -127,9 +126,6 @@ def list_job(
         )
 
     def job() -> list[Any]:
-        if wire_dtype is not None:  # rounded rows are not stacked: a call for each table
-            requests[0].error = requests[0].error or error
-            return [reduce_now(wire, request)[0] for request in requests][: len(rows)]
         with recording(wire, "sparse_all_reduce") as note:
             done = coalesced.reduced(wire, requests, error)
         note(
@@ -143,6 +139,19 @@ def list_job(
         return [request.restore(result) for request, result in results][: len(rows)]
 
     return job
+
+
+def _of_list(
+    rows: list[Any], op: Any, algorithm: object, wire_dtype: object, places: list[Any]
+) -> list[Request]:
+    """The request of each table; an empty list is one empty table."""
+    tables = rows or [NOTHING]
+    requests = [
+        Request.of(table, op, algorithm, wire_dtype, place)
+        for table, place in zip_longest(tables, places[: len(tables)])
+    ]
+    requests[0].fields["number of tables"] = len(rows)
+    return requests
 
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:

@@ -34,6 +34,7 @@ def sparse_broadcast(
     group: Any = None,
     async_op: bool = False,
     *,
+    wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
     """Give the rows of one rank to all.
@@ -46,6 +47,9 @@ def sparse_broadcast(
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
             change before.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent: rounded once, to nearest even, on every rank alike, also the one
+            whose they are (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
@@ -69,7 +73,7 @@ def sparse_broadcast(
     """
     wire = default.resolve(group)
     here = wire.rank == group_src
-    request = Request.to_move(rows, out) if here else _listener(out)
+    request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
     if not isinstance(group_src, int) or not 0 <= group_src < wire.size:
         request.error = (
             f"group_src is {group_src!r}: pass a rank of the group, 0 to {wire.size - 1}"
@@ -119,15 +123,15 @@ def _formed(rows: Rows, form: str) -> Any:
     return rows.to_coo(ast.literal_eval(form.split("|")[1]))
 
 
-def _listener(out: Any) -> Request:
+def _listener(out: Any, wire_dtype: object) -> Request:
     """The request of a rank that has no rows to give, and knows of them what `out` tells."""
-    request = Request.to_move(NOTHING, None)
+    request = Request.to_move(NOTHING, None, wire_dtype)
     unknown = ("index dtype", "value dtype", "row shape", "height")
     request.fields.update(dict.fromkeys(unknown))
     if isinstance(out, tuple | list) and len(out) == 2:
         like = [part[:0] for part in out if isinstance(part, torch.Tensor) and part.dim()]
         if len(like) == 2:
-            request = Request.to_move((like[0], like[1]), out)
+            request = Request.to_move((like[0], like[1]), out, wire_dtype)
             request.fields["height"] = None
             return request
     request.take_out(out)

@@ -25,7 +25,7 @@ from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
 
-__all__ = ["Allocator", "Call", "Out"]
+__all__ = ["Allocator", "Call", "Out", "partial_dtype", "row_bytes"]
 
 Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
 """(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
@@ -80,9 +80,7 @@ class Call:
     @property
     def partial(self) -> torch.dtype:
         """The dtype of sums of some ranks' rows."""
-        own = self.op.accumulator(self.dtype)
-        exact = self.op.builtin and own == self.dtype  # min and max of rounded values
-        return own if self.wide is None or exact else self.wide
+        return partial_dtype(self.op, self.dtype, self.wide)
 
     @property
     def divisor(self) -> int:
@@ -185,6 +183,13 @@ class Call:
             return both
 
         return combine
+
+
+def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
+    """The dtype of sums of some ranks' rows, which travel as `dtype` and were given as `wide`."""
+    own = op.accumulator(dtype)
+    exact = op.builtin and own == dtype  # min and max of rounded values
+    return own if wide is None or exact else wide
 
 
 def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ measured by all ranks together, so every rank chooses alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,16 @@ from .header import RowsInHeader
 from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
 
-__all__ = ["ALONE", "EAGER", "Explanation", "choose", "explained", "workspace"]
+__all__ = [
+    "ALONE",
+    "EAGER",
+    "Explanation",
+    "Group",
+    "choose",
+    "explained",
+    "together",
+    "workspace",
+]
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -49,30 +58,64 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Tables of a list that are brought together: of one row shape and dtype.
+
+    Attributes:
+        tables: their numbers in the list.
+        dtype: of their values.
+        row_shape: shape of a row.
+    """
+
+    tables: tuple[int, ...]
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        who = "table" if len(self.tables) == 1 else "tables"
+        numbers = ", ".join(map(str, self.tables))
+        return f"{who} {numbers}: {str(self.dtype).removeprefix('torch.')} rows of {self.row_shape}"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What `auto` would choose, and why; prints as a table.
 
     Attributes:
-        chosen: name of the algorithm that would run.
+        chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
         link: the network's figures; None where they were not needed.
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
             (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or why
             not).
+        groups: of a list, the tables that are brought together; those without rows are in none.
+        calls: of a list that takes several calls, what each would do; `lines` is empty then.
     """
 
     chosen: str
     load: Load
     link: Link | None
     lines: tuple[_Line, ...]
+    groups: tuple[Group, ...] = ()
+    calls: tuple[Explanation, ...] = ()
 
     def __str__(self) -> str:
+        return "\n".join(self._text())
+
+    def _text(self) -> Iterator[str]:
         load = self.load
-        head = (
+        yield (
             f"{load.ranks} ranks, {load.total} rows in all (most {load.most}, fewest "
             f"{load.fewest}), about {load.union} in the result, {load.row} bytes each; "
             f"bound {load.bound:.0f} bytes a rank"
         )
+        if self.link:
+            yield f"link: {self.link}"
+        if self.calls:
+            yield f"{len(self.calls)} calls, one after the other:"
+            yield from map(str, self.calls)
+            return
+        yield from map(str, self.groups)
         table = [("algorithm", "messages", "bytes", "ms", "of bound", "")]
         table += [
             (
@@ -86,11 +129,9 @@ class Explanation:
             for line in self.lines
         ]
         widths = [max(len(row[column]) for row in table) for column in range(5)]
-        body = []
         for name, *cells, verdict in table:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            body.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
-        return "\n".join([head, *([f"link: {self.link}"] if self.link else []), *body])
+            yield "  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip()
 
 
 def with_link(wire: Wire, load: Load) -> Load:
@@ -141,30 +182,64 @@ def choose(
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
-def explained(wire: Wire, load: Load, algorithm: str, index: torch.dtype) -> Explanation:
-    """The table of all algorithms for a load, with what would run."""
+def explained(
+    wire: Wire,
+    load: Load,
+    algorithm: str,
+    index: torch.dtype,
+    *,
+    eager: bool,
+    among: Collection[str] | None = None,
+) -> Explanation:
+    """The table of all algorithms for a load, with what would run.
+
+    Args:
+        wire: among whom.
+        load: what all together said.
+        algorithm: that was asked for, or "auto".
+        index: dtype of indices in the opening exchange.
+        eager: all ranks' rows travel in that.
+        among: those that know tables of several row shapes and dtypes; None: it is of one.
+    """
     if wire.size == 1:
         return Explanation(ALONE, load, None, ())
     link = link_of(wire)
     lines = list(_lines(load, link))
-    if algorithm == "auto" and is_eager(wire, load, index):
+    if eager:
         chosen, others = EAGER, load.ranks - 1
         size = load.mean * (load.row + index.itemsize)
         milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
         lines.insert(0, _line(EAGER, others, others * size, milliseconds, load, ""))
     else:
-        chosen = choose(wire, load, algorithm)
+        chosen = choose(wire, load, algorithm, among or ALGORITHMS.keys())
     best = next(line for line in lines if line.algorithm == chosen).milliseconds
-    lines = [
-        replace(
-            line,
-            verdict="chosen"
-            if line.algorithm == chosen
-            else line.verdict or _slower(line, best, algorithm),
-        )
-        for line in lines
-    ]
+
+    def verdict(line: _Line) -> str:
+        if line.algorithm == chosen:
+            return "chosen"
+        if among and line.algorithm not in (*among, EAGER):
+            return "knows tables of one row shape and dtype alone"
+        return line.verdict or _slower(line, best, algorithm)
+
+    lines = [replace(line, verdict=verdict(line)) for line in lines]
     return Explanation(chosen, load, link, tuple(lines))
+
+
+def together(calls: Sequence[Explanation]) -> Explanation:
+    """Several calls as one, whose load is the sum of theirs."""
+    chosen = " and ".join(dict.fromkeys(call.chosen for call in calls))
+    loads = [call.load for call in calls]
+    total = sum(load.total for load in loads)
+    load = replace(
+        loads[0],
+        total=total,
+        most=sum(load.most for load in loads),
+        fewest=sum(load.fewest for load in loads),
+        union=sum(load.union for load in loads),
+        row=sum(load.total * load.row for load in loads) // max(1, total),
+    )
+    groups = tuple(group for call in calls for group in call.groups)
+    return Explanation(chosen, load, calls[0].link, (), groups, tuple(calls))
 
 
 def workspace(load: Load) -> int:

@@ -9,11 +9,11 @@ messages as one table of that size does.
 
 from __future__ import annotations
 
-import ast
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
-from . import mixed
-from .call import Call, row_bytes
-from .choice import ALONE, EAGER, choose, with_link
+from . import choice, mixed
+from .call import Call, partial_dtype, row_bytes
+from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
 from .header import NO_LIMIT, Header
 from .mixed import Extents, Stack, Stacked
@@ -35,6 +35,7 @@ from .owners import cuts
 from .registry import find
 from .request import Request
 from .run import confess, handed_out, too_small
+from .space import Space
 from .tables import (
     HIGHEST,
     MOST,
@@ -42,16 +43,14 @@ from .tables import (
     ROWS,
     UNKNOWN,
     WHOSE,
-    Longs,
     Tables,
-    dtype_of,
     joined,
     layout,
     line,
     top,
 )
 
-__all__ = ["Coalesced", "reduced"]
+__all__ = ["Coalesced", "explained", "reduced"]
 
 _NAME = "sparse_all_reduce of a list"
 
@@ -81,18 +80,32 @@ def reduced(wire: Wire, requests: Sequence[Request], error: str | None = None) -
         requests: one for each table, at least one, with the same op and algorithm.
         error: what is wrong with the list as a whole.
     """
-    for start in range(0, len(requests), MOST):
-        error = error or _first_error(requests, start)
-    return _together(
-        [
-            _reduced(wire, requests[start : start + MOST], error)
-            for start in range(0, len(requests), MOST)
-        ]
-    )
+    parts, error = _parts(requests, error)
+    return _together([_reduced(wire, part, error) for part in parts])
 
 
-def _first_error(requests: Sequence[Request], start: int) -> str | None:
-    tables = requests[start : start + MOST]
+def explained(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Explanation:
+    """Say what `reduced` would do; collective."""
+    parts, error = _parts(requests, error)
+    starts = range(0, len(requests), MOST)
+    found = [
+        _explained(wire, part, range(start, start + len(part)), error)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+    return found[0] if len(found) == 1 else choice.together(found)
+
+
+def _parts(
+    requests: Sequence[Request], error: str | None
+) -> tuple[list[Sequence[Request]], str | None]:
+    """What goes into one call each, and the first error of all."""
+    parts = [requests[start : start + MOST] for start in range(0, len(requests), MOST)]
+    for number, part in enumerate(parts):
+        error = error or _first_error(part, number * MOST)
+    return parts, error
+
+
+def _first_error(tables: Sequence[Request], start: int) -> str | None:
     limit = 1 << top(len(tables))
     for number, request in enumerate(tables, start):
         if request.error is not None:
@@ -127,6 +140,7 @@ class _Own:
                 request.rows.values.dtype,
                 request.rows.height,
                 UNKNOWN if request.fields["row shape"] is None else request.fields["row shape"],
+                request.dtype,
             )
             for request in requests
         ]
@@ -144,7 +158,8 @@ class _Own:
             np.int64,
         ).reshape(-1, 5)
         self.order = [table for table in layout(self.lines) if self.counts[table]]
-        self.size = sum(self.counts[table] * requests[table].rows.row_bytes for table in self.order)
+        self.row = [row_bytes(request.rows.row_shape, request.dtype) for request in requests]
+        self.size = sum(self.counts[table] * self.row[table] for table in self.order)
         self.fallible = any(request.fallible for request in requests)
         self._values: Tensor | None = None
 
@@ -174,65 +189,45 @@ class _Own:
             for table in self.order:
                 request, count = self.requests[table], self.counts[table]
                 given, distinct = request.rows.values, request.distinct
-                space = typed(memory, (count, *given.shape[1:]), given.dtype, start)
-                if distinct.order is None and distinct.starts is None:
+                space = typed(memory, (count, *given.shape[1:]), request.dtype, start)
+                if distinct.order is None and distinct.starts is None and request.wide is None:
                     space.copy_(given)
                 else:
                     kernels.reduce(given, distinct, self._call.op, out=space)
-                start += count * request.rows.row_bytes
+                start += count * self.row[table]
             self._values = memory[:start]
         return self._values
 
 
-class _Space:
-    """One space of keys for all tables that have rows, in the order in which rows are laid out."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A list that all ranks agreed on.
 
-    def __init__(self, said: Tables) -> None:
-        self.tables = [table for table in layout(said.lines) if said.numbers[table, HIGHEST] >= 0]
-        heights = said.numbers[self.tables, HIGHEST] + 1
-        self.starts = np.concatenate([[0], np.cumsum(heights)]).astype(np.int64)
-        self.end = int(self.starts[-1])
-        self.index = torch.int32 if self.end <= 2**31 - 1 else torch.int64
-        self.stacks: list[Stack] = []
-        self.tables_of: list[list[int]] = []  # of each stack
-        places = enumerate(self.tables)
-        for _, group in groupby(places, lambda item: _kind(said.lines[item[1]])):
-            members = list(group)
-            dtype, shape = _kind(said.lines[members[0][1]])
-            end = int(self.starts[members[-1][0] + 1])
-            self.stacks.append(Stack(dtype, ast.literal_eval(shape), end))
-            self.tables_of.append([table for _, table in members])
-        self.row = np.zeros(len(said.lines), np.int64)  # bytes of each table's rows
-        for stack, members_ in zip(self.stacks, self.tables_of, strict=True):
-            self.row[members_] = stack.row
+    Attributes:
+        call: what every rank knows of it.
+        own: this rank's rows; their bytes are in `memory`.
+        everyone: what each rank said.
+        both: what all together said.
+        space: of the keys of all tables.
+        eager: the rows of all ranks came in the opening exchange.
+    """
 
-    def keys(self, indices: Tensor, counts: Sequence[int] | Longs) -> Tensor:
-        """The keys of indices that are laid out; `counts` are those of all tables."""
-        starts = np.repeat(self.starts[:-1], [counts[table] for table in self.tables])
-        return torch.from_numpy(starts).add_(indices).to(self.index)
-
-    def place(self, header: Header, tables: int) -> tuple[Header, Longs]:
-        """A header of joined indices as one of keys, and the bytes of a row at each point."""
-        start = np.zeros(tables, np.int64)
-        start[self.tables] = self.starts[:-1]
-        bit = top(tables)
-        table = header.points >> bit
-        points = start[table] + (header.points & ((1 << bit) - 1))
-        order = np.argsort(points, kind="stable")
-        placed = replace(
-            header, points=points[order], weights=header.weights[order], highest=self.end - 1
-        )
-        return placed, self.row[table][order]
+    call: Call
+    own: _Own
+    memory: Tensor
+    everyone: list[Tables]
+    both: Tables
+    space: Space
+    eager: bool
 
 
-def _kind(of: str) -> tuple[torch.dtype, str]:
-    what, shape = of.split("\t")
-    return dtype_of(what), shape
-
-
-def _reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> Coalesced:
+@contextmanager
+def _opened(
+    wire: Wire, requests: Sequence[Request], error: str | None, name: str
+) -> Iterator[_Opened]:
+    """Agree on a list; collective."""
     first = requests[0]
-    names = ("op", "algorithm", "WEFT_LINK", "number of tables")
+    names = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
     fields = {name: first.fields.get(name) for name in names}
     call = Call(wire, first.op)
     own = _Own(wire, [] if error else requests, call)
@@ -246,7 +241,7 @@ def _reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> Coal
             eager = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
             body = own.statement(memory, eager).pack()
         agreement = agree(
-            wire, _NAME, fields, error, body, combine, meanwhile=lambda: own.values(memory)
+            wire, name, fields, error, body, combine, meanwhile=lambda: own.values(memory)
         )
         try:
             everyone = [Tables.unpack(body) for body in agreement.bodies]
@@ -256,22 +251,61 @@ def _reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> Coal
             both = functools.reduce(Tables.combine, everyone)
             if both.trouble:
                 raise WeftError(both.trouble)
-            space = _Space(both)
+            space = Space(both)
             call.index, call.height = space.index, space.end
-            result: Stacked | None
-            if eager:
-                algorithm, result = EAGER, _merged(everyone, call, space)
-            else:
-                algorithm, result = _run(call, own, memory, both, space, first.algorithm)
+            yield _Opened(call, own, memory, everyone, both, space, eager)
         finally:
             agreement.release()
+
+
+def _reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> Coalesced:
+    with _opened(wire, requests, error, _NAME) as opening:
+        call, both, space = opening.call, opening.both, opening.space
+        result: Stacked | None
+        if opening.eager:
+            algorithm, result = EAGER, _merged(opening.everyone, call, space)
+        else:
+            algorithm, result = _run(
+                call, opening.own, opening.memory, both, space, requests[0].algorithm
+            )
     if result is None:
         return _kind_by_kind(wire, requests, space)
     return _handed_out(requests, both, space, call, algorithm, result)
 
 
+def _explained(
+    wire: Wire, requests: Sequence[Request], numbers: Sequence[int], error: str | None
+) -> Explanation:
+    """What a call for these tables would do; `numbers` are theirs in the whole list."""
+    asked = requests[0].algorithm
+    with _opened(wire, requests, error, f"explain of {_NAME}") as opening:
+        call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
+        if opening.eager:
+            described = [one.described(rank) for rank, one in enumerate(everyone)]
+            both = functools.reduce(Tables.combine, described)
+        assert both.header is not None
+        call.header, _ = space.place(both.header, len(both.lines))
+        call.load = _load(call, both, space)
+    groups = tuple(
+        Group(tuple(numbers[table] for table in tables), stack.given.dtype, stack.row_shape)
+        for stack, tables in zip(space.stacks, space.tables_of, strict=True)
+    )
+    if wire.size > 1 and not space.stacks:
+        return Explanation(EAGER, call.load, None, (), groups)
+    load = with_link(wire, call.load) if wire.size > 1 else call.load
+    among = None if len(space.stacks) < 2 else mixed.NAMES
+    if wire.size > 1 and among and asked != "auto" and asked not in among:
+        calls = [
+            _explained(wire, [requests[t] for t in tables], [numbers[t] for t in tables], None)
+            for tables in space.tables_of
+        ]
+        return replace(choice.together(calls), load=load, groups=groups)
+    found = choice.explained(wire, load, asked, space.index, eager=opening.eager, among=among)
+    return replace(found, groups=groups)
+
+
 def _run(
-    call: Call, own: _Own, memory: Tensor, both: Tables, space: _Space, asked: str
+    call: Call, own: _Own, memory: Tensor, both: Tables, space: Space, asked: str
 ) -> tuple[str, Stacked | None]:
     """What runs, and its result; no result where each kind of tables needs a call of its own."""
     wire, stacks = call.wire, space.stacks
@@ -279,32 +313,50 @@ def _run(
     values = own.values(memory)
     mine = Stacked(space.keys(own.indices(), own.counts), values)
     if wire.size == 1 or not stacks:  # nobody, or nothing, to talk about
-        copied = fresh((own.size,), torch.uint8).copy_(values)
-        return ALONE if wire.size == 1 else EAGER, Stacked(mine.keys, copied)
+        copied = Stacked(mine.keys, fresh((own.size,), torch.uint8).copy_(values))
+        return ALONE if wire.size == 1 else EAGER, _widened(copied, stacks)
     call.header, sizes = space.place(both.header, len(both.lines))
     call.load = with_link(wire, _load(call, both, space))
     if len(stacks) == 1:
         call.row_shape, call.dtype = stacks[0].row_shape, stacks[0].dtype
+        call.wide = stacks[0].wide
         name = choose(wire, call.load, asked)
         shape = (mine.keys.numel(), *call.row_shape)
         rows = Rows(mine.keys, typed(values, shape, call.dtype), space.end)
-        result = find(name).run(rows, call)
+        result = call.widened(find(name).run(rows, call))
         return name, Stacked(result.indices, as_bytes(result.values))
     name = choose(wire, call.load, asked, mixed.NAMES) if asked == "auto" else asked
     if name == "gather":
-        return name, mixed.gather(mine, call, stacks)
+        return name, _widened(mixed.gather(mine, call, stacks), stacks)
     if name == "split":
-        return name, mixed.split(mine, call, stacks, cuts(call.header, wire.size, sizes))
+        bounds = cuts(call.header, wire.size, sizes)
+        return name, _widened(mixed.split(mine, call, stacks, bounds), stacks)
     return name, None
 
 
-def _load(call: Call, both: Tables, space: _Space) -> Load:
+def _widened(narrow: Stacked, stacks: Sequence[Stack]) -> Stacked:
+    """A result with its values in the dtypes of the callers'."""
+    given = [stack.given for stack in stacks]
+    if all(stack.wide is None for stack in stacks):
+        return narrow
+    come, go = Extents(narrow.keys, stacks), Extents(narrow.keys, given)
+    values = fresh((go.bytes[-1],), torch.uint8)
+    counts = [high - low for low, high in pairwise(come.rows)]
+    for old, new, count, start, into in zip(
+        stacks, given, counts, come.bytes, go.bytes, strict=False
+    ):
+        new.typed(values, count, into).copy_(old.typed(narrow.values, count, start))
+    return Stacked(narrow.keys, values)
+
+
+def _load(call: Call, both: Tables, space: Space) -> Load:
     header, wire = call.header, call.wire
     total = both.numbers[:, ROWS]
     row = int((total * space.row).sum()) // max(1, header.total)  # of tables of one kind: exact
-    wider = [row_bytes(stack.row_shape, call.op.accumulator(stack.dtype)) for stack in space.stacks]
+    wider = [row_bytes(stack.row_shape, _partial(call, stack)) for stack in space.stacks]
     partial = max(
-        wide * row // max(1, stack.row) for wide, stack in zip(wider, space.stacks, strict=True)
+        (wide * row // max(1, stack.row) for wide, stack in zip(wider, space.stacks, strict=True)),
+        default=0,
     )
     return Load(
         ranks=wire.size,
@@ -321,7 +373,11 @@ def _load(call: Call, both: Tables, space: _Space) -> Load:
     )
 
 
-def _merged(everyone: Sequence[Tables], call: Call, space: _Space) -> Stacked:
+def _partial(call: Call, stack: Stack) -> torch.dtype:
+    return partial_dtype(call.op, stack.dtype, stack.wide)
+
+
+def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     """Merge the rows that came in the opening exchange."""
     keys = [space.keys(one.own_indices(), one.numbers[:, ROWS]) for one in everyone]
     extents = [Extents(run, space.stacks) for run in keys]
@@ -332,16 +388,16 @@ def _merged(everyone: Sequence[Tables], call: Call, space: _Space) -> Stacked:
             assert one.values is not None
             part = run[slice(*extent.rows[number : number + 2])]
             runs.append((part, stack.typed(one.values, part.numel(), extent.bytes[number])))
-        sums.append(kernels.merge(runs, call.op, call.op.accumulator(stack.dtype)))
+        sums.append(kernels.merge(runs, call.op, _partial(call, stack)))
     union = torch.cat([indices for indices, _ in sums]) if sums else keys[0]
     found = Extents(union, space.stacks)
     out = fresh((found.bytes[-1],), torch.uint8)
     for (indices, values), stack, start in zip(sums, space.stacks, found.bytes, strict=False):
         kernels.finish(values, stack.typed(out, indices.numel(), start), call.divisor)
-    return Stacked(union, out)
+    return _widened(Stacked(union, out), space.stacks)
 
 
-def _kind_by_kind(wire: Wire, requests: Sequence[Request], space: _Space) -> Coalesced:
+def _kind_by_kind(wire: Wire, requests: Sequence[Request], space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
     rows = [_nothing(request) for request in requests]
     done = []
@@ -360,7 +416,7 @@ def _nothing(request: Request) -> Rows:
 def _handed_out(
     requests: Sequence[Request],
     both: Tables,
-    space: _Space,
+    space: Space,
     call: Call,
     algorithm: str,
     result: Stacked,
@@ -381,7 +437,8 @@ def _handed_out(
     found = [counts[table] for table in space.tables]
     indices = result.keys - torch.from_numpy(np.repeat(space.starts[:-1], found)).to(space.index)
     start = 0
-    for stack, tables in zip(space.stacks, space.tables_of, strict=True):
+    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
+        stack = travelled.given
         for table in tables:
             low, high = part[table]
             values = stack.typed(result.values, high - low, start)

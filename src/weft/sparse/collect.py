@@ -1,9 +1,10 @@
 """Rows as they are, from each rank to all: what `sparse_all_gather` and `sparse_broadcast` share.
 
-Nothing is sorted and nothing combined, so rows may be of any dtype. The opening exchange says how
-many rows each rank has, or carries them; so every length is known, and rows are received where
-they belong. They go round the ring of ranks in chunks: one stream into each host and one out of
-it.
+Nothing is sorted and nothing combined, so rows may be of any dtype; where the caller gave a
+`wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. The
+opening exchange says how many rows each rank has, or carries them; so every length is known, and
+rows are received where they belong. They go round the ring of ranks in chunks: one stream into each
+host and one out of it.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3.
 """
@@ -81,7 +82,7 @@ def collected(
     """
     rows = request.rows
     size = _SAID.size + _aligned(rows.indices.numel() * rows.indices.element_size())
-    size += len(rows) * rows.row_bytes
+    size += len(rows) * row_bytes(rows.row_shape, request.dtype)
     eager = is_direct(wire) and wire.size > 1 and size <= BODY and request.error is None
     body = _said(request, size if eager else _SAID.size, eager)
     agreement = agree(
@@ -118,7 +119,8 @@ def collected(
     finally:
         agreement.release()
     settle(wire, name, call)
-    return Collected(algorithm, handed_out(result, call), counts, call.load, agreement.fields)
+    whole = handed_out(call.widened(result), call)
+    return Collected(algorithm, whole, counts, call.load, agreement.fields)
 
 
 def _aligned(size: int) -> int:
@@ -144,7 +146,7 @@ def _said(request: Request, size: int, eager: bool) -> Tensor:
         count = rows.indices.numel()
         typed(body, (count,), rows.indices.dtype, _SAID.size).copy_(rows.indices)
         start = _SAID.size + _aligned(count * rows.indices.element_size())
-        typed(body, tuple(rows.values.shape), rows.values.dtype, start).copy_(rows.values)
+        typed(body, tuple(rows.values.shape), request.dtype, start).copy_(rows.values)
     return body
 
 
@@ -152,7 +154,8 @@ def _call(
     wire: Wire, request: Request, fields: dict[str, str], said: list[tuple[int, ...]]
 ) -> tuple[Call, list[int]]:
     """What all ranks together said; also what this rank alone did not know."""
-    index, dtype = (getattr(torch, fields[f"{of} dtype"].split(".")[1]) for of in _DTYPES)
+    index, own = (getattr(torch, fields[f"{of} dtype"].split(".")[1]) for of in _DTYPES)
+    dtype = request.travelling(own)
     shape = fields["row shape"]
     height = fields["height"]
     counts, highest, limits, _, fallible = zip(*said, strict=True)
@@ -162,6 +165,7 @@ def _call(
         row_shape=tuple(request.rows.row_shape) if shape == "?" else ast.literal_eval(shape),
         index=index,
         dtype=dtype,
+        wide=None if dtype == own else own,
         height=int(height) if height.isdigit() else None,
         out=request.out,
     )

@@ -35,14 +35,21 @@ class Stack:
     """Tables of one row shape and dtype.
 
     Attributes:
-        dtype: of the values.
+        dtype: of the values, as they travel.
         row_shape: shape of a row.
         end: keys of the stack lie below this, and not below the end of the stack before.
+        wide: dtype of the caller's values where they travel rounded, else None.
     """
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
     end: int
+    wide: torch.dtype | None = None
+
+    @property
+    def given(self) -> Stack:
+        """The same of values as the caller gave them, and gets them."""
+        return self if self.wide is None else dataclasses.replace(self, dtype=self.wide, wide=None)
 
     @property
     def row(self) -> int:
@@ -239,7 +246,7 @@ class _Merge:
         """Merge the streams of all ranks into `out`; yields how many of its bytes are final."""
         for number, stack in enumerate(self._stacks):
             call = copy.copy(self._call)
-            call.row_shape, call.dtype = stack.row_shape, stack.dtype
+            call.row_shape, call.dtype, call.wide = stack.row_shape, stack.dtype, stack.wide
             partial = row_bytes(stack.row_shape, call.partial)
             call.load = dataclasses.replace(self._call.load, row=stack.row, partial=partial)
             sources: list[Source] = []

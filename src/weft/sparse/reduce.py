@@ -43,6 +43,7 @@ def sparse_reduce(
     group: Any = None,
     async_op: bool = False,
     *,
+    wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
     """Reduce the rows of all ranks; one rank gets the result, the others None.
@@ -55,6 +56,9 @@ def sparse_reduce(
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
             change before.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent; rounded where `weft.sparse_all_reduce` rounds, to the same bits
+            (docs/wire-dtype.md).
         out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; the other
             ranks' is left alone.
 
@@ -77,7 +81,7 @@ def sparse_reduce(
         [[1.0, 1.0, 2.0], None]
     """
     wire = default.resolve(group)
-    request = Request.of(rows, op, "auto", None, out if wire.rank == group_dst else None)
+    request = Request.of(rows, op, "auto", wire_dtype, out if wire.rank == group_dst else None)
     if not isinstance(group_dst, int) or not 0 <= group_dst < wire.size:
         request.error = request.error or (
             f"group_dst is {group_dst!r}: pass a rank of the group, 0 to {wire.size - 1}"
@@ -115,7 +119,7 @@ def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
             name = "owners"
             result = _by_owners(opening.mine, call, dst)
     settle(wire, _NAME, call, len(result))
-    return name, handed_out(result, call), call
+    return name, handed_out(call.widened(result) if here else result, call), call
 
 
 def _nothing(call: Call) -> Rows:

@@ -41,6 +41,7 @@ def sparse_reduce_scatter(
     async_op: bool = False,
     *,
     ranges: Sequence[int] | None = None,
+    wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
     """Reduce the rows of all ranks; every rank gets those of the result that it owns.
@@ -55,6 +56,9 @@ def sparse_reduce_scatter(
         ranges: size + 1 ascending integers: rank r owns the indices from `ranges[r]` up to, not
             including, `ranges[r + 1]`; all indices lie in one of these. None: they are cut so that
             all ranks have equal work in this call, and `weft.sparse.last_call().ranges` says where.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent; rounded where `weft.sparse_all_reduce` rounds, to the same bits
+            (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for this rank's part, or a function that allocates them.
 
@@ -78,7 +82,7 @@ def sparse_reduce_scatter(
         [[2], [7]]
     """
     wire = default.resolve(group)
-    request = Request.of(rows, op, "auto", None, out)
+    request = Request.of(rows, op, "auto", wire_dtype, out)
     try:
         given = None if ranges is None else _checked(ranges, wire.size, request.rows)
         said = "balanced" if given is None else _said(given)
@@ -117,7 +121,7 @@ def _scattered(
             name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
             result = owned(opening.mine, call, bounds)
     settle(wire, _NAME, call, len(result))
-    return name, bounds, handed_out(result, call), call
+    return name, bounds, handed_out(call.widened(result), call), call
 
 
 def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:

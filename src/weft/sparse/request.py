@@ -49,6 +49,7 @@ class Request:
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
+        rounded: the `wire_dtype` that was asked for.
         out: where the result is wanted.
         fields: the fingerprint: what must be equal on all ranks.
         error: what is wrong, or None.
@@ -62,6 +63,7 @@ class Request:
     op: Op = OPS["sum"]
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
+    rounded: torch.dtype | None = None
     out: Out = None
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
@@ -89,16 +91,16 @@ class Request:
         return request
 
     @classmethod
-    def to_move(cls, rows: object, out: object) -> Request:
+    def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
         request = cls()
         try:
             request._take_rows(rows, sort=False)
             request._take_algorithm("auto")
+            request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         except (_WrongError, WeftError) as error:
-            request.error = str(error)
-        request.dtype = request.rows.values.dtype
+            request.error, request.dtype = str(error), request.rows.values.dtype
         return request
 
     @property
@@ -116,6 +118,13 @@ class Request:
     def fallible(self) -> bool:
         """Whether a function of the caller's takes part."""
         return callable(self.out) or not self.op.builtin
+
+    def travelling(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which values of this one travel."""
+        # what is as narrow already would be rounded for nothing
+        if self.rounded is None or own.itemsize <= self.rounded.itemsize:
+            return own
+        return self.rounded
 
     def take_out(self, out: object) -> None:
         """Check `out`, for a request that was made without."""
@@ -186,9 +195,8 @@ class Request:
                 f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
                 "leave it None"
             )
-        # what is as narrow already would be rounded for nothing
-        self.dtype = dtype if own.itemsize > dtype.itemsize else own
-        self.fields["wire dtype"] = str(dtype)
+        self.rounded, self.fields["wire dtype"] = dtype, str(dtype)
+        self.dtype = self.travelling(own)
 
     def _take_out(self, out: object) -> None:
         if out is None or callable(out):

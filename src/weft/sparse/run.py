@@ -140,7 +140,9 @@ def explained(wire: Wire, request: Request) -> Explanation:
         agreement.release()
     if wire.size > 1:
         load = with_link(wire, load)
-    return explained_choice(wire, load, request.algorithm, request.rows.indices.dtype)
+    index = request.rows.indices.dtype
+    eager = request.algorithm == "auto" and wire.size > 1 and is_eager(wire, load, index)
+    return explained_choice(wire, load, request.algorithm, index, eager=eager)
 
 
 class _Own:

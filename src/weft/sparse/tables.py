@@ -29,7 +29,7 @@ __all__ = [
     "WHOSE",
     "Longs",
     "Tables",
-    "dtype_of",
+    "dtypes_of",
     "joined",
     "layout",
     "line",
@@ -206,28 +206,41 @@ def _aligned(size: int) -> int:
 def layout(lines: Sequence[str]) -> list[int]:
     """Tables by falling element size, those of one dtype and row shape together.
 
+    By that on the wire first: so rows are aligned both as they travel and as they are handed out.
+
     Tables without rows, whose row shape is not known, may be anywhere.
     """
 
-    def place(table: int) -> tuple[int, str, str, int]:
+    def place(table: int) -> tuple[int, int, str, str, int]:
         what, shape = lines[table].split("\t")
-        dtype = dtype_of(what)
-        return -dtype.itemsize, str(dtype), shape, table
+        dtype, travels = dtypes_of(what)
+        return -travels.itemsize, -dtype.itemsize, str(dtype), shape, table
 
     return sorted(range(len(lines)), key=place)
 
 
-def line(index: torch.dtype, dtype: torch.dtype, height: int | None, shape: object) -> str:
-    """A table's line of text."""
+def line(
+    index: torch.dtype,
+    dtype: torch.dtype,
+    height: int | None,
+    shape: object,
+    travels: torch.dtype | None = None,
+) -> str:
+    """A table's line of text; `travels` is the dtype of the values on the wire, if another."""
     tall = "no height" if height is None else f"height {height}"
-    return f"{_short(dtype)} values, {_short(index)} indices, {tall}\t{shape}"
+    rounded = "" if travels is None or travels == dtype else f" as {_short(travels)}"
+    return f"{_short(dtype)} values{rounded}, {_short(index)} indices, {tall}\t{shape}"
 
 
-def dtype_of(what: str) -> torch.dtype:
-    """The dtype of the values in a table's line."""
-    dtype = getattr(torch, what.split(" ", 1)[0])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of the values in a table's line, and that in which they travel.
+
+    >>> dtypes_of("float32 values as bfloat16, int64 indices, no height")
+    (torch.float32, torch.bfloat16)
+    """
+    own, _, rounded = what.split(",", 1)[0].partition(" values")
+    dtype, travels = (getattr(torch, name) for name in (own, rounded.removeprefix(" as ") or own))
+    return dtype, travels
 
 
 def _short(dtype: torch.dtype) -> str:

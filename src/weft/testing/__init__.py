@@ -9,7 +9,7 @@ def test_sum_of_ranks(wire):
     assert total.values.item() == wire.size
 ```
 
-Here: `spmd` and `run`, which take the same body to threads and to real gloo processes;
+Here: `spmd` and `run`, which take the same body to threads and to real processes;
 `processes`, which starts new ones as a launcher would; `WireContract`, what a wire must do.
 """
 

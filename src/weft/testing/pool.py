@@ -1,4 +1,4 @@
-"""Processes kept for a whole test run, which run one body after another over real gloo.
+"""Processes kept for a whole test run, which run one body after another over real sockets.
 
 Starting a process and its connections takes far longer than most tests; here both are made once.
 The members come from multiprocessing's forkserver, one thread of each obeys this process, and a
@@ -279,7 +279,7 @@ class _Member:
             why = f"has not started in {_START} s"
         except (EOFError, ConnectionError):
             why = self.fate()
-        raise RankFailure(f"rank {self.rank} {why} (gloo)")
+        raise RankFailure(f"rank {self.rank} {why} (processes)")
 
     def tell(self, message: object) -> None:
         with contextlib.suppress(ConnectionError):  # its death is noticed when it is heard

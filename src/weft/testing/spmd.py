@@ -30,13 +30,13 @@ class _Ranks(Protocol):
     ) -> list[Outcome]: ...
 
 
-def _gloo(*args: Any, **kwargs: Any) -> list[Outcome]:
+def _processes(*args: Any, **kwargs: Any) -> list[Outcome]:
     from .pool import on_pool  # here: most uses need no processes
 
     return on_pool(*args, **kwargs)
 
 
-_TRANSPORTS: dict[str, _Ranks] = {"threads": on_threads, "gloo": _gloo}
+_TRANSPORTS: dict[str, _Ranks] = {"threads": on_threads, "processes": _processes}
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
         size: how many ranks.
         body: one rank's program. On processes: a function of a module, with arguments that can
             be pickled.
-        on: "threads", or "gloo" for processes that are kept from run to run.
+        on: "threads", or "processes", which are kept from run to run.
         timeout: seconds that one wait on the wire may last.
         limit: seconds that the whole body may take; then it is reported as hanging, with the
             place where each silent rank is.
@@ -79,14 +79,14 @@ def run(
 
 def spmd(
     *sizes: int,
-    on: Sequence[str] = ("threads", "gloo"),
+    on: Sequence[str] = ("threads", "processes"),
     timeout: float = TIMEOUT,
     limit: float = LIMIT,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Make a pytest test of one rank's program, run at each size on each transport.
 
     The body takes `wire`; its other parameters are pytest's, as in any test, and are given
-    alike to every rank. On "gloo" they travel to other processes, so they must be picklable.
+    alike to every rank. On "processes" they travel to other processes, so they must be picklable.
     See `run` for the options.
 
     ```python
@@ -95,7 +95,7 @@ def spmd(
     def test_everybody_gets_the_same(wire, op):
         ...
     ```
-    The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on: `-k gloo` runs
+    The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on: `-k processes` runs
     those on processes.
     """
     import pytest  # here: everything else in this package works without

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import cast
 
 import torch.distributed as dist
@@ -21,19 +22,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import WeftError, WireError
 from .process_group_connections import Connections
-from .process_group_wire import ProcessGroupWire
+from .process_group_wire import Joined, ProcessGroupWire
 from .verdict import names
 
 __all__ = ["ProcessGroupWire", "connect", "of", "of_group", "of_mesh"]
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
+Join = Callable[[dist.Store, int, int, float], Joined]
+"""Given a store, a rank, a size and a timeout: what joins this rank to all others; collective."""
+
 _lock = threading.Lock()
 _entries: weakref.WeakKeyDictionary[dist.ProcessGroup, _Entry] = weakref.WeakKeyDictionary()
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, timeout: float, *, name: str = "world"
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    *,
+    name: str = "world",
+    join: Join = Connections.make,
 ) -> ProcessGroupWire:
     """Join the ranks of a group into a wire; collective, all with the same name.
 
@@ -46,9 +56,11 @@ def connect(
         size: how many ranks there are; one alone opens nothing.
         timeout: seconds that joining, and then any one wait, may last.
         name: tells wires that are made at the same time apart.
+        join: makes the connections, of this wire and of its parts; the same on every rank.
 
     Raises:
-        WeftError: the rank is none of them.
+        WeftError: the rank is none of them; or some rank may not open as many files as its
+            connections are, which every rank is told.
         WireError: somebody did not come in time.
 
     Example:
@@ -61,16 +73,17 @@ def connect(
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
     if size == 1:
-        return ProcessGroupWire(rank, size, timeout, None, functools.partial(_part, store, timeout))
+        part = functools.partial(_part, store, timeout, join)
+        return ProcessGroupWire(rank, size, timeout, None, part)
     failure: Exception
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        connections = Connections.make(space, rank, size, timeout)
+        connections = join(space, rank, size, timeout)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = error
     else:
-        part = functools.partial(_part, space, timeout)
+        part = functools.partial(_part, space, timeout, join)
         return ProcessGroupWire(rank, size, timeout, connections, part)
     absent = _absent(store, name, size)
     who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
@@ -162,7 +175,9 @@ class _Entry:
                 )
             if self._wire is None or self._wire.closed:
                 limit = _timeout(group) if timeout is None else timeout
-                self._wire = connect(store, group.rank(), group.size(), limit)
+                # a backend of weft's says itself how its ranks are joined
+                join: Join = getattr(group, "join", Connections.make)
+                self._wire = connect(store, group.rank(), group.size(), limit, join=join)
             return self._wire
 
 
@@ -177,6 +192,9 @@ def _store(group: dist.ProcessGroup) -> dist.Store | None:
 
 def _timeout(group: dist.ProcessGroup) -> float:
     """Seconds that an operation of the group may last."""
+    own = getattr(group, "timeout", None)  # of a backend of weft's
+    if own is not None:
+        return float(own)
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -185,8 +203,10 @@ def _timeout(group: dist.ProcessGroup) -> float:
     return float(distributed_c10d.default_pg_timeout.total_seconds())
 
 
-def _part(store: dist.Store, timeout: float, rank: int, size: int, name: str) -> ProcessGroupWire:
-    return connect(store, rank, size, timeout, name=name)
+def _part(
+    store: dist.Store, timeout: float, join: Join, rank: int, size: int, name: str
+) -> ProcessGroupWire:
+    return connect(store, rank, size, timeout, name=name, join=join)
 
 
 def _absent(store: dist.Store, name: str, size: int) -> list[int]:

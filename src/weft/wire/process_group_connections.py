@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import WeftError
+from .files import make_room
 from .interface import own_address
 from .mesh import Door, Listener
 from .mover import Mover
@@ -19,6 +23,7 @@ from .watch import Watch
 __all__ = ["Connections"]
 
 _LANES = ("bulk", "small", "side")
+_PATIENCE = 5.0  # seconds that others get to read at the store why no wire is made
 _made: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
@@ -43,19 +48,19 @@ class Connections:
         """Connect to all; collective.
 
         Raises:
+            WeftError: some rank may not open as many files; the same on every rank.
             RuntimeError: from the store.
             OSError: from the sockets.
         """
         deadline = time.monotonic() + timeout
+        if trouble := make_room(len(_LANES) * (size - 1)):
+            _met(store, rank, size, {"trouble": trouble}, deadline)
         with Listener(own_address(store), len(_LANES) * size) as listener:
             own = listener.door
-            store.set(f"{rank}", json.dumps([own.host, own.port, own.token.hex()]))
-            peers = [peer for peer in range(size) if peer != rank]
-            left = max(deadline - time.monotonic(), 0.001)
-            store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
+            door = {"door": [own.host, own.port, own.token.hex()]}
             doors = {}
-            for peer in peers:
-                host, port, token = json.loads(store.get(f"{peer}"))
+            for peer, said in _met(store, rank, size, door, deadline).items():
+                host, port, token = said["door"]
                 doors[peer] = Door(host, port, bytes.fromhex(token))
             return cls(listener.mesh(rank, doors, _LANES, deadline))
 
@@ -74,6 +79,30 @@ class Connections:
         if self.watch is not None:
             self.watch.close()
         self.drop()
+
+
+def _met(
+    store: dist.Store, rank: int, size: int, said: dict[str, Any], deadline: float
+) -> dict[int, dict[str, Any]]:
+    """What each other rank says at the store, told what this one does; collective.
+
+    Raises:
+        WeftError: of some rank it is what is in the way; the first one's, on every rank.
+        RuntimeError: from the store.
+    """
+    store.set(f"{rank}", json.dumps(said))
+    peers = [peer for peer in range(size) if peer != rank]
+    left = max(deadline - time.monotonic(), 0.001)
+    store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
+    found: dict[int, dict[str, Any]] = {peer: json.loads(store.get(f"{peer}")) for peer in peers}
+    for one, words in sorted((found | {rank: said}).items()):
+        if "trouble" in words:
+            # the store may end with the program that is about to be told: not before all have read
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{rank} read", "")
+                store.wait([f"{peer} read" for peer in peers], timedelta(seconds=_PATIENCE))
+            raise WeftError(f"rank {one}: {words['trouble']}")
+    return found
 
 
 def _after_fork() -> None:

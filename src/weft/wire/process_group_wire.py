@@ -15,23 +15,64 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
-from .line import Line, Order
 from .memory import Lease
-from .mover import Lost
-from .process_group_connections import Connections
+from .mover import Lost, Message
 from .verdict import Verdict
 from .watch import Watch
 
-__all__ = ["ProcessGroupWire"]
+__all__ = ["Joined", "Moving", "ProcessGroupWire"]
 
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
+
+
+class Moving(Protocol):
+    """What moves the messages of one rank: `mover.Mover`, or what has its face."""
+
+    @property
+    def lines(self) -> Mapping[int, Any]:
+        """What leads to each peer."""
+
+    @property
+    def small(self) -> Mapping[int, Any]:
+        """What leads to each peer for small messages."""
+
+    def post(
+        self, lines: Any, sends: Sequence[Message], recvs: Sequence[Message], at: int
+    ) -> list[Any]:
+        """As `Mover.post`."""
+
+    def finish(self, orders: Any, limit: float, at: Callable[[int], None]) -> None:
+        """As `Mover.finish`."""
+
+
+class Joined(Protocol):
+    """What joins one rank to all others: `Connections`, or what has its face."""
+
+    watch: Watch | None
+
+    @property
+    def mover(self) -> Moving:
+        """What moves the messages."""
+
+    @property
+    def side(self) -> Mapping[int, socket.socket]:
+        """The side socket to each peer, for the watcher."""
+
+    def cut(self) -> None:
+        """End all waits; any thread may call it."""
+
+    def drop(self) -> None:
+        """Let go of what moves the messages."""
+
+    def close(self) -> None:
+        """Say bye to all and let go of everything. Twice is fine."""
 
 
 class ProcessGroupWire(Wire):
@@ -45,7 +86,7 @@ class ProcessGroupWire(Wire):
         rank: int,
         size: int,
         timeout: float,
-        connections: Connections | None,
+        connections: Joined | None,
         join: Callable[[int, int, str], ProcessGroupWire],
     ) -> None:
         """A wire over `connections`; `join` connects a part of it, given rank, size and name."""
@@ -73,7 +114,7 @@ class ProcessGroupWire(Wire):
 
     def _posted(
         self,
-        lines: Mapping[int, Line],
+        lines: Mapping[int, Any],
         sends: Sequence[Send],
         recvs: Sequence[Recv],
         channel: int,
@@ -185,7 +226,7 @@ class _Posted(Pending):
         self._received: list[Tensor] = []
         self._leases: list[Lease] = []
         self._at = 0  # the message that is waited for
-        self.orders: list[tuple[Line, Order]] = []
+        self.orders: list[Any] = []  # the mover's own
 
     def wait(self) -> list[Tensor]:
         if not self._done:

@@ -122,7 +122,7 @@ def _run(
     }
     try:
         if operation.mode == "disable":
-            result = concatenated(wire, request, rows, memory.reserve if out is not None else None)
+            result = concatenated(wire, request)
         else:
             result = reduce_now(wire, request)[0]
     except WeftError as error:

@@ -1,0 +1,133 @@
+"""Many small tables in one call, beside other ways of reducing as many rows.
+
+    python benchmarks/tables.py [--ranks 4] [--rounds 30]     # ranks on this machine
+    tools/netlab -n 4 --rate 1gbit -- python benchmarks/tables.py
+
+26 tables of 500 tokens each, Zipf over 1,000,000 rows of 64 floats, as a recommender with 26
+categorical features has them. *list*: all in one call; beside *one*: one of the tables; *tall*: one
+table of 26 times as many tokens, which is as many bytes; *26 calls*; and torch's 26 sparse
+all-reduces. Results are checked first: the list's against those of 26 calls, bit for bit, and
+against torch's. Everything takes turns in the same run; times are medians over the rounds, of the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import weft
+from weft.sparse import last_call
+from weft.testing import processes
+from weft.wire.base import Wire
+
+TABLES, TOKENS, HEIGHT, WIDTH = 26, 500, 1_000_000, 64
+
+Pair = tuple[Tensor, Tensor]
+
+
+def table(rank: int, number: int, tokens: int) -> Pair:
+    """Tokens of a Zipf distribution: their rows, with duplicates; whole numbers, added exactly."""
+    draw = torch.Generator().manual_seed(1000 * rank + number)
+    indices = (HEIGHT ** torch.rand(tokens, generator=draw, dtype=torch.float64)).long() - 1
+    return indices, torch.randint(-8, 9, (tokens, WIDTH), generator=draw).float()
+
+
+def coo(rows: Pair) -> Tensor:
+    """As torch wants them."""
+    return torch.sparse_coo_tensor(rows[0][None], rows[1], (HEIGHT, WIDTH), check_invariants=False)
+
+
+def measure(
+    wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]]
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, of the slowest rank; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 2):
+        for name, contender in contenders.items():
+            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            start = time.perf_counter()
+            contender()
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            wire.dense_all_reduce(took, "max").wait()
+            times[name].append(took.item())
+    return {name: each[2:] for name, each in times.items()}
+
+
+def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """One rank's program: times, and what ran."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    with weft.init() as wire:
+        many = [table(wire.rank, number, TOKENS) for number in range(TABLES)]
+        tall = table(wire.rank, TABLES, TABLES * TOKENS)
+        tensors = [coo(rows) for rows in many]
+
+        def theirs() -> list[Tensor]:
+            totals = [tensor.clone() for tensor in tensors]
+            for total in totals:
+                dist.all_reduce(total)
+            return totals
+
+        contenders: dict[str, Callable[[], object]] = {
+            "list": lambda: weft.sparse_all_reduce(many),
+            "one": lambda: weft.sparse_all_reduce(many[0]),
+            "tall": lambda: weft.sparse_all_reduce(tall),
+            "26 calls": lambda: [weft.sparse_all_reduce(rows) for rows in many],
+            "torch, 26 calls": theirs,
+        }
+        listed = weft.sparse_all_reduce(many)
+        for rows, mine, total in zip(many, listed, theirs(), strict=True):
+            alone = weft.sparse_all_reduce(rows)
+            assert torch.equal(mine[0], alone[0]) and torch.equal(mine[1], alone[1])
+            assert torch.equal(coo(mine).to_dense(), total.to_dense())
+        ran = {}
+        for name, contender in contenders.items():
+            contender()
+            record = last_call()
+            ran[name] = "" if record is None or "26" in name else record.algorithm
+        times = measure(wire, rounds, contenders)
+    dist.destroy_process_group()
+    return times, ran
+
+
+def show(times: dict[str, list[float]], ran: dict[str, str], ranks: int) -> None:
+    table = Table(title=f"{TABLES} tables of {TOKENS} tokens, {ranks} ranks", title_justify="left")
+    for column in ("call", "ran", "ms", "quartiles", "list / this"):
+        table.add_column(column, justify="left" if column in ("call", "ran") else "right")
+    ours = statistics.median(times["list"])
+    for name, each in times.items():
+        low, median, high = (1e3 * value for value in statistics.quantiles(each, n=4))
+        table.add_row(
+            *(name, ran[name], f"{median:.2f}", f"{low:.2f} - {high:.2f}"),
+            f"{1e3 * ours / median:.2f}",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        found = rank(arguments.rounds)
+        if os.environ["RANK"] == "0":
+            show(*found, int(os.environ["WORLD_SIZE"]))
+    else:
+        found = processes(arguments.ranks, rank, arguments.rounds, timeout=600)[0]
+        show(*found, arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()

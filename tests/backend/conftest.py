@@ -1,0 +1,113 @@
+"""Ranks under one mpirun, for all tests over MPI: starting them takes longer than most tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from weft.testing.outcome import Outcome, results
+
+SIZE = 4  # more would prove nothing of MPI, and each takes seconds to start
+START = 55.0  # seconds
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Callable[..., subprocess.Popen[Any]]:
+    """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
+
+    The launcher is the one that comes with the MPI library that mpi4py finds, beside this Python.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: pip install weft[mpi]")
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    launcher = shutil.which("mpirun", path=places)
+    if launcher is None:
+        pytest.skip("there is no mpirun: pip install weft[mpi]")
+    environment = {
+        **os.environ,
+        # it refuses root, who runs the tests in containers, unless told twice
+        **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(size: int, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+        launch = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(size)]
+        python = [sys.executable, "-W", "error", *arguments]
+        return subprocess.Popen([*launch, *python], env=environment, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def mpi_job(mpirun: Callable[..., subprocess.Popen[Any]]) -> Iterator[Ranks]:
+    """`mpi_job(size, body, ...)`, the face of `weft.testing.run`, on ranks under mpirun."""
+    key = secrets.token_bytes(16)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START)
+    )
+    with Listener(("127.0.0.1", 0), backlog=SIZE, authkey=key) as listener:
+        listener._listener._socket.settimeout(START)  # multiprocessing has no public way
+        host, port = listener.address
+        script = str(Path(__file__).with_name("mpi_ranks.py"))
+        job = mpirun(SIZE, script, f"{host}:{port}", key.hex())
+        ranks = {}
+        try:
+            for _ in range(SIZE):
+                connection = listener.accept()
+                ranks[connection.recv()] = connection
+            numbers = itertools.count()
+
+            def run(
+                size: int,
+                body: Callable[..., Any],
+                *args: Any,
+                timeout: float = 20.0,
+                limit: float = 45.0,
+                **kwargs: Any,
+            ) -> list[Any]:
+                found = sys.modules[body.__module__]
+                work = {
+                    "body": (found.__name__, found.__file__, body.__qualname__),
+                    "size": size,
+                    "timeout": timeout,
+                    "name": f"job{next(numbers)}",
+                    "args": args,
+                    "kwargs": kwargs,
+                }
+                for rank in range(size):
+                    ranks[rank].send(work)
+                outcomes = []
+                for rank in range(size):
+                    if not ranks[rank].poll(limit):
+                        outcomes.append(Outcome(rank, hangs="no answer"))
+                        continue
+                    outcomes.append(ranks[rank].recv())
+                return results(outcomes, "mpi")
+
+            for connection in ranks.values():
+                connection.send(store.port)
+            yield run
+        finally:
+            for connection in ranks.values():
+                connection.send(None)
+                connection.close()
+            try:
+                job.wait(20)
+            except subprocess.TimeoutExpired:
+                job.terminate()
+                job.wait(10)

@@ -1,0 +1,80 @@
+"""A rank of the tests over MPI: started once by mpirun, it runs one body after another.
+
+    mpirun -n 4 python mpi_ranks.py ADDRESS AUTHKEY
+
+`conftest.py` listens at ADDRESS. It sends a rank what to run and hears how it ended; a
+rank that has nothing to do sleeps on its socket.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.testing.outcome import Outcome
+from weft.wire import default, mpi
+from weft.wire.process_group import connect
+
+
+def load(module: str, file: str, name: str) -> Callable[..., Any]:
+    """A function at the top of a module: of weft's by its name, of the tests' by its file."""
+    if module.startswith("weft."):
+        found = importlib.import_module(module)
+    elif (known := sys.modules.get(file)) is not None:
+        found = known
+    else:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None and spec.loader is not None
+        found = sys.modules[file] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    body = getattr(found, name)
+    while hasattr(body, "__wrapped__"):  # @spmd
+        body = body.__wrapped__
+    return body
+
+
+def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
+    """One body on a wire of its own."""
+    wire = None
+    try:
+        body = load(*job["body"])
+        wire = connect(store, rank, job["size"], job["timeout"], name=job["name"], join=mpi.join)
+        default.set(wire)
+        return Outcome(rank, body(wire, *job["args"], **job["kwargs"]))
+    except BaseException as error:
+        if wire is not None:
+            wire.abort(f"{type(error).__name__}: {error}")
+        return Outcome(rank, error=error, trace=traceback.format_exc())
+    finally:
+        if wire is not None:
+            wire.close()
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    rank = mpi.start(60.0).rank
+    host, port = sys.argv[1].rsplit(":", 1)
+    with Client((host, int(port)), authkey=bytes.fromhex(sys.argv[2])) as parent:
+        parent.send(rank)
+        store = dist.TCPStore(
+            "127.0.0.1", parent.recv(), is_master=False, timeout=timedelta(seconds=60)
+        )
+        while (job := parent.recv()) is not None:
+            parent.send(run(job, store, rank))
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main()

@@ -1,0 +1,200 @@
+"""The collectives over a wire: uneven, of every dtype, small and large, and their errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.backend import collectives
+from weft.testing import spmd
+
+SIZES = (0, 1, 5000)  # elements, of which the last do not travel in the opening exchange
+DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
+
+
+def part(rank: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A rank's values: small integers, so that sums are exact in every dtype."""
+    return ((torch.arange(count) * 7 + 3 * rank + seed) % 5).to(dtype)
+
+
+def strided(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room that is not contiguous."""
+    return torch.zeros(2, count, dtype=dtype).t()[:, 1]
+
+
+@spmd(1, 2, 3, 5, on=["threads"])
+def test_all_gather_of_any_sizes(wire):
+    for count in SIZES:
+        for dtype in DTYPES:
+            counts = [count + 2 * rank for rank in range(wire.size)]
+            outs = [strided(each, dtype) for each in counts]
+            mine = part(wire.rank, counts[wire.rank], dtype)
+            assert collectives.all_gather(wire, outs, mine) is outs
+            for rank, out in enumerate(outs):
+                assert torch.equal(out, part(rank, counts[rank], dtype)), (dtype, count, rank)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
+@spmd(1, 2, 3, 5, on=["threads"])
+def test_reduce_scatter_of_any_sizes(wire, op):
+    for count in SIZES:
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            counts = [(count + 3 * rank) * (rank != 1) for rank in range(wire.size)]
+            ins = [part(wire.rank, n, dtype, to) for to, n in enumerate(counts)]
+            before = [each.clone() for each in ins]
+            out = strided(counts[wire.rank], dtype)
+            collectives.reduce_scatter(wire, out, ins, op)
+            assert torch.equal(out, reduced(wire, op, counts[wire.rank], dtype)), (dtype, count)
+            assert all(map(torch.equal, ins, before)), "the inputs changed"
+
+
+def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
+    parts = torch.stack([part(rank, count, dtype, wire.rank).double() for rank in range(wire.size)])
+    right = {
+        "sum": lambda: parts.sum(0),
+        "avg": lambda: parts.sum(0) / wire.size,
+        "max": lambda: parts.amax(0),
+        "prod": lambda: parts.prod(0),
+    }[op]()
+    return right.trunc().to(dtype) if not dtype.is_floating_point else right.to(dtype)
+
+
+def test_reduce_scatter_in_many_chunks(monkeypatch):
+    monkeypatch.setattr(collectives.dense, "SCRATCH", 300)
+    in_chunks(world=("threads", 3))
+
+
+@spmd(3, on=["threads"])
+def in_chunks(wire):
+    ins = [part(wire.rank, 100 + 60 * to, torch.float32, to) for to in range(3)]
+    out = torch.empty(100 + 60 * wire.rank)
+    collectives.reduce_scatter(wire, out, ins, "sum")
+    assert torch.equal(out, reduced(wire, "sum", len(out), torch.float32))
+
+
+@spmd(2, 3, 5, 17, on=["threads"])
+def test_one_rank_gives_or_takes(wire):
+    """At 17 ranks the opening exchange is not direct, and nothing can travel in it."""
+    root, everyone = wire.size - 1, range(wire.size)
+    for count in SIZES:
+        for dtype in DTYPES:
+            tensor = part(wire.rank, count, dtype)
+            collectives.broadcast(wire, tensor, root)
+            assert torch.equal(tensor, part(root, count, dtype)), (dtype, count)
+        mine, here = part(wire.rank, count), wire.rank == root
+        outs = [torch.zeros(count) for _ in everyone] if here else []
+        collectives.gather(wire, outs, mine, root)
+        assert all(torch.equal(out, part(rank, count)) for rank, out in enumerate(outs))
+        out = strided(count)
+        collectives.scatter(wire, out, [part(to, count) for to in everyone] if here else [], root)
+        assert torch.equal(out, part(wire.rank, count))
+        total = part(wire.rank, count)
+        collectives.reduce(wire, total, root, "sum")
+        right = sum(part(rank, count) for rank in everyone)
+        assert torch.equal(total, right if here else part(wire.rank, count))
+
+
+@spmd(1, 2, 5, 17, on=["threads"])
+def test_all_reduce_and_single_tensors(wire):
+    everyone = range(wire.size)
+    for count in SIZES:
+        for dtype in (torch.float32, torch.float16, torch.int16, torch.complex64):
+            tensor = strided(count, dtype).copy_(part(wire.rank, count, dtype))
+            collectives.all_reduce(wire, [tensor], "sum")
+            right = sum(part(rank, count, torch.complex128) for rank in everyone)
+            right = right if dtype.is_complex else right.real
+            assert torch.equal(tensor, right.to(dtype)), (dtype, count)
+        out = torch.empty(wire.size, count)
+        collectives.all_gather_single(wire, out, part(wire.rank, count))
+        assert torch.equal(out, torch.stack([part(rank, count) for rank in everyone]))
+        mine = torch.cat([part(wire.rank, count, seed=to) for to in everyone])
+        out = torch.empty(count)
+        collectives.reduce_scatter_single(wire, out, mine, "sum")
+        assert torch.equal(out, reduced(wire, "sum", count, torch.float32))
+    collectives.barrier(wire)
+
+
+@spmd(1, 2, 3, 17, on=["threads"])
+def test_all_to_all_of_any_sizes(wire):
+    me, everyone = wire.rank, range(wire.size)
+
+    def sent(source: int, target: int) -> Tensor:
+        return part(source, 3 * (source + 2 * target) % 7 * 400, seed=target).view(-1, 2)
+
+    gives, takes = [sent(me, to) for to in everyone], [sent(rank, me) for rank in everyone]
+    outs = [torch.empty_like(each) for each in takes]
+    collectives.all_to_all(wire, outs, gives)
+    assert all(map(torch.equal, outs, takes))
+    out = torch.empty(sum(map(len, takes)), 2)
+    collectives.all_to_all_single(
+        wire, out, torch.cat(gives), [len(each) for each in takes], [len(each) for each in gives]
+    )
+    assert torch.equal(out, torch.cat(takes))
+    out = torch.empty(2 * wire.size)
+    collectives.all_to_all_single(wire, out, torch.arange(2.0 * wire.size) + me, [], [])
+    assert out.tolist() == [2 * me + k + rank for rank in everyone for k in range(2)]
+
+
+def wrong_sizes(wire, count):
+    collectives.all_gather(wire, [torch.empty(3)] * wire.size, torch.ones(3 + count))
+
+
+def wrong_dtype(wire, count):
+    collectives.all_reduce(wire, [torch.ones(3, dtype=torch.float64 if count else None)], "sum")
+
+
+def wrong_op(wire, count):
+    collectives.reduce_scatter(wire, torch.empty(2), [torch.ones(2)] * wire.size, "band")
+
+
+def wrong_lists(wire, count):
+    outs = [torch.empty(2)] * wire.size
+    collectives.all_to_all(wire, outs, [torch.ones(2)] * (wire.size - count))
+
+
+def wrong_splits(wire, count):
+    rows = [2, 2 - count, 2 + count] if count else [2, 2, 2]
+    collectives.all_to_all_single(wire, torch.empty(6), torch.ones(6), [2, 2, 2], rows)
+
+
+def wrong_call(wire, count):
+    if count:
+        collectives.barrier(wire)
+    else:
+        collectives.broadcast(wire, torch.ones(3), 0)
+
+
+def wrong_root(wire, count):
+    collectives.gather(wire, [torch.empty(2)] * wire.size if count else [], torch.ones(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (wrong_sizes, "rank 1: its tensor has 4 elements, and output 1 has room for 3"),
+        (wrong_dtype, "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has"),
+        (wrong_op, "rank 0: op band does not apply to torch.float32"),
+        (wrong_lists, "rank 1: 2 inputs and 3 outputs were given for 3 ranks"),
+        (wrong_splits, "rank 1 has 1 elements for rank 1, which has room for 2 from it"),
+        (wrong_call, "the ranks are in different calls"),
+        (wrong_root, None),
+    ],
+)
+@spmd(3, on=["threads"])
+def test_errors_are_the_same_on_every_rank(wire, call, said):
+    """Rank 1 is the one that errs."""
+    if said is None:
+        call(wire, int(wire.rank == 1))
+    else:
+        with pytest.raises(weft.WeftError) as caught:
+            call(wire, int(wire.rank == 1))
+        text = str(caught.value)
+        assert text.startswith(said), text
+        heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
+        collectives.all_gather(
+            wire, heard, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        )
+        assert all(bytes(each.tolist()) == text.encode() for each in heard)
+    collectives.barrier(wire)  # the next call works

@@ -1,0 +1,123 @@
+"""The wire over MPI keeps the contract of all wires, and weft's calls run on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing import WireContract
+from weft.wire import mpi
+
+
+class TestMpi(WireContract):
+    @pytest.fixture
+    def ranks(self, mpi_job):
+        # what is tried at sizes above is the schedules, and those the other wires prove
+        return lambda size, *args, **options: mpi_job(min(size, 4), *args, **options)
+
+
+def blocks(wire):
+    """Messages longer than MPI counts are described in blocks; here a block is small."""
+    mpi._BLOCK, before = 1000, mpi._BLOCK
+    try:
+        peer = 1 - wire.rank
+        for length in (1000, 1001, 3500, 6000):
+            sent = (torch.arange(length) + wire.rank).to(torch.uint8)
+            place = torch.zeros(6000, dtype=torch.uint8)
+            wire.post([(peer, sent)], [(peer, place)]).wait()
+            assert torch.equal(place[:length], (torch.arange(length) + peer).to(torch.uint8))
+            assert not place[length:].any()
+    finally:
+        mpi._BLOCK = before
+
+
+def test_long_messages_go_in_blocks(mpi_job):
+    mpi_job(2, blocks)
+
+
+def unwatched(wire):
+    """Rank 0 is in its own code; its message gets through all the same."""
+    data = torch.full((4_000_000,), float(wire.rank))
+    if wire.rank == 1:
+        assert wire.post((), [(0, data)]).wait()[0][-1] == 0.0
+        return True
+    sent = wire.post([(1, data)])
+    until = time.monotonic() + wire.timeout
+    while not all(order.done for order in sent.orders) and time.monotonic() < until:
+        time.sleep(0.01)
+    return all(order.done for order in sent.orders)
+
+
+def test_messages_move_while_nobody_waits(mpi_job):
+    assert mpi_job(2, unwatched) == [True, True]
+
+
+def calls(wire):
+    rows = weft.Rows(torch.tensor([wire.rank, 9, 9]), torch.ones(3, 2), height=20)
+    found = [
+        weft.sparse_all_reduce(rows, algorithm=name).indices.tolist()
+        for name in ("auto", "gather", "split", "holders", "ring", "doubling", "dense")
+    ]
+    assert wire.traffic.messages > 0
+    return found
+
+
+def test_every_algorithm_runs_over_mpi(mpi_job):
+    assert mpi_job(3, calls) == [[[0, 1, 2, 9]] * 7] * 3
+
+
+def test_a_wait_looks_less_and_less_often(monkeypatch):
+    """Waiting does not burn a core: a second of it is a few hundred looks."""
+    clock, looks = [0.0], []
+    monkeypatch.setattr(mpi.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-6))
+    request = types.SimpleNamespace(Test=lambda: looks.append(clock[0]))
+    with pytest.raises(weft.WireError, match=r"rank 3: nobody came within 1 s"):
+        mpi._await(request, 1.0, 3, "nobody came")
+    assert 100 < len(looks) < 1000
+
+
+def test_without_mpi4py_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(mpi, "_world", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(weft.WeftError, match=r"pip install weft\[mpi\]"):
+        weft.init("mpi")
+    assert not dist.is_initialized()
+
+
+def test_channels_have_their_places_in_a_tag():
+    known = [*range(4032), *(1 << exponent for exponent in range(13, 50))]
+    assert len({mpi._channel(each) for each in known}) == len(known)
+    assert all(0 <= mpi._channel(each) < mpi._SMALL for each in known)
+    with pytest.raises(weft.WeftError, match="channel 5000 does not fit"):
+        mpi._channel(5000)
+
+
+PROGRAM = """
+import torch, torch.distributed as dist, weft
+
+for number in range(2):  # MPI goes on; the group is made anew
+    with weft.init("mpi", timeout=30) as wire:
+        assert dist.get_backend() == "cpu:weft_mpi" and weft.init("mpi") is wire
+        total = torch.tensor([wire.rank + 1.0])
+        dist.all_reduce(total)
+        indices, _ = weft.sparse_all_reduce((torch.tensor([wire.rank, 9]), torch.ones(2)))
+        print(wire.rank, wire.size, total.item(), indices.tolist(), flush=True)
+"""
+
+
+def test_init_under_mpirun(tmp_path, mpirun):
+    script = tmp_path / "job.py"
+    script.write_text(PROGRAM)
+    job = mpirun(2, str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said, wrong = job.communicate(timeout=55)
+    assert job.returncode == 0, wrong
+    right = [f"{rank} 2 3.0 [0, 1, 9]" for rank in range(2) for _ in range(2)]
+    assert sorted(said.splitlines()) == right
