@@ -46,12 +46,13 @@ def cut_picture(cut: Cut) -> Plot:
             colour = STAND_INS[_COLOURS[part % len(_COLOURS)]]
             axes.plot(*places[of].T, ".", color=colour, markersize=2.5)
             centre = _centre(part, parts)
+            side = 1 if centre[1] > 0.1 else -1  # outside, where there are fewer edges
             size = cut.bounds[part + 1] - cut.bounds[part]
             axes.annotate(
                 f"rank {part}: {size:,} nodes",
-                (centre[0], centre[1] - _radius(parts) * 1.08),
+                (centre[0], centre[1] + side * _radius(parts) * 1.08),
                 ha="center",
-                va="top",
+                va="bottom" if side > 0 else "top",
                 fontsize=9,
                 annotation_clip=False,
             )
@@ -59,7 +60,10 @@ def cut_picture(cut: Cut) -> Plot:
         axes.axis("off")
         reach = 1.0 if parts == 1 else 1 + _radius(parts)
         height = reach if parts != 2 else _radius(parts)
-        axes.set(xlim=(-1.02 * reach, 1.02 * reach), ylim=(-height - 0.2, 1.02 * height))
+        axes.set(
+            xlim=(-1.02 * reach, 1.02 * reach),
+            ylim=(-height - 0.2, height + (0.2 if parts > 2 else 0.02)),
+        )
 
     share = f"{crossing.mean():.1%}" if len(crossing) else "none"
     return Plot(
