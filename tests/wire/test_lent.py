@@ -92,6 +92,21 @@ def test_long_messages_are_read_where_they_lie(pair, reads):
     assert not any(mover.lines[1 - rank].busy for rank, mover in enumerate(pair))
 
 
+def test_what_was_told_behind_a_long_message_is_not_forgotten(pair, reads):
+    """The places of two messages come in one piece, behind which the socket says nothing more."""
+    left, right = pair
+    places = [bytearray(LONG), bytearray(LONG)]
+    first, second = (post(right, 0, recvs=[each], channel=n) for n, each in enumerate(places))
+    step(right)  # says that it has places
+    with right._turn:  # so that its thread looks at nothing meanwhile
+        for channel, byte in enumerate(b"ab"):
+            post(left, 1, sends=[bytes([byte]) * LONG], channel=channel)
+        step(left)  # says where both lie
+        right.finish(second, 2.0, lambda number: None)
+    assert first[0][1].done and places == [b"a" * LONG, b"b" * LONG]
+    assert reads[0] == [LONG, LONG]
+
+
 def test_what_cannot_be_read_is_sent(pair, reads):
     reads[1].append(True)
     messages = mixed()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Shape, whole
+from ..grid import Shape, cells, ravel, whole
 from ..plan import Plan, Side, between
 from .along import told
 from .layer import Layer
@@ -26,14 +26,22 @@ from .partition import Partition, normal_dims
 __all__ = ["Broadcast", "Broadcasting", "SumReduce", "Summing", "first_along"]
 
 
-@functools.lru_cache(maxsize=256)
 def copies(small: Partition, large: Partition) -> Mapping[int, tuple[int, ...]]:
     """For each rank of the small grid the ranks of the large one that it stands for."""
-    pad = (1,) * (large.dim - small.dim) + small.shape
-    found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
-    for rank, cell in large.cells.items():
-        at = [0 if extent == 1 else place for place, extent in zip(cell, pad, strict=True)]
-        found[small.rank_at(at[large.dim - small.dim :])].append(rank)
+    return _copies(small.shape, small.ranks, large.shape, large.ranks)
+
+
+@functools.lru_cache(maxsize=256)  # by integers: a partition would keep its wire open
+def _copies(
+    small: Shape, small_ranks: tuple[int, ...], large: Shape, large_ranks: tuple[int, ...]
+) -> Mapping[int, tuple[int, ...]]:
+    extra = len(large) - len(small)
+    found: dict[int, list[int]] = {rank: [] for rank in small_ranks}
+    for rank, cell in zip(large_ranks, cells(large), strict=True):
+        at = [
+            0 if extent == 1 else place for place, extent in zip(cell[extra:], small, strict=True)
+        ]
+        found[small_ranks[ravel(at, small)]].append(rank)
     return {rank: tuple(each) for rank, each in found.items()}
 
 

@@ -12,7 +12,9 @@ hangs the others. They have no derivative of higher order, and say so.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,19 +28,49 @@ from .movement import Movement, planned
 
 __all__ = ["compiled", "number"]
 
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is kept of a movement: a group, and its wire, must be able to go."""
+
+    integers: Movement
+    group: weakref.ref[Any] | None
+
+
 _lock = threading.Lock()
-_movements: list[Movement] = []  # compiled code knows them by number
-_numbers: dict[Movement, int] = {}
+_known: list[_Known] = []  # compiled code knows them by number
+_numbers: weakref.WeakKeyDictionary[Movement, int] = weakref.WeakKeyDictionary()
+_used: weakref.WeakValueDictionary[int, Movement] = weakref.WeakValueDictionary()
 
 
 def number(movement: Movement) -> int:
     """The number that compiled code of this process knows a movement by."""
+    group = movement.partitions[0].group
     with _lock:
         found = _numbers.get(movement)
         if found is None:
-            found = _numbers[movement] = len(_movements)
-            _movements.append(movement)
+            found = _numbers[movement] = len(_known)
+            known = _Known(movement.integers, None if group is None else weakref.ref(group))
+            _known.append(known)
+            _used[found] = movement
         return found
+
+
+def _movement(key: int) -> Movement:
+    """The movement of that number, made again if its layer is gone, as before a late backward."""
+    found = _used.get(key)
+    if found is None:
+        known = _known[key]
+        if known.group is None:
+            return known.integers
+        group = known.group()
+        if group is None:
+            raise WeftError(
+                f"compiled code calls {known.integers.name} in a group that is gone: compile it "
+                "again with a layer of a group that there is"
+            )
+        found = _used[key] = known.integers.within(group)
+    return found
 
 
 def compiled(key: int, x: Tensor) -> Tensor:
@@ -49,7 +81,7 @@ def compiled(key: int, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("weft::move", mutates_args=())
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
-    movement = _movements[key]
+    movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)
     if ranks is None:
@@ -65,7 +97,7 @@ def _move(x: Tensor, key: int, needs: bool) -> Tensor:
 
 @torch.library.custom_op("weft::move_back", mutates_args=())
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
-    movement = _movements[key]
+    movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)
     if ranks is None:
@@ -105,7 +137,7 @@ def _check(movement: Movement, rank: int, shape: Shape, y: Tensor) -> None:
 
 @_move.register_fake
 def _(x: Tensor, key: int, needs: bool) -> Tensor:
-    return x.new_empty(_foreseen(_movements[key], tuple(x.shape)))
+    return x.new_empty(_foreseen(_movement(key), tuple(x.shape)))
 
 
 @_move_back.register_fake

@@ -76,6 +76,7 @@ class Call:
         nothing: the shape of the result where a rank has none.
         compiled: whether it is called by compiled code.
         plan, opening: what all ranks said, and what follows from it, once they did.
+        fault: what is wrong with this rank's argument, if that was found before.
     """
 
     movement: Movement
@@ -87,6 +88,7 @@ class Call:
     compiled: bool = False
     plan: Plan | None = None
     opening: Opening | None = None
+    fault: str | None = None
 
     @property
     def name(self) -> str:
@@ -138,6 +140,8 @@ class Call:
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own argument."""
+        if self.fault is not None:
+            return self.fault
         if not isinstance(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
         if x.layout != torch.strided or x.is_quantized:

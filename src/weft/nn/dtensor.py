@@ -167,16 +167,6 @@ class _Entering(Movement):
         return fitting(self.name, self.source.cells, shapes, dims)
 
 
-@dataclass(frozen=True, eq=False)
-class _Call(Call):
-    """A call whose argument may have been found wrong already."""
-
-    fault: str | None = None
-
-    def _error(self, x: Any) -> str | None:
-        return self.fault or super()._error(x)
-
-
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
     """This rank's shard, on a grid, of the tensor that a DTensor is; differentiable.
 
@@ -221,7 +211,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         if not partition.active:
             raise WeftError(f"rank {wire.rank}: {fault}")
         nothing = _Leaving(partition, Layout.replicated(partition.shape), (), partition)
-        lost = _Call(nothing, wire, nothing.groups[wire.rank], fault=fault)
+        lost = Call(nothing, wire, nothing.groups[wire.rank], fault=fault)
         lost.opened(torch.empty(0))  # where all raise
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, x.placements, x.ndim, _order(x))
@@ -232,7 +222,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     ranks = movement.groups.get(wire.rank)
     if ranks is None:
         return local.detach().clone()
-    call: Call = _Call(movement, wire, ranks).opened(local)
+    call: Call = Call(movement, wire, ranks).opened(local)
     assert call.opening is not None
     averages = any(how == "avg" for how in layout.reductions.values())
     if averages and not (call.opening.dtype.is_floating_point or call.opening.dtype.is_complex):
@@ -285,7 +275,7 @@ def to_dtensor(
                 "tensor without elements, such as weft.nn.zero_volume_tensor()"
             )
         return x.clone()
-    call = _Call(movement, wire, ranks).opened(x)
+    call = Call(movement, wire, ranks).opened(x)
     anchor = _anchor(call, x)
     y: DTensor = _Enter.apply(x, anchor, call, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
     return y

@@ -11,11 +11,11 @@ import abc
 import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Shape, balanced
+from ..grid import Shape, balanced, cells
 from ..plan import Plan
 from .partition import Partition
 
@@ -72,6 +72,17 @@ class Movement(abc.ABC):
         """The partitions, for comparing them across ranks."""
         return " and ".join(each.brief for each in self.partitions)
 
+    def within(self, group: object) -> Movement:
+        """The same in another group, whose ranks count alike."""
+        own = ((each.name, getattr(self, each.name)) for each in fields(self))
+        grids = {name: value.within(group) for name, value in own if isinstance(value, Partition)}
+        return replace(self, **grids)
+
+    @functools.cached_property
+    def integers(self) -> Movement:
+        """The same in no group in particular, so that who keeps it keeps no wire open."""
+        return self.within(None)
+
     @abc.abstractmethod
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         """The plan for the ranks of one group, given the shapes of those that bring a tensor.
@@ -97,13 +108,17 @@ class Movement(abc.ABC):
         return None
 
 
-@functools.lru_cache(maxsize=512)
 def planned(movement: Movement, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     """The plan for these shapes, which were heard from everybody in this call.
 
     Raises:
         WeftError: the shapes do not fit together, or not what the caller told.
     """
+    return _planned(movement.integers, shapes)
+
+
+@functools.lru_cache(maxsize=512)
+def _planned(movement: Movement, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     found = dict(shapes)
     told = movement.expected(shapes[0][0])
     if told is not None:
@@ -118,7 +133,7 @@ def planned(movement: Movement, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
 
 def fitting(
     name: str,
-    cells: Mapping[int, Shape],
+    places: Mapping[int, Shape],
     shapes: Mapping[int, Shape],
     cut: Sequence[int],
 ) -> list[Shape]:
@@ -126,14 +141,14 @@ def fitting(
 
     Args:
         name: of the layer, for errors.
-        cells: where in the grid each rank is.
+        places: where in the grid each rank is.
         shapes: what each has.
         cut: the dimensions along which the ranks hold different parts.
 
     Raises:
         WeftError: ranks at the same place along a dimension have parts of different length.
     """
-    ranks = sorted(cells)
+    ranks = sorted(places)
     first = ranks[0]
     for rank in ranks:
         if len(shapes[rank]) != len(shapes[first]):
@@ -152,7 +167,7 @@ def fitting(
     for dim in range(ndim):
         seen: dict[int, int] = {}
         for rank in ranks:
-            at = cells[rank][dim] if dim in cut else 0
+            at = places[rank][dim] if dim in cut else 0
             other = seen.setdefault(at, rank)
             if shapes[rank][dim] != shapes[other][dim]:
                 place = f", at the same place of the grid ({at})," if dim in cut else ""
@@ -182,13 +197,13 @@ def parts(name: str, extent: int, count: int, given: Sequence[int] | None, dim: 
 
 def slices(partition: Partition, dims: Sequence[int]) -> list[tuple[int, ...]]:
     """The ranks of each slice along some dimensions: cells that differ in nothing else."""
-    return list(_slices(partition, tuple(dims)))
+    return list(_slices(partition.shape, partition.ranks, tuple(dims)))
 
 
-@functools.lru_cache(maxsize=256)
-def _slices(partition: Partition, dims: Shape) -> tuple[tuple[int, ...], ...]:
+@functools.lru_cache(maxsize=256)  # by integers: a partition would keep its wire open
+def _slices(shape: Shape, ranks: tuple[int, ...], dims: Shape) -> tuple[tuple[int, ...], ...]:
     found: dict[Shape, list[int]] = {}
-    for rank, index in partition.cells.items():
+    for rank, index in zip(ranks, cells(shape), strict=True):
         rest = tuple(at for dim, at in enumerate(index) if dim not in dims)
         found.setdefault(rest, []).append(rank)
     return tuple(map(tuple, found.values()))

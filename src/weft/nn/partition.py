@@ -104,6 +104,12 @@ class Partition:
         other._set(shape, tuple(ranks), self.group)
         return other
 
+    def within(self, group: object) -> Partition:
+        """The same cells and ranks, as another group counts them; None: whatever is the default."""
+        other = object.__new__(Partition)
+        other._set(self.shape, self.ranks, group)
+        return other
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a partition does not change: make another one with {name} = {value}")
 

@@ -1,0 +1,56 @@
+"""What is kept of layers, plans foremost, is integers: a wire goes when its group does."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import weft
+from weft import Partition, WeftError
+from weft.nn.all_gather import Gathering
+from weft.nn.compiled import _movement, number
+from weft.testing import run, spmd
+
+
+def every_kind_of_plan(wire):
+    """Call layers in a group of the caller's, and leave nothing behind but a weak reference."""
+    partition = Partition(2, group=wire)
+    x = torch.ones(2, requires_grad=True)
+    weft.nn.AllGather(partition, 0)(x).sum().backward()
+    weft.nn.SumReduce(partition, 0)(x).sum().backward()
+    weft.nn.Repartition(partition, partition.reshape(1))(x)
+    number(weft.nn.AllGather(partition, 0, shape=(4,)).movement)
+    return weakref.ref(wire)
+
+
+def test_what_is_kept_of_layers_keeps_no_wire():
+    wires = run(2, every_kind_of_plan)
+    gc.collect()
+    assert [wire() for wire in wires] == [None, None]
+
+
+def test_equal_layers_of_different_groups_share_a_plan(monkeypatch):
+    made = []
+    plan = Gathering.plan
+    monkeypatch.setattr(
+        Gathering, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
+    )
+    for _ in range(2):
+        run(1, lambda wire: weft.nn.AllGather(Partition(1, group=wire), 0)(torch.ones(29)))
+    assert made == [{0: (29,)}]
+
+
+@spmd(1, on=("threads",))
+def test_compiled_code_finds_a_movement_whose_layer_is_gone(wire):
+    key = number(weft.nn.AllGather(Partition(1, group=wire), 0).movement)
+    gc.collect()
+    assert _movement(key).partitions[0].wire is wire
+    layer = weft.nn.AllGather(Partition(1), 0)
+    assert _movement(number(layer.movement)) is layer.movement
+    gone = run(1, lambda wire: number(weft.nn.AllGather(Partition(1, group=wire), 0).movement))
+    gc.collect()
+    with pytest.raises(WeftError, match="AllGather in a group that is gone"):
+        _movement(gone[0])
