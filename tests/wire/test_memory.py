@@ -1,6 +1,9 @@
 """Memory that comes back: a result's pages serve again, never while somebody sees them."""
 
+import errno
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +86,26 @@ def test_nothing_is_kept_under_a_limit_of_nothing() -> None:
     del_me = none.take(LARGE)
     del del_me
     assert none.kept == 0
+
+
+def test_what_is_kept_makes_room_where_memory_is_short(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, room = memory.mmap.mmap, 9 * LARGE
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def limited(number: int, size: int, **more: Any) -> Any:
+        if size + sum(map(len, alive)) > room:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        pages = real(number, size, **more)
+        alive.add(pages)
+        return pages
+
+    monkeypatch.setattr(memory.mmap, "mmap", limited)
+    fresh((4 * LARGE,), torch.uint8)
+    assert len(fresh((6 * LARGE,), torch.uint8)) == 6 * LARGE
+    with pytest.raises(MemoryError, match=r"^\d+ bytes of memory for a result: "):
+        fresh((9 * LARGE,), torch.uint8)
 
 
 def test_a_piece_may_come_back_in_the_middle_of_asking(shelf: Shelf) -> None:

@@ -127,7 +127,27 @@ class Shelf:
             return sum(len(piece.pages) for piece in self._kept)
 
     def take(self, nbytes: int) -> memoryview:
-        """Memory of `nbytes` bytes, which comes back when nobody holds this view of it."""
+        """Memory of `nbytes` bytes, which comes back when nobody holds this view of it.
+
+        Raises:
+            MemoryError: there is no more, not even when all that is kept is let go.
+        """
+        piece = self._found(nbytes)
+        if piece is None:
+            eighth = 1 << max(0, (nbytes - 1).bit_length() - 4)
+            size = -(-nbytes // eighth) * eighth
+            try:
+                piece = _Piece(size)
+            except OSError:  # a limit of this process or the machine: what is kept counts, too
+                self.clear()
+                piece = _made(size)
+        piece.passed_over = 0
+        view = memoryview(piece.pages)[piece.first : piece.first + nbytes]
+        weakref.finalize(view, self._take_back, piece).atexit = False
+        return view
+
+    def _found(self, nbytes: int) -> _Piece | None:
+        """A kept piece that fits, kept no more."""
         with self._lock:
             self._put_away()
             fit = [p for p in self._kept if nbytes <= p.size <= nbytes * _SPARE]
@@ -135,13 +155,13 @@ class Shelf:
             for other in self._kept:
                 other.passed_over += 1
             self._kept = [p for p in self._kept if p is not piece and p.passed_over < _PATIENCE]
-        if piece is None:
-            eighth = 1 << max(0, (nbytes - 1).bit_length() - 4)
-            piece = _Piece(-(-nbytes // eighth) * eighth)
-        piece.passed_over = 0
-        view = memoryview(piece.pages)[piece.first : piece.first + nbytes]
-        weakref.finalize(view, self._take_back, piece).atexit = False
-        return view
+        return piece
+
+    def clear(self) -> None:
+        """Let go of all memory that lies here."""
+        with self._lock:
+            self._back.clear()
+            self._kept.clear()
 
     def _take_back(self, piece: _Piece) -> None:
         # a collection of garbage may bring us here in the middle of anything, `take` included
@@ -174,6 +194,13 @@ class _Piece:
         if hasattr(mmap, "MADV_HUGEPAGE"):  # not on macOS
             with contextlib.suppress(OSError):  # a kernel without them: small pages do, too
                 self.pages.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _made(size: int) -> _Piece:
+    try:
+        return _Piece(size)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of memory for a result: {error.strerror}") from None
 
 
 def _address(pages: mmap.mmap) -> int:
