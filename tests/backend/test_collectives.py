@@ -61,6 +61,16 @@ def reduced(wire: weft.Wire, op: str, count: int, dtype: torch.dtype) -> Tensor:
     return right.trunc().to(dtype) if not dtype.is_floating_point else right.to(dtype)
 
 
+@spmd(2, on=["threads"])
+def test_conjugations_that_memory_does_not_say(wire):
+    for count in (3, 40_000):
+        turned = torch.full((count,), 1 + 2j).conj()
+        outs = [torch.zeros(count, dtype=turned.dtype).conj() for _ in range(2)]
+        collectives.all_gather(wire, outs, turned)
+        collectives.all_reduce(wire, [turned], "sum")
+        assert all(out.eq(1 - 2j).all() for out in outs) and turned.eq(2 - 4j).all()
+
+
 def test_reduce_scatter_in_many_chunks(monkeypatch):
     monkeypatch.setattr(collectives.dense, "SCRATCH", 300)
     in_chunks(world=("threads", 3))

@@ -288,3 +288,22 @@ def test_the_adjoint_is_exact(data):
 
     pairs = run(ranks, program)
     assert sum(a for a, _ in pairs) == sum(b for _, b in pairs)
+
+
+@spmd(2)
+def test_tensors_that_are_not_what_their_memory_says(wire):
+    """An element of stride 0 (the gradient of a sum), a conjugation and a sign not yet applied."""
+    parameter = torch.ones(2, requires_grad=True)
+    results = weft.all_to_all([parameter[:1] * 2, parameter[1:] * 3])
+    ((1 + wire.rank) * sum(result.sum() for result in results)).backward()
+    assert parameter.grad.tolist() == [2, 6]
+    for count in (3, 40_000):  # with the statement, and in a round of their own
+        turned = torch.full((count,), 1 + 2j * (1 + wire.rank)).conj()
+        for tensor in (turned, turned.imag):
+            for source, result in enumerate(weft.all_to_all([tensor] * 2)):
+                wanted = 1 - 2j * (1 + source)
+                assert result.eq(wanted if tensor.is_complex() else wanted.imag).all()
+            one = tensor[:1].expand(count)
+            weft.all_to_all([one, one])
+    assert weft.all_reduce(torch.full((3,), 1 + 2j).conj()).eq(2 - 4j).all()
+    assert weft.all_reduce(torch.tensor(2.0).expand(1, 1)).tolist() == [[4.0]]

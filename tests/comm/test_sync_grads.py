@@ -126,6 +126,25 @@ def test_sparse_here_and_dense_there(wire):
 
 
 @spmd(2)
+def test_gradients_that_are_not_what_their_memory_says(wire):
+    """An element of stride 0, and conjugations and signs that torch has not yet applied."""
+    module = nn.Module()
+    module.one = nn.Parameter(torch.ones(1, 1))
+    module.one.grad = torch.tensor(2.0).expand(1, 1)
+    weft.sync_grads(module, average=False)
+    assert module.one.grad.tolist() == [[4.0]]
+    for number, count in enumerate((3, 40_000)):  # alone in place, and in parts
+        module = nn.Module()
+        module.turned = nn.Parameter(torch.ones(count, dtype=torch.complex64))
+        module.sign = nn.Parameter(torch.ones(count))
+        module.turned.grad = torch.full((count,), 1 + 2j * (1 + wire.rank)).conj()
+        module.sign.grad = module.turned.grad.imag if number else None
+        weft.sync_grads(module, average=False)
+        assert module.turned.grad.eq(2 - 6j).all()
+        assert number == 0 or module.sign.grad.eq(-6).all()
+
+
+@spmd(2)
 def test_averages_of_halves_do_not_overflow(wire):
     module = nn.Linear(3, 1, bias=False).half()
     module.weight.grad = torch.full((1, 3), 60000.0).half()

@@ -8,6 +8,7 @@ from torch import nn
 
 import weft
 from weft.comm import movement, parameters
+from weft.comm.named import of_module
 from weft.testing import spmd
 
 DTYPES = (
@@ -86,6 +87,19 @@ def test_tensors_of_another_device_are_staged(wire, monkeypatch):
     module = Model(wire.rank)
     weft.sync_params(module, 1)
     check_equal(values(module), values(Model(1)))
+
+
+@spmd(2)
+def test_buffers_that_are_not_what_their_memory_says(wire):
+    """Tensors without memory, which are not one another, and a conjugation not yet applied."""
+    module = nn.Module()
+    for name, shape in {"a": (0, 3), "b": (2,), "c": (0, 5), "d": (0, 3)}.items():
+        module.register_buffer(name, torch.full(shape, 1.0 + wire.rank))
+    module.register_buffer("turned", torch.full((3,), 1 + 2j * (1 + wire.rank)).conj())
+    _, manifest, _ = of_module(module, buffers=True)
+    assert not any("the same as" in said for said in manifest.values())
+    weft.sync_params(module)
+    assert module.b.eq(1).all() and module.turned.eq(1 - 2j).all()
 
 
 @spmd(20, on=("threads",))

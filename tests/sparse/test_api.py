@@ -53,6 +53,18 @@ def test_several_sparse_dimensions_are_restored(wire):
         assert torch.equal(total.to_dense(), dense)
 
 
+@spmd(1, 3)
+def test_values_that_are_not_what_their_memory_says(wire):
+    """A sign that torch has not yet applied, and a row of stride 0."""
+    turned = torch.full((2, 3), 1 + 2j).conj()
+    _, total = weft.sparse_all_reduce((torch.tensor([4, 2]), turned.imag))
+    assert total.eq(-2 * wire.size).all()
+    with pytest.raises(weft.WeftError, match="complex64 are not supported"):
+        weft.sparse_all_reduce((torch.tensor([4, 2]), turned))
+    _, total = weft.sparse_all_reduce((torch.tensor([4]), torch.tensor(2.0).expand(1, 1)))
+    assert total.tolist() == [[2.0 * wire.size]]
+
+
 @spmd(1, 2)
 def test_torch_names_of_operations(wire):
     rows = part(wire.rank)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..agree import agree, is_direct
 from ..errors import WeftError
 from ..wire import dense
-from ..wire.base import Pending, Wire, as_bytes
+from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain, plain
 from ..wire.memory import Lease, typed
 
 __all__ = [
@@ -288,7 +288,7 @@ def all_to_all_single(
     wire: Wire, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
 ) -> list[Tensor]:
     """Parts of one tensor, cut along its first dimension, to each rank; no sizes are equal ones."""
-    place = out.detach() if out.is_contiguous() else torch.empty_like(out).contiguous()
+    place = out.detach() if is_plain(out) else torch.empty_like(out).contiguous()
     outs = _split(place, out_sizes, wire.size)
     all_to_all(wire, outs, _split(mine.detach(), in_sizes, wire.size))
     if place.data_ptr() != out.data_ptr():
@@ -417,13 +417,13 @@ def _mean(flat: Tensor, op: str, size: int) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in their order, 1-D: the tensor's own memory if it is contiguous."""
-    return tensor.detach().contiguous().view(-1)
+    """The elements in their order, 1-D: the tensor's own memory if it is plain."""
+    return flattened(plain(tensor.detach()))
 
 
 def _place(tensor: Tensor, *, filled: bool = False) -> Tensor:
-    """Where to receive a tensor: its own memory if it is contiguous; `_put` does the rest."""
-    if tensor.is_contiguous() or filled:
+    """Where to receive a tensor: its own memory if it is plain; `_put` does the rest."""
+    if is_plain(tensor) or filled:
         return _flat(tensor)
     return torch.empty(tensor.numel(), dtype=tensor.dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import WeftError
 from ..wire import mpi, process_group
-from ..wire.base import Wire
+from ..wire.base import Wire, is_plain, plain
 from . import collectives
 from .arguments import PythonGroup, listed, nested, op_of, root_of
 from .gloo import sparse_all_reduce
@@ -182,15 +182,13 @@ class MpiGroup(PythonGroup):  # type: ignore[misc]  # see there
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
-        given = [each.detach().contiguous() for each in listed(tensors)]
+        given = [plain(each.detach()) for each in listed(tensors)]
         pending = self._messages.post([(target, each) for each in given], (), tag)
         return Posted(pending, self.rank(), [(each, each) for each in given])
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         given = [each.detach() for each in listed(tensors)]
-        places = [
-            each if each.is_contiguous() else torch.empty_like(each).contiguous() for each in given
-        ]
+        places = [each if is_plain(each) else torch.empty_like(each).contiguous() for each in given]
         pending = self._messages.post((), [(source, place) for place in places], tag)
         return Posted(pending, source, list(zip(given, places, strict=True)))
 

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from ..agree import is_direct
 from ..wire import default
-from ..wire.base import Wire, as_bytes
+from ..wire.base import Wire, as_bytes, plain
 from .differentiable import applied
 from .movement import STAGED, empty, host, moved, on_host, rounds_of
 from .opening import NO_LIMIT, Mode, opened
@@ -126,12 +126,12 @@ class Scatter:
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
             with record_function(f"weft::{self.name.partition(' ')[0]}"):
-                return self.now([tensor.detach().contiguous() for tensor in tensors], mode)
+                return self.now([plain(tensor.detach()) for tensor in tensors], mode)
 
         return self.wire.worker.call(self.name, job)
 
     def now(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        """`run`, for contiguous tensors and inside of a call whose turn it is."""
+        """`run`, for plain tensors and inside of a call whose turn it is."""
         wire, like = self.wire, tensors[self.wire.rank]
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
         fields = {"dtype": None if self.error else like.dtype, **self.fields}

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from ..errors import WeftError
 from ..sparse.api import list_job
 from ..wire import default, dense
-from ..wire.base import Pending, Wire
+from ..wire.base import Pending, Wire, flattened, is_plain
 from ..wire.memory import typed
 from .movement import on_host
 from .named import Manifest, difference, digest, local, manifests_of_all, of_module, shard_of
@@ -293,9 +293,9 @@ class _Bucket:
         self._wire, self._gradients, self._mean = wire, gradients, mean
         first = gradients[0]
         self._lease = wire.lease(0)
-        self._in_place = len(gradients) == 1 and on_host(first) and first.is_contiguous()
+        self._in_place = len(gradients) == 1 and on_host(first) and is_plain(first)
         if self._in_place:
-            self._flat = first.view(-1)
+            self._flat = flattened(first)
         else:
             self._lease.release()
             self._lease = wire.lease(sum(gradient.nbytes for gradient in gradients))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..wire.base import Wire
+from ..wire.base import Wire, plain
 from ..wire.memory import fresh
 
 __all__ = ["STAGED", "empty", "host", "moved", "on_host", "rounds_of"]
@@ -37,9 +37,9 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """A tensor's values in contiguous memory of the host: the tensor itself where it is that."""
+    """A tensor's values in plain memory of the host: the tensor itself where it is that."""
     if on_host(tensor):
-        return tensor.contiguous()
+        return plain(tensor)
     return _locked(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

@@ -67,7 +67,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
         if place.layout != torch.strided or place.device.type == "meta":
             what = "on the meta device" if place.is_meta else f"of layout {place.layout}"
             return [], {}, f"{kind} {name!r} is {what}: only strided tensors with memory can move"
-        key = _memory(place)
+        # what has no memory is told apart by itself; `place` is gone after this round
+        key = _memory(place) if place.numel() else id(tensor)
         text = f"a {kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
         if key in first:
             text += f", the same as {first[key]!r}"
@@ -88,8 +89,6 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tenso
 
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors that are the same memory, seen alike."""
-    if not tensor.numel():
-        return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

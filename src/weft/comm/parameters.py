@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from ..errors import WeftError
 from ..wire import default
-from ..wire.base import Pending, Wire, as_bytes
+from ..wire.base import Pending, Wire, as_bytes, is_plain
 from .movement import host, on_host
 from .named import difference, digest, local, manifests_of_all, of_module
 from .opening import opened
@@ -93,7 +93,7 @@ def _broadcast(wire: Wire, source: int, tensors: Sequence[Tensor]) -> None:
         return
     here = wire.rank == source
     for batch in _batches(tensors):
-        hosted = [tensor if _is_plain(tensor) else host(tensor) for tensor in batch]
+        hosted = [tensor if _is_direct(tensor) else host(tensor) for tensor in batch]
         small = [tensor for tensor in hosted if tensor.nbytes <= _TOGETHER]
         large = [as_bytes(tensor) for tensor in hosted if tensor.nbytes > _TOGETHER]
         with wire.lease(sum(tensor.nbytes for tensor in small)) as memory:
@@ -117,9 +117,9 @@ def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [memory[start:end] for start, end in pairwise(ends)]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_direct(tensor: Tensor) -> bool:
     """Whether the wire can send from where a tensor is, and receive into it."""
-    return on_host(tensor) and tensor.is_contiguous()
+    return on_host(tensor) and is_plain(tensor)
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -149,7 +149,8 @@ class Request:
             raise _WrongError(f"values have layout {values.layout}: they must be strided")
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
-        self.rows = Rows(indices.detach().cpu(), values.detach().cpu(), rows.height)
+        plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels read as memory
+        self.rows = Rows(indices.detach().cpu(), plain, rows.height)
         if sort:
             self.distinct = kernels.distinct(self.rows.indices)
         if indices.numel():

@@ -228,10 +228,27 @@ class _InRankOrder(Pending):
         self._pending.release()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes are its elements one after the other.
+
+    They are not where torch puts off a conjugation or a sign.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor's values in memory that is plain: the tensor itself where it is."""
+    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as uint8, 1-D."""
-    return (
-        tensor.view(-1).view(torch.uint8)
-        if tensor.numel()
-        else tensor.new_empty(0, dtype=torch.uint8)
-    )
+    """The bytes of a plain tensor, as uint8, 1-D."""
+    if not tensor.numel():
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return flattened(tensor).view(torch.uint8)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor, 1-D, in the same memory."""
+    # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError
-from .base import Pending, Wire
+from .base import Pending, Wire, flattened
 from .hosts import Hosts
 from .memory import Lease, typed
 
@@ -85,7 +85,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
     """
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {wire.rank}: {reason}")
-    combine, flat = _arithmetic(op, tensor.view(-1))
+    combine, flat = _arithmetic(op, flattened(tensor))
     small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
     if source is not None and small:
         tensor.copy_(source)
@@ -93,7 +93,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
         return _Done(tensor)
     if small:
         return _Whole(wire, tensor, flat, combine)
-    given = flat if source is None else source.view(-1).view(flat.dtype)
+    given = flat if source is None else flattened(source).view(flat.dtype)
     return _Parts(wire, tensor, flat, combine, given)
 
 
@@ -117,7 +117,7 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
         op: one of `OPS`.
         out: contiguous; may be one of the parts.
     """
-    combine, flat = _arithmetic(op, out.view(-1))
+    combine, flat = _arithmetic(op, flattened(out))
     seen = [part.view(flat.dtype) for part in parts]
     if not len(flat):
         return
