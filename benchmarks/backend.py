@@ -6,7 +6,9 @@
 The same model, weights and batches on a group of each backend, in turns in the same run. `sparse`
 is like the demo's: two embedding tables of 50,000 rows of 64 floats, looked up at Zipf-distributed
 words; `dense` is a perceptron of 2.1 million parameters. Before it is timed, each model's gradients
-are compared between the backends. Times are medians of the slowest rank's.
+are compared between the backends. Times are medians of the slowest rank's: of a step (forward and
+backward, which all-reduces), of the same step without communication (`no_sync`), and of the
+all-reduces of its gradients alone.
 
 The goals: dense no slower than gloo, sparse at least twice as fast.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import os
 import statistics
 import time
@@ -30,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weft.testing import processes
 
 BACKENDS = ("gloo", "cpu:weft")
+TIMED = ("step", "no_sync", "all_reduce")
 VOCABULARY, WIDTH, WORDS, NEGATIVES = 50_000, 64, 4096, 5
 SHARE = 0.05  # by which dense may seem slower where it is not: the noise of a quiet machine
 
@@ -83,8 +87,24 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
 
 
-def rank(names: list[str], rounds: int) -> list[tuple[str, dict[str, float]]]:
-    """One rank: for each model the median seconds of a step on each backend."""
+def slowest(act: Callable[[], object]) -> float:
+    """Seconds that the slowest rank takes."""
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    took = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def reduce_all(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    works = [dist.all_reduce(each, group=group, async_op=True) for each in tensors]
+    for work in works:
+        work.wait()
+
+
+def rank(names: list[str], rounds: int) -> list[tuple[str, dict[str, dict[str, float]]]]:
+    """One rank: for each model the median seconds of what is timed, on each backend."""
     dist.init_process_group("cpu:weft")
     me = dist.get_rank()
     groups = {name: dist.new_group(backend=name.removeprefix("cpu:")) for name in BACKENDS}
@@ -97,21 +117,35 @@ def rank(names: list[str], rounds: int) -> list[tuple[str, dict[str, float]]]:
             backend: DistributedDataParallel(copy.deepcopy(model), process_group=group)
             for backend, group in groups.items()
         }
-        times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+        times: dict[str, dict[str, list[float]]] = {
+            what: {backend: [] for backend in BACKENDS} for what in TIMED
+        }
         for step in range(rounds + 2):
             inputs = batch(me, step)
+
+            def train(wrapped: nn.Module, inputs: tuple[Tensor, ...] = inputs) -> None:
+                wrapped(*inputs).backward()
+
             for backend, wrapped in models.items():
                 wrapped.zero_grad()
-                dist.barrier()
-                start = time.perf_counter()
-                wrapped(*inputs).backward()
-                took = torch.tensor([time.perf_counter() - start])
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                times[backend].append(took.item())
+                times["step"][backend].append(slowest(functools.partial(train, wrapped)))
             if step == 0:
                 for left, right in zip(*map(gradients, models.values()), strict=True):
                     torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
-        medians = {key: statistics.median(each[2:]) for key, each in times.items()}
+            for backend, wrapped in models.items():
+                wrapped.zero_grad()
+                with wrapped.no_sync():
+                    act = functools.partial(train, wrapped)
+                    times["no_sync"][backend].append(slowest(act))
+                given = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+                if name == "dense":  # as DistributedDataParallel does
+                    given = [torch.cat([each.view(-1) for each in given])]
+                act = functools.partial(reduce_all, given, groups[backend])
+                times["all_reduce"][backend].append(slowest(act))
+        medians = {
+            what: {backend: statistics.median(each[2:]) for backend, each in found.items()}
+            for what, found in times.items()
+        }
         results.append((name, medians))
     dist.destroy_process_group()
     return results
@@ -133,13 +167,17 @@ def main() -> None:
     if not first:
         return
     load = " ".join(f"{each:.1f}" for each in os.getloadavg())
-    table = Table("model", "gloo, ms", "cpu:weft, ms", "ratio", "goal", title=f"load {load}")
-    for name, seconds in results:
-        ours, theirs = seconds["cpu:weft"], seconds["gloo"]
-        ratio, goal = theirs / ours, 2.0 if name == "sparse" else 1.0
-        met = ratio >= goal * (1 - SHARE * (name == "dense"))
-        verdict = f"at least {goal:g}: {'met' if met else 'missed'}"
-        table.add_row(name, f"{theirs * 1e3:.1f}", f"{ours * 1e3:.1f}", f"{ratio:.2f}", verdict)
+    table = Table("model", "", "gloo, ms", "cpu:weft, ms", "ratio", "goal", title=f"load {load}")
+    for name, medians in results:
+        for what in TIMED:
+            ours, theirs = medians[what]["cpu:weft"], medians[what]["gloo"]
+            ratio, verdict = theirs / ours, ""
+            if what == "step":
+                goal = 2.0 if name == "sparse" else 1.0
+                met = ratio >= goal * (1 - SHARE * (name == "dense"))
+                verdict = f"at least {goal:g}: {'met' if met else 'missed'}"
+            row = f"{theirs * 1e3:.1f}", f"{ours * 1e3:.1f}", f"{ratio:.2f}"
+            table.add_row(name, what, *row, verdict)
     Console().print(table)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -147,11 +148,16 @@ def test_an_error_in_the_block_shuts_down_too() -> None:
 
 def test_kernels_are_compiled_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    monkeypatch.setattr(module.kernels, "warm", lambda: order.append("warm"))
+
+    def prepare() -> Callable[[], None]:
+        order.append("warm")
+        return lambda: order.append("load")
+
+    monkeypatch.setattr(module.kernels, "prepare", prepare)
     start = module._alone
     monkeypatch.setattr(module, "_alone", lambda *args: (order.append("start"), start(*args)))
     init()
-    assert order == ["warm", "start"]
+    assert order == ["warm", "start", "load"]
 
 
 # On a group that the program has set up.

@@ -123,6 +123,29 @@ work()
     forked(1, body, tmp_path)
 
 
+PREPARE = """
+kernels._sets = lambda pairs: [SMALL_SET]  # all of it takes longer
+begin = kernels.prepare()
+print(compiler.made(SMALL_SET))
+begin()
+end = time.monotonic() + 50
+while not compiler.made(SMALL_SET) and time.monotonic() < end:
+    time.sleep(0.05)
+assert compiler.made(SMALL_SET)
+"""
+
+
+def test_what_is_kept_is_not_waited_for(tmp_path):
+    def prepared():
+        return forked(1, f"import time\n{PREPARE}", tmp_path)
+
+    assert prepared() == ["True\n"]  # nothing is kept: it is compiled at once
+    assert prepared() == ["False\n"]
+    [note] = (tmp_path / "home").rglob("complete")
+    note.write_text("of a version that needed other loops")
+    assert prepared() == ["True\n"]
+
+
 COMPILE = """
 import numba.core.compiler
 before, count = numba.core.compiler.compile_extra, []

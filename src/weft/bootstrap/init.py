@@ -54,7 +54,8 @@ def init(
 ) -> Wire:
     """Start weft in this process, and return the wire between all ranks, the default one.
 
-    Collective: every rank calls it. Kernels are compiled before anybody waits for anybody.
+    Collective: every rank calls it. Kernels are compiled before anybody waits for anybody; if an
+    earlier process has done that, they are loaded while your program goes on.
     torch.distributed works afterwards, whoever set it up: if the program had its default group,
     weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun (or
     whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
@@ -102,7 +103,7 @@ def init(
                 f"rendezvous={rendezvous!r} was asked for, but torch.distributed is initialised "
                 "already: leave rendezvous= out to use that group"
             )
-        kernels.warm()
+        load = kernels.prepare()
         _agree_on_versions(timeout)
     else:
         made, url = True, None
@@ -114,7 +115,7 @@ def init(
                 backends.spec(backend)
         except WeftError as error:
             raise _told(error, rendezvous) from error
-        kernels.warm()
+        load = kernels.prepare()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
         else:
@@ -132,6 +133,7 @@ def init(
             dist.destroy_process_group()
             _unname_interface()
         raise
+    load()  # only now, since it would slow the meeting down
     wire.leave = shutdown
     default.set(wire)
     _running = _Running(wire, group, made, url, os.getpid())

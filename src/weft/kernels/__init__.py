@@ -22,8 +22,9 @@ The vocabulary:
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
-is made in the background. `ready` tells whether it is there, `warm` makes it now, `describe` says
-what serves. `WEFT_KERNELS=reference` in the environment keeps to the reference.
+is made in the background. `ready` tells whether it is there, `warm` makes it now, `prepare` makes
+it now unless it only has to be loaded, `describe` says what serves. `WEFT_KERNELS=reference` in the
+environment keeps to the reference.
 
 Callers have checked their arguments (`Op.refuses` for dtypes), here only what could touch foreign
 memory is checked again. No kernel is differentiable.
@@ -31,12 +32,12 @@ memory is checked again. No kernel is differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from . import cpu, cpu_indices, cpu_shares, meter, reference
+from . import cache, cpu, cpu_indices, cpu_shares, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
@@ -58,6 +59,7 @@ __all__ = [
     "merge",
     "pack_gaps",
     "pick",
+    "prepare",
     "put",
     "quantiles",
     "ready",
@@ -410,15 +412,46 @@ def warm(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]] = _COMMON) -> None
     Example:
         >>> warm([(torch.int64, torch.bfloat16, OPS["avg"])])
     """
-    for index_dtype, dtype, op in pairs:
-        for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype)):
-            compiler.make(key)
-    compiler.make(cpu_shares.KEY)  # for every dtype; last, since fewest calls need it
+    for key in _sets(pairs):
+        compiler.make(key)
+
+
+def prepare() -> Callable[[], None]:
+    """Make the usual machine code now, as `warm` does, unless it is kept and only to be loaded.
+
+    Loading takes the better part of a second, most of it to import numba.
+
+    Returns:
+        What begins to load it in the background, where torch operations serve until it is there.
+    """
+    sets = _sets(_COMMON)
+    told = "\n".join(" ".join(key) for key in sets)
+    if not cache.has(told):
+        warm()
+        if all(map(compiler.made, sets)):
+            cache.note(told)
+
+    def begin() -> None:
+        for key in sets:
+            compiler.loops(key)  # asks for it
+
+    return begin
 
 
 def describe() -> str:
     """What serves on the CPU, in a line."""
     return f"{compiler.describe()}; {torch.get_num_threads()} threads"
+
+
+def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[str, ...]]:
+    """The sets of loops for these, in the order in which calls need them."""
+    sets = [
+        key
+        for index_dtype, dtype, op in pairs
+        for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype))
+    ]
+    # those of shares are for every dtype, and fewest calls need them
+    return list(dict.fromkeys([*sets, cpu_shares.KEY]))
 
 
 def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:

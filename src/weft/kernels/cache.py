@@ -30,7 +30,7 @@ try:
 except ImportError:  # Windows: everybody compiles, the files are replaced as a whole
     fcntl = None  # type: ignore[assignment]  # the module, or that there is none
 
-__all__ = ["attach", "directory", "patience", "user_cache"]
+__all__ = ["attach", "directory", "has", "note", "patience", "user_cache"]
 
 _log = logging.getLogger("weft")
 _SOURCES = (
@@ -40,6 +40,7 @@ _SOURCES = (
     "share_loops.py",
     "value_loops.py",
 )
+_NOTE = "complete"  # a file
 _WAIT = 60.0  # seconds that another process may take for one loop; then it is compiled here too
 
 
@@ -57,6 +58,30 @@ def directory() -> Path | None:
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             _log.info("compiled kernels are not kept in %s: %s", parent, error)
     return None
+
+
+def has(text: str) -> bool:
+    """Whether `note` was called with this, in a process that kept machine code here."""
+    path = directory()
+    if path is None:
+        return False
+    try:
+        return (path / _NOTE).read_text() == text
+    except OSError:
+        return False
+
+
+def note(text: str) -> None:
+    """Remember what is there, for processes to come."""
+    path = directory()
+    if path is None or has(text):
+        return
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path / _NOTE)
+    except OSError as error:  # a full disk: the next process waits, too
+        _log.info("what is kept in %s cannot be noted: %s", path, error)
 
 
 def user_cache() -> Path:
