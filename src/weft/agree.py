@@ -279,16 +279,9 @@ def _join(said: list[_Statement]) -> bytes:
 
 def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
-    first = said[0].groups.rsplit(_VALUE.encode(), 2)
-    if (
-        not said[0].error
-        and _GROUP.encode() not in first[0]
-        and all(
-            not each.error and each.groups.rsplit(_VALUE.encode(), 2)[0] == first[0]
-            for each in said[1:]
-        )
-    ):
-        return _parse(first[0].decode())
+    agreed = None if any(each.error for each in said) else _filled(said)
+    if agreed is not None:
+        return agreed
     error = min((s for s in said if s.error), key=lambda s: s.error_rank, default=None)
     groups = [group.rsplit(_VALUE, 2) for group in _join(said).decode().split(_GROUP)]
     who = [(_parse(fields), ranks.split(","), int(count)) for fields, ranks, count in groups]
@@ -304,6 +297,21 @@ def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
         name: next((f[name] for f, _, _ in who if f.get(name, _UNKNOWN) != _UNKNOWN), _UNKNOWN)
         for name in dict.fromkeys(name for fields, _, _ in who for name in fields)
     }
+
+
+def _filled(said: list[_Statement]) -> dict[str, str] | None:
+    """The agreed fields, where ranks differ at most in what some do not know; else None."""
+    texts = {
+        group.rsplit(_VALUE, 2)[0] for each in said for group in each.groups.decode().split(_GROUP)
+    }
+    agreed: dict[str, str] = {}
+    for fields in map(_parse, texts):
+        for name, value in fields.items():
+            if agreed.get(name, _UNKNOWN) == _UNKNOWN:
+                agreed[name] = value
+            elif value not in (_UNKNOWN, agreed[name]):
+                return None
+    return agreed
 
 
 def _parse(fields: str) -> dict[str, str]:

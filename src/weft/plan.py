@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
 
+Slices = tuple[slice, ...]
+
 _MANY = 64  # boxes, of which it is no use to ask what they leave
 
 Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
@@ -139,6 +141,11 @@ class Local:
     @cached_property
     def puts(self) -> list[Box]:
         return [put for _, put in self.own] + [put for each in self.recvs.values() for put in each]
+
+    @cached_property
+    def copied(self) -> list[tuple[int, Slices, Slices]]:
+        """`sources`, with what indexes tensors in place of boxes."""
+        return [(source, take.slices, put.slices) for source, take, put in self.sources]
 
     @cached_property
     def adds(self) -> bool:

@@ -209,3 +209,12 @@ def test_layers_travel(wire):
     for other in (pickle.loads(pickle.dumps(layers)), copy.deepcopy(layers), layers.to("cpu")):
         assert torch.equal(other(x), layers(x))
     assert pickle.loads(pickle.dumps(partition)) == partition
+
+
+@spmd(1, on=("threads",))  # a process has one profiler
+def test_a_profile_names_what_moves(wire):
+    layer = weft.nn.AllGather(weft.Partition(1), 0)
+    with torch.profiler.profile() as profile:
+        layer(torch.ones(2, requires_grad=True)).sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["weft::AllGather"] == counts["weft::AllGather backward"] == 1

@@ -92,13 +92,13 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
     if local.result is None:
         return _nothing(like)
     bits = _BITS.get(like.dtype)
-    into: _Result | None = None
-    for source, take, put in local.sources:
+    if not local.sources:
+        return torch.zeros(local.result, dtype=like.dtype)
+    into = _Result(local, like.dtype if bits is None else bits, local.sources[0][2])
+    for source, take, put in local.copied:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
-        if into is None:
-            into = _Result(local, tensor.dtype, put)
-        into.write(put, tensor[take.slices])
-    return torch.zeros(local.result, dtype=like.dtype) if into is None else into.done(like.dtype)
+        into.write(put, tensor[take])
+    return into.done(like.dtype)
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class _Result:
             for gap in local.gaps:
                 self.tensor[gap.slices] = 0
 
-    def write(self, put: Box, values: Tensor) -> None:
-        place = self.tensor[put.slices]
+    def write(self, put: tuple[slice, ...], values: Tensor) -> None:
+        place = self.tensor[put]
         if self._adds and not self._blank:
             place.add_(values)
         else:
@@ -160,12 +160,12 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     ]
     if into is not None:
         for take, put in local.own:
-            into.write(put, x[take.slices])
+            into.write(put.slices, x[take.slices])
         for peer, memory, pending in sorted(coming, key=lambda each: each[0]):
             pending.wait()
             if memory is not None:
                 for put, values in _split(memory, local.recvs[peer], x.dtype):
-                    into.write(put, values)
+                    into.write(put.slices, values)
     for pending in going:
         pending.wait()
     for lease in leases:

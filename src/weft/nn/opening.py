@@ -21,7 +21,6 @@ from ..errors import WeftError
 from ..grid import Shape
 from ..wire.base import Wire, as_bytes
 from ..wire.hosts import digest_of
-from ..wire.memory import typed
 from ..wire.part import Part
 from .movement import Movement
 
@@ -42,30 +41,27 @@ class Statement:
         shape: of its tensor, or of the tensor whose movement is undone.
         needs: whether a gradient of the result is asked of it.
         records: whether it records what a gradient needs.
-        payload: the bytes of its tensor, if they are few and travelled along.
+        payload: the bytes of its tensor, if they are few and travelled along; writable.
         host: where it is, as a number.
     """
 
     shape: Shape
     needs: bool
     records: bool
-    payload: Tensor | None
+    payload: memoryview | None
     host: int
 
-    def pack(self, rank: int) -> Tensor:
+    def pack(self, rank: int) -> bytearray:
         sizes = struct.pack(f"<{len(self.shape)}q", *self.shape)
-        count = 0xFFFFFFFF if self.payload is None else self.payload.numel()
+        count = 0xFFFFFFFF if self.payload is None else len(self.payload)
         flags = _NEEDS * self.needs | _RECORDS * self.records
-        head = bytearray(_ENTRY.pack(rank, flags, len(self.shape), 0, count, self.host) + sizes)
-        body = torch.frombuffer(head, dtype=torch.uint8)
-        if self.payload is None or not count:
-            return body
-        return torch.cat((body, self.payload))
+        head = _ENTRY.pack(rank, flags, len(self.shape), 0, count, self.host)
+        return bytearray().join((head, sizes, self.payload or b""))
 
     @classmethod
-    def unpack(cls, body: Tensor) -> dict[int, Statement]:
+    def unpack(cls, raw: memoryview) -> dict[int, Statement]:
         """The statements that lie behind each other, by rank."""
-        raw, at, found = body.numpy().data, 0, {}
+        at, found = 0, {}
         while at < len(raw):
             rank, flags, ndim, _, count, host = _ENTRY.unpack_from(raw, at)
             at += _ENTRY.size
@@ -73,7 +69,7 @@ class Statement:
             at += 8 * ndim
             payload = None
             if count != 0xFFFFFFFF:
-                payload = body[at : at + count].clone()  # the message's memory is given back
+                payload = memoryview(bytearray(raw[at : at + count]))  # its own: that is given back
                 at += count
             needs, records = bool(flags & _NEEDS), bool(flags & _RECORDS)
             found[rank] = cls(shape, needs, records, payload, host)
@@ -103,7 +99,10 @@ class Opening:
             payload = self.said[rank].payload
             if payload is None:
                 return None
-            found[rank] = typed(payload, shape, self.dtype)
+            if payload:
+                found[rank] = torch.frombuffer(payload, dtype=self.dtype).view(shape)
+            else:
+                found[rank] = torch.empty(shape, dtype=self.dtype)
         return found
 
 
@@ -151,8 +150,11 @@ def opened(
     agreement = agree(part, call, fields, error, statement.pack(wire.rank), _behind)
     try:
         said: dict[int, Statement] = {}
-        for body in agreement.bodies:
-            said.update(Statement.unpack(body))
+        for number, body in enumerate(agreement.said):
+            if number == part.rank and len(agreement.said) == part.size:
+                said[wire.rank] = statement  # as it was said
+            else:
+                said.update(Statement.unpack(body))
     finally:
         agreement.release()
     _check(said, call)
@@ -168,11 +170,11 @@ def host_of(machine: str) -> int:
     return int.from_bytes(digest_of(machine)[:8], "little")
 
 
-def payload_of(x: Tensor, ranks: tuple[int, ...]) -> Tensor | None:
+def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
     """The bytes of a tensor that is small enough to travel in the opening."""
     if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER:
         return None
-    return as_bytes(x.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    return as_bytes(x.detach().cpu().resolve_conj().resolve_neg().contiguous()).numpy().data
 
 
 def _behind(lower: Tensor, upper: Tensor) -> Tensor:
