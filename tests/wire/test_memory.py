@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -117,6 +118,18 @@ def test_a_piece_may_come_back_in_the_middle_of_asking(shelf: Shelf) -> None:
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert shelf.kept >= LARGE
+
+
+def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
+    with memory._shelf()._lock:  # as when another thread is in the middle of `take`
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            try:
+                os._exit(len(fresh((LARGE,), torch.uint8)) != LARGE)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_nonsense_in_the_environment_is_said_and_changes_nothing(

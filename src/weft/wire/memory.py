@@ -218,3 +218,8 @@ def _shelf() -> Shelf:
         else:  # in the middle of a call, which other ranks are in, too: no place to raise
             _log.warning("WEFT_KEEP is %r, not a number of MiB: keeping %d", said, limit >> 20)
     return Shelf(limit)
+
+
+if hasattr(os, "register_at_fork"):
+    # a child begins with an empty one: another thread may have had the lock of this one
+    os.register_at_fork(after_in_child=_shelf.cache_clear)
