@@ -59,6 +59,27 @@ def test_messages_move_while_nobody_waits(mpi_job):
     assert mpi_job(2, unwatched) == [True, True]
 
 
+def late(wire):
+    """Rank 1 keeps the others waiting; who waits is told so, though rank 2 comes after it."""
+    said = []
+    if wire.rank == 1:
+        time.sleep(1)
+    while True:
+        try:
+            weft.barrier(timeout=0.05)
+        except weft.StillRunning as error:
+            said.append(str(error).partition(" after")[0])
+        else:
+            break
+    return said
+
+
+def test_a_barrier_names_the_late(mpi_job):
+    said = mpi_job(3, late)
+    assert "rank 0: rank 1 has not come to the barrier" in said[0]
+    assert "rank 2: rank 1 has not come to the barrier" in said[2]
+
+
 def calls(wire):
     rows = weft.Rows(torch.tensor([wire.rank, 9, 9]), torch.ones(3, 2), height=20)
     found = [

@@ -125,6 +125,10 @@ class Mover:
                         raise Lost(self._why(line))
                     self._step(remaining)
 
+    def arrived(self, orders: Iterable[tuple[Line, Order]]) -> list[bool]:
+        """Which of these are through, as far as is known while somebody waits."""
+        return [order.done for _, order in orders]
+
     def _why(self, line: Line) -> str:
         """Why a wait for a message on that line is over."""
         if self._failed is not None:

@@ -53,6 +53,9 @@ class Moving(Protocol):
     def finish(self, orders: Any, limit: float, at: Callable[[int], None]) -> None:
         """As `Mover.finish`."""
 
+    def arrived(self, orders: Any) -> list[bool]:
+        """As `Mover.arrived`."""
+
 
 class Joined(Protocol):
     """What joins one rank to all others: `Connections`, or what has its face."""
@@ -263,9 +266,10 @@ class _Posted(Pending):
 
     def arrived(self) -> list[bool]:
         orders = self.orders  # read before `_done`, which is set before they are forgotten
-        if self._done:
+        connections = self._wire._connections
+        if self._done or connections is None:
             return [True] * len(self._recvs)
-        return [order.done for _, order in orders[: len(self._recvs)]]
+        return connections.mover.arrived(orders[: len(self._recvs)])
 
     def _reach(self, number: int) -> None:
         self._at = number
