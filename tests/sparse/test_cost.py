@@ -108,3 +108,26 @@ def test_the_bound():
     assert load.bound == 300 * 260
     load = dataclasses.replace(load, union=100)  # identical: the dense bound
     assert load.bound == 2 * 3 / 4 * 100 * 260
+
+
+@spmd(3, on=("threads",))
+def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wire):
+    reduce_in_posts(wire)
+    count, height = 5000, 20_000
+    values = torch.full((count, 8), float(wire.rank + 1))
+    sent = []
+    for different in (False, True):
+        indices = torch.arange(count) * 2
+        if different and wire.rank == 1:
+            indices[2500] += 1  # same count, same ends, and most likely the same sketch
+        before = wire.traffic.bytes
+        weft.explain(weft.Rows(indices, values, height))
+        opening = wire.traffic.bytes - before
+        result = weft.sparse_all_reduce(weft.Rows(indices, values, height), algorithm="mask")
+        sent.append(last_call().sent_bytes - opening)
+        dense = torch.zeros(height, 8).index_add_(0, indices, values)
+        wire.dense_all_reduce(dense, "sum").wait()
+        assert len(result) == count + different
+        assert torch.equal(dense[result.indices], result.values)
+    assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)
+    assert sent[1] > sent[0] + height / 8  # the bitmap of all places

@@ -42,6 +42,7 @@ class Load:
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
+        identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
         link: the network's figures, where they are known.
     """
@@ -59,6 +60,7 @@ class Load:
     places: int = 0
     gaps: bool = False
     in_order: bool = False
+    identical: bool = False
     hosts: Hosts | None = None
     link: Link | None = None
 

@@ -11,6 +11,7 @@ the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -29,7 +30,9 @@ __all__ = ["Header", "RowsInHeader", "of_all"]
 
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
-_FIXED = struct.Struct("<9q2?6x")  # 80 bytes: what follows stays aligned
+_FIXED = struct.Struct("<9q2?6x16s")  # 96 bytes: what follows stays aligned
+_DIGESTED = 1 << 20  # bytes of indices; digesting more would take longer than it may save
+_NONE = bytes(16)  # the digest of ranks that have different index sets, or too large ones
 NO_LIMIT = 1 << 62
 
 Longs = NDArray[np.int64]
@@ -48,6 +51,7 @@ class Header:
         fallible: somebody passed a function, which may raise.
         sketch: sample of the union of the index sets, see `sketch`.
         points, weights: indices, ascending, and how many rows lie from each to the next.
+        digest: of the index set that all ranks have, if digests tell; else zeros.
     """
 
     total: int
@@ -61,6 +65,7 @@ class Header:
     sketch: Longs
     points: Longs
     weights: Longs
+    digest: bytes = _NONE
 
     @classmethod
     def of(
@@ -82,6 +87,7 @@ class Header:
             kernels.sketch(indices, sketch.SIZE).numpy(),
             kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
             np.diff(shares),
+            _digest(indices),
         )
 
     def pack(self) -> Tensor:
@@ -98,6 +104,7 @@ class Header:
             0,
             self.alike,
             self.fallible,
+            self.digest,
         )
         parts = [np.frombuffer(fixed, np.uint8)]
         parts += [part.view(np.uint8) for part in (self.sketch, self.points, self.weights)]
@@ -108,9 +115,8 @@ class Header:
         """A header from bytes, which may be reused afterwards."""
         raw = body.numpy()
         fixed = _FIXED.unpack_from(raw.data)
-        total, most, fewest, highest, capacity, tightest, sampled, points, _, alike, fallible = (
-            fixed
-        )
+        total, most, fewest, highest, capacity, tightest, sampled, points, _, *said = fixed
+        alike, fallible, digest = said
         longs = raw[_FIXED.size :].view(np.int64).copy()
         return cls(
             total,
@@ -121,7 +127,10 @@ class Header:
             tightest,
             alike,
             fallible,
-            *np.split(longs, [sampled, sampled + points]),
+            sketch=longs[:sampled],
+            points=longs[sampled : sampled + points],
+            weights=longs[sampled + points :],
+            digest=digest,
         )
 
     def combine(self, other: Header) -> Header:
@@ -147,7 +156,13 @@ class Header:
             self.fallible or other.fallible,
             sketch.merge([self.sketch, other.sketch]),
             *_thinned(points[order], weights[order]),
+            self.digest if self.digest == other.digest else _NONE,
         )
+
+    @property
+    def identical(self) -> bool:
+        """Whether all ranks certainly have the same index set."""
+        return self.digest != _NONE
 
     @property
     def limited(self) -> bool:
@@ -160,6 +175,16 @@ class Header:
             return self.most
         guess = sketch.union_size(self.sketch)
         return max(self.most, min(guess, self.total, self.total if height is None else height))
+
+
+def _digest(indices: Tensor) -> bytes:
+    """Of sorted, unique indices; that two sets have the same is out of the question."""
+    raw = as_bytes(indices)
+    return (
+        hashlib.blake2b(raw.numpy().data, digest_size=16).digest()
+        if len(raw) <= _DIGESTED
+        else _NONE
+    )
 
 
 def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
@@ -189,7 +214,7 @@ class RowsInHeader:
         count, wide = self.indices.numel(), self.indices.dtype is torch.int64
         limit = NO_LIMIT if self.capacity is None else self.capacity
         # -1 in place of the sketch's length is what tells rows from a header
-        head = _FIXED.pack(count, 0, 0, 0, limit, 0, -1, 0, 0, wide, self.fallible)
+        head = _FIXED.pack(count, 0, 0, 0, limit, 0, -1, 0, 0, wide, self.fallible, _NONE)
         parts = (np.frombuffer(head, np.uint8), *map(_numpy_bytes, (self.indices, self.values)))
         start = _FIXED.size + -(-parts[1].size // 8) * 8
         body = np.empty(start + parts[2].size, np.uint8)
@@ -206,7 +231,7 @@ class RowsInHeader:
     @classmethod
     def unpack(cls, body: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> RowsInHeader:
         """Rows from bytes, as views of them."""
-        count, _, _, _, limit, *_, wide, fallible = _FIXED.unpack_from(body.numpy().data)
+        count, _, _, _, limit, *_, wide, fallible, _ = _FIXED.unpack_from(body.numpy().data)
         index = torch.int64 if wide else torch.int32
         start = _FIXED.size + -(-count * index.itemsize // 8) * 8
         return cls(

@@ -2,8 +2,9 @@
 
 Every rank puts its rows where they belong in a table of the union's rows, with the neutral element
 where it has none, and the wire reduces the table. No index travels with a value and no rank merges
-anything. The union comes either from a bitmap of all places, which is reduced too, or from the
-index sets themselves, whichever the sizes in the combined header say is less. Every row of the
+anything. Where the headers' digests say that all ranks have the same rows, the union is known.
+Else it comes either from a bitmap of all places, which is reduced too, or from the index sets
+themselves, whichever the sizes in the combined header say is less. Every row of the
 table is somebody's, so a sum of zero is a row, and min, max and prod see no row that is nobody's.
 
 Best where all ranks have nearly the same rows (then it moves the bound's bytes); where they have
@@ -33,7 +34,9 @@ from .stream import IndexLists, list_messages
 
 def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
-    if _by_bitmap(load):
+    if load.identical:
+        messages, bytes_, looked, memory = 0, 0.0, 0.0, 0.0
+    elif _by_bitmap(load):
         messages, bytes_ = reduction(load.ranks, math.ceil(load.places / 8))
         looked, memory = load.places * 2.0, load.places * 9 / 8
     else:
@@ -42,7 +45,7 @@ def cost(load: Load) -> Cost:
     values = load.union * load.partial
     sums, sum_bytes = reduction(load.ranks, values)
     return Cost(
-        rounds=4,
+        rounds=2 if load.identical else 4,
         messages=messages + sums,
         bytes=bytes_ + sum_bytes,
         queued=load.queue * (bytes_ + sum_bytes),
@@ -61,15 +64,18 @@ def applies(load: Load) -> str | None:
 def mask(rows: Rows, call: Call) -> Rows:
     wire, direct = call.wire, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
-    union = _reduced_bitmap(indices, call) if _by_bitmap(call.load) else _union(indices, call)
+    union = _union(indices, call)
     result = call.result(union.numel())
     result.indices.copy_(union)
     with wire.lease(0 if direct else union.numel() * call.load.partial) as memory:
         table = result.values
         if not direct:
             table = typed(memory, tuple(table.shape), call.partial)
-        table.fill_(call.op.neutral(call.partial))
-        table[torch.searchsorted(union, indices)] = rows.values.to(call.partial)
+        if call.load.identical:
+            table.copy_(rows.values)
+        else:
+            table.fill_(call.op.neutral(call.partial))
+            table[torch.searchsorted(union, indices)] = rows.values.to(call.partial)
         if table.numel():
             wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
@@ -91,6 +97,11 @@ def _reduced_bitmap(indices: Tensor, call: Call) -> Tensor:
 
 
 def _union(indices: Tensor, call: Call) -> Tensor:
+    """The indices that some rank has."""
+    if call.load.identical:
+        return indices
+    if _by_bitmap(call.load):
+        return _reduced_bitmap(indices, call)
     lists = IndexLists(call, dict.fromkeys(call.wire.peers, indices), call.wire.peers)
     union = kernels.union([indices, *lists.wait().values()]).indices
     lists.release()

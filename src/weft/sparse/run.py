@@ -229,6 +229,7 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
         index=4 if header.highest < 2**31 else 8,
         places=header.highest + 1,
         in_order=not call.op.builtin,
+        identical=header.identical,
     )
     return call.load
 

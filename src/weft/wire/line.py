@@ -21,6 +21,7 @@ __all__ = ["Line", "Order"]
 _FRAME = struct.Struct("!QQ")  # channel, or _GRANT + channel; bytes, or how many messages
 _GRANT = 1 << 63
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
+_LOT = 1 << 17  # bytes of a long message that are worth waking up for
 _TURN = 1 << 22  # bytes that a line moves before others get their turn
 
 
@@ -60,6 +61,7 @@ class Line:
         self._start = self._end = 0  # what was read ahead and not looked at
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._coming: Order | None = None
+        self._wakes_at = 1  # bytes that must be there before the socket counts as readable
 
     def expect(self, channel: int, order: Order) -> None:
         """Receive the next message of a channel, into a buffer large enough."""
@@ -159,7 +161,18 @@ class Line:
                 self._parse()
             if count < sum(map(len, parts)):  # that was all
                 break
+        self._wake_at(min(len(self._into), _LOT) if self._into is not None else 1)
         return moved > 0
+
+    def _wake_at(self, count: int) -> None:
+        """Let the socket be readable once so many bytes are there, or none will come any more.
+
+        On a slow link a long message comes by the packet, and waking up for each would cost more
+        than all the rest.
+        """
+        if self._granted and count != self._wakes_at and not self.lost:
+            self._wakes_at = count
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _finished(self) -> None:
         """The message that came is whole."""

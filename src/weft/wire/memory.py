@@ -1,26 +1,37 @@
-"""Leased workspaces: memory that is used again instead of being fresh each time.
+"""Memory that is used again instead of being fresh each time.
 
 Touching fresh pages costs more than the arithmetic done in them (64 MiB: 27 ms to fill when
-fresh, 3 when reused), so whatever lives for one call only is leased from a `Pool`. Results that a
-user keeps cannot be reused; `fresh` gives them huge pages, which are cheap to touch.
+fresh, 3 when reused), and more still in a virtual machine that returns free pages to its host:
+86 MiB in huge pages took 4 ms at once, and 50 to 100 after a second in which they were returned.
+So whatever lives for one call only is leased from a `Pool`; and the memory of a result goes onto a
+`Shelf` when its tensor is gone, to be the next result. `fresh` takes from there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import logging
 import math
 import mmap
+import os
 import threading
+import weakref
+from collections import deque
 
 import torch
 from torch import Tensor
 
-__all__ = ["Lease", "Pool", "fresh", "typed"]
+__all__ = ["Lease", "Pool", "Shelf", "fresh", "typed"]
+
+_log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a lease is never smaller
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
-_WORTH_HUGE = 1 << 22  # bytes; below this a result's pages are not worth a system call
+_WORTH_KEEPING = 1 << 22  # bytes; smaller results are left to the allocator of torch
+_SPARE = 1.25  # times what is asked for, that a kept piece may have
+_PATIENCE = 8  # results that a kept piece may fail to serve before it is let go
 
 
 class Lease:
@@ -87,22 +98,95 @@ def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: in
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty CPU tensor whose pages are cheap to touch for the first time."""
-    out = torch.empty(shape, dtype=dtype)
-    nbytes = out.numel() * out.element_size()
-    advise = _madvise()
-    if nbytes >= _WORTH_HUGE and advise is not None:
-        first = -(-out.data_ptr() // _HUGE) * _HUGE
-        length = (out.data_ptr() + nbytes - first) // _HUGE * _HUGE
-        if length > 0:
-            advise(first, length, mmap.MADV_HUGEPAGE)  # advice: a refusal changes nothing
-    return out
+    """A CPU tensor that holds anything, whose pages are cheap to touch.
+
+    Its storage cannot be resized if it is large, as that of `torch.from_numpy` cannot.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _WORTH_KEEPING:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
+
+
+class Shelf:
+    """Memory that tensors had, kept for the tensors that come next; any thread may ask."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep up to `limit` bytes."""
+        self._limit = limit
+        self._kept: list[_Piece] = []
+        self._back: deque[_Piece] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def kept(self) -> int:
+        """Bytes that lie here, used by nobody."""
+        with self._lock:
+            self._put_away()
+            return sum(len(piece.pages) for piece in self._kept)
+
+    def take(self, nbytes: int) -> memoryview:
+        """Memory of `nbytes` bytes, which comes back when nobody holds this view of it."""
+        with self._lock:
+            self._put_away()
+            fit = [p for p in self._kept if nbytes <= p.size <= nbytes * _SPARE]
+            piece = min(fit, key=lambda piece: piece.size, default=None)
+            for other in self._kept:
+                other.passed_over += 1
+            self._kept = [p for p in self._kept if p is not piece and p.passed_over < _PATIENCE]
+        if piece is None:
+            eighth = 1 << max(0, (nbytes - 1).bit_length() - 4)
+            piece = _Piece(-(-nbytes // eighth) * eighth)
+        piece.passed_over = 0
+        view = memoryview(piece.pages)[piece.first : piece.first + nbytes]
+        weakref.finalize(view, self._take_back, piece).atexit = False
+        return view
+
+    def _take_back(self, piece: _Piece) -> None:
+        # a collection of garbage may bring us here in the middle of anything, `take` included
+        self._back.append(piece)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._put_away()
+            finally:
+                self._lock.release()
+
+    def _put_away(self) -> None:
+        while self._back:
+            self._kept.append(self._back.popleft())
+        room = self._limit
+        for piece in reversed(self._kept):  # those used last are wanted first
+            room -= len(piece.pages)
+            if room < 0:
+                self._kept = [p for p in self._kept if p is not piece]
+
+
+class _Piece:
+    """Some pages. What is never touched of them costs nothing."""
+
+    __slots__ = ("first", "pages", "passed_over", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size, self.passed_over = size, 0
+        self.pages = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.first = -_address(self.pages) % _HUGE
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # not on macOS
+            with contextlib.suppress(OSError):  # a kernel without them: small pages do, too
+                self.pages.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _address(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
 @functools.cache
-def _madvise() -> ctypes._NamedFuncPointer | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # macOS
-        return None
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+def _shelf() -> Shelf:
+    """The one of this process."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64
+    said = os.environ.get("WEFT_KEEP")
+    if said is not None:
+        if said.isascii() and said.isdigit():
+            limit = int(said) << 20
+        else:  # in the middle of a call, which other ranks are in, too: no place to raise
+            _log.warning("WEFT_KEEP is %r, not a number of MiB: keeping %d", said, limit >> 20)
+    return Shelf(limit)

@@ -1,0 +1,212 @@
+"""Every algorithm beside what `auto` takes, in each case on each link: is the choice right?
+
+    python benchmarks/choice.py                                # all links: half an hour
+    python benchmarks/choice.py --link 4x1gbit --case zipf,full
+    python benchmarks/choice.py --read --docs docs/choice.md   # into the manual
+
+All algorithms take turns in one run, so noise hits all alike; links and cases are those of
+`goals.py`. The figure is `auto`'s median over the least median of all: 1.00 means that nothing was
+quicker. The exit status is 0 if it is at most 1.10 everywhere, 1 if not, 2 if something could not
+be run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from goals import CASES, LINKS, command
+
+LIMIT = 1.10
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One case on one link.
+
+    Attributes:
+        chosen: what `auto` took.
+        auto: median seconds of the calls that `auto` served.
+        others: median seconds of each algorithm by name, of those that serve the case.
+    """
+
+    link: str
+    case: str
+    chosen: str
+    auto: float
+    others: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.others, key=self.others.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """What `auto` took over what the best took."""
+        return self.auto / self.others[self.best]
+
+    def line(self) -> str:
+        word = "" if self.ratio <= LIMIT else f"  MORE THAN {LIMIT:.2f}"
+        return (
+            f"{self.link:10} {self.case:10} {self.chosen:13} {self.auto * 1e3:8.1f} "
+            f"{self.best:13} {self.others[self.best] * 1e3:8.1f} {self.ratio:6.2f}{word}"
+        )
+
+
+def choices(out: Path) -> list[Choice]:
+    """What the files of a folder say, in the order of LINKS and CASES."""
+    found = []
+    for link in LINKS:
+        for case in CASES:
+            file = out / f"{link}-{case}.json"
+            if file.exists() and (text := file.read_text(encoding="utf-8")):
+                found.append(_choice(link, case, json.loads(text)["rows"]))
+    return found
+
+
+def _choice(link: str, case: str, rows: list[dict[str, Any]]) -> Choice:
+    wrong = [row for row in rows if row["status"] == "wrong"]
+    if wrong:
+        print(f"choice: {link} {case}: {wrong[0]['name']} is wrong: {wrong[0]['why']}")
+        raise typer.Exit(1)
+    done = {row["name"].removeprefix("weft:"): row for row in rows if row["status"] == "ok"}
+    auto = done.pop("auto")
+    others = {name: row["median"] for name, row in done.items()}
+    if (
+        auto["chosen"] not in others
+    ):  # rows that travelled in the opening exchange: no algorithm ran
+        others[auto["chosen"]] = auto["median"]
+    return Choice(link, case, auto["chosen"], auto["median"], others)
+
+
+def measure(links: Iterable[str], cases: Iterable[str], out: Path, size: float) -> None:
+    for name in links:
+        for case in cases:
+            file = out / f"{name}-{case}.json"
+            argv = [*command(LINKS[name], [case], "all", file, size), "--peers", "none"]
+            print(f"# {name} {case}, load of this machine {os.getloadavg()[0]:.1f}", flush=True)
+            environment = dict(os.environ, OMP_NUM_THREADS="1")
+            done = subprocess.run(argv, env=environment, check=False)
+            if done.returncode not in (0, 1) or not file.exists():
+                print(f"choice: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
+                raise typer.Exit(2)
+
+
+def table(found: list[Choice]) -> str:
+    """Markdown: a table for each link, milliseconds, what `auto` took in bold."""
+    names = list(dict.fromkeys(name for choice in found for name in choice.others))
+    lines = []
+    for link in dict.fromkeys(choice.link for choice in found):
+        mine = [choice for choice in found if choice.link == link]
+        there = [name for name in names if any(name in choice.others for choice in mine)]
+        lines += [f"### {link}", "", f"| ms | auto | {' | '.join(there)} | auto / best |"]
+        lines.append("|---" * (len(there) + 3) + "|")
+        for choice in mine:
+            cells = [_cell(choice, name) for name in there]
+            head = f"| {choice.case} | {choice.auto * 1e3:.3g} "
+            lines.append(f"{head}| {' | '.join(cells)} | {choice.ratio:.2f} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(choice: Choice, name: str) -> str:
+    if name not in choice.others:
+        return "-"
+    text = f"{choice.others[name] * 1e3:.3g}"
+    return f"**{text}**" if name == choice.chosen else text
+
+
+def draw(found: list[Choice], file: Path) -> None:
+    """Each algorithm's time over the best's, a panel for each link; a ring is what `auto` took."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+
+    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same figures give the same file
+    links = list(dict.fromkeys(choice.link for choice in found))
+    names = sorted({name for choice in found for name in choice.others})
+    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    figure, axes = plt.subplots(
+        1, len(links), figsize=(2.4 * len(links) + 1.6, 3.6), sharex=True, squeeze=False
+    )
+    for axis, link in zip(axes[0], links, strict=True):
+        mine = [choice for choice in found if choice.link == link]
+        for place, choice in enumerate(mine):
+            least = choice.others[choice.best]
+            for name, seconds in choice.others.items():
+                axis.plot(seconds / least, place, "o", color=colours[name], ms=5, alpha=0.9)
+            axis.plot(
+                choice.others[choice.chosen] / least, place, "o", ms=11, mfc="none", mec="black"
+            )
+        axis.set_yticks(range(len(mine)), [choice.case for choice in mine])
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlim(0.9, 12)
+        axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+        axis.minorticks_off()
+        axis.axvline(LIMIT, color="grey", lw=0.6)
+        axis.set_title(link, fontsize=10)
+    marks = [Line2D([], [], ls="", marker="o", color=colours[name], label=name) for name in names]
+    marks.append(Line2D([], [], ls="", marker="o", ms=10, mfc="none", mec="black", label="auto"))
+    figure.supxlabel("time / time of the best", fontsize=9)
+    figure.legend(handles=marks, loc="center right", fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1 - 1.5 / (2.4 * len(links) + 1.6), 1))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def publish(found: list[Choice], page: Path) -> None:
+    """Put tables and picture into a page of the manual, between its two marks."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    page.write_text(f"{before}{BEGIN}\n{table(found)}{END}{after}", encoding="utf-8")
+    draw(found, page.parent / "images" / "choice.svg")
+
+
+def main(
+    link: Annotated[str, typer.Option(help="Links, divided by commas.")] = ",".join(LINKS),
+    case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
+    size: Annotated[float, typer.Option(help="Times the rows and heights.")] = 1.0,
+    out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/choice"),
+    read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
+    docs: Annotated[Path | None, typer.Option(help="Page to put tables and picture into.")] = None,
+) -> None:
+    """Say whether `auto` takes what is quickest."""
+    links, cases = link.split(","), case.split(",")
+    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
+        for name in names:
+            if name not in there_is:
+                print(f"choice: unknown --{option} {name!r}: there is {', '.join(there_is)}")
+                raise typer.Exit(2)
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if not read_only:
+        measure(links, cases, out, size)
+    found = [one for one in choices(out) if one.link in links and one.case in cases]
+    if not found:
+        print(f"choice: {out} has no figures of these links and cases; leave out --read")
+        raise typer.Exit(2)
+    print(f"{'link':10} {'case':10} {'auto took':13} {'ms':>8} {'best':13} {'ms':>8} {'ratio':>6}")
+    for one in found:
+        print(one.line())
+    if docs is not None:
+        publish(found, docs)
+    if any(one.ratio > LIMIT for one in found):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,107 @@
+"""Memory that comes back: a result's pages serve again, never while somebody sees them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.wire import memory
+from weft.wire.memory import Shelf, fresh
+
+LARGE = 5 << 20
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    own = Shelf(64 << 20)
+    monkeypatch.setattr(memory, "_shelf", lambda: own)
+    return own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_a_large_result_is_an_ordinary_tensor(shelf: Shelf, dtype: torch.dtype) -> None:
+    tensor = fresh((3, LARGE // 3 + 1), dtype)
+    assert tensor.shape == (3, LARGE // 3 + 1) and tensor.dtype == dtype
+    assert tensor.is_contiguous() and not tensor._is_view() and not tensor.requires_grad
+    tensor.fill_(1)
+    assert bool((tensor.clone() == tensor).all())
+
+
+def test_its_memory_is_the_next_ones(shelf: Shelf) -> None:
+    tensor = fresh((LARGE,), torch.uint8)
+    place = tensor.data_ptr()
+    del tensor
+    assert shelf.kept >= LARGE
+    tensor = fresh((LARGE // 4 - 1000,), torch.float32)
+    assert tensor.data_ptr() == place and shelf.kept == 0
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda tensor: tensor[5:10],
+        lambda tensor: tensor.numpy(),
+        lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
+        lambda tensor: tensor.untyped_storage(),
+    ],
+    ids=["view", "numpy", "dlpack", "storage"],
+)
+def test_not_while_anybody_sees_it(shelf: Shelf, hold: Callable[[Tensor], Any]) -> None:
+    held = hold(fresh((LARGE,), torch.uint8).fill_(7))
+    assert shelf.kept == 0
+    fresh((LARGE,), torch.uint8).fill_(9)
+    assert int(held[0]) == 7
+    del held
+    assert shelf.kept >= 2 * LARGE
+
+
+def test_what_is_much_larger_stays_and_goes_in_time(shelf: Shelf) -> None:
+    del_me = fresh((4 * LARGE,), torch.uint8)
+    del del_me
+    for _ in range(memory._PATIENCE - 1):
+        held = fresh((LARGE,), torch.uint8)
+        assert shelf.kept >= 4 * LARGE
+        del held
+    fresh((LARGE,), torch.uint8)
+    assert LARGE <= shelf.kept < 3 * LARGE
+
+
+def test_no_more_than_the_limit_is_kept(shelf: Shelf) -> None:
+    results = [fresh((20 << 20,), torch.uint8) for _ in range(4)]
+    places = [result.data_ptr() for result in results]
+    while results:
+        results.pop(0)
+    assert 20 << 20 <= shelf.kept <= 64 << 20
+    assert fresh((20 << 20,), torch.uint8).data_ptr() in places[2:]
+
+
+def test_nothing_is_kept_under_a_limit_of_nothing() -> None:
+    none = Shelf(0)
+    del_me = none.take(LARGE)
+    del del_me
+    assert none.kept == 0
+
+
+def test_a_piece_may_come_back_in_the_middle_of_asking(shelf: Shelf) -> None:
+    first = shelf.take(LARGE)
+    with shelf._lock:  # as when a collection of garbage runs inside of `take`
+        thread = threading.Thread(target=lambda holder: holder.pop(), args=([first],))
+        del first
+        thread.start()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert shelf.kept >= LARGE
+
+
+def test_nonsense_in_the_environment_is_said_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = memory._shelf.__wrapped__
+    usual = made()._limit
+    monkeypatch.setenv("WEFT_KEEP", "3")
+    assert made()._limit == 3 << 20
+    monkeypatch.setenv("WEFT_KEEP", "lots")
+    assert made()._limit == usual and "WEFT_KEEP is 'lots'" in caplog.text
