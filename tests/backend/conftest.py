@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -30,6 +30,8 @@ Ranks = Callable[..., list[Any]]
 def mpirun() -> Callable[..., subprocess.Popen[Any]]:
     """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
 
+    `rank` is what the environment shall say beside.
+
     The launcher is the one that comes with the MPI library that mpi4py finds, beside this Python.
     """
     if importlib.util.find_spec("mpi4py") is None:
@@ -45,10 +47,12 @@ def mpirun() -> Callable[..., subprocess.Popen[Any]]:
         "OMP_NUM_THREADS": "1",
     }
 
-    def start(size: int, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    def start(
+        size: int, *arguments: str, rank: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
         launch = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(size)]
         python = [sys.executable, "-W", "error", *arguments]
-        return subprocess.Popen([*launch, *python], env=environment, **options)
+        return subprocess.Popen([*launch, *python], env={**environment, **(rank or {})}, **options)
 
     return start
 

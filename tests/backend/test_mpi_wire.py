@@ -142,3 +142,30 @@ def test_init_under_mpirun(tmp_path, mpirun):
     assert job.returncode == 0, wrong
     right = [f"{rank} 2 3.0 [0, 1, 9]" for rank in range(2) for _ in range(2)]
     assert sorted(said.splitlines()) == right
+
+
+APART = """
+import sys, weft
+try:
+    weft.init("mpi", rendezvous=sys.argv[1], timeout=30)
+except weft.WeftError as error:
+    print(error, flush=True)
+"""
+
+
+def test_ranks_that_are_apart_in_mpi_say_so(tmp_path, mpirun):
+    """Two jobs of one process each, which is also what an mpi4py for another MPI makes of one."""
+    script = tmp_path / "job.py"
+    script.write_text(APART)
+    jobs = [
+        mpirun(
+            *(1, str(script), f"file://{tmp_path}/meeting"),
+            rank={"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [job.communicate(timeout=55)[0].strip() for job in jobs]
+    assert said[0] == said[1]
+    assert "the 2 ranks have the numbers [0, 0] in MPI" in said[0]

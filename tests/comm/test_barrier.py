@@ -32,7 +32,8 @@ def test_nobody_passes_before_all_have_come():
 
 @spmd(3, 20, on=("threads",))
 def test_the_late_are_named_and_may_still_come(wire):
-    late = [1, 2] if wire.size == 3 else [19]
+    # on a busy machine twenty threads take a while to come
+    late, patience = ([1, 2], 0.3) if wire.size == 3 else ([19], 1.5)
     told = list_of_this_run(wire)
     if wire.rank in late:
         while len(told) < wire.size - len(late):
@@ -40,9 +41,9 @@ def test_the_late_are_named_and_may_still_come(wire):
         weft.barrier()
     else:
         with pytest.raises(weft.StillRunning) as caught:
-            weft.barrier(timeout=0.3)
+            weft.barrier(timeout=patience)
         names = "ranks 1 and 2 have" if len(late) == 2 else "rank 19 has"
-        text = f"rank {wire.rank}: {names} not come to the barrier after 0.3 s"
+        text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
         assert str(caught.value).startswith(text)
         told.append(wire.rank)
         weft.barrier()  # the same one
