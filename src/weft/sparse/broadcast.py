@@ -7,7 +7,6 @@ filling the chain takes no longer than need be.
 
 from __future__ import annotations
 
-import ast
 import math
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
+from .call import shape_in
 from .choice import link_of
 from .collect import collected
 from .cost import Load
@@ -120,7 +120,7 @@ def _formed(rows: Rows, form: str) -> Any:
         return rows
     if form == "pair":
         return rows.indices, rows.values
-    return rows.to_coo(ast.literal_eval(form.split("|")[1]))
+    return rows.to_coo(shape_in(form.split("|")[1]))
 
 
 def _listener(out: Any, wire_dtype: object) -> Request:

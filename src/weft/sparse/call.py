@@ -195,3 +195,11 @@ def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch
 def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a row's values."""
     return math.prod(row_shape) * dtype.itemsize
+
+
+def shape_in(text: str) -> tuple[int, ...]:
+    """The shape that `str` made this of.
+
+    Not by `ast.literal_eval`, which fails where several threads are in it (CPython's gh-106905).
+    """
+    return tuple(int(part) for part in text.strip("()").split(",") if part)

@@ -11,7 +11,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), secti
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import struct
@@ -28,7 +27,7 @@ from ..kernels.ops import OPS
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import typed
-from .call import Call, row_bytes
+from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, with_link
 from .cost import Load
 from .header import NO_LIMIT, Header
@@ -162,7 +161,7 @@ def _call(
     call = Call(
         wire,
         OPS["sum"],
-        row_shape=tuple(request.rows.row_shape) if shape == "?" else ast.literal_eval(shape),
+        row_shape=tuple(request.rows.row_shape) if shape == "?" else shape_in(shape),
         index=index,
         dtype=dtype,
         wide=None if dtype == own else own,

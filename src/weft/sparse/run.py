@@ -7,7 +7,6 @@ part, tell each other whether it raised; hand out the result.
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire
 from ..wire.memory import typed
-from .call import Call, row_bytes
+from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
@@ -199,7 +198,7 @@ def _open(
 def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Load:
     """What all ranks together said; also fills in what this rank alone did not know."""
     shape = agreement.fields["row shape"]
-    call.row_shape = call.row_shape if shape == "?" else ast.literal_eval(shape)
+    call.row_shape = call.row_shape if shape == "?" else shape_in(shape)
     said = [
         RowsInHeader.unpack(body, call.row_shape, call.dtype)
         if RowsInHeader.are_in(body)

@@ -7,7 +7,6 @@ it: a stack (`mixed`).
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .call import shape_in
 from .header import Header
 from .mixed import Stack
 from .tables import HIGHEST, Longs, Tables, dtypes_of, layout, top
@@ -50,7 +50,7 @@ class Space:
             dtype, travels, shape = _kind(said.lines[members[0][1]])
             end = int(self.starts[members[-1][0] + 1])
             wide = None if travels == dtype else dtype
-            self.stacks.append(Stack(travels, ast.literal_eval(shape), end, wide))
+            self.stacks.append(Stack(travels, shape_in(shape), end, wide))
             self.tables_of.append([table for _, table in members])
         self.row = np.zeros(len(said.lines), np.int64)
         for stack, tables in zip(self.stacks, self.tables_of, strict=True):
