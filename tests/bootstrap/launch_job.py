@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,11 @@ import weft
 
 def main(folder: str, *rendezvous: str) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    failed = Path(folder) / "failed"  # not torchrun's count of restarts: hosts may differ in it
+    if "TORCHELASTIC_RUN_ID" in os.environ and not failed.exists():
         with weft.init(timeout=30) as wire:
             if wire.rank == 1:
+                failed.touch()
                 sys.exit("this attempt fails, after all have met")
             wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     for url in rendezvous or (None,):

@@ -101,7 +101,10 @@ def test_all_hear_that_they_fit(connect: Make) -> None:
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_all_hear_the_same_error(connect: Make, elastic: bool) -> None:
+def test_all_hear_the_same_error(
+    connect: Make, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll, "_GRACE", 0.2)
     wrong = entry(1, error="no interface nothing7")
     heard = attend(connect, *COMPLETE[:2], wrong, elastic=elastic)
     assert heard == ["WeftError: rank 1 (host1, process 101): no interface nothing7"] * 3
@@ -149,6 +152,20 @@ def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> 
     first.join(10)
     assert early == ["gloo"]
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
+
+
+def test_an_error_ends_an_attempt_and_not_the_next(connect: Make) -> None:
+    wrong = entry(1, error="no interface nothing7")
+    assert all("nothing7" in text for text in attend(connect, wrong, entry(0), elastic=True))
+    early: list[str] = []
+    first = threading.Thread(
+        target=lambda: early.extend(attend(connect, entry(2), elastic=True)), daemon=True
+    )
+    first.start()  # it finds the old round, and the error in it
+    first.join(0.3)
+    assert attend(connect, entry(0), entry(1), elastic=True) == ["gloo"] * 2
+    first.join(10)
+    assert early == ["gloo"]
 
 
 def died(*_: object) -> None:

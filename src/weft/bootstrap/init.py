@@ -241,11 +241,13 @@ def _together(
 
 
 def _space(times: int) -> str:
-    """Where in the store this group's keys are: nowhere that an earlier group's were.
+    """Where in the store this process's group of that number has its keys.
 
-    torchrun's store outlives its workers, so each of its attempts has a space of its own.
+    torchrun's store outlives its workers, and what it tells them of restarts differs between
+    hosts: one that starts its workers again since another's failed does not count that. So the
+    roll call finds out which round this is (`roll.call`).
     """
-    return f"weft/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/group{times}"
+    return f"weft/group{times}"
 
 
 def _agree_on_versions(timeout: float | None) -> None:

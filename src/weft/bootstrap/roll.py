@@ -31,6 +31,7 @@ __all__ = ["Decision", "Entry", "call", "judge"]
 
 _log = logging.getLogger("weft")
 _LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts
+_GRACE = 10.0  # seconds in which torchrun's agents start their workers again, one after another
 _LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
 
 
@@ -198,10 +199,13 @@ def call(
     while True:
         space = dist.PrefixStore(f"round{number}", store)
         arrival, decision = _attend(space, entry, deadline, where, hosts)
-        gone = decision.error == _OVER or (not decision.error and arrival > decision.came)
+        late = arrival > decision.came
+        gone = decision.error == _OVER or (late and not decision.error)
+        if elastic and late and not gone:
+            gone = _another_began(store, number, deadline)
         if not (elastic and gone):
             break
-        number += 1  # that round was of processes that are gone; an error ends an attempt
+        number += 1  # that round was of processes that are gone
     if arrival > decision.came and not decision.error:
         raise WeftError(
             f"{entry.name}: the {entry.size} ranks at {where} are complete without it: more "
@@ -234,6 +238,19 @@ def _this_round(store: dist.Store, deadline: float) -> int:
     except dist.DistStoreError:
         return 1
     return store.add("round", 0)
+
+
+def _another_began(store: dist.Store, number: int, deadline: float) -> bool:
+    """Whether a round begins behind that one, whose error this process came too late to share.
+
+    If so, the error was of an attempt that ended; if not, it is of this attempt.
+    """
+    until = min(deadline, time.monotonic() + _GRACE)
+    while store.add("round", 0) <= number:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _attend(
