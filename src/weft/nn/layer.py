@@ -70,7 +70,7 @@ class Layer(torch.nn.Module):
         ranks = movement.groups.get(rank)
         if ranks is None:
             raise WeftError(
-                f"rank {rank}: {movement.name} does not concern this rank: no plan does"
+                f"rank {rank}: {movement.name} does not concern this rank, which has no plan"
             )
         if not isinstance(shapes, Mapping):
             shapes = self._evenly(rank, shapes)
