@@ -157,7 +157,7 @@ def picture(grid: weft.Partition, path: str) -> None:
     halo = Parted(grid).halos[0]
     cuts = weft.grid.boxes(lengths(grid, len(LETTERS) * len(FONTS)))
     shapes = {rank: box.shape for rank, box in zip(grid.ranks, cuts, strict=True)}
-    plan = halo.movement.plan(shapes)
+    plan = halo.plan(shapes)
     plan.draw("the images: their parts, and with the margins of a 5 x 5 kernel").savefig(path)
 
 

@@ -144,8 +144,7 @@ def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, f
 def picture(partition: weft.Partition, path: str) -> None:
     """Draw who holds what of the first weight, and what comes of it in forward."""
     layer = weft.nn.AllGather(partition, 0)
-    boxes = partition.boxes((WIDTHS[1], WIDTHS[0]))
-    plan = layer.movement.plan({rank: box.shape for rank, box in boxes.items()})
+    plan = layer.plan((WIDTHS[1], WIDTHS[0]))
     plan.draw("the first weight: its shards, and what AllGather makes of them").savefig(path)
 
 

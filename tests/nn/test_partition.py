@@ -166,3 +166,18 @@ def meshes(wire, path):
 
 def test_device_meshes(tmp_path):
     run(4, meshes, str(tmp_path / "store"), on="processes")
+
+
+@spmd(4, on=("threads",))
+def test_the_plan_of_a_layer_can_be_asked_for(wire):
+    layer = nn.AllGather(P((2, 1)), 0)
+    if wire.rank > 1:
+        with pytest.raises(weft.WeftError, match=f"rank {wire.rank}: AllGather does not concern"):
+            layer.plan((5, 2))
+        return
+    plan = layer.plan((5, 2))
+    assert plan == layer.plan({0: (3, 2), 1: (2, 2)})
+    assert dict(plan.want.shapes) == {0: (5, 2), 1: (5, 2)}
+    with pytest.raises(weft.WeftError, match=r"of ranks \[0, 1\], and those of \[1\] are not"):
+        layer.plan({0: (3, 2)})
+    assert nn.HaloExchange(P((2, 1)), (1, 0)).plan((5, 2)).want.shapes[0] == (5, 2)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..errors import WeftError
+from ..plan import Plan
 from .door import moved
-from .movement import Movement
+from .movement import Movement, planned
 
 __all__ = ["Layer"]
 
@@ -40,6 +46,54 @@ class Layer(torch.nn.Module):
 
             return compiled(_number(self.movement), x)
         return moved(self.movement, x)
+
+    def plan(self, shapes: Sequence[int] | Mapping[int, Sequence[int]]) -> Plan:
+        """Who sends what to whom, among the ranks that this one has to do with; nothing is sent.
+
+        Args:
+            shapes: of the tensor that each of those ranks brings, by rank; or what `shape=` of the
+                layer is, for a tensor that is cut evenly.
+
+        Raises:
+            WeftError: this rank has nothing to do with the layer, or the shapes do not fit.
+
+        Example:
+            >>> import weft
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     plan = weft.nn.HaloExchange(weft.Partition(3), 1).plan((9, 2))
+            ...     return [(move.source, move.take.shape) for move in plan.moves]
+            >>> run(3, program)[0][:2]
+            [(0, (3, 2)), (1, (1, 2))]
+        """
+        movement, rank = self.movement, self.movement.partitions[0].rank
+        ranks = movement.groups.get(rank)
+        if ranks is None:
+            raise WeftError(
+                f"rank {rank}: {movement.name} does not concern this rank, which has no plan"
+            )
+        if not isinstance(shapes, Mapping):
+            shapes = self._evenly(rank, shapes)
+        givers = [each for each in ranks if each in movement.givers]
+        if missing := [each for each in givers if each not in shapes]:
+            raise WeftError(
+                f"rank {rank}: the plan of {movement.name} needs the shapes of ranks {givers}, and "
+                f"those of {missing} are not given"
+            )
+        return planned(movement, tuple((each, tuple(shapes[each])) for each in givers))
+
+    def _evenly(self, rank: int, shape: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """What each rank brings of a tensor that is cut evenly."""
+        whole: dict[str, Any] = {"shape": tuple(shape)}
+        found = None
+        if any(each.name == "shape" for each in fields(self.movement)):
+            found = replace(self.movement, **whole).expected(rank)
+        if found is None:
+            raise WeftError(
+                f"rank {rank}: {self.movement.name} does not tell what ranks have from the whole "
+                "tensor's shape: pass the shapes by rank"
+            )
+        return found
 
     def extra_repr(self) -> str:
         settings = self.movement.settings()

@@ -124,7 +124,11 @@ class Partition:
     def to_mesh(
         self, device_type: str = "cpu", *, names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """This grid as a DeviceMesh; collective among all ranks of torch's default group."""
+        """This grid as a DeviceMesh; collective among all ranks of torch's default group.
+
+        The mesh has the ranks in the grid's order. DTensor mixes up shards along a dimension in
+        which the ranks do not ascend (PyTorch 2.13), which `to_dtensor` and `from_dtensor` refuse.
+        """
         from ..wire import process_group  # here: most programs never need it
 
         return process_group.mesh(device_type, self.ranks, self.shape, names)
