@@ -96,10 +96,12 @@ def test_buffers_that_are_not_what_their_memory_says(wire):
     for name, shape in {"a": (0, 3), "b": (2,), "c": (0, 5), "d": (0, 3)}.items():
         module.register_buffer(name, torch.full(shape, 1.0 + wire.rank))
     module.register_buffer("turned", torch.full((3,), 1 + 2j * (1 + wire.rank)).conj())
+    module.register_buffer("one", torch.full((1, 3), 1.0 + wire.rank).expand(5, 3))
     _, manifest, _ = of_module(module, buffers=True)
     assert not any("the same as" in said for said in manifest.values())
     weft.sync_params(module)
     assert module.b.eq(1).all() and module.turned.eq(1 - 2j).all()
+    assert module.one.eq(1).all() and module.one.stride(0) == 0
 
 
 @spmd(20, on=("threads",))
@@ -142,6 +144,7 @@ WRONG = {
     ),
     "lazy": (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), "'lazy.bias' has no shape yet"),
     "meta": (lambda m: m.to("meta"), "is on the meta device"),
+    "expanded": (lambda m: setattr(m, "hidden", torch.ones(1).expand(4)), "expanded on rank 1"),
     "sparse": (lambda m: m.register_buffer("s", torch.eye(2).to_sparse()), "sparse_coo"),
 }
 

@@ -24,7 +24,16 @@ from ..wire import default, dense
 from ..wire.base import Pending, Wire, flattened, is_plain
 from ..wire.memory import typed
 from .movement import on_host
-from .named import Manifest, difference, digest, local, manifests_of_all, of_module, shard_of
+from .named import (
+    Manifest,
+    difference,
+    digest,
+    expanded_dims,
+    local,
+    manifests_of_all,
+    of_module,
+    shard_of,
+)
 from .opening import NO_LIMIT, ROOM, Opening, opened
 
 __all__ = ["NAME", "Synchronised", "overlapping", "sync_grads"]
@@ -247,7 +256,7 @@ class Synchronised:
             parameter.grad = gradient = torch.zeros_like(parameter)
         elif gradient.layout == torch.sparse_coo:
             parameter.grad = gradient = gradient.to_dense()
-        elif _is_expanded(local(gradient)):
+        elif expanded_dims(local(gradient)):
             parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
 
@@ -276,14 +285,6 @@ class Synchronised:
             under_way = following
         if under_way is not None:
             under_way.finish()
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements share memory, so that it cannot be written."""
-    if tensor.is_contiguous():
-        return False
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return any(step == 0 and length > 1 for step, length in steps)
 
 
 class _Bucket:

@@ -26,6 +26,7 @@ __all__ = [
     "Named",
     "difference",
     "digest",
+    "expanded_dims",
     "local",
     "manifests_of_all",
     "of_module",
@@ -70,6 +71,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
         # what has no memory is told apart by itself; `place` is gone after this round
         key = _memory(place) if place.numel() else id(tensor)
         text = f"a {kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
+        if buffers and expanded_dims(place):
+            text += ", expanded"  # it cannot become what is not
         if key in first:
             text += f", the same as {first[key]!r}"
         else:
@@ -90,6 +93,14 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tenso
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors that are the same memory, seen alike."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def expanded_dims(tensor: Tensor) -> list[int]:
+    """The dimensions along which elements share memory, so that torch does not write it."""
+    if tensor.is_contiguous():
+        return []
+    steps = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+    return [dim for dim, (step, length) in steps if step == 0 and length > 1]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, is_plain
 from .movement import host, on_host
-from .named import difference, digest, local, manifests_of_all, of_module
+from .named import difference, digest, expanded_dims, local, manifests_of_all, of_module
 from .opening import opened
 
 __all__ = ["sync_params"]
@@ -108,7 +108,10 @@ def _broadcast(wire: Wire, source: int, tensors: Sequence[Tensor]) -> None:
         if not here:
             for tensor, came in zip(batch, hosted, strict=True):
                 if came is not tensor:
-                    tensor.copy_(came)
+                    place = tensor
+                    for dim in expanded_dims(tensor):
+                        place, came = place.narrow(dim, 0, 1), came.narrow(dim, 0, 1)
+                    place.copy_(came)
 
 
 def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
