@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from weft import WireError
 from weft.wire.lent import LEAST, Guard, Reach, address_of
 from weft.wire.mover import Lost, Mover
+from weft.wire.process_group import connect
 
 HOST, OTHER = b"h" * 16, b"o" * 16
 LONG = LEAST + 5
@@ -147,3 +155,62 @@ def test_a_guard_that_is_wiped_or_another_process_is_no_reach():
     guard.wipe()
     assert not reach.read(address_of(memoryview(memory)), memoryview(into))
     assert Reach.of(guard.card(HOST), HOST) is None
+
+
+RANKS, VICTIM, SIZE = 3, 1, 4 << 20
+
+
+def endless_ring(path, rank, how, timeout):
+    """One rank sends long messages round the ring until one of them is killed or stopped."""
+    torch.set_num_threads(1)
+    across, real = [], Reach.read
+
+    def read(self, address, into):
+        across.append(len(into))
+        return real(self, address, into)
+
+    Reach.read = read
+    wire = connect(dist.FileStore(path, RANKS), rank, RANKS, timeout)
+    before, after = (rank - 1) % RANKS, (rank + 1) % RANKS
+    right, number = True, 0
+    try:
+        while True:
+            own = torch.full((SIZE,), rank + RANKS * number % 240, dtype=torch.uint8)
+            other = torch.empty(SIZE, dtype=torch.uint8)
+            wire.post([(after, own)], [(before, other)]).wait()
+            right &= bool((other == before + RANKS * number % 240).all())
+            number += 1
+            if number == 5 and rank == VICTIM:
+                threading.Timer(0.01, os.kill, (os.getpid(), how)).start()
+    except WireError as error:
+        may = wire._connections.mover.lines[before]._reach is not None
+        return {"culprit": error.culprit, "right": right, "as it may": (SIZE in across) == may}
+
+
+def test_everybody_names_a_rank_of_this_host_that_dies_or_freezes(tmp_path):
+    # both at once, since most of it is waiting
+    cases = {signal.SIGKILL: 20.0, signal.SIGSTOP: 2.0}
+    pipes, children = {}, {}
+    for how, timeout in cases.items():
+        for rank in range(RANKS):
+            pipes[how, rank], end = os.pipe()
+            child = children[how, rank] = os.fork()
+            if child == 0:
+                try:
+                    signal.alarm(60)
+                    said = endless_ring(str(tmp_path / how.name), rank, how, timeout)
+                    os.write(end, json.dumps(said).encode())
+                finally:
+                    os._exit(0)
+            os.close(end)
+    try:
+        for (how, rank), pipe in pipes.items():
+            with os.fdopen(pipe) as file:
+                said = file.read() if rank != VICTIM else ""
+            if rank != VICTIM:
+                expected = {"culprit": VICTIM, "right": True, "as it may": True}
+                assert said and json.loads(said) == expected, (how, rank, said)
+    finally:
+        for child in children.values():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

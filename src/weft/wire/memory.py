@@ -200,7 +200,7 @@ def _made(size: int) -> _Piece:
     try:
         return _Piece(size)
     except OSError as error:
-        raise MemoryError(f"{size} bytes of memory for a result: {error.strerror}") from None
+        raise MemoryError(f"no memory for {size} bytes: {error.strerror}") from None
 
 
 def _address(pages: mmap.mmap) -> int:
