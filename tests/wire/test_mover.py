@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import threading
@@ -171,3 +173,29 @@ def test_a_failure_of_the_thread_reaches_who_waits(pair, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(Lost, match="the thread that moves its bytes failed: MemoryError"):
         wait(left, orders)
+
+
+def test_a_forked_child_waits_for_no_turn_of_its_parent(pair):
+    mover = pair[0]
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with mover._turn:  # as a thread does that waits for a message
+            held.set()
+            go.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            mover.abandon()
+            mover.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    go.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -6,6 +6,7 @@ import contextvars
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -395,3 +396,21 @@ def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():
     )
     assert done.stdout.startswith("rank 1: rank 0 gave up: its process ends while reduce runs")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_forked_in_the_middle_of_calls_is_told_so(wire):
+    entered, go = threading.Event(), threading.Event()
+    work = wire.worker.submit("held", lambda: (entered.set(), go.wait(30)))
+    assert entered.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # it would wait for a turn that nobody gives
+        try:
+            with pytest.raises(WeftError, match=r"forked: wait for it in the parent"):
+                work.wait()
+            os._exit(wire.worker.call("next", lambda: 0))
+        finally:
+            os._exit(1)
+    go.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    work.wait()

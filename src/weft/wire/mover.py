@@ -218,7 +218,7 @@ class Mover:
         try:
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
-            self.abandon()
+            self._let_go()
             self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:
             self._turn.release()
@@ -227,7 +227,11 @@ class Mover:
             thread.join()
 
     def abandon(self) -> None:
-        """Close the sockets alone: in a forked child, which has no thread and needs no turn."""
+        """Close the sockets in a forked child, which has no thread; one may have had the turn."""
+        self._turn, self._thread, self._stir = threading.RLock(), None, threading.Event()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._closed = True
         self._guard.wipe()
         for line in self._all:

@@ -163,7 +163,7 @@ class Watch:
 
         The peers see a death when the parent dies, not when its last child does.
         """
-        self._closed = True
+        self._closed, self._lock = True, threading.RLock()  # its thread may have had that one
         self.verdict = Verdict(None, "a forked process cannot use the wires of its parent")
         self._let_go()
 

@@ -62,7 +62,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._announcer: threading.Thread | None = None
         self._announcements: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stopped = False
+        self._stopped = self._forked = False
+        _made.add(self)
 
     @property
     def made(self) -> int:
@@ -215,6 +216,14 @@ class Worker:
         while (announcement := self._announcements.get()) is not None:
             announcement()
 
+    def _after_fork(self) -> None:
+        """In a forked child, which has no thread that would serve the calls under way."""
+        self._forked = True
+        self._turns = threading.Condition()  # it may have been held
+        self._queue.clear()
+        self._left.clear()
+        self._serving, self._owner, self._thread = self._tickets, None, None
+
     def _leave(self) -> None:
         """End the threads before the interpreter ends under them."""
         with self._turns:
@@ -269,6 +278,11 @@ class Work(Generic[T]):
                 raise WeftError(
                     f"rank {worker._wire.rank}: {self._name} waits for its turn behind "
                     f"{worker._wire.doing}, which waits for it: wait outside"
+                )
+            if worker._forked:
+                raise WeftError(
+                    f"rank {worker._wire.rank}: {self._name} was under way when this process was "
+                    "forked: wait for it in the parent"
                 )
             if not self._done.wait(seconds):
                 raise StillRunning(
@@ -333,8 +347,17 @@ def _text(error: BaseException) -> str:
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
-# a forked child has none of the threads, and perhaps their locks as they were held
-os.register_at_fork(after_in_child=_running.clear)
+_made: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # a forked child has none of the threads, and perhaps their locks as they were held
+    _running.clear()
+    for worker in list(_made):
+        worker._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
