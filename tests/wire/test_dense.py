@@ -10,20 +10,23 @@ import torch
 from weft import WeftError
 from weft.testing import run
 from weft.wire import dense
+from weft.wire.hosts import Hosts
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.fixture(params=["small", "one piece", "many chunks"])
+@pytest.fixture(params=["small", "one piece", "many chunks", "ring"])
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "_SMALL", 1 << 30 if request.param == "small" else 0)
-    many = request.param == "many chunks"
+    many = request.param in ("many chunks", "ring")
     monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if many else 1 << 30)
     monkeypatch.setattr(dense, "_CHUNK", 1 << 7 if many else 1 << 30)
     monkeypatch.setattr(dense, "_BLOCK", 100)
+    if request.param == "ring":  # as on several hosts
+        monkeypatch.setattr(dense, "ring_chunk", lambda ranks, *_: 128 if ranks > 2 else None)
 
 
 def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -152,6 +155,7 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(op, dtype, te
 
 
 def count_bytes(wire):
+    wire.hosts = Hosts.named("abcdefgh"[: wire.size])
     tensor = torch.ones(64 * 1024 * wire.size)
     wire.traffic.reset()
     dense.all_reduce(wire, tensor, "sum").wait()

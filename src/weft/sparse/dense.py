@@ -40,7 +40,8 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, load: Load, nbytes: float) -> Reduction:
-        sent, received = messages(load.ranks, nbytes), received_bytes(load.ranks, nbytes)
+        sent = messages(load.ranks, nbytes, load.hosts)
+        received = received_bytes(load.ranks, nbytes)
         queued, chunk = load.queue * received, ring_chunk(load.ranks, nbytes, load.hosts)
         if chunk is None:
             return cls(sent, received, sent, 0, 0.0, queued)

@@ -127,13 +127,14 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
         reduce_parts(seen, combine, flat)
 
 
-def messages(ranks: int, nbytes: float) -> int:
+def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
     """Messages that a rank sends while so many bytes are reduced."""
     if not nbytes:
         return 0
     if nbytes <= _SMALL:
         return ranks - 1
-    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / _chunk(ranks, nbytes / ranks))
+    chunk = ring_chunk(ranks, nbytes, hosts) or SCRATCH // (ranks - 1)
+    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / chunk)
 
 
 def received_bytes(ranks: int, nbytes: float) -> float:
@@ -149,10 +150,11 @@ def reduced_bytes(ranks: int, nbytes: float) -> float:
 def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> float | None:
     """Bytes of a chunk of the sums that go round the ring; None if they go to all directly.
 
-    That they do if they are small, and on one host, where there is no link to share.
+    That they do if they are small, and on one host, where there is no link to share; and as long as
+    nobody has asked who is on which host.
     """
     part = nbytes / ranks
-    apart = hosts is None or len(hosts.ranks) > 1
+    apart = hosts is not None and len(hosts.ranks) > 1
     return _chunk(ranks, part) if apart and ranks > 2 and part >= _CHUNK else None
 
 
@@ -245,13 +247,14 @@ class _Parts(Pending):
         grain = max(1, _ALIGN // flat.element_size())
         each = -(-len(flat) // wire.size)
         self._part = -(-each // grain) * grain
-        chunk = _chunk(wire.size, self._part * flat.element_size()) // flat.element_size()
+        nbytes = flat.numel() * flat.element_size()
+        ring = ring_chunk(wire.size, nbytes, wire.hosts)
+        self._rings = ring is not None
+        chunk = int(ring or SCRATCH // (wire.size - 1)) // flat.element_size()
         self._step = max(grain, chunk // grain * grain)
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
-        nbytes = flat.numel() * flat.element_size()
-        self._rings = ring_chunk(wire.size, nbytes, wire.hosts) is not None
         self._done = False
 
     def _piece(self, of: Tensor, rank: int, start: int) -> Tensor:
