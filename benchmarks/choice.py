@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from goals import CASES, LINKS, command
+from goals import CASES, LINKS, asked, command
 
 LIMIT = 1.10
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -185,12 +185,7 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="Page to put tables and picture into.")] = None,
 ) -> None:
     """Say whether `auto` takes what is quickest."""
-    links, cases = link.split(","), case.split(",")
-    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
-        for name in names:
-            if name not in there_is:
-                print(f"choice: unknown --{option} {name!r}: there is {', '.join(there_is)}")
-                raise typer.Exit(2)
+    links, cases = asked("choice", link, case)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not read_only:

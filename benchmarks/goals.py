@@ -246,6 +246,17 @@ def read(out: Path) -> dict[str, list[list[Row]]]:
     return {link: list(by_run.values()) for link, by_run in runs.items()}
 
 
+def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:
+    """The names in --link and --case; ends the tool if there is one that it does not know."""
+    links, cases = link.split(","), case.split(",")
+    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
+        for name in names:
+            if name not in there_is:
+                print(f"{tool}: unknown --{option} {name!r}: there is {', '.join(there_is)}")
+                raise typer.Exit(2)
+    return links, cases
+
+
 def main(
     link: Annotated[str, typer.Option(help="Links, divided by commas.")] = ",".join(LINKS),
     case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
@@ -255,12 +266,7 @@ def main(
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
 ) -> None:
     """Say which of the project's goals of speed are reached."""
-    links, cases = link.split(","), case.split(",")
-    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
-        for name in names:
-            if name not in there_is:
-                print(f"goals: unknown --{option} {name!r}: there is {', '.join(there_is)}")
-                raise typer.Exit(2)
+    links, cases = asked("goals", link, case)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not read_only:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
-from .along import Along, cut, evenly, given, shards, told
+from .along import FromShards, ToShards, given, shards, told
 from .layer import Layer
 from .movement import Lengths, fitting
 from .partition import Partition, normal_dims
@@ -26,15 +26,10 @@ __all__ = ["AllGather", "Gathering", "ReduceScatter", "SummedScattering"]
 
 
 @dataclass(frozen=True)
-class Gathering(Along):
+class Gathering(FromShards):
     """Shards to wholes."""
 
     name: ClassVar[str] = "AllGather"
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        return evenly(self.partition, range(self.partition.dim), self.shape)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self._cells(list(shapes))
@@ -46,17 +41,11 @@ class Gathering(Along):
 
 
 @dataclass(frozen=True)
-class SummedScattering(Along):
+class SummedScattering(ToShards):
     """Sums of wholes to shards."""
-
-    lengths: tuple[tuple[int, ...] | None, ...] | None = None
 
     name: ClassVar[str] = "ReduceScatter"
     summing: ClassVar[bool] = True
-
-    def settings(self) -> str:
-        cut = "" if self.lengths is None else f", lengths={self.lengths}"
-        return f"{super().settings()}{cut}"
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         return None if self.shape is None else self._wholes(self.shape)
@@ -75,9 +64,6 @@ class SummedScattering(Along):
         everything = whole(next(iter(shapes.values())))
         lengths = self._lengths(everything.shape)
         return between(dict.fromkeys(cells, everything), shards(cells, lengths, self.dims))
-
-    def _lengths(self, shape: Shape) -> list[Shape]:
-        return cut(self.name, self.partition, self.dims, shape, self.lengths)
 
 
 class AllGather(Layer):

@@ -47,6 +47,30 @@ class Along(Movement):
         return evenly(self.partition, others, shape)
 
 
+@dataclass(frozen=True)
+class FromShards(Along):
+    """Its tensors are cut along all dimensions of the grid."""
+
+    def expected(self, rank: int) -> Mapping[int, Shape] | None:
+        if self.shape is None:
+            return None
+        return evenly(self.partition, range(self.partition.dim), self.shape)
+
+
+@dataclass(frozen=True)
+class ToShards(Along):
+    """It cuts tensors along `dims`, into parts of certain lengths, or balanced ones."""
+
+    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+
+    def settings(self) -> str:
+        cut = "" if self.lengths is None else f", lengths={self.lengths}"
+        return f"{super().settings()}{cut}"
+
+    def _lengths(self, shape: Shape) -> list[Shape]:
+        return cut(self.name, self.partition, self.dims, shape, self.lengths)
+
+
 def shards(
     cells: Mapping[int, Shape], lengths: Sequence[Shape], dims: Sequence[int]
 ) -> dict[int, Box]:

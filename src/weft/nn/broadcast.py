@@ -93,6 +93,9 @@ class _Standing(Movement):
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         return None if self.shape is None else dict.fromkeys(self.givers, self.shape)
 
+    def alone(self, rank: int, shape: Shape) -> Shape | None:
+        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
+
     def _standing(self, ranks: Mapping[int, Shape]) -> dict[int, tuple[int, ...]]:
         """The part of `copies` that concerns the group that these ranks are in."""
         found = copies(self.small, self.large)
@@ -116,9 +119,6 @@ class Broadcasting(_Standing):
     def _givers(self) -> Iterable[int]:
         return self.small.ranks
 
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
-        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
-
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         have = [Side.of({rank: whole(shapes[rank])}, sheet=rank) for rank in self._standing(shapes)]
         want = [
@@ -141,9 +141,6 @@ class Summing(_Standing):
 
     def _givers(self) -> Iterable[int]:
         return self.large.ranks
-
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
-        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         have, want = [], []

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
-from .along import Along, cut, evenly, given, shards, told
+from .along import FromShards, ToShards, given, shards, told
 from .broadcast import first_along
 from .layer import Layer
 from .movement import Lengths, fitting
@@ -22,19 +22,13 @@ __all__ = ["Collecting", "Distributing", "Gather", "Scatter"]
 
 
 @dataclass(frozen=True)
-class Distributing(Along):
+class Distributing(ToShards):
     """The whole on the first rank to shards on all."""
-
-    lengths: tuple[tuple[int, ...] | None, ...] | None = None
 
     name: ClassVar[str] = "Scatter"
 
     def _givers(self) -> Iterable[int]:
         return first_along(self.partition, self.dims).ranks
-
-    def settings(self) -> str:
-        cut = "" if self.lengths is None else f", lengths={self.lengths}"
-        return f"{super().settings()}{cut}"
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         if self.shape is None:
@@ -45,20 +39,15 @@ class Distributing(Along):
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         ((root, shape),) = shapes.items()
         cells = self._cells(self.groups[root])
-        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
+        lengths = self._lengths(shape)
         return between({root: whole(shape)}, shards(cells, lengths, self.dims))
 
 
 @dataclass(frozen=True)
-class Collecting(Along):
+class Collecting(FromShards):
     """Shards on all ranks to the whole on the first."""
 
     name: ClassVar[str] = "Gather"
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        return evenly(self.partition, range(self.partition.dim), self.shape)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self._cells(list(shapes))

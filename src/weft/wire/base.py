@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from ..errors import WeftError
 from .counted import Traffic
 from .memory import Lease, Pool
 
@@ -160,6 +161,19 @@ class Wire(abc.ABC):
 
         Every rank of this wire calls it with the same list; those outside get None.
         """
+
+    def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a part of this wire, checked.
+
+        Raises:
+            WeftError: they are not distinct ranks of this wire.
+        """
+        chosen = tuple(ranks)
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.size)):
+            raise WeftError(
+                f"rank {self.rank}: {list(chosen)} are not distinct ranks of {self.size}"
+            )
+        return chosen
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:

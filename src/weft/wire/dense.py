@@ -147,7 +147,7 @@ def reduced_bytes(ranks: int, nbytes: float) -> float:
     return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
 
 
-def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> float | None:
+def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> int | None:
     """Bytes of a chunk of the sums that go round the ring; None if they go to all directly.
 
     That they do if they are small, and on one host, where there is no link to share; and as long as
@@ -250,7 +250,7 @@ class _Parts(Pending):
         nbytes = flat.numel() * flat.element_size()
         ring = ring_chunk(wire.size, nbytes, wire.hosts)
         self._rings = ring is not None
-        chunk = int(ring or SCRATCH // (wire.size - 1)) // flat.element_size()
+        chunk = (ring or SCRATCH // (wire.size - 1)) // flat.element_size()
         self._step = max(grain, chunk // grain * grain)
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size

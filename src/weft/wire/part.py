@@ -38,9 +38,7 @@ class Part(Wire):
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
-        chosen = list(ranks)
-        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(wire.size)):
-            raise WeftError(f"rank {wire.rank}: {chosen} are not distinct ranks of {wire.size}")
+        chosen = list(wire.chosen(ranks))
         if wire.rank not in chosen:
             raise WeftError(f"rank {wire.rank} is none of the ranks {chosen}: it has no part")
         super().__init__(chosen.index(wire.rank), len(chosen), wire.timeout, wire.host)

@@ -153,9 +153,7 @@ class ProcessGroupWire(Wire):
 
     def sub(self, ranks: Sequence[int]) -> ProcessGroupWire | None:
         self._check()
-        chosen = list(ranks)
-        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.size)):
-            raise WeftError(f"rank {self.rank}: {chosen} are not distinct ranks of {self.size}")
+        chosen = self.chosen(ranks)
         self._subs += 1
         if self.rank not in chosen:
             return None

@@ -223,11 +223,7 @@ class SimulatedWire(Wire):
         return _Reduction(self, dense.all_reduce(self, tensor, op), nbytes)
 
     def sub(self, ranks: Sequence[int]) -> SimulatedWire | None:
-        shared, chosen = self._group, tuple(ranks)
-        if len(set(chosen)) != len(chosen) or any(not 0 <= rank < self.size for rank in chosen):
-            raise WeftError(
-                f"rank {self.rank}: {list(chosen)} are not distinct ranks of {self.size}"
-            )
+        shared, chosen = self._group, self.chosen(ranks)
         with self._network.lock:
             self._check_usable()
             if self._splits == len(shared.parts):

@@ -155,11 +155,7 @@ class ThreadWire(Wire):
 
     def sub(self, ranks: Sequence[int]) -> ThreadWire | None:
         shared = self._group
-        chosen = tuple(ranks)
-        if len(set(chosen)) != len(chosen) or any(not 0 <= rank < self.size for rank in chosen):
-            raise WeftError(
-                f"rank {self.rank}: {list(chosen)} are not distinct ranks of {self.size}"
-            )
+        chosen = self.chosen(ranks)
         with shared.lock:
             self._check_usable()
             if self._splits == len(shared.splits):

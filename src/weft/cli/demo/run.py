@@ -28,7 +28,7 @@ from .settings import WINDOW, Refused, Settings, check_memory
 from .train import Job, measure_memory, train
 from .vectors import choose_words, nearest, write_vectors
 
-__all__ = ["refusing", "run"]
+__all__ = ["refusing", "run", "say", "terminal"]
 
 _WIDTH = 120  # columns of what is printed where there is no terminal
 
@@ -40,12 +40,10 @@ def run(settings: Settings, command: Sequence[str]) -> int:
         Refused: it cannot be done; what was trained before that is written nevertheless.
         KeyboardInterrupt: Ctrl-C, before there was anything to keep.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
-    _say(console, f"reading {', '.join(map(str, settings.text)) or 'the standard library'}")
+    console = terminal()
+    say(console, f"reading {', '.join(map(str, settings.text)) or 'the standard library'}")
     corpus = read(settings.text, min_count=settings.min_count, ranks=settings.ranks)
-    _say(console, _about(corpus, settings))
+    say(console, _about(corpus, settings))
     check_memory(settings, len(corpus.words))
     runs = [Run(way, settings.steps, settings.ranks) for way in settings.ways]
     trouble: Refused | None = None
@@ -173,16 +171,16 @@ def _write(
     for line in verdict(agreements):
         console.print(line)
     if len(summaries) > 1:
-        _say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
+        say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
     for one in summaries:
         if one.note:
-            _say(console, f"{one.name}: {one.note}")
+            say(console, f"{one.name}: {one.note}")
     try:
         write_vectors(vectors, corpus.words, table)
         write_report(report, result)
     except OSError as error:
         raise Refused(f"cannot write into {settings.out}: {error.strerror}") from None
-    _say(console, f"vectors: {vectors}\nreport:  {report}")
+    say(console, f"vectors: {vectors}\nreport:  {report}")
     return all(one.agrees for one in agreements)
 
 
@@ -195,7 +193,14 @@ def _about(corpus: Corpus, settings: Settings) -> str:
     return text + (f"; {corpus.skipped} files skipped, not text" if corpus.skipped else "")
 
 
-def _say(console: Console, text: str) -> None:
+def terminal() -> Console:
+    """Where the demo prints, wide enough for its tables if that is a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is."""
     console.print(text, markup=False, soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from weft.bootstrap import local
 
 from ..demo.live import Display, display, figures_table, verdict
 from ..demo.record import Run, Step, Summary, agreement, speedups
-from ..demo.run import refusing
+from ..demo.run import refusing, say, terminal
 from ..demo.settings import Refused
 from .cut import cut
 from .settings import GraphSettings
@@ -26,7 +26,6 @@ from .train import Ended, Job, Sent, train
 
 __all__ = ["Cut", "Trained", "run"]
 
-_WIDTH = 120  # columns of what is printed where there is no terminal
 _HELD_OUT = 0.3  # of the nodes
 
 
@@ -104,12 +103,10 @@ def run(settings: GraphSettings, command: Sequence[str]) -> int:
         Refused: it cannot be done; what was trained before that is written nevertheless.
         KeyboardInterrupt: Ctrl-C, before there was anything to keep.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = terminal()
     graph = read(settings.graph)
     count = len(graph.names)
-    _say(
+    say(
         console,
         f"{graph.source}: {count:,} nodes, {len(graph.edges):,} edges, "
         f"{len(graph.classes)} classes",
@@ -117,7 +114,7 @@ def run(settings: GraphSettings, command: Sequence[str]) -> int:
     if count < 2 * settings.ranks:
         raise Refused(f"--ranks is {settings.ranks}, and the graph has only {count} nodes")
     found = Cut.of(graph, settings.ranks)
-    _say(console, f"cut into {settings.ranks}: {found.crossing().mean():.1%} of the edges cross")
+    say(console, f"cut into {settings.ranks}: {found.crossing().mean():.1%} of the edges cross")
     runs = [Trained(_run("weft", "weft", settings.ranks, settings.steps, count))]
     if settings.alone:
         runs.append(Trained(_run("torch", "one process", 1, settings.steps, count)))
@@ -225,13 +222,13 @@ def _write(
     for line in verdict(agreements):
         console.print(line)
     if len(summaries) > 1:
-        _say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
+        say(console, f"a step with weft is {' and '.join(speedups(summaries))}")
     for trained in runs:
         name, accuracy = trained.run.name, trained.accuracy
         if accuracy is not None:
-            _say(console, f"{name}: class found for {accuracy:.1%} of held-out nodes")
+            say(console, f"{name}: class found for {accuracy:.1%} of held-out nodes")
         if trained.run.note:
-            _say(console, f"{name}: {trained.run.note}")
+            say(console, f"{name}: {trained.run.note}")
     if settings.ranks > 1 and runs[0].sent:
         console.print()
         console.print(pairs_table(runs[0]))
@@ -241,9 +238,5 @@ def _write(
         write_page(report, values(settings, found, runs, agreements, command))
     except OSError as error:
         raise Refused(f"cannot write into {settings.out}: {error.strerror}") from None
-    _say(console, f"report:  {report}")
+    say(console, f"report:  {report}")
     return all(one.agrees for one in agreements)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
