@@ -17,7 +17,6 @@ import argparse
 import functools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -28,6 +27,7 @@ from rich.table import Table
 from torch import nn
 
 import weft
+from turns import turns
 from weft.testing import processes
 from weft.wire.base import Wire
 
@@ -42,17 +42,8 @@ def measure(
     wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]], calls: int = 1
 ) -> Rows:
     """Median milliseconds of each contender, of the slowest rank, and as multiples of the first."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
-        for name, contender in contenders.items():
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                contender()
-            took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
-            wire.dense_all_reduce(took, "max").wait()
-            times[name].append(took.item())
-    medians = {name: statistics.median(each[1:]) for name, each in times.items()}
+    times = turns(wire, rounds, contenders, calls=calls)
+    medians = {name: statistics.median(each) for name, each in times.items()}
     first = next(iter(medians.values()))
     return [
         [name, f"{seconds * 1e3:.2f}", f"{seconds / first:.2f}"]

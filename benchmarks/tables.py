@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -27,9 +26,9 @@ from rich.table import Table
 from torch import Tensor
 
 import weft
+from turns import turns
 from weft.sparse import last_call
 from weft.testing import processes
-from weft.wire.base import Wire
 
 TABLES, TOKENS, HEIGHT, WIDTH = 26, 500, 1_000_000, 64
 
@@ -46,22 +45,6 @@ def table(rank: int, number: int, tokens: int) -> Pair:
 def coo(rows: Pair) -> Tensor:
     """As torch wants them."""
     return torch.sparse_coo_tensor(rows[0][None], rows[1], (HEIGHT, WIDTH), check_invariants=False)
-
-
-def measure(
-    wire: Wire, rounds: int, contenders: dict[str, Callable[[], object]]
-) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, of the slowest rank; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 2):
-        for name, contender in contenders.items():
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
-            start = time.perf_counter()
-            contender()
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            wire.dense_all_reduce(took, "max").wait()
-            times[name].append(took.item())
-    return {name: each[2:] for name, each in times.items()}
 
 
 def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -96,7 +79,7 @@ def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
             contender()
             record = last_call()
             ran[name] = "" if record is None or "26" in name else record.algorithm
-        times = measure(wire, rounds, contenders)
+        times = turns(wire, rounds, contenders, warmup=2)
     dist.destroy_process_group()
     return times, ran
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from turns import turns
 from weft.testing import processes
 from weft.wire.base import Wire
 from weft.wire.process_group import connect
@@ -38,16 +38,8 @@ Rows = list[list[str]]
 
 def measure(wire: Wire, rounds: int, contenders: dict[str, Callable[[], None]]) -> dict[str, float]:
     """Median seconds of each contender, of the slowest rank; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
-        for name, contender in contenders.items():
-            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
-            start = time.perf_counter()
-            contender()
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            wire.dense_all_reduce(took, "max").wait()
-            times[name].append(took.item())
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+    times = turns(wire, rounds, contenders)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def small(wire: Wire, rounds: int) -> Rows:

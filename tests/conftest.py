@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -26,6 +30,31 @@ torch.set_num_threads(1)
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)
 settings.load_profile("weft")
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    def held() -> set[object]:
+        gc.collect()
+        opened: set[object] = set(threading.enumerate())
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one of this listing
+                opened.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+        return opened
+
+    before = held()
+    yield
+    assert held() - before == set()
+
+
+@pytest.fixture
+def nothing_left() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A block, after which no file, socket or thread is there that was not there before.
+
+    What an earlier test left may go meanwhile: a comparison of counts would hold it against this
+    block, or let it hide what the block left.
+    """
+    return _nothing_left
 
 
 def pytest_report_header() -> str:

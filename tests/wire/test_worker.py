@@ -29,10 +29,9 @@ def wire():
     only.close()
 
 
-def test_a_call_runs_in_the_callers_thread_and_starts_none(wire):
-    before = threading.active_count()
-    assert wire.worker.call("ident", threading.get_ident) == threading.get_ident()
-    assert threading.active_count() == before
+def test_a_call_runs_in_the_callers_thread_and_starts_none(wire, nothing_left):
+    with nothing_left():
+        assert wire.worker.call("ident", threading.get_ident) == threading.get_ident()
 
 
 def test_submitted_calls_share_one_daemon_thread(wire):

@@ -1,0 +1,40 @@
+"""How contenders are timed side by side on a wire: the loop that several benchmarks share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weft.wire.base import Wire
+
+
+def turns(
+    wire: Wire,
+    rounds: int,
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    warmup: int = 1,
+    calls: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds of a call of each contender in each round, of the slowest rank; they take turns.
+
+    Args:
+        wire: among whom; it also serves as the barrier before each turn.
+        rounds: that count.
+        contenders: by name.
+        warmup: rounds before those, which do not.
+        calls: made in one turn, and timed together.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + warmup):
+        for name, contender in contenders.items():
+            wire.dense_all_reduce(torch.zeros(1), "sum").wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                contender()
+            took = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64)
+            wire.dense_all_reduce(took, "max").wait()
+            times[name].append(took.item())
+    return {name: each[warmup:] for name, each in times.items()}
