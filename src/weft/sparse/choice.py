@@ -7,7 +7,7 @@ measured by all ranks together, so every rank chooses alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from ..agree import DIRECT, is_direct
 from ..errors import WeftError
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
-from ..wire.link import Link
+from ..wire.link import Link, figures
 from . import profile
 from .cost import Load
 from .header import RowsInHeader
@@ -47,6 +47,7 @@ _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connect
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
 _GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
+_MEASURE_AGAIN = (8, 64)  # calls: at the first one, processes are often busy with their start
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 
 
@@ -140,6 +141,10 @@ class Explanation:
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
     link = link_of(wire)
+    if link.measured:
+        wire.priced += 1
+        if wire.priced in _MEASURE_AGAIN:
+            link = wire.link = link.quicker(_aside(wire, figures))
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
@@ -156,10 +161,16 @@ def fitted(load: Load, link: Link) -> Load:
 def link_of(wire: Wire) -> Link:
     """The figures of the wire's network; read or measured, by all ranks, the first time."""
     if wire.link is None:
-        with apart(wire):
-            wire.link = profile.link(wire)
-        wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
+        wire.link = _aside(wire, profile.link)
     return wire.link
+
+
+def _aside(wire: Wire, look: Callable[[Wire], Link]) -> Link:
+    """The link as found by `look`, which is no part of the call that wanted to know."""
+    with apart(wire):
+        link = look(wire)
+    wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
+    return link
 
 
 def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:

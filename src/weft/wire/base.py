@@ -90,6 +90,7 @@ class Wire(abc.ABC):
         calls: how many calls were started; the worker counts them.
         sequence: number of the last call that the ranks agreed on.
         link: figures of the network, once measured (`weft.wire.link`).
+        priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
@@ -108,6 +109,7 @@ class Wire(abc.ABC):
         self.calls = 0
         self.sequence = 0
         self.link: Link | None = None
+        self.priced = 0
         self.hosts: Hosts | None = None
         self.entered: object | None = None
         self._worker: Worker | None = None

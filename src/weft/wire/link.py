@@ -1,19 +1,20 @@
 """What a network is like, in the three numbers that costs are computed from.
 
-`measure` finds them once for each wire, by moving bytes round the ring of ranks for a few tens of
-milliseconds. All ranks take the slowest rank's figures, rounded to coarse steps, so that they
-compute the same costs and small noise does not change a choice. `WEFT_LINK=latency_us,gbit` in
-the environment (the same on every rank) says them instead.
+`measure` finds them by moving bytes round the ring of ranks for a few tens of milliseconds. All
+ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same costs
+and small noise does not change a choice. `WEFT_LINK=latency_us,gbit` in the environment (the same
+on every rank) says them instead.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import struct
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,12 +43,22 @@ class Link:
         beta: seconds for each byte that a rank receives while it sends as much.
         gamma: seconds for each byte of rows merged, with this host's cores shared.
         work: seconds of a core that one message costs, sent and received, cores shared.
+        measured: whether they were found by measuring, and measuring again may better them.
     """
 
     alpha: float
     beta: float
     gamma: float
     work: float
+    measured: bool = False
+
+    def quicker(self, other: Link) -> Link:
+        """The better of two measurements of a network in each figure.
+
+        What else goes on only ever slows a measurement down.
+        """
+        alpha, beta = min(self.alpha, other.alpha), min(self.beta, other.beta)
+        return replace(self, alpha=alpha, beta=beta, work=min(self.work, other.work))
 
     def __str__(self) -> str:
         return (
@@ -65,7 +76,7 @@ def measure(wire: Wire) -> Link:
 def figures(wire: Wire) -> Link:
     """`measure`, whatever WEFT_LINK says."""
     alpha, work = _latency(wire)
-    return agreed(wire, alpha, _rate(wire), work)
+    return replace(agreed(wire, alpha, _rate(wire), work), measured=True)
 
 
 def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = MERGE) -> Link:
@@ -119,16 +130,15 @@ def _unstep(step: int) -> float:
 
 def _latency(wire: Wire) -> tuple[float, float]:
     """Seconds that a small exchange with everybody takes, and a core's for a message of it."""
-    message, best, rounds = torch.zeros(256, dtype=torch.uint8), math.inf, 4 * _PASSES
-    busy = time.process_time()
-    for _ in range(rounds):
-        start = time.perf_counter()
+    message, best, busy = torch.zeros(256, dtype=torch.uint8), math.inf, []
+    for _ in range(4 * _PASSES):
+        start, before = time.perf_counter(), time.process_time()
         pending = wire.small_all_gather(message, 256)
         pending.wait()
         pending.release()
         best = min(best, time.perf_counter() - start)
-    busy = time.process_time() - busy
-    return best, busy / rounds / max(1, wire.size - 1)
+        busy.append(time.process_time() - before)
+    return best, statistics.median(busy) / max(1, wire.size - 1)
 
 
 def _rate(wire: Wire) -> float:
