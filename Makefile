@@ -10,8 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: .venv/report
 	$(BIN)/weft demo
 
+# Tests mostly wait, for processes that start and for deadlines: three at once fill two cores.
 test: .venv/test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 lint: .venv/lint
 	$(BIN)/ruff check .
