@@ -110,8 +110,9 @@ def test_the_bound():
     assert load.bound == 2 * 3 / 4 * 100 * 260
 
 
+@pytest.mark.parametrize("name", ["mask", "ring"])
 @spmd(3, on=("threads",))
-def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wire):
+def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wire, name):
     reduce_in_posts(wire)
     count, height = 5000, 20_000
     values = torch.full((count, 8), float(wire.rank + 1))
@@ -123,11 +124,13 @@ def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wi
         before = wire.traffic.bytes
         weft.explain(weft.Rows(indices, values, height))
         opening = wire.traffic.bytes - before
-        result = weft.sparse_all_reduce(weft.Rows(indices, values, height), algorithm="mask")
+        result = weft.sparse_all_reduce(weft.Rows(indices, values, height), algorithm=name)
         sent.append(last_call().sent_bytes - opening)
         dense = torch.zeros(height, 8).index_add_(0, indices, values)
         wire.dense_all_reduce(dense, "sum").wait()
         assert len(result) == count + different
         assert torch.equal(dense[result.indices], result.values)
     assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)
-    assert sent[1] > sent[0] + height / 8  # the bitmap of all places
+    assert (
+        sent[1] > sent[0] + height / 8
+    )  # a bitmap of all places, or lists

@@ -3,8 +3,9 @@
 The index ranges are those of `split`, but nobody receives a range from everybody: the range of
 rank r starts at rank r + 1 and is handed on to the right, every rank adding its own rows, until
 it arrives at r complete. Index sets run ahead of the values, so that the size of the result, and
-every row's place in it, are known before the first value moves; the values follow in chunks that
-are merged, and sent on, while the next are on their way. What the last rank of a range adds goes
+every row's place in it, are known before the first value moves; where the headers' digests say that
+all ranks have the same rows, no index moves at all. The values follow in chunks that are merged,
+and sent on, while the next are on their way. What the last rank of a range adds goes
 straight into the result, and from there round the ring, once: so every rank gets the same bits,
 though each range is added in an order of its own.
 
@@ -18,6 +19,8 @@ algorithms for clusters of workstations" (JPDC 2009), section 3, on sorted runs 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -49,10 +52,12 @@ def cost(load: Load) -> Cost:
     sums = load.union * share
     told = sums * load.index_of(load.union)
     lists = [run * load.index_of(run * load.ranks) for run in runs]
+    listed = sum(map(list_messages, lists)) + others * list_messages(told)
+    if load.identical:
+        told, lists, listed = 0.0, [], 0
     return Cost(
-        rounds=others + 1,  # of index sets
-        messages=sum(map(list_messages, lists))
-        + others * list_messages(told)
+        rounds=1 if load.identical else others + 1,  # of index sets
+        messages=listed
         + round(
             sum(load.parted(run, load.partial, 1) for run in runs)
             + load.parted(sums, load.row, others)
@@ -84,16 +89,18 @@ def ring(rows: Rows, call: Call) -> Rows:
     came: list[Tensor] = []
     unions: list[kernels.Union] = []
     for owner in passing[1:]:
-        lists = IndexLists(call, {right: run}, [left])
-        came.append(lists.wait()[left].clone())
-        lists.release()
+        if call.load.identical:
+            came.append(indices[part[owner]])
+        else:
+            lists = IndexLists(call, {right: run}, [left])
+            came.append(lists.wait()[left].clone())
+            lists.release()
         unions.append(kernels.union([came[-1], indices[part[owner]]]))
         run = unions[-1].indices
 
     # now everybody's sums are known, and their places in the result
-    sums = IndexLists(call, dict.fromkeys(wire.peers, run), wire.peers)
-    summed = sums.wait() | {me: run}
-    result, mine, sharing = share(call, [summed[rank] for rank in range(size)])
+    summed = _everybodys(call, run, indices, part)
+    result, mine, sharing = share(call, summed)
 
     # and with the values; what came two steps before is gone when its memory is needed again
     passed = call.of_partials()
@@ -121,8 +128,18 @@ def ring(rows: Rows, call: Call) -> Rows:
             inflow.release()
         sharing.finish()
         _finish(sent)
-    sums.release()
     return result
+
+
+def _everybodys(call: Call, run: Tensor, indices: Tensor, part: Sequence[slice]) -> list[Tensor]:
+    """The indices that each rank sums; `run` is this rank's."""
+    if call.load.identical:
+        return [indices[rows] for rows in part]
+    wire = call.wire
+    lists = IndexLists(call, dict.fromkeys(wire.peers, run), wire.peers)
+    summed = {rank: came.clone() for rank, came in lists.wait().items()} | {wire.rank: run}
+    lists.release()
+    return [summed[rank] for rank in range(wire.size)]
 
 
 def _finish(sent: list[list[Pending]]) -> None:
