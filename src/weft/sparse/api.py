@@ -130,7 +130,7 @@ def list_job(
             done = coalesced.reduced(wire, requests, error)
         note(
             done.algorithm,
-            rows=sum(request.distinct.indices.numel() for request in requests),
+            rows=done.own,
             total=done.total,
             union=sum(map(len, done.rows)),
             bound=done.bound,
@@ -147,7 +147,7 @@ def _of_list(
     """The request of each table; an empty list is one empty table."""
     tables = rows or [NOTHING]
     requests = [
-        Request.of(table, op, algorithm, wire_dtype, place)
+        Request.of(table, op, algorithm, wire_dtype, place, sort=False)
         for table, place in zip_longest(tables, places[: len(tables)])
     ]
     requests[0].fields["number of tables"] = len(rows)

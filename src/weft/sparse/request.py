@@ -23,7 +23,7 @@ from ..wire import link
 from . import registry
 from .call import Out
 
-__all__ = ["NOTHING", "Request", "RowsLike", "op_name"]
+__all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside"]
 
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
@@ -45,7 +45,8 @@ class Request:
 
     Attributes:
         rows: what is to be reduced, on the CPU.
-        distinct: its indices, sorted, and their duplicates.
+        distinct: its indices, sorted, and their duplicates; of a table of a list, that is left to
+            `joint`, and so are the checks of indices.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -77,11 +78,16 @@ class Request:
         algorithm: object,
         wire_dtype: object,
         out: object,
+        *,
+        sort: bool = True,
     ) -> Request:
         """Check the arguments of a call."""
         request = cls()
         try:
             request._take_rows(rows)
+            if sort:
+                request.distinct = kernels.distinct(request.rows.indices)
+                request._check_range(request.distinct.indices)
             request._take_op(op)
             request._take_algorithm(algorithm)
             request._take_wire_dtype(wire_dtype)
@@ -95,7 +101,9 @@ class Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
         request = cls()
         try:
-            request._take_rows(rows, sort=False)
+            request._take_rows(rows)
+            if request.rows.indices.numel():
+                request._check_range(torch.stack(request.rows.indices.aminmax()))
             request._take_algorithm("auto")
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
@@ -133,7 +141,7 @@ class Request:
         except _WrongError as error:
             self.error = str(error)
 
-    def _take_rows(self, given: object, *, sort: bool = True) -> None:
+    def _take_rows(self, given: object) -> None:
         rows, self.restore = _unwrapped(given)
         indices, values = rows.indices, rows.values
         if indices.dim() != 1:
@@ -151,21 +159,18 @@ class Request:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
         plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels read as memory
         self.rows = Rows(indices.detach().cpu(), plain, rows.height)
-        if sort:
-            self.distinct = kernels.distinct(self.rows.indices)
-        if indices.numel():
-            sorted_ = self.distinct.indices if sort else torch.stack(self.rows.indices.aminmax())
-            low, high = (int(sorted_[end]) for end in (0, -1))
-            if low < 0:
-                raise _WrongError(f"index {low} is negative: indices count from 0")
-            if rows.height is not None and high >= rows.height:
-                raise _WrongError(f"index {high} is outside of a height of {rows.height}")
         self.fields = {
             "index dtype": str(indices.dtype),
             "value dtype": str(values.dtype),
             "row shape": tuple(values.shape[1:]) if indices.numel() else None,
             "height": "no height" if rows.height is None else rows.height,
         }
+
+    def _check_range(self, sorted_: Tensor) -> None:
+        if len(sorted_):
+            ends = int(sorted_[0]), int(sorted_[-1])
+            if error := outside(*ends, self.rows.height):
+                raise _WrongError(error)
 
     def _take_op(self, op: object) -> None:
         self.op = _op(op)
@@ -262,6 +267,15 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
         "weft.Rows"
     )
+
+
+def outside(low: int, high: int, height: int | None) -> str | None:
+    """What is wrong with indices from `low` to `high`."""
+    if low < 0:
+        return f"index {low} is negative: indices count from 0"
+    if height is not None and high >= height:
+        return f"index {high} is outside of a height of {height}"
+    return None
 
 
 def op_name(op: object) -> object:
