@@ -8,6 +8,7 @@ tables' indices are put in one space: the table's number in the upper bits.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ MOST = 256
 UNKNOWN = "?"
 """In place of a row shape: this rank has no rows."""
 
+_LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
 _FIXED = struct.Struct("<4q2?6x")  # tables, bytes of: lines, trouble, index; with rows, fallible
 COLUMNS = 5
 """How many numbers a table has:"""
@@ -218,12 +220,15 @@ def layout(lines: Sequence[str]) -> list[int]:
     Tables without rows, whose row shape is not known, may be anywhere.
     """
 
-    def place(table: int) -> tuple[int, int, str, str, int]:
-        what, shape = lines[table].split("\t")
-        dtype, travels = dtypes_of(what)
-        return -travels.itemsize, -dtype.itemsize, str(dtype), shape, table
+    return sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table))
 
-    return sorted(range(len(lines)), key=place)
+
+@functools.lru_cache(_LINES)
+def _place(line: str) -> tuple[int, int, str, str]:
+    """By what a table comes before others, from its line."""
+    what, shape = line.split("\t")
+    dtype, travels = dtypes_of(what)
+    return -travels.itemsize, -dtype.itemsize, str(dtype), shape
 
 
 def line(
@@ -239,6 +244,7 @@ def line(
     return f"{_short(dtype)} values{rounded}, {_short(index)} indices, {tall}\t{shape}"
 
 
+@functools.lru_cache(_LINES)
 def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the values in a table's line, and that in which they travel.
 
@@ -250,5 +256,6 @@ def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
     return dtype, travels
 
 
+@functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
