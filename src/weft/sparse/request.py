@@ -78,18 +78,43 @@ class Request:
         algorithm: object,
         wire_dtype: object,
         out: object,
-        *,
-        sort: bool = True,
     ) -> Request:
         """Check the arguments of a call."""
         request = cls()
         try:
             request._take_rows(rows)
-            if sort:
-                request.distinct = kernels.distinct(request.rows.indices)
-                request._check_range(request.distinct.indices)
+            request.distinct = kernels.distinct(request.rows.indices)
+            request._check_range(request.distinct.indices)
             request._take_op(op)
             request._take_algorithm(algorithm)
+            request._take_wire_dtype(wire_dtype)
+            request._take_out(out)
+        except (_WrongError, WeftError) as error:
+            request.error, request.dtype = str(error), request.rows.values.dtype
+        return request
+
+    @classmethod
+    def of_table(
+        cls,
+        rows: object,
+        op: object,
+        algorithm: object,
+        wire_dtype: object,
+        out: object,
+        before: Request | None,
+    ) -> Request:
+        """Check the arguments of a call for a table of a list; `before` is the table before it."""
+        request = cls()
+        try:
+            request._take_rows(rows)
+            if before is None or before.error is not None:
+                request._take_op(op)
+                request._take_algorithm(algorithm)
+            else:  # what is the same for all is looked at once
+                request.op, request.algorithm = before.op, before.algorithm
+                for name in ("op", "algorithm", "WEFT_LINK"):
+                    request.fields[name] = before.fields[name]
+                request._check_op()
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         except (_WrongError, WeftError) as error:
@@ -174,9 +199,12 @@ class Request:
 
     def _take_op(self, op: object) -> None:
         self.op = _op(op)
+        self._check_op()
+        self.fields["op"] = self.op.name
+
+    def _check_op(self) -> None:
         if reason := self.op.refuses(self.rows.values.dtype):
             raise _WrongError(reason)
-        self.fields["op"] = self.op.name
 
     def _take_algorithm(self, name: object) -> None:
         chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
