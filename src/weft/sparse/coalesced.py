@@ -223,7 +223,7 @@ def _run(
     wire, stacks = call.wire, space.stacks
     assert both.header is not None
     values = own.values(memory, call.op)
-    mine = Stacked(space.keys(own.indices(), own.counts), values)
+    mine = Stacked(own.keys(space), values)
     if wire.size == 1 or not stacks:  # nobody, or nothing, to talk about
         copied = Stacked(mine.keys, fresh((own.size,), torch.uint8).copy_(values))
         return ALONE if wire.size == 1 else EAGER, _widened(copied, stacks)

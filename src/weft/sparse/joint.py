@@ -24,6 +24,7 @@ from ..wire.memory import typed
 from .call import row_bytes
 from .header import NO_LIMIT, Header
 from .request import Request, outside
+from .space import Space
 from .tables import (
     COLUMNS,
     HIGHEST,
@@ -118,6 +119,14 @@ class Joint:
         own = self._distinct.indices - self._offset(self._starts)
         narrow = bool((self.numbers[:, HIGHEST] < 2**31).all())
         return own.int() if narrow else own
+
+    def keys(self, space: Space) -> Tensor:
+        """In the space of keys of all ranks, in order."""
+        first = np.zeros(len(self.requests), np.int64)
+        first[space.tables] = space.starts[:-1]
+        return (self._distinct.indices + self._offset(first[self._order] - self._starts)).to(
+            space.index
+        )
 
     def _header(self, rank: int) -> Header:
         """Of all rows together, their tables' numbers in the upper bits of the indices."""

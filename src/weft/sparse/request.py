@@ -20,6 +20,7 @@ from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire import link
+from ..wire.base import is_plain
 from . import registry
 from .call import Out
 
@@ -182,7 +183,9 @@ class Request:
             raise _WrongError(f"values have layout {values.layout}: they must be strided")
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
-        plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels read as memory
+        plain = values
+        if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
+            plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels can read
         self.rows = Rows(indices.detach().cpu(), plain, rows.height)
         self.fields = {
             "index dtype": str(indices.dtype),

@@ -231,6 +231,7 @@ def _place(line: str) -> tuple[int, int, str, str]:
     return -travels.itemsize, -dtype.itemsize, str(dtype), shape
 
 
+@functools.lru_cache(_LINES)
 def line(
     index: torch.dtype,
     dtype: torch.dtype,
