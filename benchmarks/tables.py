@@ -4,11 +4,16 @@
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/tables.py
 
 26 tables of 500 tokens each, Zipf over 1,000,000 rows of 64 floats, as a recommender with 26
-categorical features has them. *list*: all in one call; beside *one*: one of the tables; *tall*: one
-table of 26 times as many tokens, which is as many bytes; *26 calls*; and torch's 26 sparse
-all-reduces. Results are checked first: the list's against those of 26 calls, bit for bit, and
-against torch's. Everything takes turns in the same run; times are medians over the rounds, of the
-slowest rank.
+categorical features has them. *list*: all in one call; beside *one*: one of the tables; *stacked*:
+one table with the very same rows, one table's behind the other's; *tall*: one table of 26 times as
+many tokens, in which more of them meet, so that its result is a third smaller; *26 calls*; and
+torch's 26 sparse all-reduces. Results are checked first: the list's against those of 26 calls, bit
+for bit, and against torch's. Everything takes turns in the same run; times are medians over the
+rounds, of the slowest rank.
+
+Beside the times is what the bytes alone need: *MB* are those of a rank's rows as they are given,
+those that a rank must receive (the bound) and those of its result, added up; *copy* is the time
+that all ranks together take to copy so many bytes from memory to memory, each its own, at once.
 """
 
 from __future__ import annotations
@@ -47,13 +52,17 @@ def coo(rows: Pair) -> Tensor:
     return torch.sparse_coo_tensor(rows[0][None], rows[1], (HEIGHT, WIDTH), check_invariants=False)
 
 
-def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """One rank's program: times, and what ran."""
+def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str], dict[str, float]]:
+    """One rank's program: times; what ran; and the bytes that a call must move, by name."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     with weft.init() as wire:
         many = [table(wire.rank, number, TOKENS) for number in range(TABLES)]
         tall = table(wire.rank, TABLES, TABLES * TOKENS)
+        stacked = (
+            torch.cat([rows[0] + number * HEIGHT for number, rows in enumerate(many)]),
+            torch.cat([rows[1] for rows in many]),
+        )
         tensors = [coo(rows) for rows in many]
 
         def theirs() -> list[Tensor]:
@@ -65,6 +74,7 @@ def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
         contenders: dict[str, Callable[[], object]] = {
             "list": lambda: weft.sparse_all_reduce(many),
             "one": lambda: weft.sparse_all_reduce(many[0]),
+            "stacked": lambda: weft.sparse_all_reduce(stacked),
             "tall": lambda: weft.sparse_all_reduce(tall),
             "26 calls": lambda: [weft.sparse_all_reduce(rows) for rows in many],
             "torch, 26 calls": theirs,
@@ -74,28 +84,48 @@ def rank(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
             alone = weft.sparse_all_reduce(rows)
             assert torch.equal(mine[0], alone[0]) and torch.equal(mine[1], alone[1])
             assert torch.equal(coo(mine).to_dense(), total.to_dense())
-        ran = {}
-        for name, contender in contenders.items():
+        ran, moved = {}, {}
+        given = {"list": stacked, "one": many[0], "stacked": stacked, "tall": tall}
+        for name, contender in list(contenders.items()):
             contender()
             record = last_call()
-            ran[name] = "" if record is None or "26" in name else record.algorithm
+            ran[name] = "" if record is None or name not in given else record.algorithm
+            if record is not None and name in given:
+                own, result = given[name][1].nbytes, 4 * WIDTH * record.union
+                moved[name] = float(own + record.bound_bytes + result)
+                contenders |= {f"copy {name}": copy(round(moved[name]))}
         times = turns(wire, rounds, contenders, warmup=2)
     dist.destroy_process_group()
-    return times, ran
+    return times, ran, moved
 
 
-def show(times: dict[str, list[float]], ran: dict[str, str], ranks: int) -> None:
+def copy(nbytes: int) -> Callable[[], object]:
+    """Copies so many bytes in memory."""
+    source, target = torch.ones(2, nbytes, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def show(
+    times: dict[str, list[float]], ran: dict[str, str], moved: dict[str, float], ranks: int
+) -> None:
     table = Table(title=f"{TABLES} tables of {TOKENS} tokens, {ranks} ranks", title_justify="left")
-    for column in ("call", "ran", "ms", "quartiles", "list / this"):
+    for column in ("call", "ran", "ms", "quartiles", "list / this", "MB", "copy"):
         table.add_column(column, justify="left" if column in ("call", "ran") else "right")
     ours = statistics.median(times["list"])
     for name, each in times.items():
+        if name.startswith("copy "):
+            continue
+        bytes_ = ("", "")
+        if name in moved:
+            took = 1e3 * statistics.median(times[f"copy {name}"])
+            bytes_ = f"{moved[name] / 1e6:.1f}", f"{took:.2f}"
         low, median, high = (1e3 * value for value in statistics.quantiles(each, n=4))
         table.add_row(
             *(name, ran[name], f"{median:.2f}", f"{low:.2f} - {high:.2f}"),
             f"{1e3 * ours / median:.2f}",
+            *bytes_,
         )
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 def main() -> None:

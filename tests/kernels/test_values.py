@@ -446,3 +446,44 @@ def test_values_that_require_grad_and_negated_views_are_served():
     negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])).conj().imag
     assert negated.is_neg()
     assert kernels.reduce(negated, found, OPS["sum"]).tolist() == [-2.0, -5.0]
+
+
+@pytest.mark.parametrize("reference_only", [False, True], ids=["machine", "reference"])
+@pytest.mark.parametrize(
+    ("dtype", "target", "op"),
+    [
+        (torch.float32, torch.float32, OPS["sum"]),
+        (torch.float32, torch.bfloat16, OPS["sum"]),
+        (torch.float64, torch.float16, OPS["avg"]),
+        (torch.int16, torch.int16, OPS["max"]),
+        (torch.float32, torch.float32, Op("later", lambda left, right: right, builtin=False)),
+    ],
+)
+@pytest.mark.parametrize("order", ["any", "sorted", "unique"])
+def test_parts_reduce_as_if_alone(monkeypatch, order, dtype, target, op, reference_only):
+    if reference_only:
+        monkeypatch.setattr(cpu, "reduce_parts", lambda *_: False)
+    else:
+        kernels.warm([(torch.int64, dtype, op)] * op.builtin)
+    draw = torch.Generator().manual_seed(5)
+    runs, parts = [], []
+    for number, count in enumerate([40, 1, 0, 7, 60]):
+        run = torch.randint(100 * number, 100 * number + 30, (count,), generator=draw)
+        run = {"any": run, "sorted": run.sort().values, "unique": run.unique()}[order]
+        values = random_values((len(run), 5), dtype, "plain", draw)
+        runs.append(run)
+        parts.append(laid_out(values, ["plain", "strided", "transposed"][number % 3]))
+    alone = [kernels.distinct(run) for run in runs]
+    expected = [
+        kernels.reduce(part, each, op, out=torch.empty(len(each.indices), 5, dtype=target))
+        for part, each in zip(parts, alone, strict=True)
+    ]
+    both = kernels.distinct(torch.cat(runs))
+    counts = torch.tensor([0] + [len(each.indices) for each in alone]).cumsum(0).tolist()
+    begins = torch.tensor([0] + [len(run) for run in runs]).cumsum(0).tolist()
+    # all, and some in the middle
+    for first, last in ((0, 5), (1, 5), (3, 4)):
+        out = torch.empty(counts[last] - counts[first], 5, dtype=target)
+        rows = counts[first : last + 1]
+        kernels.reduce_parts(parts[first:last], both, op, out, rows, begins[first:last])
+        same(out, torch.cat(expected[first:last]))

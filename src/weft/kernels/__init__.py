@@ -9,6 +9,7 @@ The vocabulary:
 * `distinct(indices)` sorts and finds duplicates, looking at the indices alone.
 * `reduce(values, distinct, op)` then sums the values of each distinct index, in input order, in
   the accumulation type, rounded once to the dtype of `out`.
+* `reduce_parts` does so for several tensors whose indices were sorted together.
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
   the place of each of its indices in the union, as `place` where an earlier run has that
   index too, and as `~place` (so negative) where this run is the first to bring it.
@@ -41,6 +42,7 @@ from . import cache, cpu, cpu_indices, cpu_shares, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
+from .reduction import on_cpu, plain, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "quantiles",
     "ready",
     "reduce",
+    "reduce_parts",
     "shares",
     "sketch",
     "take",
@@ -72,8 +75,6 @@ __all__ = [
     "warm",
 ]
 
-_ALL = slice(None)
-_PIECE = 1 << 15  # numbers
 _COMMON = (
     (torch.int64, torch.float32, OPS["sum"]),
     (torch.int32, torch.float32, OPS["sum"]),
@@ -91,74 +92,8 @@ def distinct(indices: Tensor) -> Distinct:
         Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]))
     """
     indices = indices.contiguous()
-    found = cpu_indices.distinct(indices) if _on_cpu(indices) else None
+    found = cpu_indices.distinct(indices) if on_cpu(indices) else None
     return reference.distinct(indices) if found is None else found
-
-
-def reduce(
-    values: Tensor,
-    distinct: Distinct,
-    op: Op,
-    out: Tensor | None = None,
-    rows: slice = _ALL,
-) -> Tensor:
-    """Combine the rows of each distinct index, in input order, rounding once.
-
-    Args:
-        values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
-        distinct: their distinct indices.
-        op: how to combine; a callable is given the j-th duplicates of all indices at once.
-        out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
-            point of half precision, to be filled; by default a new tensor of `values.dtype`.
-        rows: which n of the distinct indices, a range.
-
-    Returns:
-        `out`. Without an `out`, where the indices were sorted and unique, `values` itself, or
-        the view of its `rows`.
-
-    Example:
-        >>> values = torch.tensor([[1.0], [2.0], [4.0]])
-        >>> reduce(values, distinct(torch.tensor([7, 2, 7])), OPS["sum"])
-        tensor([[2.],
-                [5.]])
-    """
-    first, last, _ = rows.indices(len(distinct.indices))
-    last = max(first, last)
-    given = len(distinct.indices) if distinct.order is None else len(distinct.order)
-    if distinct.starts is not None and distinct.order is None:
-        given = int(distinct.starts[-1])
-    if len(values) != given:
-        raise ValueError(f"there are {given} indices and {len(values)} rows: give one row for each")
-    if out is None:
-        if distinct.order is None and distinct.starts is None:
-            return values if last - first == len(values) else values[first:last]
-        out = values.new_empty((last - first, *values.shape[1:]))
-    elif out.shape != (last - first, *values.shape[1:]):
-        raise ValueError(
-            f"out is {tuple(out.shape)}, the result {(last - first, *values.shape[1:])}: "
-            "make them equal"
-        )
-    if out.numel() == 0:
-        return out
-    meter.spend(values.nbytes)
-    plain = distinct.order is None and distinct.starts is None
-    values = _plain(values)
-    if values.dtype is torch.float64 and out.dtype.itemsize == 2:
-        _reduce_and_round(values, distinct, op, out, first)
-        return out
-    if plain or not (_on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last)):
-        reference.reduce(values, distinct, op, out, first, last)
-    return out
-
-
-def _reduce_and_round(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int) -> None:
-    """Through float64, in pieces that stay in the cache."""
-    step = max(1, _PIECE // max(1, out[:1].numel()))
-    for start in range(0, len(out), step):
-        piece = out[start : start + step]
-        rows = slice(first + start, first + start + len(piece))
-        space = values.new_empty(piece.shape)
-        finish(reduce(values, distinct, op, space, rows), piece)
 
 
 def union(runs: Sequence[Tensor]) -> Union:
@@ -174,7 +109,7 @@ tensor([-1,  2], dtype=torch.int32)])
     """
     runs = [run.contiguous() for run in runs]
     meter.spend(meter.PLACE * sum(map(len, runs)))
-    found = cpu_indices.union(runs) if _on_cpu(runs[0]) else None
+    found = cpu_indices.union(runs) if on_cpu(runs[0]) else None
     return reference.union(runs) if found is None else found
 
 
@@ -206,9 +141,9 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         )
     if values.numel() == 0:
         return
-    slots, values = slots.contiguous(), _plain(values)
+    slots, values = slots.contiguous(), plain(values)
     meter.spend(values.numel() * out.element_size())
-    if not (_on_cpu(values) and cpu.combine(out, slots, values, op, base)):
+    if not (on_cpu(values) and cpu.combine(out, slots, values, op, base)):
         reference.combine(out, slots, values, op, base)
 
 
@@ -227,7 +162,7 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
     meter.spend(values.nbytes)
-    reference.finish(_plain(values), out, divisor)
+    reference.finish(plain(values), out, divisor)
 
 
 def merge(
@@ -288,7 +223,7 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
         raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
     slots = [slot.contiguous() for slot in slots]
     meter.spend(meter.SHARE * sum(map(len, slots)))
-    found = cpu_shares.shares(slots, total, weights) if _on_cpu(slots[0]) else None
+    found = cpu_shares.shares(slots, total, weights) if on_cpu(slots[0]) else None
     return reference.shares(slots, total, weights) if found is None else found
 
 
@@ -308,7 +243,7 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     """
     slots = slots.contiguous()
     meter.spend(meter.PICK * len(slots))
-    found = cpu_shares.pick(slots, shares, run, to) if _on_cpu(slots) else None
+    found = cpu_shares.pick(slots, shares, run, to) if on_cpu(slots) else None
     return reference.pick(slots, shares, to) if found is None else found
 
 
@@ -337,9 +272,9 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         )
     if values.numel() == 0:
         return
-    places, values = places.contiguous(), _plain(values)
+    places, values = places.contiguous(), plain(values)
     meter.spend(values.nbytes)
-    if not (_on_cpu(values) and cpu_shares.put(out, places, values)):
+    if not (on_cpu(values) and cpu_shares.put(out, places, values)):
         reference.put(out, places, values)
 
 
@@ -353,7 +288,7 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
         >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
         tensor([4., 1.])
     """
-    taken = torch.index_select(_plain(values), 0, positions, out=out)
+    taken = torch.index_select(plain(values), 0, positions, out=out)
     meter.spend(taken.nbytes)
     return taken
 
@@ -381,7 +316,7 @@ def sketch(indices: Tensor, count: int) -> Tensor:
     """
     indices = indices.contiguous()
     found = None
-    if 0 < count < len(indices) and _on_cpu(indices):
+    if 0 < count < len(indices) and on_cpu(indices):
         found = cpu_indices.sketch(indices, count)
     return reference.sketch(indices, count) if found is None else found
 
@@ -464,11 +399,3 @@ def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[st
         values.append(cpu.value_key(total, total, op))
     keys = [cpu_indices.index_key(index_dtype), *(key for key in values if key is not None)]
     return list(dict.fromkeys(keys))
-
-
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _plain(values: Tensor) -> Tensor:
-    return values.detach() if values.requires_grad else values

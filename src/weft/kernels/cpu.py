@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .compile import KINDS, Key, Loops, compiler
 from .ops import OPS, Op
 from .reference import Distinct
 
-__all__ = ["combine", "reduce", "value_key"]
+__all__ = ["combine", "reduce", "reduce_parts", "value_key"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CONVERTED = {
@@ -71,6 +72,36 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, 
         loop(from_, stride, order, starts, start, stop, target, width, sums.data_ptr())
 
     pool.run(part, cuts)
+    return True
+
+
+def reduce_parts(
+    parts: Sequence[Tensor],
+    distinct: Distinct,
+    op: Op,
+    out: Tensor,
+    rows: Sequence[int],
+    begins: Sequence[int],
+) -> bool:
+    """See `weft.kernels.reduce_parts`; for what one thread does at once."""
+    key, loops = _loops(parts[0], out, op)
+    if loops is None:
+        return False
+    row = out.stride(0) * out.element_size()
+    if pool.share(2 * (rows[-1] - rows[0]) * row) > 1:
+        return False
+    order = 0 if distinct.order is None else distinct.order.data_ptr()
+    starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
+    to, loop, wider = out.data_ptr(), loops["reduce"], key[4] != key[2]
+    sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
+    for given, begin, (first, last) in zip(parts, begins, itertools.pairwise(rows), strict=True):
+        if first == last:
+            continue
+        values, stride, width = _rows(given, key)
+        # as if this part's rows came behind those of all parts before
+        from_ = values.data_ptr() - begin * stride
+        target = to + (first - rows[0]) * row
+        loop(from_, stride, order, starts, first, last, target, width, sums.data_ptr())
     return True
 
 

@@ -130,7 +130,7 @@ def list_job(
             done = coalesced.reduced(wire, requests, error)
         note(
             done.algorithm,
-            rows=sum(request.distinct.indices.numel() for request in requests),
+            rows=done.own,
             total=done.total,
             union=sum(map(len, done.rows)),
             bound=done.bound,
@@ -146,10 +146,10 @@ def _of_list(
 ) -> list[Request]:
     """The request of each table; an empty list is one empty table."""
     tables = rows or [NOTHING]
-    requests = [
-        Request.of(table, op, algorithm, wire_dtype, place)
-        for table, place in zip_longest(tables, places[: len(tables)])
-    ]
+    requests: list[Request] = []
+    for table, place in zip_longest(tables, places[: len(tables)]):
+        before = requests[-1] if requests else None
+        requests.append(Request.of_table(table, op, algorithm, wire_dtype, place, before))
     requests[0].fields["number of tables"] = len(rows)
     return requests
 

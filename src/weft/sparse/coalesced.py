@@ -9,8 +9,7 @@ messages as one table of that size does.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +28,7 @@ from . import choice, mixed
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
-from .header import NO_LIMIT, Header
+from .joint import Joint
 from .mixed import Extents, Stack, Stacked
 from .owners import cuts
 from .registry import find
@@ -37,17 +36,11 @@ from .request import Request
 from .run import confess, handed_out, too_small
 from .space import Space
 from .tables import (
-    HIGHEST,
     MOST,
     ROOM,
     ROWS,
-    UNKNOWN,
     WHOSE,
     Tables,
-    joined,
-    layout,
-    line,
-    top,
 )
 
 __all__ = ["Coalesced", "explained", "reduced"]
@@ -62,12 +55,14 @@ class Coalesced:
     Attributes:
         algorithm: what ran for all tables.
         rows: the result of each table.
+        own: rows of this rank, in all tables.
         total: rows of all ranks and tables together.
         bound: bytes that the average rank must receive.
     """
 
     algorithm: str
     rows: list[Rows]
+    own: int
     total: int
     bound: float
 
@@ -80,42 +75,24 @@ def reduced(wire: Wire, requests: Sequence[Request], error: str | None = None) -
         requests: one for each table, at least one, with the same op and algorithm.
         error: what is wrong with the list as a whole.
     """
-    parts, error = _parts(requests, error)
+    parts, error = _parts(wire, requests, error)
     return _together([_reduced(wire, part, error) for part in parts])
 
 
 def explained(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Explanation:
     """Say what `reduced` would do; collective."""
-    parts, error = _parts(requests, error)
-    starts = range(0, len(requests), MOST)
-    found = [
-        _explained(wire, part, range(start, start + len(part)), error)
-        for start, part in zip(starts, parts, strict=True)
-    ]
+    parts, error = _parts(wire, requests, error)
+    found = [_explained(wire, part, part.numbered, error) for part in parts]
     return found[0] if len(found) == 1 else choice.together(found)
 
 
 def _parts(
-    requests: Sequence[Request], error: str | None
-) -> tuple[list[Sequence[Request]], str | None]:
+    wire: Wire, requests: Sequence[Request], error: str | None
+) -> tuple[list[Joint], str | None]:
     """What goes into one call each, and the first error of all."""
-    parts = [requests[start : start + MOST] for start in range(0, len(requests), MOST)]
-    for number, part in enumerate(parts):
-        error = error or _first_error(part, number * MOST)
-    return parts, error
-
-
-def _first_error(tables: Sequence[Request], start: int) -> str | None:
-    limit = 1 << top(len(tables))
-    for number, request in enumerate(tables, start):
-        if request.error is not None:
-            return f"table {number}: {request.error}"
-        indices = request.distinct.indices
-        if len(indices) and int(indices[-1]) >= limit:
-            return (
-                f"table {number}: index {int(indices[-1])} is too large for a list: pass it alone"
-            )
-    return None
+    starts = range(0, len(requests), MOST)
+    parts = [Joint(requests[start : start + MOST], wire.rank, start) for start in starts]
+    return parts, error or next((part.error for part in parts if part.error), None)
 
 
 def _together(done: Sequence[Coalesced]) -> Coalesced:
@@ -123,80 +100,10 @@ def _together(done: Sequence[Coalesced]) -> Coalesced:
     return Coalesced(
         " and ".join(names),
         [rows for one in done for rows in one.rows],
+        sum(one.own for one in done),
         sum(one.total for one in done),
         sum(one.bound for one in done),
     )
-
-
-class _Own:
-    """This rank's rows of all tables, duplicates combined, laid out as they travel."""
-
-    def __init__(self, wire: Wire, requests: Sequence[Request], call: Call) -> None:
-        self.requests, self._call = requests, call
-        self.counts = [request.distinct.indices.numel() for request in requests]
-        self.lines = [
-            line(
-                request.rows.indices.dtype,
-                request.rows.values.dtype,
-                request.rows.height,
-                UNKNOWN if request.fields["row shape"] is None else request.fields["row shape"],
-                request.dtype,
-            )
-            for request in requests
-        ]
-        self.numbers = np.array(
-            [
-                (
-                    count,
-                    int(request.distinct.indices[-1]) if count else -1,
-                    NO_LIMIT if request.capacity is None else request.capacity,
-                    wire.rank,
-                    wire.rank,
-                )
-                for request, count in zip(requests, self.counts, strict=True)
-            ],
-            np.int64,
-        ).reshape(-1, 5)
-        self.order = [table for table in layout(self.lines) if self.counts[table]]
-        self.row = [row_bytes(request.rows.row_shape, request.dtype) for request in requests]
-        self.size = sum(self.counts[table] * self.row[table] for table in self.order)
-        self.fallible = any(request.fallible for request in requests)
-        self._values: Tensor | None = None
-
-    def indices(self) -> Tensor:
-        """In the order in which rows are laid out; int32 if all fit."""
-        narrow = all(self.numbers[table, HIGHEST] < 2**31 for table in self.order)
-        dtype = torch.int32 if narrow else torch.int64
-        parts = [self.requests[table].distinct.indices.to(dtype) for table in self.order]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-    def statement(self, memory: Tensor, eager: bool) -> Tables:
-        """With the rows, if they may travel in it and fit."""
-        said = Tables(self.lines, self.numbers, fallible=self.fallible)
-        if eager:
-            rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
-            if rows.fits:
-                self.values(memory)
-                return rows
-        indices = [request.distinct.indices for request in self.requests]
-        header = Header.of(joined(indices, len(indices)), self._call.wire.rank)
-        return replace(said, header=header)
-
-    def values(self, memory: Tensor) -> Tensor:
-        """The bytes of all rows, in `memory`; computed once."""
-        if self._values is None:
-            start = 0
-            for table in self.order:
-                request, count = self.requests[table], self.counts[table]
-                given, distinct = request.rows.values, request.distinct
-                space = typed(memory, (count, *given.shape[1:]), request.dtype, start)
-                if distinct.order is None and distinct.starts is None and request.wide is None:
-                    space.copy_(given)
-                else:
-                    kernels.reduce(given, distinct, self._call.op, out=space)
-                start += count * self.row[table]
-            self._values = memory[:start]
-        return self._values
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +120,7 @@ class _Opened:
     """
 
     call: Call
-    own: _Own
+    own: Joint
     memory: Tensor
     everyone: list[Tables]
     both: Tables
@@ -222,15 +129,12 @@ class _Opened:
 
 
 @contextmanager
-def _opened(
-    wire: Wire, requests: Sequence[Request], error: str | None, name: str
-) -> Iterator[_Opened]:
+def _opened(wire: Wire, own: Joint, error: str | None, name: str) -> Iterator[_Opened]:
     """Agree on a list; collective."""
-    first = requests[0]
+    first = own.requests[0]
     names = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
     fields = {name: first.fields.get(name) for name in names}
     call = Call(wire, first.op)
-    own = _Own(wire, [] if error else requests, call)
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
@@ -239,16 +143,22 @@ def _opened(
         body = torch.empty(0, dtype=torch.uint8)
         if error is None:
             eager = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
-            body = own.statement(memory, eager).pack()
+            body = own.statement(memory, call.op, wire.rank, eager=eager).pack()
         agreement = agree(
-            wire, name, fields, error, body, combine, meanwhile=lambda: own.values(memory)
+            wire,
+            name,
+            fields,
+            error,
+            body,
+            combine,
+            meanwhile=lambda: own.values(memory, call.op),
         )
         try:
             everyone = [Tables.unpack(body) for body in agreement.bodies]
             eager = wire.size > 1 and all(one.header is None for one in everyone)
             if not eager:
                 everyone = [one.described(rank) for rank, one in enumerate(everyone)]
-            both = functools.reduce(Tables.combine, everyone)
+            both = Tables.together(everyone)
             if both.trouble:
                 raise WeftError(both.trouble)
             space = Space(both)
@@ -258,31 +168,28 @@ def _opened(
             agreement.release()
 
 
-def _reduced(wire: Wire, requests: Sequence[Request], error: str | None) -> Coalesced:
-    with _opened(wire, requests, error, _NAME) as opening:
+def _reduced(wire: Wire, own: Joint, error: str | None) -> Coalesced:
+    requests = own.requests
+    with _opened(wire, own, error, _NAME) as opening:
         call, both, space = opening.call, opening.both, opening.space
         result: Stacked | None
         if opening.eager:
             algorithm, result = EAGER, _merged(opening.everyone, call, space)
         else:
-            algorithm, result = _run(
-                call, opening.own, opening.memory, both, space, requests[0].algorithm
-            )
+            algorithm, result = _run(call, own, opening.memory, both, space, requests[0].algorithm)
     if result is None:
         return _kind_by_kind(wire, requests, space)
-    return _handed_out(requests, both, space, call, algorithm, result)
+    return _handed_out(own, both, space, call, algorithm, result)
 
 
-def _explained(
-    wire: Wire, requests: Sequence[Request], numbers: Sequence[int], error: str | None
-) -> Explanation:
+def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None) -> Explanation:
     """What a call for these tables would do; `numbers` are theirs in the whole list."""
-    asked = requests[0].algorithm
-    with _opened(wire, requests, error, f"explain of {_NAME}") as opening:
+    requests, asked = own.requests, own.requests[0].algorithm
+    with _opened(wire, own, error, f"explain of {_NAME}") as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
             described = [one.described(rank) for rank, one in enumerate(everyone)]
-            both = functools.reduce(Tables.combine, described)
+            both = Tables.together(described)
         assert both.header is not None
         call.header, _ = space.place(both.header, len(both.lines))
         call.load = _load(call, both, space)
@@ -296,7 +203,12 @@ def _explained(
     among = None if len(space.stacks) < 2 else mixed.NAMES
     if wire.size > 1 and among and asked != "auto" and asked not in among:
         calls = [
-            _explained(wire, [requests[t] for t in tables], [numbers[t] for t in tables], None)
+            _explained(
+                wire,
+                Joint([requests[table] for table in tables], wire.rank),
+                [numbers[table] for table in tables],
+                None,
+            )
             for tables in space.tables_of
         ]
         return replace(choice.together(calls), load=load, groups=groups)
@@ -305,13 +217,13 @@ def _explained(
 
 
 def _run(
-    call: Call, own: _Own, memory: Tensor, both: Tables, space: Space, asked: str
+    call: Call, own: Joint, memory: Tensor, both: Tables, space: Space, asked: str
 ) -> tuple[str, Stacked | None]:
     """What runs, and its result; no result where each kind of tables needs a call of its own."""
     wire, stacks = call.wire, space.stacks
     assert both.header is not None
-    values = own.values(memory)
-    mine = Stacked(space.keys(own.indices(), own.counts), values)
+    values = own.values(memory, call.op)
+    mine = Stacked(own.keys(space), values)
     if wire.size == 1 or not stacks:  # nobody, or nothing, to talk about
         copied = Stacked(mine.keys, fresh((own.size,), torch.uint8).copy_(values))
         return ALONE if wire.size == 1 else EAGER, _widened(copied, stacks)
@@ -399,13 +311,20 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
 
 def _kind_by_kind(wire: Wire, requests: Sequence[Request], space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
-    rows = [_nothing(request) for request in requests]
+    rows: dict[int, Rows] = {}
     done = []
     for tables in space.tables_of:
         done.append(reduced(wire, [requests[table] for table in tables]))
-        for table, result in zip(tables, done[-1].rows, strict=True):
-            rows[table] = result
-    return replace(_together(done), rows=rows)
+        rows |= zip(tables, done[-1].rows, strict=True)
+    return replace(_together(done), rows=_in_order(requests, rows))
+
+
+def _in_order(requests: Sequence[Request], rows: Mapping[int, Rows]) -> list[Rows]:
+    """The result of every table; those of which nobody has rows are in no stack."""
+    return [
+        rows[table] if table in rows else _nothing(request)
+        for table, request in enumerate(requests)
+    ]
 
 
 def _nothing(request: Request) -> Rows:
@@ -414,7 +333,7 @@ def _nothing(request: Request) -> Rows:
 
 
 def _handed_out(
-    requests: Sequence[Request],
+    own: Joint,
     both: Tables,
     space: Space,
     call: Call,
@@ -422,7 +341,7 @@ def _handed_out(
     result: Stacked,
 ) -> Coalesced:
     """Each table's part of the result, where its caller wants it."""
-    wire = call.wire
+    wire, requests = call.wire, own.requests
     ends = torch.searchsorted(result.keys, result.keys.new_tensor(space.starts - 1), right=True)
     part = dict(zip(space.tables, pairwise(ends.tolist()), strict=True))
     counts = [
@@ -433,18 +352,24 @@ def _handed_out(
             whose = both.numbers[table, WHOSE]
             raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
 
-    rows = [_nothing(request) for request in requests]
     found = [counts[table] for table in space.tables]
     indices = result.keys - torch.from_numpy(np.repeat(space.starts[:-1], found)).to(space.index)
+    wanted = {requests[table].rows.indices.dtype for table in space.tables}
+    of_dtype = {dtype: indices.to(dtype) for dtype in wanted}
+    reduced: dict[int, Rows] = {}
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack = travelled.given
+        stack, first = travelled.given, part[tables[0]][0]
+        values = stack.typed(result.values, part[tables[-1]][1] - first, start)
+        start += values.nbytes
         for table in tables:
-            low, high = part[table]
-            values = stack.typed(result.values, high - low, start)
-            start += (high - low) * stack.row
-            given = requests[table].rows
-            rows[table] = Rows(indices[low:high].to(given.indices.dtype), values, given.height)
+            (low, high), given = part[table], requests[table].rows
+            reduced[table] = Rows(
+                of_dtype[given.indices.dtype][low:high],
+                values[low - first : high - first],
+                given.height,
+            )
+    rows = _in_order(requests, reduced)
     for table, request in enumerate(requests):
         if request.out is not None:
             rows[table] = _placed(rows[table], request, call)
@@ -452,7 +377,7 @@ def _handed_out(
         confess(wire, _NAME, call)
     sizes = both.numbers[:, ROWS] + (wire.size - 2) * np.array(counts, np.int64)
     bound = float((sizes * (space.row + 4)).sum()) / wire.size
-    return Coalesced(algorithm, rows, int(both.numbers[:, ROWS].sum()), bound)
+    return Coalesced(algorithm, rows, sum(own.counts), int(both.numbers[:, ROWS].sum()), bound)
 
 
 def _placed(rows: Rows, request: Request, call: Call) -> Rows:

@@ -6,6 +6,9 @@ ranks meet, the lower block always on the left, so every rank computes the same 
 operation needs only be associative. Where P is no power of two, the first ranks pair up before
 and hear the answer after.
 
+Large rows are first sent from where they are, apart from their indices, and the last merge writes
+to the result: so rows are copied where they meet others, and nowhere else.
+
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
 (IJHPCA 2005), section 4.1; "SSAR_Recursive_double" of Renggli et al., "SparCML" (SC'19).
 """
@@ -20,11 +23,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import Pending
+from ..wire.base import as_bytes
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
+
+_WORTH = 1 << 20  # bytes of a rank's rows that take longer to copy than a message more to send
 
 
 def cost(load: Load) -> Cost:
@@ -34,12 +39,14 @@ def cost(load: Load) -> Cost:
     row = load.partial + load.index
     carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
+    apart = _apart(load)
+    rounded = load.union * (load.partial != load.row)  # else they are summed in the result
     cost = Cost(
         rounds=rounds,
-        messages=rounds,
+        messages=rounds + (apart and not folded),
         bytes=sum(carried) * row,
         queued=load.queue * sum(carried) * row,
-        merged=load.merging(2 * sum(carried) + load.union),
+        merged=load.merging(2 * sum(carried) + rounded),
         memory=3 * load.union * row + load.uniting(halves, load.union),
     )
     if not folded:
@@ -60,7 +67,7 @@ def cost(load: Load) -> Cost:
     bytes_ = voices * cost.bytes + pairs * (load.mean + load.union) * row
     return replace(
         cost,
-        messages=round(voices * rounds + 2 * pairs),
+        messages=round(voices * rounds + 2 * pairs + apart * (1 - pairs)),
         bytes=bytes_,
         queued=load.queue * bytes_,
         slowest=slowest,
@@ -72,18 +79,15 @@ def doubling(rows: Rows, call: Call) -> Rows:
     wire, rank = call.wire, call.wire.rank
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
-    mine = _Message.room(call, len(rows))
-    mine.indices.copy_(rows.indices)
-    mine.values.copy_(rows.values)
+    mine = _Message.of(rows, call)
 
     if rank < paired and rank % 2:
-        wire.post([(rank - 1, mine.bytes)]).wait()
+        wire.post([(rank - 1, part) for part in mine.parts]).wait()
         mine.release()
-        answer = wire.post((), [(rank - 1, _most(call, wire.size))])
-        return _result(_heard(call, answer), call)
+        return _Message.hear(call, rank - 1, wire.size)().result(call)
     if rank < paired:
-        pending = wire.post((), [(rank + 1, _most(call, 1))])
-        mine = _merged(call, mine, _heard(call, pending))
+        heard = _Message.hear(call, rank + 1, 1)
+        mine = _merged(call, mine, heard())
 
     block = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
@@ -92,60 +96,101 @@ def doubling(rows: Rows, call: Call) -> Rows:
         peer = 2 * other if other < paired // 2 else other + paired // 2
         first = other // distance * distance  # of the blocks whose sum the peer has
         held = distance + min(distance, max(0, paired // 2 - first))
-        pending = wire.post([(peer, mine.bytes)], [(peer, _most(call, held))])
-        theirs = _heard(call, pending)
+        heard = _Message.hear(call, peer, held)
+        wire.post([(peer, part) for part in mine.parts]).wait()
+        theirs = heard()
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
-        mine = _merged(call, lower, upper)
         distance *= 2
+        if distance == core and rank >= paired and call.partial == call.dtype:
+            return _last(call, lower, upper)
+        mine = _merged(call, lower, upper)
 
     if rank < paired:
-        wire.post([(rank + 1, mine.bytes)]).wait()
-    return _result(mine, call)
+        wire.post([(rank + 1, part) for part in mine.parts]).wait()
+    return mine.result(call)
+
+
+def _apart(load: Load) -> bool:
+    """Whether the rows of one rank travel apart from their indices, from where they are."""
+    return load.partial == load.row and load.total * load.row >= load.ranks * _WORTH
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Rows as they travel: how many, the indices, the values; in memory that is to be released."""
+    """Rows as they travel: how many and the indices, then the values; in one part or in two.
 
-    bytes: Tensor
+    Attributes:
+        parts: as bytes.
+        indices, values: in those.
+        release: gives back the memory.
+    """
+
+    parts: tuple[Tensor, ...]
     indices: Tensor
     values: Tensor
     release: Callable[[], None]
+
+    @classmethod
+    def of(cls, rows: Rows, call: Call) -> _Message:
+        """This rank's own rows."""
+        if not _apart(call.load):
+            mine = cls.room(call, len(rows))
+            mine.indices.copy_(rows.indices)
+            mine.values.copy_(rows.values)
+            return mine
+        lease = call.wire.lease(_head(call, len(rows)))
+        typed(lease.tensor, (1,), torch.int64)[0] = len(rows)
+        indices = typed(lease.tensor, (len(rows),), call.wire_index, 8)
+        indices.copy_(rows.indices)
+        return cls((lease.tensor, as_bytes(rows.values)), indices, rows.values, lease.release)
 
     @classmethod
     def room(cls, call: Call, count: int) -> _Message:
         """A message of so many rows, to be filled."""
         lease = call.wire.lease(_size(call, count))
         typed(lease.tensor, (1,), torch.int64)[0] = count
-        return cls.read(call, lease.tensor, lease.release)
+        return cls._read(call, [lease.tensor], lease.release)
 
     @classmethod
-    def read(cls, call: Call, memory: Tensor, release: Callable[[], None]) -> _Message:
-        count = int(typed(memory, (1,), torch.int64)[0])
-        nbytes = _size(call, count)
-        start = nbytes - count * call.load.partial
+    def hear(cls, call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
+        """Await the rows of so many ranks from a peer."""
+        load = call.load
+        most = min(ranks * load.most, load.total if load.height is None else load.height)
+        sizes = [_size(call, most)]
+        if ranks == 1 and _apart(load):
+            sizes = [_head(call, most), most * load.partial]
+        pending = call.wire.post((), [(peer, size) for size in sizes])
+        return lambda: cls._read(call, pending.wait(), pending.release)
+
+    @classmethod
+    def _read(cls, call: Call, memory: list[Tensor], release: Callable[[], None]) -> _Message:
+        count = int(typed(memory[0], (1,), torch.int64)[0])
+        head, size = _head(call, count), _size(call, count)
+        rest = memory[1] if len(memory) > 1 else memory[0][head:size]
         return cls(
-            memory[:nbytes],
-            typed(memory, (count,), call.wire_index, 8),
-            typed(memory, (count, *call.row_shape), call.partial, start),
+            (memory[0][:size],),
+            typed(memory[0], (count,), call.wire_index, 8),
+            typed(rest, (count, *call.row_shape), call.partial),
             release,
         )
 
+    def result(self, call: Call) -> Rows:
+        """These rows as the result of the call; the memory goes back."""
+        result = call.result(self.indices.numel())
+        result.indices.copy_(self.indices)
+        kernels.finish(self.values, result.values, call.divisor)
+        self.release()
+        return result
+
+
+def _head(call: Call, count: int) -> int:
+    """Bytes of a message before its values, which begin at a multiple of 8."""
+    return 8 + -(-count * call.load.index // 8) * 8
+
 
 def _size(call: Call, count: int) -> int:
-    """Bytes of a message; its values begin at a multiple of 8."""
-    return 8 + -(-count * call.load.index // 8) * 8 + count * call.load.partial
-
-
-def _most(call: Call, ranks: int) -> int:
-    """Bytes that the sum of so many ranks' rows may take."""
-    load = call.load
-    most = min(ranks * load.most, load.total if load.height is None else load.height)
-    return _size(call, most)
-
-
-def _heard(call: Call, pending: Pending) -> _Message:
-    return _Message.read(call, pending.wait()[0], pending.release)
+    """Bytes of a message."""
+    return _head(call, count) + count * call.load.partial
 
 
 def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
@@ -153,15 +198,21 @@ def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
     union = kernels.union([lower.indices, upper.indices])
     both = _Message.room(call, union.indices.numel())
     both.indices.copy_(union.indices)
-    for slots, part in zip(union.slots, (lower, upper), strict=True):
-        kernels.combine(both.values, slots, part.values, call.op)
-        part.release()
+    _add(call, union, lower, upper, both.values)
     return both
 
 
-def _result(mine: _Message, call: Call) -> Rows:
-    result = call.result(mine.indices.numel())
-    result.indices.copy_(mine.indices)
-    kernels.finish(mine.values, result.values, call.divisor)
-    mine.release()
+def _last(call: Call, lower: _Message, upper: _Message) -> Rows:
+    """The same, as the result of the call."""
+    union = kernels.union([lower.indices, upper.indices])
+    result = call.result(union.indices.numel())
+    result.indices.copy_(union.indices)
+    _add(call, union, lower, upper, result.values)
+    call.finish(result.values, result.values)
     return result
+
+
+def _add(call: Call, union: kernels.Union, lower: _Message, upper: _Message, out: Tensor) -> None:
+    for slots, part in zip(union.slots, (lower, upper), strict=True):
+        kernels.combine(out, slots, part.values, call.op)
+        part.release()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +70,13 @@ class Header:
 
     @classmethod
     def of(
-        cls, indices: Tensor, rank: int, *, capacity: int | None = None, fallible: bool = False
+        cls,
+        indices: Tensor,
+        rank: int,
+        *,
+        capacity: int | None = None,
+        fallible: bool = False,
+        digest: bool = True,
     ) -> Header:
         """The header of one rank, from its sorted, unique indices."""
         count = indices.numel()
@@ -87,7 +94,7 @@ class Header:
             kernels.sketch(indices, sketch.SIZE).numpy(),
             kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
             np.diff(shares),
-            _digest(indices),
+            _digest(indices) if digest else _NONE,
         )
 
     def pack(self) -> Tensor:
@@ -135,28 +142,32 @@ class Header:
 
     def combine(self, other: Header) -> Header:
         """The header of this one's ranks and of the other's, which are higher."""
-        alike = (
-            self.alike
-            and other.alike
-            and self.most == other.most
-            and np.array_equal(self.sketch, other.sketch)
+        return Header.together([self, other])
+
+    @classmethod
+    def together(cls, headers: Sequence[Header]) -> Header:
+        """One header of several, in the order of their ranks."""
+        first = headers[0]
+        alike = all(
+            one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
+            for one in headers
         )
-        tighter = self if self.capacity <= other.capacity else other
-        points = np.concatenate([self.points, other.points])
-        weights = np.concatenate([self.weights, other.weights])
+        tightest = min(headers, key=lambda one: one.capacity)
+        points = np.concatenate([one.points for one in headers])
+        weights = np.concatenate([one.weights for one in headers])
         order = np.argsort(points, kind="stable")
-        return Header(
-            self.total + other.total,
-            max(self.most, other.most),
-            min(self.fewest, other.fewest),
-            max(self.highest, other.highest),
-            tighter.capacity,
-            tighter.tightest,
+        return cls(
+            sum(one.total for one in headers),
+            max(one.most for one in headers),
+            min(one.fewest for one in headers),
+            max(one.highest for one in headers),
+            tightest.capacity,
+            tightest.tightest,
             alike,
-            self.fallible or other.fallible,
-            sketch.merge([self.sketch, other.sketch]),
+            any(one.fallible for one in headers),
+            sketch.merge([one.sketch for one in headers]),
             *_thinned(points[order], weights[order]),
-            self.digest if self.digest == other.digest else _NONE,
+            first.digest if all(one.digest == first.digest for one in headers) else _NONE,
         )
 
     @property

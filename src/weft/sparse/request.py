@@ -20,10 +20,11 @@ from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire import link
+from ..wire.base import is_plain
 from . import registry
 from .call import Out
 
-__all__ = ["NOTHING", "Request", "RowsLike", "op_name"]
+__all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside"]
 
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
@@ -45,7 +46,8 @@ class Request:
 
     Attributes:
         rows: what is to be reduced, on the CPU.
-        distinct: its indices, sorted, and their duplicates.
+        distinct: its indices, sorted, and their duplicates; of a table of a list, that is left to
+            `joint`, and so are the checks of indices.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -82,8 +84,38 @@ class Request:
         request = cls()
         try:
             request._take_rows(rows)
+            request.distinct = kernels.distinct(request.rows.indices)
+            request._check_range(request.distinct.indices)
             request._take_op(op)
             request._take_algorithm(algorithm)
+            request._take_wire_dtype(wire_dtype)
+            request._take_out(out)
+        except (_WrongError, WeftError) as error:
+            request.error, request.dtype = str(error), request.rows.values.dtype
+        return request
+
+    @classmethod
+    def of_table(
+        cls,
+        rows: object,
+        op: object,
+        algorithm: object,
+        wire_dtype: object,
+        out: object,
+        before: Request | None,
+    ) -> Request:
+        """Check the arguments of a call for a table of a list; `before` is the table before it."""
+        request = cls()
+        try:
+            request._take_rows(rows)
+            if before is None or before.error is not None:
+                request._take_op(op)
+                request._take_algorithm(algorithm)
+            else:  # what is the same for all is looked at once
+                request.op, request.algorithm = before.op, before.algorithm
+                for name in ("op", "algorithm", "WEFT_LINK"):
+                    request.fields[name] = before.fields[name]
+                request._check_op()
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         except (_WrongError, WeftError) as error:
@@ -95,7 +127,9 @@ class Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
         request = cls()
         try:
-            request._take_rows(rows, sort=False)
+            request._take_rows(rows)
+            if request.rows.indices.numel():
+                request._check_range(torch.stack(request.rows.indices.aminmax()))
             request._take_algorithm("auto")
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
@@ -133,7 +167,7 @@ class Request:
         except _WrongError as error:
             self.error = str(error)
 
-    def _take_rows(self, given: object, *, sort: bool = True) -> None:
+    def _take_rows(self, given: object) -> None:
         rows, self.restore = _unwrapped(given)
         indices, values = rows.indices, rows.values
         if indices.dim() != 1:
@@ -149,17 +183,10 @@ class Request:
             raise _WrongError(f"values have layout {values.layout}: they must be strided")
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
-        plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels read as memory
+        plain = values
+        if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
+            plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels can read
         self.rows = Rows(indices.detach().cpu(), plain, rows.height)
-        if sort:
-            self.distinct = kernels.distinct(self.rows.indices)
-        if indices.numel():
-            sorted_ = self.distinct.indices if sort else torch.stack(self.rows.indices.aminmax())
-            low, high = (int(sorted_[end]) for end in (0, -1))
-            if low < 0:
-                raise _WrongError(f"index {low} is negative: indices count from 0")
-            if rows.height is not None and high >= rows.height:
-                raise _WrongError(f"index {high} is outside of a height of {rows.height}")
         self.fields = {
             "index dtype": str(indices.dtype),
             "value dtype": str(values.dtype),
@@ -167,11 +194,20 @@ class Request:
             "height": "no height" if rows.height is None else rows.height,
         }
 
+    def _check_range(self, sorted_: Tensor) -> None:
+        if len(sorted_):
+            ends = int(sorted_[0]), int(sorted_[-1])
+            if error := outside(*ends, self.rows.height):
+                raise _WrongError(error)
+
     def _take_op(self, op: object) -> None:
         self.op = _op(op)
+        self._check_op()
+        self.fields["op"] = self.op.name
+
+    def _check_op(self) -> None:
         if reason := self.op.refuses(self.rows.values.dtype):
             raise _WrongError(reason)
-        self.fields["op"] = self.op.name
 
     def _take_algorithm(self, name: object) -> None:
         chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
@@ -262,6 +298,15 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
         "weft.Rows"
     )
+
+
+def outside(low: int, high: int, height: int | None) -> str | None:
+    """What is wrong with indices from `low` to `high`."""
+    if low < 0:
+        return f"index {low} is negative: indices count from 0"
+    if height is not None and high >= height:
+        return f"index {high} is outside of a height of {height}"
+    return None
 
 
 def op_name(op: object) -> object:

@@ -7,6 +7,7 @@ it: a stack (`mixed`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -75,6 +76,7 @@ class Space:
         return placed, self.row[table][order]
 
 
+@functools.lru_cache(1 << 12)
 def _kind(of: str) -> tuple[torch.dtype, torch.dtype, str]:
     what, shape = of.split("\t")
     return *dtypes_of(what), shape

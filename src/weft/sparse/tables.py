@@ -8,6 +8,7 @@ tables' indices are put in one space: the table's number in the upper bits.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,16 +22,17 @@ from ..agree import BODY
 from .header import Header
 
 __all__ = [
+    "COLUMNS",
     "HIGHEST",
     "MOST",
     "ROOM",
     "ROWS",
     "UNKNOWN",
+    "WHO",
     "WHOSE",
     "Longs",
     "Tables",
     "dtypes_of",
-    "joined",
     "layout",
     "line",
     "top",
@@ -42,9 +44,11 @@ MOST = 256
 UNKNOWN = "?"
 """In place of a row shape: this rank has no rows."""
 
+_LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
 _FIXED = struct.Struct("<4q2?6x")  # tables, bytes of: lines, trouble, index; with rows, fallible
-_COLUMNS = 5
-ROWS, HIGHEST, ROOM, WHOSE, WHO = range(_COLUMNS)
+COLUMNS = 5
+"""How many numbers a table has:"""
+ROWS, HIGHEST, ROOM, WHOSE, WHO = range(COLUMNS)
 """Numbers of a table: rows, largest index, room in out, of which rank, who told the row shape."""
 
 Longs = NDArray[np.int64]
@@ -53,14 +57,6 @@ Longs = NDArray[np.int64]
 def top(tables: int) -> int:
     """The bit from which on a joined index holds its table's number."""
     return 63 - max(1, (tables - 1).bit_length())
-
-
-def joined(indices: Sequence[Tensor], tables: int) -> Tensor:
-    """Sorted indices of each table, one table after the other, in one space; int64."""
-    counts = [part.numel() for part in indices]
-    numbers = np.repeat(np.arange(len(indices), dtype=np.int64) << top(tables), counts)
-    both = torch.cat([part.long() for part in indices]) if indices else torch.empty(0).long()
-    return both.add_(torch.from_numpy(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ class Tables:
         """A statement from bytes; the rows are views of them."""
         raw = body.numpy()
         tables, lines, trouble, index, rows, fallible = _FIXED.unpack_from(raw.data)
-        sizes = (_FIXED.size, tables * _COLUMNS * 8, lines, trouble)
+        sizes = (_FIXED.size, tables * COLUMNS * 8, lines, trouble)
         starts = np.cumsum([0] + [_aligned(size) for size in sizes]).tolist()
         numbers, said, differ = (
             raw[start : start + size] for start, size in zip(starts[1:], sizes[1:], strict=False)
@@ -128,7 +124,7 @@ class Tables:
         rest = body[starts[-1] :]
         return cls(
             bytes(said).decode().split("\n") if tables else [],
-            numbers.view(np.int64).reshape(tables, _COLUMNS).copy(),
+            numbers.view(np.int64).reshape(tables, COLUMNS).copy(),
             bytes(differ).decode(),
             fallible,
             None if rows else Header.unpack(rest),
@@ -162,41 +158,54 @@ class Tables:
 
     def combine(self, other: Tables) -> Tables:
         """The statement of this one's ranks and of the other's, which are higher."""
-        if len(self.lines) != len(other.lines):
-            return self  # the fingerprints tell
-        lines, numbers, trouble = list(self.lines), self.numbers.copy(), self.trouble
-        if self.lines != other.lines:
-            for table, (mine, theirs) in enumerate(zip(self.lines, other.lines, strict=True)):
-                known = mine.split("\t"), theirs.split("\t")
-                if known[0][1] == UNKNOWN and known[0][0] == known[1][0]:
-                    lines[table] = theirs
-                    numbers[table, WHO] = other.numbers[table, WHO]
-                elif known[1][1] != UNKNOWN or known[0][0] != known[1][0]:
-                    trouble = trouble or self._difference(other, table)
-        numbers[:, ROWS] += other.numbers[:, ROWS]
-        numbers[:, HIGHEST] = np.maximum(numbers[:, HIGHEST], other.numbers[:, HIGHEST])
-        tighter = other.numbers[:, ROOM] < numbers[:, ROOM]
-        numbers[tighter, ROOM : WHOSE + 1] = other.numbers[tighter, ROOM : WHOSE + 1]
-        header = None
-        if self.header is not None and other.header is not None:
-            header = self.header.combine(other.header)
-        fallible = self.fallible or other.fallible
-        return Tables(lines, numbers, trouble or other.trouble, fallible, header)
+        return Tables.together([self, other])
 
-    def _difference(self, other: Tables, table: int) -> str:
-        mine, theirs = (one.lines[table].split("\t") for one in (self, other))
-        same = mine == theirs
-        if same:
-            return ""
-        ranks = [int(one.numbers[table, WHO]) for one in (self, other)]
-        if mine[0] != theirs[0]:
-            said = mine[0], theirs[0]
-        else:
-            said = f"rows of shape {mine[1]}", f"rows of shape {theirs[1]}"
-        return (
-            f"the ranks differ in table {table}: rank {ranks[0]} has {said[0]}, rank {ranks[1]} "
-            f"has {said[1]}; pass the same on every rank"
-        )
+    @classmethod
+    def together(cls, said: Sequence[Tables]) -> Tables:
+        """One statement of several, in the order of their ranks; without rows."""
+        first = said[0]
+        if any(len(one.lines) != len(first.lines) for one in said):
+            return first  # the fingerprints tell
+        everyone = np.stack([one.numbers for one in said])
+        numbers = first.numbers.copy()
+        numbers[:, ROWS] = everyone[:, :, ROWS].sum(0)
+        numbers[:, HIGHEST] = everyone[:, :, HIGHEST].max(0)
+        tightest = everyone[:, :, ROOM].argmin(0)
+        numbers[:, [ROOM, WHOSE]] = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
+        lines, trouble = list(first.lines), first.trouble
+        for one in said[1:]:
+            if one.lines != lines:
+                trouble = trouble or _reconciled(lines, numbers, one)
+            trouble = trouble or one.trouble
+        headers = [one.header for one in said if one.header is not None]
+        header = Header.together(headers) if len(headers) == len(said) else None
+        return cls(lines, numbers, trouble, any(one.fallible for one in said), header)
+
+
+def _reconciled(lines: list[str], numbers: Longs, other: Tables) -> str:
+    """Fill in what only the other knows of tables; returns how they differ, or ""."""
+    trouble = ""
+    for table, (mine, theirs) in enumerate(zip(lines, other.lines, strict=True)):
+        if mine == theirs:
+            continue
+        known = mine.split("\t"), theirs.split("\t")
+        if known[0][1] == UNKNOWN and known[0][0] == known[1][0]:
+            lines[table] = theirs
+            numbers[table, WHO] = other.numbers[table, WHO]
+        elif known[1][1] != UNKNOWN or known[0][0] != known[1][0]:
+            ranks = int(numbers[table, WHO]), int(other.numbers[table, WHO])
+            trouble = trouble or _difference(table, ranks, known)
+    return trouble
+
+
+def _difference(table: int, ranks: tuple[int, int], known: tuple[list[str], list[str]]) -> str:
+    said = [what for what, _ in known]
+    if said[0] == said[1]:
+        said = [f"rows of shape {shape}" for _, shape in known]
+    return (
+        f"the ranks differ in table {table}: rank {ranks[0]} has {said[0]}, rank {ranks[1]} "
+        f"has {said[1]}; pass the same on every rank"
+    )
 
 
 def _aligned(size: int) -> int:
@@ -211,14 +220,18 @@ def layout(lines: Sequence[str]) -> list[int]:
     Tables without rows, whose row shape is not known, may be anywhere.
     """
 
-    def place(table: int) -> tuple[int, int, str, str, int]:
-        what, shape = lines[table].split("\t")
-        dtype, travels = dtypes_of(what)
-        return -travels.itemsize, -dtype.itemsize, str(dtype), shape, table
-
-    return sorted(range(len(lines)), key=place)
+    return sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table))
 
 
+@functools.lru_cache(_LINES)
+def _place(line: str) -> tuple[int, int, str, str]:
+    """By what a table comes before others, from its line."""
+    what, shape = line.split("\t")
+    dtype, travels = dtypes_of(what)
+    return -travels.itemsize, -dtype.itemsize, str(dtype), shape
+
+
+@functools.lru_cache(_LINES)
 def line(
     index: torch.dtype,
     dtype: torch.dtype,
@@ -232,6 +245,7 @@ def line(
     return f"{_short(dtype)} values{rounded}, {_short(index)} indices, {tall}\t{shape}"
 
 
+@functools.lru_cache(_LINES)
 def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the values in a table's line, and that in which they travel.
 
@@ -243,5 +257,6 @@ def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
     return dtype, travels
 
 
+@functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,0 +1,188 @@
+"""One rank's rows of all tables of a list: sorted all at once, and laid out as they travel.
+
+A sort, a sum of duplicates and their checks cost a table of some hundred rows more in calls than in
+work. So the tables' indices get one space of keys here, that of this rank alone, one table
+behind the other; they are sorted together, and each table is a range of what comes out. The tables
+lie in the order of `tables.layout`: those of one row shape and dtype are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..agree import BODY
+from ..kernels.ops import Op
+from ..wire.base import as_bytes
+from ..wire.memory import typed
+from .call import row_bytes
+from .header import NO_LIMIT, Header
+from .request import Request, outside
+from .space import Space
+from .tables import (
+    COLUMNS,
+    HIGHEST,
+    ROOM,
+    ROWS,
+    UNKNOWN,
+    WHO,
+    WHOSE,
+    Longs,
+    Tables,
+    layout,
+    line,
+    top,
+)
+
+__all__ = ["Joint"]
+
+
+class Joint:
+    """This rank's rows of all tables.
+
+    Attributes:
+        requests: for the tables.
+        numbered: their numbers in the list.
+        error: what is wrong with the first table that something is wrong with, or None. With an
+            error there are no rows.
+        lines: of each table what it is.
+        numbers: of each table, see `tables`.
+        counts: of each table its rows, duplicates combined.
+        size: bytes of the values of all rows, as they travel.
+    """
+
+    def __init__(self, requests: Sequence[Request], rank: int, start: int = 0) -> None:
+        """Sort the rows of these tables; the first of them is number `start` of the list."""
+        wrong = (number for number, each in enumerate(requests) if each.error is not None)
+        bad = next(wrong, None)
+        self.error = None if bad is None else f"table {start + bad}: {requests[bad].error}"
+        self.requests, self.numbered = requests, range(start, start + len(requests))
+        requests = requests[:bad]
+        self.lines = [
+            line(
+                request.rows.indices.dtype,
+                request.rows.values.dtype,
+                request.rows.height,
+                UNKNOWN if request.fields["row shape"] is None else request.fields["row shape"],
+                request.dtype,
+            )
+            for request in requests
+        ]
+        given = [request.rows.indices.numel() for request in requests]
+        order = [table for table in layout(self.lines) if given[table]]
+        self._order: list[int] = []  # none, where something is wrong
+        self._begins = np.cumsum([0] + [given[table] for table in order])
+        self._starts = self._firsts = np.zeros(0, np.int64)
+        self._distinct = kernels.Distinct(torch.empty(0, dtype=torch.int64), None, None)
+        self._values: Tensor | None = None
+        self.numbers = np.zeros((len(requests), COLUMNS), np.int64)
+        self.numbers[:, HIGHEST] = -1
+        self.numbers[:, ROOM] = [
+            NO_LIMIT if request.capacity is None else request.capacity for request in requests
+        ]
+        self.numbers[:, [WHOSE, WHO]] = rank
+        if order:
+            indices = torch.cat([requests[table].rows.indices for table in order]).long().numpy()
+            highs = np.maximum.reduceat(indices, self._begins[:-1])
+            lows = np.minimum.reduceat(indices, self._begins[:-1])
+            self.error = _wrong(requests, order, lows, highs, start) or self.error
+            if self.error is None:
+                self._order = order
+                self._sort(indices, highs)
+        self.counts: list[int] = self.numbers[:, ROWS].tolist()
+        self._row = [row_bytes(request.rows.row_shape, request.dtype) for request in requests]
+        self.size = sum(self.counts[table] * self._row[table] for table in self._order)
+        self.fallible = any(request.fallible for request in requests)
+
+    def _sort(self, indices: Longs, highs: Longs) -> None:
+        heights = highs + 1
+        self._starts = np.cumsum(heights) - heights
+        keys = indices + np.repeat(self._starts, np.diff(self._begins))
+        self._distinct = kernels.distinct(torch.from_numpy(keys))
+        found = self._distinct.indices.numpy()
+        self._firsts = np.append(np.searchsorted(found, self._starts), len(found))
+        self.numbers[self._order, ROWS] = np.diff(self._firsts)
+        self.numbers[self._order, HIGHEST] = highs
+
+    def _offset(self, starts: Longs) -> Tensor:
+        """Of each row what its table has in `starts`."""
+        return torch.from_numpy(np.repeat(starts, np.diff(self._firsts)))
+
+    def indices(self) -> Tensor:
+        """In the order in which rows are laid out; int32 if all fit."""
+        own = self._distinct.indices - self._offset(self._starts)
+        narrow = bool((self.numbers[:, HIGHEST] < 2**31).all())
+        return own.int() if narrow else own
+
+    def keys(self, space: Space) -> Tensor:
+        """In the space of keys of all ranks, in order."""
+        first = np.zeros(len(self.requests), np.int64)
+        first[space.tables] = space.starts[:-1]
+        return (self._distinct.indices + self._offset(first[self._order] - self._starts)).to(
+            space.index
+        )
+
+    def _header(self, rank: int) -> Header:
+        """Of all rows together, their tables' numbers in the upper bits of the indices."""
+        numbers = np.array(self._order, np.int64) << top(len(self.lines))
+        joined = self._distinct.indices + self._offset(numbers - self._starts)
+        if self._order != sorted(self._order):
+            joined = joined.sort().values
+        return Header.of(joined, rank, digest=False)
+
+    def statement(self, memory: Tensor, op: Op, rank: int, *, eager: bool) -> Tables:
+        """What to say of them: with the rows, if they may travel in it and fit."""
+        said = Tables(self.lines, self.numbers, fallible=self.fallible)
+        if eager and self.size <= BODY:
+            rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
+            if rows.fits:
+                self.values(memory, op)
+                return rows
+        return replace(said, header=self._header(rank))
+
+    def values(self, memory: Tensor, op: Op) -> Tensor:
+        """The bytes of all rows, in `memory`; computed once."""
+        if self._values is None:
+            place = start = 0
+            for _, stack in groupby(self._order, self._kind):
+                tables = list(stack)
+                first, last = self._firsts[[place, place + len(tables)]].tolist()
+                given = [self.requests[table].rows.values for table in tables]
+                request = self.requests[tables[0]]
+                shape = (last - first, *request.rows.row_shape)
+                kernels.reduce_parts(
+                    given,
+                    self._distinct,
+                    op,
+                    typed(memory, shape, request.dtype, start),
+                    self._firsts[place : place + len(tables) + 1].tolist(),
+                    self._begins[place : place + len(tables)].tolist(),
+                )
+                place += len(tables)
+                start += (last - first) * self._row[tables[0]]
+            self._values = memory[:start]
+        return self._values
+
+    def _kind(self, table: int) -> tuple[torch.dtype, torch.dtype, tuple[int, ...]]:
+        request = self.requests[table]
+        return request.dtype, request.rows.values.dtype, tuple(request.rows.row_shape)
+
+
+def _wrong(
+    requests: Sequence[Request], order: Sequence[int], lows: Longs, highs: Longs, start: int
+) -> str | None:
+    """What is wrong with the indices, in the first table of which they are."""
+    limit = 1 << top(len(requests))
+    for table, low, high in sorted(zip(order, lows.tolist(), highs.tolist(), strict=True)):
+        error = outside(low, high, requests[table].rows.height)
+        if error is None and high >= limit:
+            error = f"index {high} is too large for a list: pass it alone"
+        if error is not None:
+            return f"table {start + table}: {error}"
+    return None
