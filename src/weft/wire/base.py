@@ -91,6 +91,7 @@ class Wire(abc.ABC):
         sequence: number of the last call that the ranks agreed on.
         link: figures of the network, once measured (`weft.wire.link`).
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
+        inbox: memory for what each peer says in the opening of a call, where calls keep one.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -109,6 +110,7 @@ class Wire(abc.ABC):
         self.sequence = 0
         self.link: Link | None = None
         self.hosts: Hosts | None = None
+        self.inbox: dict[int, Tensor] = {}
         self.entered: object | None = None
         self._worker: Worker | None = None
 
