@@ -67,8 +67,7 @@ def _what(x: object) -> str:
 class Call:
     """A movement that is to be carried out, this way or the other.
 
-    Nothing of it changes but `ready`. It is not frozen, since making it would take a tenth of the
-    time of a small call.
+    It is not frozen, since making it would take a tenth of the time of a small call.
 
     Attributes:
         movement: what is to be done.
@@ -197,7 +196,8 @@ class Call:
             return self._following(found, key)
         if found is not None and wire.rank not in plan.want.shapes:
             found = found.new_empty(self.nothing)
-        return replace(self, plan=plan, opening=habit.opening, ready=found)
+        self.plan, self.opening, self.ready = plan, habit.opening, found
+        return self
 
     def _spelled(self) -> str:
         """The name of the call, for the other ranks."""
@@ -245,14 +245,15 @@ class Call:
     def back(self, shape: Shape) -> Call:
         """The adjoint, for what was applied to a tensor of that shape."""
         order = self.order + 1
-        return replace(
-            self,
-            order=order,
-            stated=shape if order % 2 else None,
-            nothing=shape,
-            plan=None,
-            opening=None,
-            ready=None,
+        return Call(
+            self.movement,
+            self.wire,
+            self.ranks,
+            order,
+            shape if order % 2 else None,
+            shape,
+            self.compiled,
+            fault=self.fault,
         )
 
     def again(self) -> Call:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..agree import CAP, DIRECT, concluded, opening_of
 from ..grid import Box
 from ..plan import Plan
-from ..wire.base import Wire
+from ..wire.base import Recv, Wire
 from ..wire.part import Part
 from .opening import Opening, Statement
 
@@ -63,8 +63,10 @@ class Habit:
     expected: dict[int, bytes]
     sizes: dict[int, int]
     private: dict[int, int]
+    _inbox: dict[int, Tensor] | None = None  # of the wire that the rest was made for
+    _recvs: list[Recv] = field(default_factory=list)
+    _heard: list[tuple[memoryview, bytes]] = field(default_factory=list)
     _seen: dict[int, Tensor] = field(default_factory=dict)
-    _inbox: dict[int, Tensor] | None = None
 
     def exchange(
         self,
@@ -88,6 +90,8 @@ class Habit:
             WireError: a peer or a link failed.
         """
         me, ranks = wire.rank, self.ranks
+        if self._inbox is not wire.inbox:
+            self._read_from(wire)
         if len(ranks) == wire.size:
             wire.sequence += 1
             number = wire.sequence.to_bytes(8, "little")
@@ -95,55 +99,48 @@ class Habit:
             number = _FIRST  # as a part of a wire counts, which is made for each call
         size = self.sizes[me]
         payload = ctypes.string_at(x.data_ptr(), size) if size else b""
-        end = bytes(-size % 16)
         mine = _message(number, self.heads[me], payload)
-        peers = [*ranks[ranks.index(me) + 1 :], *ranks[: ranks.index(me)]]
-        if self.takes is None:
-            sends = [(peer, mine) for peer in peers]
-        else:
-            sends = [
-                (
-                    peer,
-                    _message(number, self.heads[peer], payload, end, *_told(x, self.takes, peer)),
-                )
-                for peer in peers
-            ]
-        inbox = wire.inbox
-        for peer in peers:
-            if peer not in inbox:
-                inbox[peer] = torch.empty(CAP, dtype=torch.uint8)
-        pending = wire.post_small(sends, [(peer, inbox[peer]) for peer in peers])
+        sends = [(peer, mine) for peer, _ in self._recvs]
+        if self.takes is not None:
+            common = payload, bytes(-size % 16)
+            for at, (peer, _) in enumerate(sends):
+                told = _told(x, self.takes.get(peer, ()))
+                sends[at] = peer, _message(number, self.heads[peer], *common, *told)
+        pending = wire.post_small(sends, self._recvs)
         meanwhile()
         pending.wait()
-        for peer in peers:
-            expected = self.expected[peer]
-            heard = inbox[peer].numpy().data
-            if heard[:8] != number or heard[8 : 8 + len(expected)] != expected:
-                break
-        else:
+        if all(raw[:8] == number and raw[8:] == expected for raw, expected in self._heard):
             return None
         part = wire if len(ranks) == wire.size else Part(wire, ranks)
-        messages = [mine if rank == me else inbox[rank] for rank in ranks]
+        messages = [mine if rank == me else wire.inbox[rank] for rank in ranks]
         agreement = concluded(part, messages)
         said: dict[int, Statement] = {}
         for body in agreement.said:
             said.update(Statement.unpack(body))
         return Opening.following(agreement, said, self.call, x.dtype)
 
+    def _read_from(self, wire: Wire) -> None:
+        """Find in the inbox of a wire what is going to be heard."""
+        at, inbox = self.ranks.index(wire.rank), wire.inbox
+        peers = (*self.ranks[at + 1 :], *self.ranks[:at])
+        for peer in peers:
+            if peer not in inbox:
+                inbox[peer] = torch.empty(CAP, dtype=torch.uint8)
+        self._recvs = [(peer, inbox[peer]) for peer in peers]
+        self._heard = [
+            (inbox[peer][: 8 + len(self.expected[peer])].numpy().data, self.expected[peer])
+            for peer in peers
+        ]
+        self._seen = {}
+        for peer in peers if self.eager else ():
+            if peer in self.plan.have.shapes:
+                shape, start = self.plan.have.shapes[peer], 8 + len(self.expected[peer])
+                memory = inbox[peer][start : start + self.sizes[peer]]
+                self._seen[peer] = memory.view(self.opening.dtype).view(shape)
+        self._inbox = inbox
+
     def tensors(self, wire: Wire, x: Tensor) -> dict[int, Tensor]:
         """The tensors of all that bring one, where they travelled in the opening."""
-        if self._inbox is not wire.inbox:
-            dtype = self.opening.dtype
-            self._inbox, self._seen = wire.inbox, {}
-            for rank, shape in self.plan.have.shapes.items():
-                if rank == wire.rank:
-                    continue
-                if not self.sizes[rank]:
-                    self._seen[rank] = torch.empty(shape, dtype=dtype)
-                    continue
-                start = 8 + len(self.expected[rank])
-                memory = wire.inbox[rank][start : start + self.sizes[rank]]
-                self._seen[rank] = memory.view(dtype).view(shape)
         return {**self._seen, wire.rank: x}
 
     def boxes(self, wire: Wire) -> dict[int, Tensor]:
@@ -163,9 +160,9 @@ def _message(*pieces: bytes) -> Tensor:
     return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
 
 
-def _told(x: Tensor, takes: Mapping[int, Sequence[Box]], peer: int) -> list[bytes]:
+def _told(x: Tensor, takes: Sequence[Box]) -> list[bytes]:
     pieces = []
-    for take in takes.get(peer, ()):
+    for take in takes:
         values = x[take.slices].contiguous()
         pieces.append(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
     return pieces
