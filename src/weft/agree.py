@@ -24,7 +24,7 @@ from torch import Tensor
 from .errors import WeftError
 from .wire.base import Pending, Wire
 
-__all__ = ["BODY", "DIRECT", "Agreement", "agree", "is_direct"]
+__all__ = ["BODY", "CAP", "DIRECT", "Agreement", "agree", "concluded", "is_direct", "opening_of"]
 
 DIRECT = 16
 """Up to this many ranks exchange statements directly."""
@@ -34,10 +34,13 @@ BODY = 136 << 10
 whatever it is about to call."""
 
 _TEXT = 4096  # bytes that fingerprints and errors may have, each
-# magic, bytes of: groups, error, body, what is said in private; rank of the error
-_HEAD = struct.Struct("<4sIIIII")
+# number of the call; magic, bytes of: groups, error, body, what is said in private; whose error
+_HEAD = struct.Struct("<Q4sIIIII")
 _MAGIC = b"weft"
-_CAP = _HEAD.size + 2 * _TEXT + 24 + BODY
+_ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
+CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
+"""Bytes that a statement may have."""
+
 _FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _NAMED = 8  # ranks named for each differing value
@@ -60,11 +63,13 @@ class Agreement:
             valid until `release()`.
         private: what each rank said to this one alone, in rank order, its own not
             included; as `said`.
+        fingerprints: what each rank stated as its own, as it travels, where statements are direct.
     """
 
     fields: dict[str, str]
     said: list[memoryview]
     private: list[memoryview]
+    fingerprints: list[bytes]
     _release: Callable[[], None]
 
     @property
@@ -79,6 +84,7 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Statement:
+    number: int  # of the call; 0 where the fingerprint has it
     groups: bytes  # who said which fingerprint: `fields GROUP rank,rank,... count` for each
     error: bytes
     error_rank: int
@@ -88,12 +94,12 @@ class _Statement:
     def pack(self) -> Callable[[Private], Tensor]:
         """Makes the messages, each with what is said in private to whom it is for."""
         groups, error, body = len(self.groups), len(self.error), len(self.body)
-        gap, rest = -(_HEAD.size + groups + error) % 8, -body % 8
+        gap, rest = -(_HEAD.size + groups + error) % _ALIGNED, -body % _ALIGNED
         common = b"".join([self.groups, self.error, bytes(gap), self.body, bytes(rest)])
 
         def message(private: Private) -> Tensor:
             size = sum(map(len, private))
-            head = _HEAD.pack(_MAGIC, groups, error, body, size, self.error_rank)
+            head = _HEAD.pack(self.number, _MAGIC, groups, error, body, size, self.error_rank)
             return torch.frombuffer(bytearray().join([head, common, *private]), dtype=torch.uint8)
 
         return message
@@ -101,19 +107,28 @@ class _Statement:
     @classmethod
     def unpack(cls, message: Tensor) -> _Statement:
         raw = message.numpy().data
-        magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
+        number, magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
         if magic != _MAGIC:
             raise RuntimeError("what arrived is no statement of weft: the ranks are out of step")
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
-        start = end + -end % 8
-        after = start + body + -body % 8
+        start = end + -end % _ALIGNED
+        after = start + body + -body % _ALIGNED
         return cls(
+            number,
             bytes(raw[_HEAD.size : middle]),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
             raw[after : after + private],
         )
+
+    def numbered(self) -> _Statement:
+        """The same, with the number of the call in its one fingerprint, as errors spell it."""
+        fields, ranks, count = self.groups.decode().rsplit(_VALUE, 2)
+        call, *rest = fields.split(_FIELD)
+        fields = _FIELD.join([f"{call} (call {self.number} of the group)", *rest])
+        groups = _VALUE.join([fields, ranks, count]).encode()
+        return _Statement(0, groups, self.error, self.error_rank, self.body, self.private)
 
 
 def _tensor(raw: memoryview) -> Tensor:
@@ -157,11 +172,10 @@ def agree(
         WireError: as every wait does.
     """
     wire.sequence += 1
-    known = {"call": f"{call} (call {wire.sequence} of the group)"}
-    known |= {name: _UNKNOWN if value is None else str(value) for name, value in fields.items()}
-    text = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in known.items()).encode()
+    known = {"call": call, **_known(fields)}
     mine = _Statement(
-        b"%s%s%d%s1" % (text, _VALUE.encode(), wire.named, _VALUE.encode()),
+        wire.sequence,
+        _groups(known, wire.named),
         b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
         wire.named,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
@@ -183,13 +197,67 @@ def agree(
         release = pending.release
     else:
         meanwhile()
-        said = [_combining(wire, mine, combine)]
+        said = [_combining(wire, mine.numbered(), combine)]
+    return _agreed(wire, known, mine, said, release)
+
+
+def opening_of(fingerprint: bytes, named: int, body: bytes, size: int, private: int) -> bytes:
+    """What a statement without an error begins with, but for the 8 bytes of the call's number.
+
+    So that what a rank said before need not be put together, nor looked at, again.
+
+    Args:
+        fingerprint: as in an agreement.
+        named: who makes the statement.
+        body: what its body begins with.
+        size: bytes of all its body.
+        private: bytes of what is said in private, behind the body and a gap to the next 16.
+    """
+    head = _HEAD.pack(0, _MAGIC, len(fingerprint), 0, size, private, named)[8:]
+    return b"".join([head, fingerprint, bytes(-(_HEAD.size + len(fingerprint)) % _ALIGNED), body])
+
+
+def concluded(wire: Wire, messages: Sequence[Tensor]) -> Agreement:
+    """What follows from whole statements, this rank's own included, in rank order.
+
+    Raises:
+        WeftError: as `agree`.
+    """
+    said = [_Statement.unpack(message) for message in messages]
+    mine = said[wire.rank]
+    known = _parse(mine.groups.decode().rsplit(_VALUE, 2)[0])
+    return _agreed(wire, known, mine, said, _nothing)
+
+
+def _known(fields: Mapping[str, object]) -> dict[str, str]:
+    return {name: _UNKNOWN if value is None else str(value) for name, value in fields.items()}
+
+
+def _groups(known: Mapping[str, str], named: int) -> bytes:
+    text = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in known.items())
+    return f"{text}{_VALUE}{named}{_VALUE}1".encode()
+
+
+def _agreed(
+    wire: Wire,
+    known: dict[str, str],
+    mine: _Statement,
+    said: list[_Statement],
+    release: Callable[[], None],
+) -> Agreement:
     try:
-        agreed = known if _alike(said, text) else _conclude(wire, said)
+        if not _alike(said, mine):
+            known = _conclude(wire, [each.numbered() if each.number else each for each in said])
     except WeftError:
         release()
         raise
-    return Agreement(agreed, [each.body for each in said], [each.private for each in said], release)
+    return Agreement(
+        known,
+        [each.body for each in said],
+        [each.private for each in said],
+        [each.groups for each in said],
+        release,
+    )
 
 
 def _nothing() -> None:
@@ -205,13 +273,16 @@ def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -
         sends = [(peer, same) for peer in wire.peers]
     else:
         sends = [(peer, message(private[peer])) for peer in wire.peers]
-    return wire.post_small(sends, [(peer, _CAP) for peer in order])
+    return wire.post_small(sends, [(peer, CAP) for peer in order])
 
 
-def _alike(said: Sequence[_Statement], text: bytes) -> bool:
+def _alike(said: Sequence[_Statement], mine: _Statement) -> bool:
     """Whether nobody erred and all fingerprints are this one."""
-    value = _VALUE.encode()
-    return all(not s.error and s.groups.rsplit(value, 2)[0] == text for s in said)
+    value, number = _VALUE.encode(), said[0].number
+    text = (mine if number else mine.numbered()).groups.rsplit(value, 2)[0]
+    return all(
+        not s.error and s.number == number and s.groups.rsplit(value, 2)[0] == text for s in said
+    )
 
 
 def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
@@ -221,7 +292,7 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     rank = wire.rank
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement | None:
-        pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, _CAP)] * receive)
+        pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, CAP)] * receive)
         got = pending.wait()
         other = _Statement.unpack(got[0].clone()) if receive else None
         pending.release()
@@ -258,7 +329,7 @@ def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> 
     body = lower.body
     if not first.error and len(calls) == 1:
         body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
-    return _Statement(groups, first.error, first.error_rank, body, _NOTHING)
+    return _Statement(0, groups, first.error, first.error_rank, body, _NOTHING)
 
 
 def _join(said: list[_Statement]) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 
 from weft.wire.mesh import Listener
 
-LANES = ("data", "side")
+LANES = ("data", "small", "side")
 
 
 def meshes(listeners, deadline):
@@ -25,7 +25,7 @@ def meshes(listeners, deadline):
     def make(rank):
         peers = {peer: door for peer, door in enumerate(doors) if peer != rank}
         try:
-            made[rank] = listeners[rank].mesh(rank, peers, LANES, deadline)
+            made[rank] = listeners[rank].mesh(rank, peers, LANES, deadline, small="small")
         except OSError as error:
             made[rank] = error
 
@@ -50,7 +50,7 @@ def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
             stranger = socket.create_connection((door.host, door.port))
             stack.callback(stranger.close)
             stranger.sendall(words)  # nothing, something else, a rank without the token
-        for rank, lane in ((1, 2), (0, 0)):  # it knows the token, but is nobody awaited
+        for rank, lane in ((1, 3), (0, 0)):  # it knows the token, but is nobody awaited
             stranger = socket.create_connection((door.host, door.port))
             stack.callback(stranger.close)
             stranger.sendall(door.token + struct.pack("!II", rank, lane))
@@ -69,6 +69,26 @@ def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
             for rank, mesh in enumerate(made):
                 for peer, sock in mesh[lane].items():
                     assert sock.recv(3) == bytes([peer, rank, number])
+
+
+def test_small_messages_take_unix_sockets_to_those_who_are_found_here(listeners):
+    far = listeners[0]
+    far._near.close()
+    far._near = None  # as if it were on another host, or might not listen so
+    with ExitStack() as stack:
+        made = meshes(listeners, time.monotonic() + 10.0)
+        for mesh in made:
+            for lane in mesh.values():
+                for sock in lane.values():
+                    stack.callback(sock.close)
+        near = {
+            (rank, peer, name)
+            for rank, mesh in enumerate(made)
+            for name, lane in mesh.items()
+            for peer, sock in lane.items()
+            if sock.family == socket.AF_UNIX
+        }
+    assert near == {(1, 2, "small"), (2, 1, "small")}
 
 
 def test_who_does_not_come_is_named(listeners):

@@ -20,7 +20,7 @@ from ..wire.base import Pending, Wire
 from ..wire.memory import Lease, fresh, typed
 from . import schedules
 
-__all__ = ["assembled", "carried", "has_addition"]
+__all__ = ["assembled", "begun", "carried", "ended", "has_addition"]
 
 _CHANNEL = 8  # that no other room uses
 _STRAIGHT = ("all_gather", "broadcast")  # hints that need no schedule on one host
@@ -66,7 +66,7 @@ def carried(
     dtype = x.dtype
     if dtype in _BITS:  # torch cannot add these, but to the same bits
         x = x.view(_BITS[dtype])
-    hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
+    hinted = hinted and dtype is not torch.complex32  # which only `Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
     if together and plan.hint in _STRAIGHT:
         schedule = None
@@ -94,11 +94,37 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
     bits = _BITS.get(like.dtype)
     if not local.sources:
         return torch.zeros(local.result, dtype=like.dtype)
-    into = _Result(local, like.dtype if bits is None else bits, local.sources[0][2])
+    into = Result(local, like.dtype if bits is None else bits, local.sources[0][2])
     for source, take, put in local.copied:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
         into.write(put, tensor[take])
     return into.done(like.dtype)
+
+
+def begun(plan: Plan, x: Tensor, rank: int) -> Result | None:
+    """The result of a rank with what it moves itself; None if it has none. Nothing is sent."""
+    local = plan.local(rank)
+    if local.result is None:
+        return None
+    x = x.view(_BITS.get(x.dtype, x.dtype))
+    into = Result(local, x.dtype, local.own[0][1] if local.own else None)
+    for take, put in local.own:
+        into.write(put.slices, x[take.slices])
+    return into
+
+
+def ended(
+    plan: Plan, into: Result | None, told: Mapping[int, Tensor], rank: int, x: Tensor
+) -> Tensor:
+    """The result that was begun of `x`, with what others told, as bytes; the order is that of
+    `carried`, and so are the bits."""
+    if into is None:
+        return _nothing(x)
+    recvs, dtype = plan.local(rank).recvs, _BITS.get(x.dtype, x.dtype)
+    for peer in sorted(recvs):
+        for put, values in _split(told[peer], recvs[peer], dtype):
+            into.write(put.slices, values)
+    return into.done(x.dtype)
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -111,8 +137,8 @@ def _largest(plan: Plan) -> int:
     return max(piece.box.volume for piece in side.pieces)
 
 
-class _Result:
-    """A tensor under construction, summed in a wider type where values of a narrow one meet."""
+class Result:
+    """A result under construction, summed in a wider type where values of a narrow one meet."""
 
     def __init__(self, local: Local, dtype: torch.dtype, first: Box | None) -> None:
         """Room for a result; `first` is the box that is written first, if that is known."""
@@ -145,9 +171,9 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     Contributions add up in rank order, but that what comes from nobody else is there first.
     """
     local = plan.local(wire.rank)
-    into: _Result | None = None
+    into: Result | None = None
     if local.result is not None:
-        into = _Result(local, x.dtype, local.own[0][1] if local.own else None)
+        into = Result(local, x.dtype, local.own[0][1] if local.own else None)
     leases: list[Lease] = []
     coming = [
         (peer, *_receive(local, peer, into, x.dtype, wire, leases))
@@ -176,7 +202,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
 def _receive(
     local: Local,
     peer: int,
-    into: _Result | None,
+    into: Result | None,
     dtype: torch.dtype,
     wire: Wire,
     leases: list[Lease],

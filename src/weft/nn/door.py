@@ -23,8 +23,9 @@ from torch.autograd import forward_ad
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire
-from .carry import assembled, carried, has_addition
+from ..wire.base import Wire, plain
+from .carry import Result, assembled, begun, carried, ended, has_addition
+from .habit import Habit, learn
 from .movement import Movement, planned
 from .opening import Opening, Statement, host_of, opened, payload_of
 
@@ -62,9 +63,11 @@ def _what(x: object) -> str:
     return f"one of shape {tuple(x.shape)}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """A movement that is to be carried out, this way or the other.
+
+    It is not frozen, since making it would take a tenth of the time of a small call.
 
     Attributes:
         movement: what is to be done.
@@ -77,6 +80,7 @@ class Call:
         compiled: whether it is called by compiled code.
         plan, opening: what all ranks said, and what follows from it, once they did.
         fault: what is wrong with this rank's argument, if that was found before.
+        ready: the result, if it came with the opening.
     """
 
     movement: Movement
@@ -89,6 +93,7 @@ class Call:
     plan: Plan | None = None
     opening: Opening | None = None
     fault: str | None = None
+    ready: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -102,6 +107,10 @@ class Call:
             mode: what else must be the same on all ranks.
             needs: whether a gradient is asked for, where the tensor cannot tell.
         """
+        key = self._key(x) if not mode and needs is None else None
+        habit = self.movement.habits.get(key) if key is not None else None
+        if isinstance(habit, Habit):
+            return self._again(habit, key, x)
         error = self._error(x)
         fine = isinstance(x, Tensor) and error is None
         records = torch.is_grad_enabled() if needs is None else needs
@@ -120,7 +129,7 @@ class Call:
                 self.movement,
                 self.ranks,
                 statement,
-                call=f"{self.name}{f' of order {self.order}' if self.order > 1 else ''}",
+                call=self._spelled(),
                 # compiled code has fixed the dtype of its result already
                 dtype=own if fine and (x.numel() or self.compiled) else None,
                 own=own,
@@ -128,6 +137,10 @@ class Call:
                 mode=f"{mode}{' compiled' * self.compiled}",
             ),
         )
+        return self._following(opening, key)
+
+    def _following(self, opening: Opening, key: object) -> Call:
+        """What to do, now that all were heard; `key` is what the call is remembered by, or None."""
         if self.movement.summing and not self.order and not has_addition(opening.dtype):
             raise WeftError(
                 f"{self.name} adds up values, and {opening.dtype} has no addition: pass integers, "
@@ -136,7 +149,59 @@ class Call:
         givers = self.movement.givers
         shapes = tuple((rank, opening.said[rank].shape) for rank in self.ranks if rank in givers)
         plan = planned(self.movement, shapes)
-        return replace(self, plan=plan.T if self.order % 2 else plan, opening=opening)
+        if self.order % 2:
+            plan = plan.T
+        if key is not None:
+            spelled = self._spelled()
+            learn(self.movement.habits, key, self.wire, self.ranks, spelled, opening, plan)
+        return replace(self, plan=plan, opening=opening)
+
+    def _key(self, x: Any) -> object:
+        """All that this rank says, but for the values; None where that would take long to tell."""
+        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or self.fault is not None:
+            return None
+        records = torch.is_grad_enabled()
+        return (
+            self.order,
+            self.stated,
+            x.shape,
+            x.dtype,
+            x.layout,
+            records and x.requires_grad,
+            records,
+            self.wire.rank,
+            self.wire.size,
+            self.compiled,
+        )
+
+    def _again(self, habit: Habit, key: object, x: Tensor) -> Call:
+        """Hear what all bring, who are expected to bring what they did before; collective."""
+        wire, plan = self.wire, habit.plan
+        local = plain(_typed(x, habit.opening.dtype))
+
+        def job() -> Opening | Tensor | None:
+            if habit.takes is None:
+                news = habit.exchange(wire, local)
+                if news is not None or not habit.eager:
+                    return news
+                return assembled(plan, habit.tensors(wire, local), wire.rank, local)
+            into: list[Result | None] = []
+            news = habit.exchange(wire, local, lambda: into.append(begun(plan, local, wire.rank)))
+            return news or ended(plan, into[0], habit.boxes(wire), wire.rank, local)
+
+        # a range as torch.profiler.record_function makes it, for a fiftieth of the time
+        with _RecordFunctionFast(f"weft::{self.name}"):
+            found = wire.worker.call(self.name, job)
+        if isinstance(found, Opening):
+            return self._following(found, key)
+        if found is not None and wire.rank not in plan.want.shapes:
+            found = found.new_empty(self.nothing)
+        self.plan, self.opening, self.ready = plan, habit.opening, found
+        return self
+
+    def _spelled(self) -> str:
+        """The name of the call, for the other ranks."""
+        return f"{self.name} of order {self.order}" if self.order > 1 else self.name
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own argument."""
@@ -159,14 +224,13 @@ class Call:
 
     def run(self, x: Tensor) -> Tensor:
         """Carry the plan out; collective."""
+        if self.ready is not None:
+            y, self.ready = self.ready, None
+            return y
         assert self.plan is not None and self.opening is not None
         plan, opening, wire = self.plan, self.opening, self.wire
-        local = x.detach()
-        if local.dtype != opening.dtype:  # it has no volume, so its dtype said nothing
-            local = local.new_empty(local.shape, dtype=opening.dtype)
-        local = local.cpu().resolve_conj().resolve_neg()
+        local = _typed(x, opening.dtype).cpu().resolve_conj().resolve_neg()
         tensors = opening.tensors(plan.have.shapes)
-        # a range as torch.profiler.record_function makes it, for a fiftieth of the time
         with _RecordFunctionFast(f"weft::{self.name}"):
             if tensors is not None:
                 y = assembled(plan, tensors, wire.rank, local)
@@ -181,18 +245,20 @@ class Call:
     def back(self, shape: Shape) -> Call:
         """The adjoint, for what was applied to a tensor of that shape."""
         order = self.order + 1
-        return replace(
-            self,
-            order=order,
-            stated=shape if order % 2 else None,
-            nothing=shape,
-            plan=None,
-            opening=None,
+        return Call(
+            self.movement,
+            self.wire,
+            self.ranks,
+            order,
+            shape if order % 2 else None,
+            shape,
+            self.compiled,
+            fault=self.fault,
         )
 
     def again(self) -> Call:
         """The same for another tensor, which is still to be heard of."""
-        return replace(self, plan=None, opening=None)
+        return replace(self, plan=None, opening=None, ready=None)
 
     def batched(self, extent: int) -> Call:
         """The same for tensors with one more dimension at the end."""
@@ -202,6 +268,12 @@ class Call:
             stated=None if self.stated is None else (*self.stated, extent),
             nothing=(*self.nothing, extent),
         )
+
+
+def _typed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor without its history, of the dtype that was agreed on."""
+    # if that is another, the tensor has no volume, so that its own said nothing
+    return x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
 
 
 def _applied(call: Call, x: Any, *, tangents: bool = True) -> Tensor:

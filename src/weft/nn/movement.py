@@ -62,6 +62,14 @@ class Movement(abc.ABC):
         return frozenset(self._givers())
 
     @functools.cached_property
+    def habits(self) -> dict[object, object]:
+        """What ranks are used to say in its calls (`habit`), by what this rank brings."""
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "habits"}
+
+    @functools.cached_property
     def arguments(self) -> str:
         """`settings`, shortened to a digest where they are long."""
         found = self.settings()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..agree import DIRECT, agree
+from ..agree import DIRECT, Agreement, agree
 from ..errors import WeftError
 from ..grid import Shape
 from ..wire.base import Wire, as_bytes
@@ -29,7 +29,9 @@ __all__ = ["EAGER", "Opening", "Statement", "among", "host_of", "opened", "paylo
 EAGER = 4 << 10
 """Bytes of a tensor that may travel in the opening message."""
 
-_ENTRY = struct.Struct("<IBBHIQ")  # rank, gradient, dimensions, 0, bytes of the payload, host
+# rank, gradient, dimensions, bytes of the payload, host, guess
+_ENTRY = struct.Struct("<IBBxxI4xQQ")
+_ALIGNED = 16  # bytes, to a multiple of which a payload begins
 _NEEDS, _RECORDS = 1, 2
 
 
@@ -43,6 +45,7 @@ class Statement:
         records: whether it records what a gradient needs.
         payload: the bytes of its tensor, if they are few and travelled along; writable.
         host: where it is, as a number.
+        guess: what it expects all to say, as a digest (`habit`), or 0.
     """
 
     shape: Shape
@@ -50,29 +53,36 @@ class Statement:
     records: bool
     payload: memoryview | None
     host: int
+    guess: int = 0
 
     def pack(self, rank: int) -> bytearray:
-        sizes = struct.pack(f"<{len(self.shape)}q", *self.shape)
-        count = 0xFFFFFFFF if self.payload is None else len(self.payload)
+        count = None if self.payload is None else len(self.payload)
+        gap = bytes(-len(self.payload or b"") % _ALIGNED)
+        return bytearray().join((self.head(rank, count), self.payload or b"", gap))
+
+    def head(self, rank: int, count: int | None) -> bytes:
+        """All but the payload, which has so many bytes, or does not travel along."""
         flags = _NEEDS * self.needs | _RECORDS * self.records
-        head = _ENTRY.pack(rank, flags, len(self.shape), 0, count, self.host)
-        return bytearray().join((head, sizes, self.payload or b""))
+        ndim, size = len(self.shape), 0xFFFFFFFF if count is None else count
+        head = _ENTRY.pack(rank, flags, ndim, size, self.host, self.guess)
+        shape = struct.pack(f"<{ndim}q", *self.shape)
+        return b"".join((head, shape, bytes(8 * ndim % _ALIGNED)))
 
     @classmethod
     def unpack(cls, raw: memoryview) -> dict[int, Statement]:
         """The statements that lie behind each other, by rank."""
         at, found = 0, {}
         while at < len(raw):
-            rank, flags, ndim, _, count, host = _ENTRY.unpack_from(raw, at)
+            rank, flags, ndim, count, host, guess = _ENTRY.unpack_from(raw, at)
             at += _ENTRY.size
             shape = struct.unpack_from(f"<{ndim}q", raw, at)
-            at += 8 * ndim
+            at += 8 * ndim + 8 * ndim % _ALIGNED
             payload = None
             if count != 0xFFFFFFFF:
                 payload = memoryview(bytearray(raw[at : at + count]))  # its own: that is given back
-                at += count
+                at += count + -count % _ALIGNED
             needs, records = bool(flags & _NEEDS), bool(flags & _RECORDS)
-            found[rank] = cls(shape, needs, records, payload, host)
+            found[rank] = cls(shape, needs, records, payload, host, guess)
         return found
 
 
@@ -85,12 +95,34 @@ class Opening:
         dtype: of the tensor that moves.
         needs: whether anybody asks for a gradient, so that all take part in finding it.
         together: whether all of them are on one host.
+        fingerprints: what each of them stated as its own, where they heard each other directly.
     """
 
     said: Mapping[int, Statement]
     dtype: torch.dtype
     needs: bool
     together: bool
+    fingerprints: Mapping[int, bytes]
+
+    @classmethod
+    def following(
+        cls, agreement: Agreement, said: Mapping[int, Statement], call: str, own: torch.dtype
+    ) -> Opening:
+        """What follows from what all said; `own` is the dtype where nobody's says anything.
+
+        Raises:
+            WeftError: a rank needs a gradient, and another does not record any.
+        """
+        _check(said, call)
+        name = agreement.fields["dtype"]
+        fingerprints = agreement.fingerprints
+        return cls(
+            said,
+            own if name == "?" else getattr(torch, name.removeprefix("torch.")),
+            any(each.needs for each in said.values()),
+            len({each.host for each in said.values()}) == 1,
+            dict(zip(sorted(said), fingerprints, strict=len(fingerprints) > 1)),
+        )
 
     def tensors(self, shapes: Mapping[int, Shape]) -> Mapping[int, Tensor] | None:
         """The tensors of these ranks, if all of them were small enough to come along."""
@@ -157,11 +189,7 @@ def opened(
                 said.update(Statement.unpack(body))
     finally:
         agreement.release()
-    _check(said, call)
-    name = agreement.fields["dtype"]
-    agreed = own if name == "?" else getattr(torch, name.removeprefix("torch."))
-    needs = any(each.needs for each in said.values())
-    return Opening(said, agreed, needs, len({each.host for each in said.values()}) == 1)
+    return Opening.following(agreement, said, call, own)
 
 
 @functools.cache

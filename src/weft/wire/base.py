@@ -92,6 +92,7 @@ class Wire(abc.ABC):
         link: figures of the network, once measured (`weft.wire.link`).
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
+        inbox: memory for what each peer says in the opening of a call, where calls keep one.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -111,6 +112,7 @@ class Wire(abc.ABC):
         self.link: Link | None = None
         self.priced = 0
         self.hosts: Hosts | None = None
+        self.inbox: dict[int, Tensor] = {}
         self.entered: object | None = None
         self._worker: Worker | None = None
 

@@ -97,6 +97,10 @@ class Line:
 
     def send(self, channel: int, order: Order) -> None:
         """Send a message behind those of its channel; `flush` does it."""
+        if not (self._granted or self._parts or self._waiting):  # it is the only one, and may go
+            self._sending = order
+            self._parts = [memoryview(_FRAME.pack(channel, len(order.buffer))), order.buffer]
+            return
         self._posted += 1
         self._waiting += 1
         order.number = self._posted
@@ -124,6 +128,8 @@ class Line:
 
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""
+        if not (self._parts or self._waiting or self._grants or self._notes or self._late):
+            return
         while not self.lost and (self._parts or self._load()):
             try:
                 sent = self.sock.sendmsg(self._parts)
@@ -140,6 +146,8 @@ class Line:
                 self._parts[0] = self._parts[0][sent:]
             elif self._sending is not None:
                 self._sending.done, self._sending = True, None
+                if not (self._granted or self._waiting):
+                    return
 
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
@@ -153,6 +161,9 @@ class Line:
             order = self._sending = self._late.popleft()
             frames.append(_FRAME.pack(_LATE, len(order.buffer)))
             self._parts = [memoryview(b"".join(frames)), order.buffer]
+            return True
+        if not self._waiting:
+            self._parts = [memoryview(b"".join(frames))]
             return True
         ready = [
             (orders[0].number, channel)
@@ -181,6 +192,8 @@ class Line:
     def receive(self) -> bool:
         """Read what is there, as far as it may be read; whether it was anything."""
         moved, self._paused, self.more = 0, False, False
+        if not (self._granted or self._end or self.lost) and self._into is None:
+            return self._receive_small()
         while not self.lost and moved < _TURN and (self._into is not None or self._parse()):
             into = self._into
             parts = [self._ahead[self._end :]] if into is None else [into, self._ahead]
@@ -209,6 +222,32 @@ class Line:
         self._wake_at(min(len(self._into), _LOT) if self._into is not None else 1)
         return moved > 0 or self._paused
 
+    def _receive_small(self) -> bool:
+        """`receive` on a line that is not granted, where mostly one message comes, and whole."""
+        if not any(self._incoming.values()):
+            return False
+        try:
+            count = self.sock.recv_into(self._ahead)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = str(error)
+            return False
+        if not count:
+            self.lost = "the connection was closed"
+            return False
+        if count >= _FRAME.size:
+            kind, size = _FRAME.unpack_from(self._ahead)
+            orders = self._incoming.get(kind)
+            if orders and count == _FRAME.size + size <= _FRAME.size + len(orders[0].buffer):
+                order = orders.popleft()
+                order.buffer[:size] = self._ahead[_FRAME.size : count]
+                order.done = True
+                return True
+        self._end = count
+        self.receive()
+        return True
+
     def _wake_at(self, count: int) -> None:
         """Let the socket be readable once so many bytes are there, or none will come any more.
 
@@ -227,6 +266,8 @@ class Line:
 
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
+        if self._end == self._start and not self._paused:
+            return self._granted or any(self._incoming.values())
         while not self._paused and self._end - self._start >= _FRAME.size:
             kind, size = _FRAME.unpack_from(self._ahead, self._start)
             if kind & _GRANT:

@@ -62,7 +62,7 @@ class Connections:
             for peer, said in _met(store, rank, size, door, deadline).items():
                 host, port, token = said["door"]
                 doors[peer] = Door(host, port, bytes.fromhex(token))
-            return cls(listener.mesh(rank, doors, _LANES, deadline))
+            return cls(listener.mesh(rank, doors, _LANES, deadline, small="small"))
 
     def introduce(self, host: bytes) -> None:
         """Let peers on the host of that 16-byte name read long messages where they lie."""

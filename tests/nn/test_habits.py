@@ -1,0 +1,186 @@
+"""Calls that ranks make again: what was heard before is only compared, and nothing else changes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import weft
+from weft import nn
+from weft.nn import habit
+from weft.nn.habit import Habit
+from weft.testing import spmd
+
+P = weft.Partition
+
+
+def integers(wire, number, *shape):
+    """Whole numbers, other ones in each call, whose sums are exact."""
+    generator = torch.Generator().manual_seed(100 * number + wire.rank)
+    return torch.randint(-9, 9, shape, generator=generator).float()
+
+
+LAYERS = {
+    "all_gather": (lambda: nn.AllGather(P(3), 0), lambda rank: (rank + 1, 2)),
+    "all_gather of a row": (lambda: nn.AllGather(P((1, 3)), 1), lambda rank: (2, 3 - rank)),
+    "reduce_scatter": (lambda: nn.ReduceScatter(P(3), 0), lambda rank: (5,)),
+    "all_sum_reduce": (lambda: nn.AllSumReduce(P(3), 0), lambda rank: (4, 1)),
+    "broadcast": (lambda: nn.Broadcast(P(1, ranks=[1]), P(3)), lambda rank: (3,) * (rank == 1)),
+    "sum_reduce": (lambda: nn.SumReduce(P(3), 0), lambda rank: (3, 3)),
+    "repartition": (lambda: nn.Repartition(P((3, 1)), P((1, 3))), lambda rank: (rank + 1, 7)),
+    "halo": (lambda: nn.HaloExchange(P(3), 2, "periodic"), lambda rank: (3 + rank, 2)),
+    "halo of a large tensor": (lambda: nn.HaloExchange(P(3), 1), lambda rank: (3000, 2)),
+    "halo in both dimensions, two ranks": (
+        lambda: nn.HaloExchange(P((1, 2), ranks=[2, 0]), (1, 1), "reflect"),
+        lambda rank: (0,) if rank == 1 else (40, 40),
+    ),
+}
+
+
+def both_ways(layer, x, seed):
+    """The result and the gradient for a random gradient of the result."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randint(-9, 9, y.shape, generator=generator).float()
+    if y.requires_grad:
+        y.backward(grad)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@spmd(3, on=("threads",))
+def test_the_fifth_call_gives_what_a_first_one_does(wire, name):
+    make, shape = LAYERS[name]
+    layer = make()
+    for number in range(5):
+        x = integers(wire, number, *(shape(wire.rank) or (0,)))
+        found = both_ways(layer, x, number + wire.rank)
+        right = both_ways(make(), x, number + wire.rank)
+        for one, other in zip(found, right, strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+    if wire.rank in layer.movement.groups:
+        kept = layer.movement.habits.values()
+        assert [type(each) for each in kept] == [Habit, Habit]
+        assert {each.eager for each in kept} == {"large" not in name and "both" not in name}
+
+
+@spmd(4, on=("threads", "processes"))
+def test_a_small_halo_of_a_large_tensor_takes_one_message_to_each(wire):
+    layer = nn.HaloExchange(P((4, 1)), (1, 0))
+    x = torch.randn(200, 64, requires_grad=True)
+    results, messages = [], []
+    for _ in range(4):
+        wire.traffic.reset()
+        y = layer(x)
+        results.append((y.detach(), *torch.autograd.grad(y, x, y.sin())))
+        messages.append(wire.traffic.messages)
+    assert messages[2:] == [6, 6] and messages[0] > 6
+    for found in results[1:]:  # not one bit changes when a call becomes a habit
+        assert all(map(torch.equal, found, results[0]))
+
+
+@spmd(3, on=("threads",))
+def test_sums_of_a_narrow_type_keep_their_bits(wire):
+    layer = nn.HaloExchange(P(3), 1, "periodic")
+    for size in (8, 9000):
+        grads = []
+        for _ in range(4):
+            generator = torch.Generator().manual_seed(wire.rank)
+            x = torch.zeros(size, dtype=torch.bfloat16, requires_grad=True)
+            y = layer(x)
+            y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+            grads.append(x.grad)
+        assert all(torch.equal(each, grads[0]) for each in grads)
+
+
+@spmd(3)
+def test_one_rank_brings_something_else(wire):
+    layer = nn.AllGather(P(3), 0)
+    for rows in (2, 2, 2, 5, 2, 2, 5, 5, 5):
+        x = integers(wire, rows, rows if wire.rank == 1 else 2, 2)
+        gathered = layer(x)
+        assert len(gathered) == rows + 4
+        start = 0 if not wire.rank else 2 if wire.rank == 1 else 2 + rows
+        assert torch.equal(gathered[start : start + len(x)], x)
+
+
+@spmd(3, on=("threads",))
+def test_one_rank_is_wrong_all_of_a_sudden(wire):
+    layer = nn.HaloExchange(P((3, 1)), (1, 0))
+    good = torch.full((2000, 2), float(wire.rank))
+    last = wire.rank == 2
+
+    def is_right():
+        assert layer(good)[0, 0].item() == max(0, wire.rank - 1)
+
+    for _ in range(3):
+        is_right()
+    wrong = {
+        "in dimension 1 rank 2 has 3, and rank 0": torch.zeros(2000, 3),
+        "rank 2: HaloExchange takes a tensor, not a list": [1.0],
+        "rank 2 has torch.float64": good.double(),
+        "wider than the shard of rank 2, which has 0": good[:0],
+    }
+    for text, given in wrong.items():
+        with pytest.raises(weft.WeftError, match=text):
+            layer(given if last else good)
+        for _ in range(3):
+            is_right()
+    with pytest.raises(weft.WeftError, match=r"different calls.*AllGather"):
+        (nn.AllGather(P(3), 0) if last else layer)(good)
+    is_right()
+
+
+@spmd(3, on=("threads",))
+def test_gradients_are_asked_for_by_one_rank_more_or_less(wire):
+    layer = nn.ReduceScatter(P(3), 0)
+    for asks in (False, False, False, True, True, True, False):
+        x = torch.ones(6, requires_grad=asks and wire.rank == 1)
+        y = layer(x)
+        assert y.requires_grad == asks
+        if asks:
+            y.sum().backward()
+    x = torch.ones(6, requires_grad=True)
+    for _ in range(3):
+        layer(x).sum().backward()
+    with (
+        pytest.raises(weft.WeftError, match=r"rank 0 needs a gradient, and rank 1 does not record"),
+        torch.set_grad_enabled(wire.rank != 1),
+    ):
+        layer(x)
+
+
+@spmd(4, on=("threads",))  # rank 3 has nothing to do with rank 1
+def test_a_rank_that_forgot_is_no_trouble(wire):
+    layer = nn.HaloExchange(P(4), 1)
+    for number in range(9):
+        if number in (3, 7) and wire.rank == 1:
+            layer.movement.habits.clear()
+        y = layer(integers(wire, number, 4000))
+        if wire.rank:
+            peer = torch.Generator().manual_seed(100 * number + wire.rank - 1)
+            before = torch.randint(-9, 9, (4000,), generator=peer)[-1]
+            assert y[0] == before
+
+
+@spmd(2, on=("threads",))
+def test_only_so_many_are_kept_and_none_is_pickled(wire):
+    layer = nn.AllGather(P(2), 0)
+    for length in range(habit._MANY + 9):
+        layer(torch.ones(length))
+    assert len(layer.movement.habits) <= habit._MANY
+    fresh = pickle.loads(pickle.dumps(nn.AllGather(P(2, group=None), 0)))
+    assert fresh.movement.habits == {}
+
+
+@spmd(3, on=("threads",))
+def test_second_derivatives_of_habit(wire):
+    layer = nn.AllGather(P(3), 0)
+    for number in range(4):
+        x = integers(wire, number, 2).requires_grad_()
+        (grad,) = torch.autograd.grad((layer(x) ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        assert torch.equal(second, 18 * x.detach())
