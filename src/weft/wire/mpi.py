@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from .interface import own_address
+from .joined import Joined
 from .mesh import Door, Listener
 from .mover import Lost, Message
-from .watch import Watch
 
 __all__ = ["MpiConnections", "MpiMover", "World", "join", "load", "start"]
 
@@ -403,14 +403,8 @@ def _sweep() -> None:
         _abandoned[:] = [order for order in _abandoned if not order.test()]
 
 
-class MpiConnections:
-    """What joins one rank to all others: MPI for messages, side sockets for the watcher.
-
-    Attributes:
-        mover: moves the messages.
-        side: the side socket to each peer, for the watcher.
-        watch: the watcher, once there is one.
-    """
+class MpiConnections(Joined):
+    """What joins one rank to all others: MPI for messages, side sockets for the watcher."""
 
     def __init__(
         self,
@@ -419,10 +413,8 @@ class MpiConnections:
         peers: Mapping[int, tuple[int, int]],
         side: Mapping[int, socket.socket],
     ) -> None:
+        super().__init__(side)
         self.mover = MpiMover(world, context, peers, self._left)
-        self.side = side
-        self.watch: Watch | None = None
-        self._process = os.getpid()
         _made.add(self)
 
     def _left(self) -> Set[int]:
@@ -430,22 +422,6 @@ class MpiConnections:
 
     def introduce(self, host: bytes) -> None:
         """Nothing: MPI knows by itself who is on its host."""
-
-    def cut(self) -> None:
-        """End all waits."""
-        self.mover.cut()
-
-    def drop(self) -> None:
-        """Let go of the messages under way."""
-        self.mover.close()
-
-    def close(self) -> None:
-        """Say bye to all and let go of everything. Twice is fine."""
-        if os.getpid() != self._process:
-            return  # a forked child: these are its parent's
-        if self.watch is not None:
-            self.watch.close()
-        self.drop()
 
 
 def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnections:
