@@ -19,6 +19,7 @@ import atexit
 import importlib
 import itertools
 import json
+import math
 import os
 import socket
 import threading
@@ -89,6 +90,7 @@ _turn = threading.RLock()  # of whoever calls MPI: its thread level may be only 
 _world: World | None = None
 _made: weakref.WeakSet[MpiConnections] = weakref.WeakSet()
 _abandoned: list[_Order] = []  # messages that MPI may still write to or read from
+_patience = math.inf  # seconds that the end of MPI waits for all ranks
 
 
 def start(timeout: float) -> World:
@@ -159,8 +161,10 @@ def _finalize() -> None:
         connections.close()
     with _turn:
         request = world.mpi.COMM_WORLD.Ibarrier()
-    nap = _Nap()
+    until, nap = time.monotonic() + _patience, _Nap()
     while not _tested(request):
+        if time.monotonic() > until:
+            return  # a rank that died does not come, and MPI would wait for it
         nap()
     world.mpi.Finalize()
 
@@ -412,9 +416,11 @@ class MpiConnections(Joined):
         context: int,
         peers: Mapping[int, tuple[int, int]],
         side: Mapping[int, socket.socket],
+        timeout: float,
     ) -> None:
         super().__init__(side)
         self.mover = MpiMover(world, context, peers, self._left)
+        self._timeout = timeout
         _made.add(self)
 
     def _left(self) -> Set[int]:
@@ -422,6 +428,12 @@ class MpiConnections(Joined):
 
     def introduce(self, host: bytes) -> None:
         """Nothing: MPI knows by itself who is on its host."""
+
+    def cut(self) -> None:
+        """End all waits; that of the end of MPI, too, has a deadline from now on."""
+        global _patience
+        super().cut()
+        _patience = self._timeout
 
 
 def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnections:
@@ -459,7 +471,7 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnecti
                 "belong together: start them with the mpirun of the MPI that mpi4py finds"
             )
         lanes = listener.mesh(rank, doors, ("side",), deadline)
-    return MpiConnections(world, context, places, lanes["side"])
+    return MpiConnections(world, context, places, lanes["side"], timeout)
 
 
 def _after_fork() -> None:
