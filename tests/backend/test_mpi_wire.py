@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import subprocess
 import sys
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -103,6 +107,29 @@ def test_a_wait_looks_less_and_less_often(monkeypatch):
     with pytest.raises(weft.WireError, match=r"rank 3: nobody came within 1 s"):
         mpi._await(request, 1.0, 3, "nobody came")
     assert 100 < len(looks) < 1000
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
+    """MPI itself would, for ever; but as long as nothing broke, who is late will come."""
+    clock, done = [0.0], []
+    monkeypatch.setattr(mpi.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-3))
+    request = types.SimpleNamespace(Test=lambda: clock[0] > 50.0)
+    library = types.SimpleNamespace(
+        Is_finalized=lambda: False,
+        COMM_WORLD=types.SimpleNamespace(Ibarrier=lambda: request),
+        Finalize=lambda: done.append(clock[0]),
+    )
+    world = mpi.World(library, None, 0, 2, itertools.count(), 99, os.getpid())
+    monkeypatch.setattr(mpi, "_world", world)
+    monkeypatch.setattr(mpi, "_made", weakref.WeakSet())
+    monkeypatch.setattr(mpi, "_patience", math.inf)  # to be as it was afterwards
+    if broken:
+        mpi.MpiConnections(world, 0, {}, {}, 20.0).cut()
+    mpi._finalize()
+    assert bool(done) != broken
+    assert (20.0 if broken else 50.0) < clock[0] < 60.0
 
 
 def test_without_mpi4py_it_says_what_to_install(monkeypatch):

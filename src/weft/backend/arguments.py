@@ -1,4 +1,4 @@
-"""What groups written in Python have in common: the class, and what their methods are given.
+"""What the methods of groups written in Python are given.
 
 C++ and torch.distributed's functions give lists and an options object; who calls a group's method
 himself may give one tensor and a ReduceOp, as the overloads of `torch.distributed.ProcessGroup`
@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import op_name
 
-__all__ = ["PythonGroup", "listed", "nested", "op_of", "root_of"]
-
-# To mypy it is Any: its stubs are those of the C++ class, whose overloads a method written in
-# Python serves all at once, and whose constructor takes a store, which that of a Python group
-# does not.
-PythonGroup: Any = dist.ProcessGroup
+__all__ = ["listed", "nested", "op_of", "root_of"]
 
 
 def listed(tensors: Any) -> list[Tensor]:

@@ -19,10 +19,10 @@ from torch import Tensor
 from .. import kernels
 from ..sparse.api import reduce_now
 from ..sparse.request import Request
-from ..wire import process_group
 from ..wire.base import Wire
 from . import collectives
-from .arguments import PythonGroup, listed, nested, op_of
+from .arguments import listed, nested, op_of
+from .group import PythonGroup
 from .work import Ended, Queued, Several, started
 
 __all__ = ["WeftGroup", "sparse_all_reduce"]
@@ -41,7 +41,7 @@ def _through(name: str) -> Callable[..., Any]:
     return method
 
 
-class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
+class WeftGroup(PythonGroup):
     """One rank's end of a group of backend "weft"."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -51,19 +51,9 @@ class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._set_default_backend(kind)  # which serves all that is not overridden here
-        self._wire: Wire | None = None
 
     def getBackendName(self) -> str:  # C++ asks by this name
         return "weft"
-
-    @property
-    def wire(self) -> Wire:
-        """The group's wire, that of `weft.sparse_all_reduce(group=...)` too.
-
-        The first call that needs it makes it, collectively.
-        """
-        self._wire = process_group.of_group(self)
-        return self._wire
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given = listed(tensors)
@@ -109,10 +99,7 @@ class WeftGroup(PythonGroup):  # type: ignore[misc]  # see there
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def shutdown(self) -> None:
-        """Leave: the peers learn that this is no death. Twice is fine."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+        super().shutdown()
         self._gloo.shutdown()
 
 

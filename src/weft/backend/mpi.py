@@ -19,14 +19,15 @@ from ..errors import WeftError
 from ..wire import mpi, process_group
 from ..wire.base import Wire, is_plain, plain
 from . import collectives
-from .arguments import PythonGroup, listed, nested, op_of, root_of
+from .arguments import listed, nested, op_of, root_of
 from .gloo import sparse_all_reduce
+from .group import PythonGroup
 from .work import Ended, Posted, Queued, started
 
 __all__ = ["MpiGroup"]
 
 
-class MpiGroup(PythonGroup):  # type: ignore[misc]  # see there
+class MpiGroup(PythonGroup):
     """One rank's end of a group of backend "weft_mpi".
 
     Attributes:
@@ -43,7 +44,6 @@ class MpiGroup(PythonGroup):  # type: ignore[misc]  # see there
         self._messages = process_group.connect(
             store, rank, size, self.timeout, name="messages", join=mpi.join
         )
-        self._wire: Wire | None = None
 
     def getBackendName(self) -> str:  # C++ asks by this name
         return "weft_mpi"
@@ -73,15 +73,6 @@ class MpiGroup(PythonGroup):  # type: ignore[misc]  # see there
     def supports_coalescing(self) -> bool:
         """Whether several messages can be posted as one."""
         return False
-
-    @property
-    def wire(self) -> Wire:
-        """The group's wire, that of `weft.sparse_all_reduce(group=...)` too.
-
-        The first call that needs it makes it, collectively.
-        """
-        self._wire = process_group.of_group(self)
-        return self._wire
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
@@ -204,10 +195,7 @@ class MpiGroup(PythonGroup):  # type: ignore[misc]  # see there
                 wire.abort("its process group was aborted")
 
     def shutdown(self) -> None:
-        """Leave: the peers learn that this is no death. Twice is fine."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+        super().shutdown()
         self._messages.close()
 
     def _start(self, name: str, job: Callable[[Wire], list[Tensor]], opts: Any) -> Ended | Queued:

@@ -8,6 +8,8 @@ read is sent. MPI libraries do the same and call it CMA (cross memory attach).
 A rank that gives up may use its memory for something else while a peer still reads there. So
 behind every read comes a look at the owner's *guard*, random bytes that it wipes first of all when
 it gives up: if they are still there, what was read before them is what was lent.
+
+Source of what Yama forbids: the Linux kernel's Documentation/admin-guide/LSM/Yama.rst.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ import functools
 import os
 import struct
 import sys
+from pathlib import Path
 
 import numpy as np
 
-__all__ = ["LEAST", "Guard", "Reach", "address_of"]
+__all__ = ["LEAST", "Guard", "Reach", "address_of", "may_trace", "yama"]
 
 LEAST = 1 << 17
 """Bytes from which on a message is worth being read where it lies."""
 
 _PIECE = 8 << 20  # bytes that are read between two looks at signals
 _CARD = struct.Struct("!16s16sQQ")  # host, guard, its address, process
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_STATUS = Path("/proc/self/status")
+_TRACES = 1 << 19  # CAP_SYS_PTRACE in a mask of capabilities
 
 
 class _Span(ctypes.Structure):
@@ -90,6 +96,28 @@ class Reach:
 def address_of(memory: memoryview) -> int:
     """Where it begins."""
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def yama() -> int | None:
+    """The kernel's `kernel.yama.ptrace_scope`; None if it has none, which is like 0.
+
+    Of the processes of one user, 0 lets each read every other's memory; 1 only its descendants',
+    and 2 none, but for those that `may_trace`; 3 lets nobody read.
+    """
+    try:
+        return int(_YAMA.read_text())
+    except (OSError, ValueError):  # no Linux, no Yama, or a container hides it
+        return None
+
+
+def may_trace() -> bool:
+    """Whether this process has CAP_SYS_PTRACE, as root has outside of containers."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:  # no Linux
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
+    return any(mask & _TRACES for mask in masks)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import atexit
 import importlib
 import itertools
 import json
+import math
 import os
 import socket
 import threading
@@ -33,9 +34,9 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from .interface import own_address
+from .joined import Joined
 from .mesh import Door, Listener
 from .mover import Lost, Message
-from .watch import Watch
 
 __all__ = ["MpiConnections", "MpiMover", "World", "join", "load", "start"]
 
@@ -89,6 +90,7 @@ _turn = threading.RLock()  # of whoever calls MPI: its thread level may be only 
 _world: World | None = None
 _made: weakref.WeakSet[MpiConnections] = weakref.WeakSet()
 _abandoned: list[_Order] = []  # messages that MPI may still write to or read from
+_patience = math.inf  # seconds that the end of MPI waits for all ranks
 
 
 def start(timeout: float) -> World:
@@ -159,8 +161,10 @@ def _finalize() -> None:
         connections.close()
     with _turn:
         request = world.mpi.COMM_WORLD.Ibarrier()
-    nap = _Nap()
+    until, nap = time.monotonic() + _patience, _Nap()
     while not _tested(request):
+        if time.monotonic() > until:
+            return  # a rank that died does not come, and MPI would wait for it
         nap()
     world.mpi.Finalize()
 
@@ -403,14 +407,8 @@ def _sweep() -> None:
         _abandoned[:] = [order for order in _abandoned if not order.test()]
 
 
-class MpiConnections:
-    """What joins one rank to all others: MPI for messages, side sockets for the watcher.
-
-    Attributes:
-        mover: moves the messages.
-        side: the side socket to each peer, for the watcher.
-        watch: the watcher, once there is one.
-    """
+class MpiConnections(Joined):
+    """What joins one rank to all others: MPI for messages, side sockets for the watcher."""
 
     def __init__(
         self,
@@ -418,11 +416,11 @@ class MpiConnections:
         context: int,
         peers: Mapping[int, tuple[int, int]],
         side: Mapping[int, socket.socket],
+        timeout: float,
     ) -> None:
+        super().__init__(side)
         self.mover = MpiMover(world, context, peers, self._left)
-        self.side = side
-        self.watch: Watch | None = None
-        self._process = os.getpid()
+        self._timeout = timeout
         _made.add(self)
 
     def _left(self) -> Set[int]:
@@ -432,20 +430,10 @@ class MpiConnections:
         """Nothing: MPI knows by itself who is on its host."""
 
     def cut(self) -> None:
-        """End all waits."""
-        self.mover.cut()
-
-    def drop(self) -> None:
-        """Let go of the messages under way."""
-        self.mover.close()
-
-    def close(self) -> None:
-        """Say bye to all and let go of everything. Twice is fine."""
-        if os.getpid() != self._process:
-            return  # a forked child: these are its parent's
-        if self.watch is not None:
-            self.watch.close()
-        self.drop()
+        """End all waits; that of the end of MPI, too, has a deadline from now on."""
+        global _patience
+        super().cut()
+        _patience = self._timeout
 
 
 def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnections:
@@ -483,7 +471,7 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnecti
                 "belong together: start them with the mpirun of the MPI that mpi4py finds"
             )
         lanes = listener.mesh(rank, doors, ("side",), deadline)
-    return MpiConnections(world, context, places, lanes["side"])
+    return MpiConnections(world, context, places, lanes["side"], timeout)
 
 
 def _after_fork() -> None:

@@ -22,8 +22,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import WeftError, WireError
+from .joined import Joined
 from .process_group_connections import Connections
-from .process_group_wire import Joined, ProcessGroupWire
+from .process_group_wire import ProcessGroupWire
 from .verdict import names
 
 __all__ = [

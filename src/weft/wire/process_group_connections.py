@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ..errors import WeftError
 from .files import make_room
 from .interface import own_address
+from .joined import Joined
 from .mesh import Door, Listener
 from .mover import Mover
-from .watch import Watch
 
 __all__ = ["Connections"]
 
@@ -27,20 +27,14 @@ _PATIENCE = 5.0  # seconds that others get to read at the store why no wire is m
 _made: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-class Connections:
-    """The connections of one rank to all others.
+class Connections(Joined):
+    """The connections of one rank to all others."""
 
-    Attributes:
-        mover: moves the messages.
-        side: the side socket to each peer, for the watcher.
-        watch: the watcher, once there is one.
-    """
+    mover: Mover
 
     def __init__(self, lanes: dict[str, dict[int, socket.socket]]) -> None:
+        super().__init__(lanes["side"])
         self.mover = Mover(lanes["bulk"], lanes["small"])
-        self.side = lanes["side"]
-        self.watch: Watch | None = None
-        self._process = os.getpid()
         _made.add(self)
 
     @classmethod
@@ -67,22 +61,6 @@ class Connections:
     def introduce(self, host: bytes) -> None:
         """Let peers on the host of that 16-byte name read long messages where they lie."""
         self.mover.introduce(host)
-
-    def cut(self) -> None:
-        """Shut the data connections down: waits end with an error, here and at the peers'."""
-        self.mover.cut()
-
-    def drop(self) -> None:
-        """Let go of the data connections."""
-        self.mover.close()
-
-    def close(self) -> None:
-        """Say bye to all and let go of everything. Twice is fine."""
-        if os.getpid() != self._process:
-            return  # a forked child: these are its parent's
-        if self.watch is not None:
-            self.watch.close()
-        self.drop()
 
 
 def _met(

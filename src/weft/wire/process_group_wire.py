@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,63 +24,15 @@ from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
 from .hosts import digest_of
+from .joined import Joined
 from .memory import Lease
-from .mover import Lost, Message
+from .mover import Lost
 from .verdict import Verdict
 from .watch import Watch
 
-__all__ = ["Joined", "Moving", "ProcessGroupWire"]
+__all__ = ["ProcessGroupWire"]
 
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
-
-
-class Moving(Protocol):
-    """What moves the messages of one rank: `mover.Mover`, or what has its face."""
-
-    @property
-    def lines(self) -> Mapping[int, Any]:
-        """What leads to each peer."""
-
-    @property
-    def small(self) -> Mapping[int, Any]:
-        """What leads to each peer for small messages."""
-
-    def post(
-        self, lines: Any, sends: Sequence[Message], recvs: Sequence[Message], at: int
-    ) -> list[Any]:
-        """As `Mover.post`."""
-
-    def finish(self, orders: Any, limit: float, at: Callable[[int], None]) -> None:
-        """As `Mover.finish`."""
-
-    def arrived(self, orders: Any) -> list[bool]:
-        """As `Mover.arrived`."""
-
-
-class Joined(Protocol):
-    """What joins one rank to all others: `Connections`, or what has its face."""
-
-    watch: Watch | None
-
-    @property
-    def mover(self) -> Moving:
-        """What moves the messages."""
-
-    @property
-    def side(self) -> Mapping[int, socket.socket]:
-        """The side socket to each peer, for the watcher."""
-
-    def introduce(self, host: bytes) -> None:
-        """Tell the peers the 16-byte name of this host, for what is quicker within one."""
-
-    def cut(self) -> None:
-        """End all waits; any thread may call it."""
-
-    def drop(self) -> None:
-        """Let go of what moves the messages."""
-
-    def close(self) -> None:
-        """Say bye to all and let go of everything. Twice is fine."""
 
 
 class ProcessGroupWire(Wire):

@@ -38,8 +38,9 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import default, dense
-from .base import Pending, Recv, Send, Wire, as_bytes
+from .base import Pending, Recv, Send, as_bytes
 from .hosts import Hosts
+from .in_process import InProcessWire, Shared
 from .link import Link
 from .memory import Pool
 from .simulated_network import Bytes, Channel, End, Exchange, Network
@@ -135,7 +136,7 @@ def run(
     return results
 
 
-class SimulatedWire(Wire):
+class SimulatedWire(InProcessWire):
     """One rank's end of a simulated network."""
 
     def __init__(self, rank: int, shared: _Group) -> None:
@@ -144,9 +145,8 @@ class SimulatedWire(Wire):
         self.link = network.link
         self.hosts = Hosts.named([network.hosts[other] for other in shared.nodes])
         self.memory = Pool(_BLOCK)
-        self._network, self._group, self.node = network, shared, node
-        self._splits = 0
-        self._closed = False
+        self._network, self.node = network, node
+        self._group: _Group = shared
 
     @property
     def clock(self) -> float:
@@ -222,39 +222,9 @@ class SimulatedWire(Wire):
         nbytes = tensor.numel() * tensor.element_size()
         return _Reduction(self, dense.all_reduce(self, tensor, op), nbytes)
 
-    def sub(self, ranks: Sequence[int]) -> SimulatedWire | None:
-        shared, chosen = self._group, self.chosen(ranks)
-        with self._network.lock:
-            self._check_usable()
-            if self._splits == len(shared.parts):
-                nodes = [shared.nodes[rank] for rank in chosen]
-                shared.parts.append((chosen, _Group(self._network, nodes, is_part=True)))
-            others, part = shared.parts[self._splits]
-            self._splits += 1
-            if others != chosen:
-                raise self._fail(
-                    self.rank,
-                    f"rank {self.rank} makes a part of ranks {list(chosen)} where others make one "
-                    f"of {list(others)}",
-                )
-        return part.wires[chosen.index(self.rank)] if self.rank in chosen else None
-
-    def abort(self, reason: str) -> None:
-        with self._network.lock:
-            self._group.break_for_all(self.rank, f"rank {self.rank} gave up: {reason}")
-
-    def close(self) -> None:
-        network = self._network
-        with network.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._group.left.add(self.rank)
-            if not self._group.is_part:
-                network.stop(self.node)
-        if self._worker is not None:
-            self._worker.stop()
-        self.memory.drain()
+    def _leave(self) -> None:
+        if not self._group.is_part:
+            self._network.stop(self.node)
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank of this group has closed its wire."""
@@ -270,28 +240,6 @@ class SimulatedWire(Wire):
                  if each.wire._group is self._group)  # fmt: skip
         by_rank = sorted(waits, key=lambda item: item[0])
         return ", ".join(f"rank {rank} awaits {each.what()}" for rank, each in by_rank)
-
-    def _check_peer(self, peer: int, verb: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.size:
-            raise WeftError(f"rank {self.rank}: cannot {verb} rank {peer} in {self.size} ranks")
-
-    def _check_usable(self) -> None:
-        """Raise what broke the wire, if anything did; with the lock held."""
-        if self._closed:
-            raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
-        if self._group.verdict is not None:
-            raise self._error()
-
-    def _fail(self, culprit: int | None, text: str) -> WireError:
-        """Break the wire for all ranks; the error to raise on this one. With the lock held."""
-        self._group.break_for_all(culprit, text)
-        return self._error()
-
-    def _error(self) -> WireError:
-        assert self._group.verdict is not None
-        culprit, text = self._group.verdict
-        text = f"rank {self.rank}: {text}; start the group again"
-        return WireError(text, rank=self.rank, culprit=culprit)
 
     def wait_for(self, pending: Exchange) -> None:
         """Wait until all of `pending` is done, and let the time pass that this takes."""
@@ -350,28 +298,22 @@ class _Reduction(Pending):
         self._inner.release()
 
 
-class _Group:
-    """Some of the network's ranks, and what was posted among them. With the network's lock held."""
+class _Group(Shared):
+    """Some of the network's ranks, and what was posted among them; the lock is the network's."""
+
+    wires: list[SimulatedWire]
 
     def __init__(self, network: Network, nodes: list[int], *, is_part: bool) -> None:
+        super().__init__(network.lock, [network.wake[node] for node in nodes])
         self.network, self.nodes, self.is_part = network, nodes, is_part
         self.channels: dict[tuple[int, int, int], Channel] = {}
-        self.parts: list[tuple[tuple[int, ...], _Group]] = []
-        self.left: set[int] = set()
-        self.verdict: tuple[int | None, str] | None = None
         self.wires = [SimulatedWire(rank, self) for rank in range(len(nodes))]
 
-    def break_for_all(self, culprit: int | None, text: str) -> None:
-        """Set the verdict, unless there is one, and wake everyone, in wires made by `sub` too."""
-        if self.verdict is not None:
-            return
-        self.verdict = culprit, text
+    def part(self, ranks: tuple[int, ...]) -> _Group:
+        return _Group(self.network, [self.nodes[rank] for rank in ranks], is_part=True)
+
+    def forget(self) -> None:
         self.channels.clear()
-        for node in self.nodes:
-            self.network.wake[node].notify_all()
-        for ranks, part in self.parts:
-            inside = ranks.index(culprit) if culprit in ranks else None
-            part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
 
 
 def _memory(tensor: Tensor) -> Bytes:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import dense
-from .base import Pending, Recv, Send, Wire, as_bytes
+from .base import Pending, Recv, Send, as_bytes
+from .in_process import InProcessWire, Shared
 from .memory import Lease
 
 __all__ = ["ThreadWire", "group"]
@@ -63,15 +64,13 @@ def group(
     return _Group(list(hosts) if hosts else ["threads"] * size, timeout, strict).wires
 
 
-class ThreadWire(Wire):
+class ThreadWire(InProcessWire):
     """One rank's end of a group made by `group`."""
 
     def __init__(self, rank: int, shared: _Group) -> None:
         super().__init__(rank, len(shared.hosts), shared.timeout, shared.hosts[rank])
-        self._group = shared
+        self._group: _Group = shared
         self._reductions = 0
-        self._splits = 0
-        self._closed = False
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         shared = self._group
@@ -153,59 +152,9 @@ class ThreadWire(Wire):
                 condition.notify_all()
         return _Reduced(self, reduction, tensor)
 
-    def sub(self, ranks: Sequence[int]) -> ThreadWire | None:
-        shared = self._group
-        chosen = self.chosen(ranks)
-        with shared.lock:
-            self._check_usable()
-            if self._splits == len(shared.splits):
-                hosts = [shared.hosts[rank] for rank in chosen]
-                shared.splits.append((chosen, _Group(hosts, shared.timeout, shared.strict)))
-            others, part = shared.splits[self._splits]
-            self._splits += 1
-            if others != chosen:
-                raise self._fail(
-                    self.rank,
-                    f"rank {self.rank} makes a part of ranks {list(chosen)} where others make one "
-                    f"of {list(others)}",
-                )
-        return part.wires[chosen.index(self.rank)] if self.rank in chosen else None
-
-    def abort(self, reason: str) -> None:
-        with self._group.lock:
-            self._group.break_for_all(self.rank, f"rank {self.rank} gave up: {reason}")
-
-    def close(self) -> None:
-        shared = self._group
-        with shared.lock:
-            if self._closed:
-                return
-            self._closed = True
-            shared.left.add(self.rank)
-            for condition in shared.wake:
-                condition.notify_all()
-        if self._worker is not None:
-            self._worker.stop()
-        self.memory.drain()
-
-    def _check_peer(self, peer: int, verb: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.size:
-            raise WeftError(f"rank {self.rank}: cannot {verb} rank {peer} in {self.size} ranks")
-
-    def _check_usable(self) -> None:
-        """Raise what broke the wire, if anything did; with the lock held."""
-        if self._closed:
-            raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
-        if self._group.verdict is not None:
-            raise self._error(self._group.verdict)
-
-    def _fail(self, culprit: int | None, text: str) -> WireError:
-        """Break the wire for all ranks; the error to raise on this one. With the lock held."""
-        return self._error(self._group.break_for_all(culprit, text))
-
-    def _error(self, verdict: _Verdict) -> WireError:
-        text = f"rank {self.rank}: {verdict.text}; start the group again"
-        return WireError(text, rank=self.rank, culprit=verdict.culprit)
+    def _leave(self) -> None:
+        for condition in self._group.wake:
+            condition.notify_all()
 
     def _await(self, pending: _Exchange | _Reduced) -> None:
         """Wait until nothing of `pending` is under way."""
@@ -283,42 +232,28 @@ class _Channel:
             pairs.append((send, recv))
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    culprit: int | None
-    text: str
+class _Group(Shared):
+    """What the ranks of a group share."""
 
-
-class _Group:
-    """What the ranks of a group share. Everything is read and written with the lock held."""
+    wires: list[ThreadWire]
 
     def __init__(self, hosts: list[str], timeout: float, strict: bool) -> None:
+        lock = threading.RLock()
+        super().__init__(lock, [threading.Condition(lock) for _ in hosts])
         self.hosts, self.timeout, self.strict = hosts, timeout, strict
-        self.lock = threading.RLock()
-        self.wake = [threading.Condition(self.lock) for _ in hosts]
         self.channels: dict[tuple[int, int, int], _Channel] = {}
         self.reductions: dict[int, _Reduction] = {}
-        self.splits: list[tuple[tuple[int, ...], _Group]] = []
         self.waiting: dict[int, _Exchange | _Reduced] = {}
-        self.left: set[int] = set()
-        self.verdict: _Verdict | None = None
         self.wires = [ThreadWire(rank, self) for rank in range(len(hosts))]
+
+    def part(self, ranks: tuple[int, ...]) -> _Group:
+        return _Group([self.hosts[rank] for rank in ranks], self.timeout, self.strict)
+
+    def forget(self) -> None:
+        self.channels.clear()
 
     def channel(self, source: int, target: int, number: int) -> _Channel:
         return self.channels.setdefault((source, target, number), _Channel())
-
-    def break_for_all(self, culprit: int | None, text: str) -> _Verdict:
-        """Set the verdict, unless there is one, and wake everyone, in wires made by `sub` too."""
-        if self.verdict is None:
-            self.verdict = _Verdict(culprit, text)
-            self.channels.clear()
-            for condition in self.wake:
-                condition.notify_all()
-            for ranks, part in self.splits:
-                inside = ranks.index(culprit) if culprit in ranks else None
-                with part.lock:
-                    part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
-        return self.verdict
 
     def deadlocked(self) -> bool:
         """Whether nobody can post any more what the waiting ones need."""

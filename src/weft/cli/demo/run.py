@@ -7,10 +7,8 @@ written whatever becomes of the ranks. Each way's memory is measured afterwards,
 
 from __future__ import annotations
 
-import errno
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bootstrap import local
-from weft.errors import WireError
 
+from .attempt import Attempt, refusing
 from .corpus import Corpus, negative_table, read, subsample
 from .live import Display, display, figures_table, verdict
 from .record import Run, Step, agreement, speedups
@@ -28,7 +26,7 @@ from .settings import WINDOW, Refused, Settings, check_memory
 from .train import Job, measure_memory, train
 from .vectors import choose_words, nearest, write_vectors
 
-__all__ = ["refusing", "run", "say", "terminal"]
+__all__ = ["run", "say", "terminal"]
 
 _WIDTH = 120  # columns of what is printed where there is no terminal
 
@@ -46,31 +44,17 @@ def run(settings: Settings, command: Sequence[str]) -> int:
     say(console, _about(corpus, settings))
     check_memory(settings, len(corpus.words))
     runs = [Run(way, settings.steps, settings.ranks) for way in settings.ways]
-    trouble: Refused | None = None
-    interrupted = False
+    attempt = Attempt()
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as name:
         job = _lay_out(corpus, settings, Path(name))
         trained = len(np.load(job.tokens, mmap_mode="r"))
-        try:
-            with display(console, settings) as shown:
-                _train(runs, job, shown)
-        except KeyboardInterrupt:
-            interrupted = True
-        except Refused as refusal:
-            trouble = refusal
-        for one in runs:
-            one.interrupted = interrupted or trouble is not None
+        with attempt.going(), display(console, settings) as shown:
+            _train(runs, job, shown)
+        attempt.made(runs)
         runs = [one for one in runs if one.done]
-        if not runs:
-            if trouble is not None:
-                raise trouble
-            raise KeyboardInterrupt
         shape = (len(corpus.words), settings.dim)
         table = np.fromfile(job.vectors, np.float32).reshape(shape)
-    agreed = _write(console, settings, corpus, trained, runs, table, command)
-    if trouble is not None:
-        raise trouble
-    return 130 if interrupted else 0 if agreed else 1
+    return attempt.status(_write(console, settings, corpus, trained, runs, table, command))
 
 
 def _lay_out(corpus: Corpus, settings: Settings, folder: Path) -> Job:
@@ -116,24 +100,6 @@ def _train(runs: list[Run], job: Job, shown: Display) -> None:
         shown.say(f"measuring the memory of {run.name}, in processes of its own")
         with refusing():
             run.outcomes = local.launch(ranks, measure_memory, (job, run.way))
-
-
-@contextmanager
-def refusing(smaller: str = "--ranks, --dim or --batch") -> Iterator[None]:
-    """What can go wrong with processes, memory and ports on a machine, as one line."""
-    remedy = f"if memory ran out, make {smaller} smaller"
-    try:
-        yield
-    except WireError as error:
-        raise Refused(f"{_line(error)}; {remedy}") from error
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise Refused(f"no free port on 127.0.0.1 for the ranks to meet: {error}") from error
-        raise Refused(f"{_line(error)}; {remedy}") from error
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise Refused(f"too little memory; make {smaller} smaller") from error
-        raise
 
 
 def _write(
@@ -202,8 +168,3 @@ def terminal() -> Console:
 def say(console: Console, text: str) -> None:
     """Print a line as it is."""
     console.print(text, markup=False, soft_wrap=True)
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error) or type(error).__name__).splitlines()[0]

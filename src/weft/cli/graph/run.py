@@ -15,9 +15,10 @@ from rich.text import Text
 
 from weft.bootstrap import local
 
+from ..demo.attempt import Attempt, refusing
 from ..demo.live import Display, display, figures_table, verdict
 from ..demo.record import Run, Step, Summary, agreement, speedups
-from ..demo.run import refusing, say, terminal
+from ..demo.run import say, terminal
 from ..demo.settings import Refused
 from .cut import cut
 from .settings import GraphSettings
@@ -118,28 +119,14 @@ def run(settings: GraphSettings, command: Sequence[str]) -> int:
     runs = [Trained(_run("weft", "weft", settings.ranks, settings.steps, count))]
     if settings.alone:
         runs.append(Trained(_run("torch", "one process", 1, settings.steps, count)))
-    trouble: Refused | None = None
-    interrupted = False
+    attempt = Attempt()
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as name:
         job = _lay_out(found, settings, Path(name))
-        try:
-            with display(console, settings) as shown:
-                _train(runs, job, shown)
-        except KeyboardInterrupt:
-            interrupted = True
-        except Refused as refusal:
-            trouble = refusal
-    for one in runs:
-        one.run.interrupted = interrupted or trouble is not None
+        with attempt.going(), display(console, settings) as shown:
+            _train(runs, job, shown)
+    attempt.made([one.run for one in runs])
     runs = [one for one in runs if one.run.done]
-    if not runs:
-        if trouble is not None:
-            raise trouble
-        raise KeyboardInterrupt
-    agreed = _write(console, settings, found, runs, command)
-    if trouble is not None:
-        raise trouble
-    return 130 if interrupted else 0 if agreed else 1
+    return attempt.status(_write(console, settings, found, runs, command))
 
 
 def _run(way: str, title: str, ranks: int, steps: int, nodes: int) -> Run:
