@@ -9,7 +9,6 @@ messages as one table of that size does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from .tables import (
     UNKNOWN,
     WHOSE,
     Tables,
+    all_together,
     joined,
     layout,
     line,
@@ -248,7 +248,7 @@ def _opened(
             eager = wire.size > 1 and all(one.header is None for one in everyone)
             if not eager:
                 everyone = [one.described(rank) for rank, one in enumerate(everyone)]
-            both = functools.reduce(Tables.combine, everyone)
+            both = all_together(everyone)
             if both.trouble:
                 raise WeftError(both.trouble)
             space = Space(both)
@@ -281,8 +281,7 @@ def _explained(
     with _opened(wire, requests, error, f"explain of {_NAME}") as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
-            described = [one.described(rank) for rank, one in enumerate(everyone)]
-            both = functools.reduce(Tables.combine, described)
+            both = all_together([one.described(rank) for rank, one in enumerate(everyone)])
         assert both.header is not None
         call.header, _ = space.place(both.header, len(both.lines))
         call.load = _load(call, both, space)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..wire.base import as_bytes
 from ..wire.memory import typed
 from . import sketch
 
-__all__ = ["Header", "RowsInHeader", "of_all"]
+__all__ = ["Header", "RowsInHeader", "combined", "of_all"]
 
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
@@ -135,29 +136,7 @@ class Header:
 
     def combine(self, other: Header) -> Header:
         """The header of this one's ranks and of the other's, which are higher."""
-        alike = (
-            self.alike
-            and other.alike
-            and self.most == other.most
-            and np.array_equal(self.sketch, other.sketch)
-        )
-        tighter = self if self.capacity <= other.capacity else other
-        points = np.concatenate([self.points, other.points])
-        weights = np.concatenate([self.weights, other.weights])
-        order = np.argsort(points, kind="stable")
-        return Header(
-            self.total + other.total,
-            max(self.most, other.most),
-            min(self.fewest, other.fewest),
-            max(self.highest, other.highest),
-            tighter.capacity,
-            tighter.tightest,
-            alike,
-            self.fallible or other.fallible,
-            sketch.merge([self.sketch, other.sketch]),
-            *_thinned(points[order], weights[order]),
-            self.digest if self.digest == other.digest else _NONE,
-        )
+        return combined([self, other])
 
     @property
     def identical(self) -> bool:
@@ -175,6 +154,33 @@ class Header:
             return self.most
         guess = sketch.union_size(self.sketch)
         return max(self.most, min(guess, self.total, self.total if height is None else height))
+
+
+def combined(headers: Sequence[Header]) -> Header:
+    """The header of all these headers' ranks, at least one; those of lower ranks come first."""
+    if len(headers) == 1:
+        return headers[0]
+    first = headers[0]
+    points = np.concatenate([each.points for each in headers])
+    weights = np.concatenate([each.weights for each in headers])
+    order = np.argsort(points, kind="stable")
+    tightest = min(headers, key=lambda each: each.capacity)
+    return Header(
+        sum(each.total for each in headers),
+        max(each.most for each in headers),
+        min(each.fewest for each in headers),
+        max(each.highest for each in headers),
+        tightest.capacity,
+        tightest.tightest,
+        all(
+            each.alike and each.most == first.most and np.array_equal(each.sketch, first.sketch)
+            for each in headers
+        ),
+        any(each.fallible for each in headers),
+        sketch.merge([each.sketch for each in headers]),
+        *_thinned(points[order], weights[order]),
+        first.digest if all(each.digest == first.digest for each in headers) else _NONE,
+    )
 
 
 def _digest(indices: Tensor) -> bytes:

@@ -16,7 +16,6 @@ Two levels, as in the all-reduce of Goyal et al., "Accurate, Large Minibatch SGD
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -32,7 +31,7 @@ from ..wire.part import Part
 from .call import Call
 from .choice import workspace
 from .cost import Cost, Load
-from .header import Header
+from .header import Header, combined
 from .registry import ALGORITHMS, Algorithm, algorithm
 from .stream import (
     VALUES,
@@ -207,7 +206,7 @@ def _open(indices: Tensor, inner: Call) -> None:
 
     body = Header.of(indices, inner.wire.rank).pack()
     agreement = agree(inner.wire, "hierarchical", {}, None, body, combine)
-    header = functools.reduce(Header.combine, map(Header.unpack, agreement.bodies))
+    header = combined([Header.unpack(body) for body in agreement.bodies])
     agreement.release()
     inner.header = header
     inner.load = replace(

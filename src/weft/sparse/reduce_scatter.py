@@ -7,7 +7,6 @@ no others. Few rows travel in the opening exchange; else the schedule is `owned`
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,7 +20,7 @@ from ..wire import default
 from ..wire.base import Wire
 from .call import Call
 from .choice import ALONE, EAGER
-from .header import Header, RowsInHeader
+from .header import RowsInHeader, combined
 from .owned import owned
 from .owners import cuts
 from .record import recording, started
@@ -136,8 +135,7 @@ def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:
 def _balanced(call: Call, everyone: list[RowsInHeader] | None) -> tuple[int, ...]:
     header = call.header
     if everyone is not None:  # then nobody has described his rows yet
-        described = (rows.described(rank) for rank, rows in enumerate(everyone))
-        header = functools.reduce(Header.combine, described)
+        header = combined([rows.described(rank) for rank, rows in enumerate(everyone)])
     end = header.highest + 1 if call.height is None else call.height
     return (0, *cuts(header, call.wire.size), end)
 

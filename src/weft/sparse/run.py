@@ -7,7 +7,6 @@ part, tell each other whether it raised; hand out the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, of_all
+from .header import Header, RowsInHeader, combined, of_all
 from .registry import find
 from .request import Request
 
@@ -209,11 +208,12 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
     if len(rows) == len(said):
         header = of_all(rows)
     else:
-        headers = (
-            one.described(rank) if isinstance(one, RowsInHeader) else one
-            for rank, one in enumerate(said)
+        header = combined(
+            [
+                one.described(rank) if isinstance(one, RowsInHeader) else one
+                for rank, one in enumerate(said)
+            ]
         )
-        header = functools.reduce(Header.combine, headers)
     call.header = header
     height = request.rows.height
     call.load = Load(

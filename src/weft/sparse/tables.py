@@ -8,6 +8,7 @@ tables' indices are put in one space: the table's number in the upper bits.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..agree import BODY
-from .header import Header
+from .header import Header, combined
 
 __all__ = [
     "HIGHEST",
@@ -29,6 +30,7 @@ __all__ = [
     "WHOSE",
     "Longs",
     "Tables",
+    "all_together",
     "dtypes_of",
     "joined",
     "layout",
@@ -177,10 +179,10 @@ class Tables:
         numbers[:, HIGHEST] = np.maximum(numbers[:, HIGHEST], other.numbers[:, HIGHEST])
         tighter = other.numbers[:, ROOM] < numbers[:, ROOM]
         numbers[tighter, ROOM : WHOSE + 1] = other.numbers[tighter, ROOM : WHOSE + 1]
+        fallible = self.fallible or other.fallible
         header = None
         if self.header is not None and other.header is not None:
             header = self.header.combine(other.header)
-        fallible = self.fallible or other.fallible
         return Tables(lines, numbers, trouble or other.trouble, fallible, header)
 
     def _difference(self, other: Tables, table: int) -> str:
@@ -197,6 +199,13 @@ class Tables:
             f"the ranks differ in table {table}: rank {ranks[0]} has {said[0]}, rank {ranks[1]} "
             f"has {said[1]}; pass the same on every rank"
         )
+
+
+def all_together(everyone: Sequence[Tables]) -> Tables:
+    """The statement of all ranks together, from each one's; those of lower ranks come first."""
+    headers = [one.header for one in everyone if one.header is not None]
+    bare = functools.reduce(Tables.combine, (replace(one, header=None) for one in everyone))
+    return replace(bare, header=combined(headers)) if len(headers) == len(everyone) else bare
 
 
 def _aligned(size: int) -> int:
