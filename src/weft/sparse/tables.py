@@ -45,6 +45,7 @@ UNKNOWN = "?"
 """In place of a row shape: this rank has no rows."""
 
 _FIXED = struct.Struct("<4q2?6x")  # tables, bytes of: lines, trouble, index; with rows, fallible
+_AROUND = 128  # bytes for alignment, and before a statement of calls that queued up
 _COLUMNS = 5
 ROWS, HIGHEST, ROOM, WHOSE, WHO = range(_COLUMNS)
 """Numbers of a table: rows, largest index, room in out, of which rank, who told the row shape."""
@@ -92,7 +93,7 @@ class Tables:
         """Bytes of the statement, if it carries rows."""
         text = sum(len(line) + 1 for line in self.lines)
         data = sum(part.numel() for part in (self.index, self.values) if part is not None)
-        return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + 24
+        return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + _AROUND
 
     @property
     def fits(self) -> bool:
