@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from . import kernels
 from .errors import WeftError
 from .sparse import Record
-from .sparse.api import reduce_now
+from .sparse.queued import QueuedCall, run_queued
 from .sparse.request import Request
 from .wire import process_group
 from .wire.base import Wire
@@ -45,7 +45,8 @@ class State:
     """What the hook knows of one model's communication.
 
     Attributes:
-        calls: records of the last sparse calls, oldest first, at most 256.
+        calls: records of the last sparse calls, oldest first, at most 256. Tables whose
+            gradients were there at the same moment share a call.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
     # Memory of an accelerator is copied here, in the stream of backward, which has just written it.
     staged = gradient.detach().cpu()
 
-    def sparse() -> Tensor:
-        request = Request.of(staged, "avg", state.algorithm, state.wire_dtype, None)
-        mean, record = reduce_now(wire, request)
-        state.calls.append(record)
+    def sparse(served: Callable[[], None], call: QueuedCall) -> Tensor:
+        served()
+        if call.record is not None:
+            state.calls.append(call.record)
         # DistributedDataParallel copies what it is given into the gradient, unless it is the
         # gradient: so let that have the memory of the result.
-        gradient.data = mean.to(gradient.device)
+        gradient.data = call.result.to(gradient.device)
         return gradient
 
     def dense() -> Tensor:
@@ -172,7 +173,15 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
         return gradient if staged is gradient else gradient.copy_(staged)
 
     if gradient.layout == torch.sparse_coo:
-        return wire.worker.submit("ddp sparse bucket", sparse)
+        call = QueuedCall(
+            lambda: Request.of(staged, "avg", state.algorithm, state.wire_dtype, None)
+        )
+        name = "ddp sparse bucket"
+        return run_queued(
+            wire,
+            [call],
+            lambda served: wire.worker.submit(name, functools.partial(sparse, served, call)),
+        )
     return wire.worker.submit("ddp dense bucket", dense)
 
 

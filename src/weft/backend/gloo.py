@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..sparse.api import reduce_now
+from ..sparse.queued import QueuedCall, run_queued
 from ..sparse.request import Request
 from ..wire.base import Wire
 from . import collectives
@@ -104,19 +104,31 @@ class WeftGroup(PythonGroup):
 
 
 def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Queued:
-    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
+    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result.
+
+    Calls that wait for their turn together, as those of DistributedDataParallel do, are served as
+    one.
+    """
     _warm()
     op = op_of(opts)
 
-    def job() -> list[Tensor]:
-        for tensor in tensors:
-            # entries of one index are its summands, which only a sum may take one by one
-            given = tensor if op in ("sum", "avg") else tensor.coalesce()
-            result, _ = reduce_now(wire, Request.of(given, op, "auto", None, None))
-            tensor.data = result  # the caller's tensor takes over the memory of the result
-        return tensors
+    def request_of(tensor: Tensor) -> Request:
+        # entries of one index are its summands, which only a sum may take one by one
+        given = tensor if op in ("sum", "avg") else tensor.coalesce()
+        return Request.of(given, op, "auto", None, None)
 
-    return started(wire, "all_reduce", job, opts)
+    calls = [QueuedCall(functools.partial(request_of, tensor)) for tensor in tensors]
+
+    def start(served: Callable[[], None]) -> Ended | Queued:
+        def job() -> list[Tensor]:
+            served()
+            for tensor, call in zip(tensors, calls, strict=True):
+                tensor.data = call.result  # the caller's takes over the memory of the result
+            return tensors
+
+        return started(wire, "all_reduce", job, opts)
+
+    return run_queued(wire, calls, start)
 
 
 @functools.cache

@@ -28,8 +28,9 @@ from . import choice, mixed
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
+from .header import of_tables, tables_in, tables_of
 from .joint import Joint
-from .mixed import Extents, Stack, Stacked
+from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
 from .registry import find
 from .request import Request
@@ -43,7 +44,7 @@ from .tables import (
     Tables,
 )
 
-__all__ = ["Coalesced", "explained", "reduced"]
+__all__ = ["Coalesced", "Fewer", "as_one", "explained", "reduced"]
 
 _NAME = "sparse_all_reduce of a list"
 
@@ -77,6 +78,29 @@ def reduced(wire: Wire, requests: Sequence[Request], error: str | None = None) -
     """
     parts, error = _parts(wire, requests, error)
     return _together([_reduced(wire, part, error) for part in parts])
+
+
+@dataclass(slots=True)
+class Fewer(Exception):
+    """Of calls that queued up, only the first `count` can be served as one; all ranks know it."""
+
+    count: int
+
+
+def as_one(wire: Wire, requests: Sequence[Request]) -> Coalesced:
+    """Serve calls that queued up, of one table each, as one; collective.
+
+    It opens as the first of them alone would, so ranks where fewer of them queued up take part.
+
+    Args:
+        wire: among whom, few enough that statements are direct.
+        requests: at least two, at most `MOST`; right as far as this rank can tell, with one op.
+
+    Raises:
+        Fewer: some rank has fewer of them, or they do not go together; nothing was done.
+        WeftError: what the first of them alone would raise.
+    """
+    return _reduced(wire, Joint(requests, wire.rank), None, queued=True)
 
 
 def explained(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Explanation:
@@ -129,11 +153,13 @@ class _Opened:
 
 
 @contextmanager
-def _opened(wire: Wire, own: Joint, error: str | None, name: str) -> Iterator[_Opened]:
-    """Agree on a list; collective."""
+def _opened(
+    wire: Wire, own: Joint, error: str | None, name: str, *, queued: bool = False
+) -> Iterator[_Opened]:
+    """Agree on a list, or on calls that queued up; collective."""
     first = own.requests[0]
     names = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
-    fields = {name: first.fields.get(name) for name in names}
+    fields = first.fields if queued else {name: first.fields.get(name) for name in names}
     call = Call(wire, first.op)
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
@@ -144,6 +170,7 @@ def _opened(wire: Wire, own: Joint, error: str | None, name: str) -> Iterator[_O
         if error is None:
             eager = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
             body = own.statement(memory, call.op, wire.rank, eager=eager).pack()
+            body = of_tables(body, len(own.requests)) if queued else body
         agreement = agree(
             wire,
             name,
@@ -154,13 +181,19 @@ def _opened(wire: Wire, own: Joint, error: str | None, name: str) -> Iterator[_O
             meanwhile=lambda: own.values(memory, call.op),
         )
         try:
-            everyone = [Tables.unpack(body) for body in agreement.bodies]
+            bodies = agreement.bodies
+            if queued:
+                counts = [tables_in(body) for body in agreement.said]
+                if min(counts) < max(counts):
+                    raise Fewer(min(counts))
+                bodies = list(map(tables_of, bodies))
+            everyone = [Tables.unpack(body) for body in bodies]
             eager = wire.size > 1 and all(one.header is None for one in everyone)
             if not eager:
                 everyone = [one.described(rank) for rank, one in enumerate(everyone)]
             both = Tables.together(everyone)
             if both.trouble:
-                raise WeftError(both.trouble)
+                raise Fewer(1) if queued else WeftError(both.trouble)
             space = Space(both)
             call.index, call.height = space.index, space.end
             yield _Opened(call, own, memory, everyone, both, space, eager)
@@ -168,9 +201,9 @@ def _opened(wire: Wire, own: Joint, error: str | None, name: str) -> Iterator[_O
             agreement.release()
 
 
-def _reduced(wire: Wire, own: Joint, error: str | None) -> Coalesced:
-    requests = own.requests
-    with _opened(wire, own, error, _NAME) as opening:
+def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False) -> Coalesced:
+    requests, name = own.requests, "sparse_all_reduce" if queued else _NAME
+    with _opened(wire, own, error, name, queued=queued) as opening:
         call, both, space = opening.call, opening.both, opening.space
         result: Stacked | None
         if opening.eager:
@@ -226,7 +259,7 @@ def _run(
     mine = Stacked(own.keys(space), values)
     if wire.size == 1 or not stacks:  # nobody, or nothing, to talk about
         copied = Stacked(mine.keys, fresh((own.size,), torch.uint8).copy_(values))
-        return ALONE if wire.size == 1 else EAGER, _widened(copied, stacks)
+        return ALONE if wire.size == 1 else EAGER, widened(copied, stacks)
     call.header, sizes = space.place(both.header, len(both.lines))
     call.load = with_link(wire, _load(call, both, space))
     if len(stacks) == 1:
@@ -239,26 +272,11 @@ def _run(
         return name, Stacked(result.indices, as_bytes(result.values))
     name = choose(wire, call.load, asked, mixed.NAMES) if asked == "auto" else asked
     if name == "gather":
-        return name, _widened(mixed.gather(mine, call, stacks), stacks)
+        return name, widened(mixed.gather(mine, call, stacks), stacks)
     if name == "split":
         bounds = cuts(call.header, wire.size, sizes)
-        return name, _widened(mixed.split(mine, call, stacks, bounds), stacks)
+        return name, widened(mixed.split(mine, call, stacks, bounds), stacks)
     return name, None
-
-
-def _widened(narrow: Stacked, stacks: Sequence[Stack]) -> Stacked:
-    """A result with its values in the dtypes of the callers'."""
-    given = [stack.given for stack in stacks]
-    if all(stack.wide is None for stack in stacks):
-        return narrow
-    come, go = Extents(narrow.keys, stacks), Extents(narrow.keys, given)
-    values = fresh((go.bytes[-1],), torch.uint8)
-    counts = [high - low for low, high in pairwise(come.rows)]
-    for old, new, count, start, into in zip(
-        stacks, given, counts, come.bytes, go.bytes, strict=False
-    ):
-        new.typed(values, count, into).copy_(old.typed(narrow.values, count, start))
-    return Stacked(narrow.keys, values)
 
 
 def _load(call: Call, both: Tables, space: Space) -> Load:
@@ -306,7 +324,7 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     out = fresh((found.bytes[-1],), torch.uint8)
     for (indices, values), stack, start in zip(sums, space.stacks, found.bytes, strict=False):
         kernels.finish(values, stack.typed(out, indices.numel(), start), call.divisor)
-    return _widened(Stacked(union, out), space.stacks)
+    return widened(Stacked(union, out), space.stacks)
 
 
 def _kind_by_kind(wire: Wire, requests: Sequence[Request], space: Space) -> Coalesced:

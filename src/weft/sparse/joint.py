@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -103,8 +103,12 @@ class Joint:
     def _sort(self, indices: Longs, highs: Longs) -> None:
         heights = highs + 1
         self._starts = np.cumsum(heights) - heights
-        keys = indices + np.repeat(self._starts, np.diff(self._begins))
-        self._distinct = kernels.distinct(torch.from_numpy(keys))
+        parts = [self.requests[table].distinct for table in self._order]
+        if all(len(part.indices) for part in parts):  # calls that queued up: each is sorted already
+            self._distinct = _joined(parts, self._starts.tolist(), self._begins.tolist())
+        else:
+            keys = indices + np.repeat(self._starts, np.diff(self._begins))
+            self._distinct = kernels.distinct(torch.from_numpy(keys))
         found = self._distinct.indices.numpy()
         self._firsts = np.append(np.searchsorted(found, self._starts), len(found))
         self.numbers[self._order, ROWS] = np.diff(self._firsts)
@@ -172,6 +176,36 @@ class Joint:
     def _kind(self, table: int) -> tuple[torch.dtype, torch.dtype, tuple[int, ...]]:
         request = self.requests[table]
         return request.dtype, request.rows.values.dtype, tuple(request.rows.row_shape)
+
+
+def _joined(
+    parts: Sequence[kernels.Distinct], starts: Sequence[int], begins: Sequence[int]
+) -> kernels.Distinct:
+    """What sorting all of these together gives.
+
+    Args:
+        parts: of each table.
+        starts: what is added to a table's indices, so that tables do not meet.
+        begins: how many rows the tables before have, and at the end all.
+    """
+    indices = torch.cat([part.indices + start for part, start in zip(parts, starts, strict=True)])
+    order = firsts = None
+    if any(part.order is not None for part in parts):
+        order = torch.cat(
+            [
+                torch.arange(begin, end) if part.order is None else part.order + begin
+                for part, (begin, end) in zip(parts, pairwise(begins), strict=True)
+            ]
+        )
+    if any(part.starts is not None for part in parts):
+        firsts = torch.cat(
+            [
+                torch.arange(begin, end) if part.starts is None else part.starts[:-1] + begin
+                for part, (begin, end) in zip(parts, pairwise(begins), strict=True)
+            ]
+            + [torch.tensor(begins[-1:])]
+        )
+    return kernels.Distinct(indices, order, firsts)
 
 
 def _wrong(

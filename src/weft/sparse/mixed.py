@@ -23,7 +23,7 @@ from ..wire.memory import fresh, typed
 from .call import Call, row_bytes
 from .stream import SUMS, VALUES, IndexLists, Own, Ring, Source, merge_blocks, send_rows
 
-__all__ = ["NAMES", "Extents", "Stack", "Stacked", "gather", "split"]
+__all__ = ["NAMES", "Extents", "Stack", "Stacked", "gather", "split", "widened"]
 
 
 NAMES = ("gather", "split")
@@ -262,3 +262,18 @@ class _Merge:
             into = stack.typed(out, union.indices.numel(), begin)
             for _, stop in merge_blocks(call, self._runs[number], sources, union, into):
                 yield begin + stop * stack.row
+
+
+def widened(narrow: Stacked, stacks: Sequence[Stack]) -> Stacked:
+    """A result with its values in the dtypes of the callers'."""
+    given = [stack.given for stack in stacks]
+    if all(stack.wide is None for stack in stacks):
+        return narrow
+    come, go = Extents(narrow.keys, stacks), Extents(narrow.keys, given)
+    values = fresh((go.bytes[-1],), torch.uint8)
+    counts = [high - low for low, high in pairwise(come.rows)]
+    for old, new, count, start, into in zip(
+        stacks, given, counts, come.bytes, go.bytes, strict=False
+    ):
+        new.typed(values, count, into).copy_(old.typed(narrow.values, count, start))
+    return Stacked(narrow.keys, values)

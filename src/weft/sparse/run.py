@@ -24,7 +24,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, of_all
+from .header import Header, RowsInHeader, of_all, tables_in
 from .registry import find
 from .request import Request
 
@@ -183,15 +183,21 @@ def _open(
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Header.unpack(lower).combine(Header.unpack(upper)).pack()
 
-    return agree(
-        wire,
-        name,
-        request.fields,
-        request.error,
-        body,
-        combine,
-        meanwhile=meanwhile,
-    )
+    while True:
+        agreement = agree(
+            wire,
+            name,
+            request.fields,
+            request.error,
+            body,
+            combine,
+            meanwhile=meanwhile,
+        )
+        if all(tables_in(said) == 1 for said in agreement.said):
+            return agreement
+        # Others would serve calls that queued up there as one (`queued`). Here they did not, which
+        # all ranks know now: so all open this one call, again.
+        agreement.release()
 
 
 def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Load:

@@ -46,6 +46,7 @@ UNKNOWN = "?"
 
 _LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
 _FIXED = struct.Struct("<4q2?6x")  # tables, bytes of: lines, trouble, index; with rows, fallible
+_AROUND = 128  # bytes for alignment, and before a statement of calls that queued up
 COLUMNS = 5
 """How many numbers a table has:"""
 ROWS, HIGHEST, ROOM, WHOSE, WHO = range(COLUMNS)
@@ -86,7 +87,7 @@ class Tables:
         """Bytes of the statement, if it carries rows."""
         text = sum(len(line) + 1 for line in self.lines)
         data = sum(part.numel() for part in (self.index, self.values) if part is not None)
-        return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + 24
+        return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + _AROUND
 
     @property
     def fits(self) -> bool:

@@ -29,7 +29,7 @@ _log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
-_WORTH_KEEPING = 1 << 22  # bytes; smaller results are left to the allocator of torch
+_WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 _SPARE = 1.25  # times what is asked for, that a kept piece may have
 _PATIENCE = 8  # results that a kept piece may fail to serve before it is let go
 
@@ -189,9 +189,11 @@ class _Piece:
 
     def __init__(self, size: int) -> None:
         self.size, self.passed_over = size, 0
-        self.pages = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.first = -_address(self.pages) % _HUGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # not on macOS
+        huge = size >= _HUGE  # a smaller piece would have all of such a page filled with zeros
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.pages = mmap.mmap(-1, size + _HUGE if huge else size, flags=flags)
+        self.first = -_address(self.pages) % _HUGE if huge else 0
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):  # not on macOS
             with contextlib.suppress(OSError):  # a kernel without them: small pages do, too
                 self.pages.madvise(mmap.MADV_HUGEPAGE)
 

@@ -1,0 +1,203 @@
+"""Calls that wait for their turn at the same moment, served as one: the rounds of one for all.
+
+DistributedDataParallel hands over the gradients of several tables one right after the other, each
+in a call of its own, and most of what a call costs does not depend on its size. So when such a
+call's turn has come, those behind it in the queue are served with it.
+
+How many are there is a matter of time, and differs from rank to rank. So each rank says in the
+opening exchange of the first call how many it has. If all have the same they go on; else they open
+again, with as many as are there on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..agree import is_direct
+from ..wire.base import Wire
+from . import coalesced
+from .api import reduce_now
+from .record import Record, recording
+from .request import Request
+from .tables import MOST
+
+__all__ = ["QueuedCall", "run_queued"]
+
+T = TypeVar("T")
+
+_BYTES = 32 << 20  # of values: what is larger gains nothing from company
+_MOMENT = 0.004  # seconds to wait for a call that came in the last burst
+_HIGHEST = 1 << 48  # an index must leave room for the number of its table
+
+
+@dataclass(slots=True, eq=False)
+class QueuedCall:
+    """One table to be reduced.
+
+    Attributes:
+        make: makes its request, when its turn comes or before.
+        request: what it made.
+        result: once `done`, in the form of the request.
+        record: what the call did, with all that were served with it; None with those.
+    """
+
+    make: Callable[[], Request]
+    request: Request | None = None
+    result: Any = None
+    record: Record | None = None
+    done: bool = False
+    ticket: int = -1
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+
+    def asked(self) -> Request:
+        """The request."""
+        if self.request is None:
+            self.request = self.make()
+        return self.request
+
+
+class _Queue:
+    """The calls of one rank on one wire that are not served yet, oldest first.
+
+    A *burst* is what comes from one moment in which there are none to the next.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[QueuedCall] = deque()
+        self._changed = threading.Condition()
+        self._burst = 0  # calls that this one has had so far
+        self._usual = 1  # calls that the last one had
+
+    def add(self, calls: list[QueuedCall]) -> None:
+        with self._changed:
+            self._burst = len(calls) + (self._burst if self._calls else 0)
+            self._calls.extend(calls)
+            self._changed.notify_all()
+
+    def forget(self, calls: list[QueuedCall]) -> None:
+        """These are served, or given up."""
+        with self._changed:
+            for call in calls:
+                if call in self._calls:
+                    self._calls.remove(call)
+            if not self._calls:
+                self._usual = self._burst
+
+    def behind(self, first: QueuedCall) -> list[QueuedCall]:
+        """The calls from this one on that nothing else on the wire comes between.
+
+        Training makes the same calls in each step. So if the last burst had more calls, the others
+        are given a moment to come; once they do not, nobody waits any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._burst >= self._usual, _MOMENT)
+            calls = list(self._calls)
+        found: list[QueuedCall] = []
+        for call in calls[calls.index(first) :] if first in calls else [first]:
+            # tables of one call have one ticket, the next call has the next
+            if found and call.ticket not in (found[-1].ticket, found[-1].ticket + 1):
+                break
+            found.append(call)
+        return found[:MOST]
+
+
+_queues: WeakKeyDictionary[Wire, _Queue] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def run_queued(wire: Wire, calls: list[QueuedCall], start: Callable[[Callable[[], None]], T]) -> T:
+    """Queue some tables' reductions; they are served when their turn comes, or before.
+
+    Args:
+        wire: among whom.
+        calls: one for each table.
+        start: has a job take its turn on the wire; after the job, all of `calls` are done.
+
+    Returns:
+        What `start` returns.
+    """
+    with _lock:
+        queue = _queues.setdefault(wire, _Queue())
+    ticket = wire.worker.made
+    for call in calls:
+        call.ticket = ticket
+
+    def job() -> None:
+        try:
+            for call in calls:
+                while not call.done:
+                    _serve(wire, queue, call)
+        finally:
+            queue.forget(calls)
+
+    queue.add(calls)
+    try:
+        return start(job)
+    except BaseException:
+        queue.forget(calls)
+        raise
+
+
+def _serve(wire: Wire, queue: _Queue, first: QueuedCall) -> None:
+    """Reduce this table, and those behind it that all ranks have here."""
+    together = _together(wire, queue, first)
+    while len(together) > 1:
+        requests = [call.asked() for call in together]
+        with recording(wire, "sparse_all_reduce") as note:
+            try:
+                done = coalesced.as_one(wire, requests)
+            except coalesced.Fewer as fewer:
+                together = together[: fewer.count]
+                continue
+        first.record = note(
+            done.algorithm,
+            rows=sum(request.distinct.indices.numel() for request in requests),
+            total=done.total,
+            union=sum(map(len, done.rows)),
+            bound=done.bound,
+        )
+        for call, request, rows in zip(together, requests, done.rows, strict=True):
+            call.result, call.done = request.restore(rows), True
+        queue.forget(together)
+        return
+    first.result, first.record = reduce_now(wire, first.asked())
+    first.done = True
+    queue.forget([first])
+
+
+def _together(wire: Wire, queue: _Queue, first: QueuedCall) -> list[QueuedCall]:
+    """This call and those behind it that may be served with it, as far as this rank can tell."""
+    if wire.size == 1 or not is_direct(wire) or not _is_social(first.asked()):
+        return [first]
+    found = [first]  # looked for now: while the first was being sorted others may have come
+    nbytes = first.asked().rows.values.nbytes
+    for call in queue.behind(first)[1:]:
+        request = call.asked()
+        nbytes += request.rows.values.nbytes
+        if call.inference != first.inference or nbytes > _BYTES:
+            break
+        if not (_is_social(request) and _kind(request) == _kind(first.asked())):
+            break
+        found.append(call)
+    return found
+
+
+def _is_social(request: Request) -> bool:
+    """Whether a call may be served with others at all."""
+    indices = request.distinct.indices
+    known = request.error is None and request.algorithm == "auto"
+    low = not len(indices) or int(indices[-1]) < _HIGHEST
+    return known and low and not request.fallible and request.out is None
+
+
+def _kind(request: Request) -> tuple[object, ...]:
+    """What calls that are served together have in common."""
+    values = request.rows.values
+    return request.op.name, request.dtype, values.dtype, values.shape[1:]

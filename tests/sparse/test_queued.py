@@ -1,0 +1,135 @@
+"""Calls that queue up are served as one where that is so on every rank, else one by one."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from weft.backend.gloo import sparse_all_reduce
+from weft.errors import WeftError
+from weft.testing import spmd
+
+EAGER, LARGE = 5, 900  # rows: with and without a second round
+SUM = SimpleNamespace(asyncOp=True, reduceOp=torch.distributed.ReduceOp.SUM)
+MAX = SimpleNamespace(asyncOp=True, reduceOp=torch.distributed.ReduceOp.MAX)
+
+
+def table(rank, number, count, height=3000):
+    draw = torch.Generator().manual_seed(100 * rank + number)
+    indices = torch.randint(height, (1, count), generator=draw)
+    values = torch.randint(1, 9, (count, 64), generator=draw).float()
+    return torch.sparse_coo_tensor(indices, values, (height, 64), check_invariants=False)
+
+
+def held(wire):
+    """Keep the worker busy until the event is set, so that calls queue up."""
+    free = threading.Event()
+    wire.worker.submit("hold", lambda: free.wait(10))
+    return free
+
+
+def start(wire, given, options=SUM):
+    return sparse_all_reduce(wire, [given], options)
+
+
+def check(wire, work, number, count):
+    work.wait()
+    (found,) = work.result()
+    assert found.is_coalesced()
+    want = sum(table(rank, number, count).to_dense() for rank in range(wire.size))
+    assert torch.equal(found.to_dense(), want)
+
+
+def warmed(wire):
+    """After a first call, which measures the link: the openings so far."""
+    start(wire, table(wire.rank, 9, LARGE)).wait()
+    return wire.sequence
+
+
+@pytest.mark.parametrize("count", [EAGER, LARGE])
+@spmd(1, 2, 4)
+def test_calls_that_queue_up_everywhere_open_once(wire, count):
+    before, free = warmed(wire), held(wire)
+    works = [start(wire, table(wire.rank, number, count)) for number in range(3)]
+    free.set()
+    for number, work in enumerate(works):
+        check(wire, work, number, count)
+    assert wire.sequence - before == (1 if wire.size > 1 else 3)
+
+
+@pytest.mark.parametrize("count", [EAGER, LARGE])
+@spmd(3)
+def test_ranks_where_fewer_queue_up_take_part(wire, count):
+    """Rank 0 makes its calls one by one, rank 1 two at a time, rank 2 all at once."""
+    warmed(wire)
+    numbers = range(6)
+    step = (1, 2, len(numbers))[wire.rank]
+    for first in numbers[::step]:
+        free = held(wire)
+        now = numbers[first : first + step]
+        works = [start(wire, table(wire.rank, number, count)) for number in now]
+        free.set()
+        for number, work in zip(now, works, strict=True):
+            check(wire, work, number, count)
+
+
+@spmd(3)
+def test_a_wrong_call_fails_alone(wire):
+    """It differs between ranks, or is wrong in itself; the calls around it are right."""
+    warmed(wire)
+    taller = table(wire.rank, 1, LARGE, 3000 + (wire.rank == 1))
+    wrong = table(wire.rank, 3, LARGE)
+    if wire.rank == 2:
+        wrong._indices()[0, 0] = -7
+    free = held(wire)
+    given = [table(wire.rank, 0, LARGE), taller, table(wire.rank, 2, LARGE), wrong]
+    works = [start(wire, each) for each in [*given, table(wire.rank, 4, LARGE)]]
+    free.set()
+    for number in (0, 2, 4):
+        check(wire, works[number], number, LARGE)
+    with pytest.raises(WeftError, match="ranks 0, 2 have 3000, rank 1 has 3001"):
+        works[1].wait()
+    with pytest.raises(WeftError, match="rank 2: index -7 is negative"):
+        works[3].wait()
+
+
+@spmd(2)
+def test_calls_of_another_kind_keep_their_place(wire):
+    """Of another op, another dtype, or with another call on the wire between."""
+    before, free = warmed(wire), held(wire)
+    order = []
+    works = [start(wire, table(wire.rank, 0, LARGE)), start(wire, table(wire.rank, 1, LARGE), MAX)]
+    works.append(start(wire, table(wire.rank, 2, LARGE).double(), MAX))
+    works.append(start(wire, table(wire.rank, 3, LARGE)))
+    wire.worker.submit("between", lambda: order.append(wire.sequence - before))
+    works.append(start(wire, table(wire.rank, 4, LARGE)))
+    free.set()
+    for number in (0, 3, 4):
+        check(wire, works[number], number, LARGE)
+    assert works[1].result()[0].dtype == torch.float32
+    assert order == [4] and wire.sequence - before == 5
+
+
+@spmd(2)
+def test_a_call_that_usually_has_company_goes_alone(wire):
+    free = held(wire)
+    works = [start(wire, table(wire.rank, number, LARGE)) for number in range(2)]
+    free.set()
+    for work in works:
+        work.wait()
+    check(wire, start(wire, table(wire.rank, 5, LARGE)), 5, LARGE)
+
+
+@spmd(2)
+def test_nothing_is_kept_of_calls_that_fail(wire):
+    from weft.sparse import queued
+
+    wrong = table(wire.rank, 0, EAGER)
+    wrong._indices()[0, 0] = -1
+    with pytest.raises(WeftError):
+        start(wire, wrong, SimpleNamespace(asyncOp=False, reduceOp=SUM.reduceOp)).wait()
+    wire.worker.submit("end", lambda: None).wait()
+    assert not queued._queues[wire]._calls
