@@ -188,7 +188,9 @@ def _joined(
         starts: what is added to a table's indices, so that tables do not meet.
         begins: how many rows the tables before have, and at the end all.
     """
-    indices = torch.cat([part.indices + start for part, start in zip(parts, starts, strict=True)])
+    indices = torch.cat(
+        [part.indices.long() + start for part, start in zip(parts, starts, strict=True)]
+    )
     order = firsts = None
     if any(part.order is not None for part in parts):
         order = torch.cat(
