@@ -127,6 +127,7 @@ class Local:
         own: (take, put) of what it moves from its own tensor to its own result.
         result: the shape of its result, or None if it has none.
         sources: (rank, take, put) of all that its result is made of, its own included, by rank.
+        shapes: of the tensors that the plan reads, by rank.
         adds: whether several values meet anywhere in its result.
         fills: whether every place of its result is written.
         gaps: boxes of its result that hold all places which are not written.
@@ -137,6 +138,7 @@ class Local:
     own: list[tuple[Box, Box]]
     result: Shape | None
     sources: list[tuple[int, Box, Box]]
+    shapes: Mapping[int, Shape]
 
     @cached_property
     def puts(self) -> list[Box]:
@@ -144,8 +146,15 @@ class Local:
 
     @cached_property
     def copied(self) -> list[tuple[int, Slices, Slices]]:
-        """`sources`, with what indexes tensors in place of boxes."""
-        return [(source, take.slices, put.slices) for source, take, put in self.sources]
+        """`sources`, with what indexes tensors in place of boxes: nothing where that is all."""
+        return [
+            (
+                source,
+                () if take.shape == self.shapes[source] else take.slices,
+                () if put.shape == self.result else put.slices,
+            )
+            for source, take, put in self.sources
+        ]
 
     @cached_property
     def adds(self) -> bool:
@@ -227,6 +236,7 @@ class Plan:
                 comes.get(rank, []),
                 self.want.shapes.get(rank),
                 [(peer, take, put) for peer, each in comes.items() for take, put in each],
+                self.have.shapes,
             )
             self._locals[rank] = found
         return found

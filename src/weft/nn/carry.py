@@ -97,7 +97,7 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
     into = Result(local, like.dtype if bits is None else bits, local.sources[0][2])
     for source, take, put in local.copied:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
-        into.write(put, tensor[take])
+        into.write(put, tensor[take] if take else tensor)
     return into.done(like.dtype)
 
 
@@ -154,7 +154,7 @@ class Result:
                 self.tensor[gap.slices] = 0
 
     def write(self, put: tuple[slice, ...], values: Tensor) -> None:
-        place = self.tensor[put]
+        place = self.tensor[put] if put else self.tensor
         if self._adds and not self._blank:
             place.add_(values)
         else:

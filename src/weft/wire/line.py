@@ -54,6 +54,7 @@ class Line:
         peer: the rank at the other end.
         sock: connected, non-blocking.
         fd: its number, also after it is closed.
+        granted: whether messages wait until the peer has a place for them.
         lost: why nothing moves here any more, or "".
         more: whether something lies here that `receive` has not looked at yet.
     """
@@ -61,7 +62,7 @@ class Line:
     def __init__(self, peer: int, sock: socket.socket, *, granted: bool) -> None:
         self.peer, self.sock, self.lost = peer, sock, ""
         self.fd = sock.fileno()
-        self._granted = granted
+        self.granted = granted
         self._incoming: dict[int, deque[Order]] = {}
         self._outgoing: dict[int, deque[Order]] = {}
         self._allowed: dict[int, int] = {}  # messages that the peer has a place for, by channel
@@ -92,12 +93,12 @@ class Line:
     def expect(self, channel: int, order: Order) -> None:
         """Receive the next message of a channel, into a buffer large enough."""
         self._incoming.setdefault(channel, deque()).append(order)
-        if self._granted:
+        if self.granted:
             self._grants[channel] = self._grants.get(channel, 0) + 1
 
     def send(self, channel: int, order: Order) -> None:
         """Send a message behind those of its channel; `flush` does it."""
-        if not (self._granted or self._parts or self._waiting):  # it is the only one, and may go
+        if not (self.granted or self._parts or self._waiting):  # it is the only one, and may go
             self._sending = order
             self._parts = [memoryview(_FRAME.pack(channel, len(order.buffer))), order.buffer]
             return
@@ -119,7 +120,7 @@ class Line:
     @property
     def reads(self) -> bool:
         """Whether to wait until the socket has something to read."""
-        return not self.lost and (self._granted or self._awaits)
+        return not self.lost and (self.granted or self._awaits)
 
     @property
     def writes(self) -> bool:
@@ -146,7 +147,7 @@ class Line:
                 self._parts[0] = self._parts[0][sent:]
             elif self._sending is not None:
                 self._sending.done, self._sending = True, None
-                if not (self._granted or self._waiting):
+                if not (self.granted or self._waiting):
                     return
 
     def _load(self) -> bool:
@@ -168,11 +169,11 @@ class Line:
         ready = [
             (orders[0].number, channel)
             for channel, orders in self._outgoing.items()
-            if orders and (not self._granted or self._allowed.get(channel, 0))
+            if orders and (not self.granted or self._allowed.get(channel, 0))
         ]
         if ready:
             _, channel = min(ready)
-            if self._granted:
+            if self.granted:
                 self._allowed[channel] -= 1
             order = self._outgoing[channel].popleft()
             self._waiting -= 1
@@ -192,7 +193,7 @@ class Line:
     def receive(self) -> bool:
         """Read what is there, as far as it may be read; whether it was anything."""
         moved, self._paused, self.more = 0, False, False
-        if not (self._granted or self._end or self.lost) and self._into is None:
+        if not (self.granted or self._end or self.lost) and self._into is None:
             return self._receive_small()
         while not self.lost and moved < _TURN and (self._into is not None or self._parse()):
             into = self._into
@@ -267,7 +268,7 @@ class Line:
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
         if self._end == self._start and not self._paused:
-            return self._granted or any(self._incoming.values())
+            return self.granted or any(self._incoming.values())
         while not self._paused and self._end - self._start >= _FRAME.size:
             kind, size = _FRAME.unpack_from(self._ahead, self._start)
             if kind & _GRANT:
@@ -303,13 +304,13 @@ class Line:
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest
-        return not self._paused and (self._granted or any(self._incoming.values()))
+        return not self._paused and (self.granted or any(self._incoming.values()))
 
     def _place_for(self, kind: int, size: int) -> Order | None:
         """Where the message that comes belongs; None: nowhere, or it is not asked for yet."""
         orders = self._declined if kind == _LATE else self._incoming.get(kind & ~_LENT)
         if not orders:
-            if self._granted:
+            if self.granted:
                 self.lost = f"a message of {size} bytes came that nobody awaits"
             return None
         if size > len(orders[0].buffer):

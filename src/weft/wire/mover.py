@@ -51,7 +51,7 @@ class Mover:
         self._all = [*self.lines.values(), *self.small.values()]
         self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
-        self._changed: dict[int, Line] = {}  # those with new receives, whose grants can wait
+        self._changed: dict[int, Line] = {}  # those to be seen to before the next wait, at leisure
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
         self._guard = Guard()
         self._poll = select.poll()
@@ -88,13 +88,13 @@ class Mover:
                 order, line = Order(buffer), lines[peer]
                 line.expect(at, order)
                 orders.append((line, order))
-                self._changed[id(line)] = line
+                self._changed[line.fd] = line
             for peer, message in sends:
                 order, line = Order(message), lines[peer]
                 line.send(at, order)
                 orders.append((line, order))
                 line.flush()
-                self._watch(line)
+                self._heed(line)
         if lines is self.lines and orders and not self._stir.is_set():
             self._rouse()
         return orders
@@ -159,7 +159,18 @@ class Mover:
             else:
                 self._more.pop(line.fd, None)
         line.flush()
-        self._watch(line)
+        self._heed(line)
+
+    def _heed(self, line: Line) -> None:
+        """Watch a line whose state may have changed.
+
+        Small messages come and go in a moment, so what their lines wait for is only looked at when
+        somebody is about to wait.
+        """
+        if line.granted:
+            self._watch(line)
+        else:
+            self._changed[line.fd] = line
 
     def _watch(self, line: Line) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
