@@ -9,6 +9,7 @@ import torch
 
 import weft
 from weft.testing import run, spmd
+from weft.wire.threads import _Exchange
 
 
 @spmd(1, 2, 4)
@@ -53,6 +54,31 @@ def test_the_late_are_named_and_may_still_come(wire):
 def list_of_this_run(wire):
     """One list for the ranks of a run, which are threads."""
     return wire._group.__dict__.setdefault("told", [])
+
+
+def test_who_comes_in_the_last_moment_is_not_called_absent(monkeypatch):
+    """Between the end of the wait and the look at who is late."""
+    said = []
+
+    def program(wire):
+        if wire.rank == 0:
+            with pytest.raises(weft.StillRunning) as caught:
+                weft.barrier(timeout=0.05)
+            said.append(str(caught.value))
+        else:
+            while not said:
+                time.sleep(0.002)
+        weft.barrier()
+
+    for arrived, text in (
+        (True, "everybody has come to the barrier, the last only after 0.05 s: call"),
+        (False, "rank 1 has not come to the barrier after 0.05 s: call"),
+        (None, "not everybody has come to the barrier after 0.05 s: call"),
+    ):
+        seen = [] if arrived is None else [arrived]
+        monkeypatch.setattr(_Exchange, "arrived", lambda self, seen=seen: seen)
+        run(2, program)
+        assert said.pop().startswith(f"rank 0: {text}")
 
 
 @spmd(2)

@@ -127,7 +127,9 @@ class _Entered:
         arrived = awaited.arrived()
         ranks = zip(sorted(wire.peers), arrived, strict=False)
         missing = [rank for rank, here in ranks if not here]
-        if not missing:
+        if arrived and not missing:  # since the wait gave up
+            return "everybody has come to the barrier, the last only"
+        if not missing:  # this wire cannot tell
             return "not everybody has come to the barrier"
         have = "has" if len(missing) == 1 else "have"
         return f"{names(missing)} {have} not come to the barrier"
