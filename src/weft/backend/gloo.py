@@ -117,7 +117,8 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
         given = tensor if op in ("sum", "avg") else tensor.coalesce()
         return Request.of(given, op, "auto", None, None)
 
-    calls = [QueuedCall(functools.partial(request_of, tensor)) for tensor in tensors]
+    blocks = not getattr(opts, "asyncOp", True)
+    calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]
 
     def start(served: Callable[[], None]) -> Ended | Queued:
         def job() -> list[Tensor]:

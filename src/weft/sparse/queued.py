@@ -32,8 +32,11 @@ __all__ = ["QueuedCall", "run_queued"]
 
 T = TypeVar("T")
 
+_Kind = tuple[str, torch.dtype, torch.dtype, torch.Size, int | None]
+
 _BYTES = 32 << 20  # of values: what is larger gains nothing from company
 _MOMENT = 0.004  # seconds to wait for a call that came in the last burst
+_STARTS = 256  # kinds of calls that are remembered
 _HIGHEST = 1 << 48  # an index must leave room for the number of its table
 
 
@@ -43,12 +46,14 @@ class QueuedCall:
 
     Attributes:
         make: makes its request, when its turn comes or before.
+        blocks: its caller waits for it, so that nothing will come behind it.
         request: what it made.
         result: once `done`, in the form of the request.
         record: what the call did, with all that were served with it; None with those.
     """
 
     make: Callable[[], Request]
+    blocks: bool = False
     request: Request | None = None
     result: Any = None
     record: Record | None = None
@@ -66,18 +71,22 @@ class QueuedCall:
 class _Queue:
     """The calls of one rank on one wire that are not served yet, oldest first.
 
-    A *burst* is what comes from one moment in which there are none to the next.
+    A *burst* is what comes from one moment in which there are none to the next. Its *start* is the
+    kind of its first call, by which it is known again.
     """
 
     def __init__(self) -> None:
         self._calls: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
         self._burst = 0  # calls that this one has had so far
-        self._usual = 1  # calls that the last one had
+        self._start: _Kind | None = None
+        self._usual: dict[_Kind, int] = {}  # calls that the last one with that start had
 
     def add(self, calls: list[QueuedCall]) -> None:
         with self._changed:
-            self._burst = len(calls) + (self._burst if self._calls else 0)
+            if not self._calls:
+                self._burst, self._start = 0, None
+            self._burst += len(calls)
             self._calls.extend(calls)
             self._changed.notify_all()
 
@@ -87,17 +96,23 @@ class _Queue:
             for call in calls:
                 if call in self._calls:
                     self._calls.remove(call)
-            if not self._calls:
-                self._usual = self._burst
+            if not self._calls and self._start is not None:
+                if len(self._usual) >= _STARTS:
+                    self._usual.clear()
+                self._usual[self._start] = self._burst
 
     def behind(self, first: QueuedCall) -> list[QueuedCall]:
         """The calls from this one on that nothing else on the wire comes between.
 
-        Training makes the same calls in each step. So if the last burst had more calls, the others
-        are given a moment to come; once they do not, nobody waits any more.
+        Training makes the same calls in each step. So if there were more calls in the last burst
+        that began like this, the others are given a moment to come; once they do not, nobody waits
+        for them any more.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._burst >= self._usual, _MOMENT)
+            if self._start is None and not first.blocks:
+                self._start = _kind(first.asked())
+                usual = self._usual.get(self._start, 1)
+                self._changed.wait_for(lambda: self._burst >= usual, _MOMENT)
             calls = list(self._calls)
         found: list[QueuedCall] = []
         for call in calls[calls.index(first) :] if first in calls else [first]:
@@ -183,7 +198,7 @@ def _together(wire: Wire, queue: _Queue, first: QueuedCall) -> list[QueuedCall]:
         nbytes += request.rows.values.nbytes
         if call.inference != first.inference or nbytes > _BYTES:
             break
-        if not (_is_social(request) and _kind(request) == _kind(first.asked())):
+        if not (_is_social(request) and _kind(request)[:-1] == _kind(first.asked())[:-1]):
             break
         found.append(call)
     return found
@@ -197,7 +212,7 @@ def _is_social(request: Request) -> bool:
     return known and low and not request.fallible and request.out is None
 
 
-def _kind(request: Request) -> tuple[object, ...]:
-    """What calls that are served together have in common."""
-    values = request.rows.values
-    return request.op.name, request.dtype, values.dtype, values.shape[1:]
+def _kind(request: Request) -> _Kind:
+    """What calls that are served together have in common; and, last, the height."""
+    rows = request.rows
+    return request.op.name, request.dtype, rows.values.dtype, rows.row_shape, rows.height
