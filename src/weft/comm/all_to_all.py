@@ -27,7 +27,7 @@ from .opening import NO_LIMIT, Mode, opened
 
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
-_EAGER = 64 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
+_EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
 _DIMS = 64  # as many as torch's tensors may have
 _CAP = 2 + 8 * _DIMS  # bytes of a shape on its own
 
@@ -44,7 +44,7 @@ def all_to_all(
         round_bytes: None, or bytes: then it goes in rounds, each of which sends and receives, on
             no rank, more than so many bytes together, give or take one element of each tensor.
             Where ranks differ the smallest counts, but a rank that says None may send tensors of
-            up to 64 KiB at once. Tensors of another device than the CPU go in rounds of 128 MiB
+            up to 128 KiB at once. Tensors of another device than the CPU go in rounds of 128 MiB
             anyway, or less.
 
     Returns:
