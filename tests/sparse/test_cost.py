@@ -131,6 +131,4 @@ def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wi
         assert len(result) == count + different
         assert torch.equal(dense[result.indices], result.values)
     assert sent[0] == pytest.approx(2 * 2 / 3 * count * 32, rel=0.02)
-    assert (
-        sent[1] > sent[0] + height / 8
-    )  # a bitmap of all places, or lists
+    assert sent[1] > sent[0] + height / 8  # a bitmap of all places, or lists
