@@ -302,21 +302,21 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
 
 
 def in_place() -> None:
-    reduce_now, results = ddp.reduce_now, []
+    queued, calls = ddp.QueuedCall, []
 
     def remember(*args: Any) -> Any:
-        results.append(reduce_now(*args))
-        return results[-1]
+        calls.append(queued(*args))
+        return calls[-1]
 
     model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     ddp.register(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "reduce_now", remember)
+        patch.setattr(ddp, "QueuedCall", remember)
         for _ in range(2):
             model.zero_grad()
             model(words(0)).sum().backward()
-            result, _record = results[-1]
-            assert model.module.weight.grad._values().data_ptr() == result._values().data_ptr()
+            result = calls[-1].result._values()
+            assert model.module.weight.grad._values().data_ptr() == result.data_ptr()
 
 
 def test_backward_goes_on_while_gradients_travel() -> None:

@@ -216,6 +216,12 @@ def erring(wire, backend, meeting):
         with pytest.raises(weft.WeftError, match="height") as caught:
             dist.all_reduce(wrong)
         said.append(str(caught.value))
+        # torch's own coalesce would write outside of its memory here
+        wild = torch.tensor([[2, -1 if me == 0 else 3]])
+        wild = torch.sparse_coo_tensor(wild, torch.ones(2, 2), (10, 2), check_invariants=False)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            with pytest.raises(weft.WeftError, match="rank 0: index -1 is negative"):
+                dist.all_reduce(wild, op)
         work = dist.all_gather([torch.empty(2)] * size, torch.ones(2 + (me == 2)), async_op=True)
         with pytest.raises(weft.WeftError, match="rank 2: its tensor has 3") as caught:
             work.wait()

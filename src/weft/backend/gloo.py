@@ -114,8 +114,8 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
 
     def request_of(tensor: Tensor) -> Request:
         # entries of one index are its summands, which only a sum may take one by one
-        given = tensor if op in ("sum", "avg") else tensor.coalesce()
-        return Request.of(given, op, "auto", None, None)
+        one_by_one = op in ("sum", "avg") or not _in_range(tensor)
+        return Request.of(tensor if one_by_one else tensor.coalesce(), op, "auto", None, None)
 
     blocks = not getattr(opts, "asyncOp", True)
     calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]
@@ -130,6 +130,13 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
         return started(wire, "all_reduce", job, opts)
 
     return run_queued(wire, calls, start)
+
+
+def _in_range(tensor: Tensor) -> bool:
+    """Whether all indices are of the tensor: `coalesce` writes where others point to."""
+    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
+    indices = tensor._indices()
+    return bool(((indices >= 0) & (indices < sizes)).all())
 
 
 @functools.cache
