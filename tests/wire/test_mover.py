@@ -84,6 +84,25 @@ def wait_both(pair, orders, awaited):
     other.join()
 
 
+def test_a_message_that_goes_out_at_the_last_look_is_not_waited_for(pair):
+    left, right = pair
+    payload = bytes(1 << 20)  # more than the socket holds
+    orders = left.post(left.small, [(1, memoryview(payload))], (), 0)
+    line, theirs, looks = left.small[1], right.small[0].sock, []
+    flush = line.flush
+
+    def looked():
+        looks.append(line)
+        while len(looks) > 1 and line.writes:  # meanwhile the peer has read all of it
+            theirs.recv(1 << 16)
+            flush()
+        flush()
+
+    line.flush = looked
+    wait(left, orders, limit=300.0)  # far beyond the timeout of a test
+    assert len(looks) == 2
+
+
 def test_small_messages_start_no_thread(pair):
     left, right = pair
     before = len(threads())

@@ -123,6 +123,9 @@ class Mover:
                     remaining = until - time.monotonic()
                     if self._closed or line.lost or remaining <= 0:
                         raise Lost(self._why(line))
+                    if self._changed:
+                        self._tend()  # after which nothing may be left to wait for
+                        continue
                     self._step(remaining)
 
     def arrived(self, orders: Iterable[tuple[Line, Order]]) -> list[bool]:
@@ -137,12 +140,15 @@ class Mover:
             return line.lost
         return "the connection is closed" if self._closed else "it did not come in time"
 
-    def _step(self, seconds: float) -> None:
-        """Wait until something can be moved, for so long at most, and move it."""
+    def _tend(self) -> None:
+        """See to the lines that changed: all that they can send now is sent."""
         while self._changed:
             line = self._changed.popitem()[1]
             line.flush()
             self._watch(line)
+
+    def _step(self, seconds: float) -> None:
+        """Wait until something can be moved, for so long at most, and move it."""
         more = list(self._more.values())
         for fd, _ in self._poll.poll(0 if more else seconds * 1e3):
             self._move(self._by_fd[fd])
@@ -202,6 +208,7 @@ class Mover:
                     continue  # somebody waits, and moves everything
                 try:
                     if not self._closed:
+                        self._tend()
                         self._step(0.0)
                         if not any(line.busy for line in self.lines.values()):
                             self._stir.clear()
