@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,8 +29,10 @@ def turns(
         calls: made in one turn, and timed together.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + warmup):
-        for name, contender in contenders.items():
+    for number in range(rounds + warmup):
+        # drawn anew, the same on all ranks: what one leaves in caches is paid for by the next
+        for name in random.Random(number).sample(list(contenders), len(contenders)):
+            contender = contenders[name]
             wire.dense_all_reduce(torch.zeros(1), "sum").wait()
             start = time.perf_counter()
             for _ in range(calls):

@@ -2,8 +2,9 @@
 
 * Checked first: each contender runs once; rank 0 (every rank, where rounding enters) compares the
   result with the oracle, and all ranks compare digests. Whoever is wrong is not timed.
-* Interleaved: an iteration is one call of every contender in turn, so that a noisy neighbour hits
-  all alike. A barrier goes before each call; a call's time is that of its slowest rank.
+* Interleaved: an iteration is one call of every contender, so that a noisy neighbour hits all
+  alike; in an order drawn anew each time, since what one leaves in caches and memory is paid for by
+  the next. A barrier goes before each call; a call's time is that of its slowest rank.
 * After the last iteration the results are digested once more: memory that is used again must not
   have changed them.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -183,7 +185,7 @@ def _times(job: Job, starters: list[Contender], speak: Callable[[str], None]) ->
     try:
         for turn in range(-job.warmup, job.iters):
             speak(f"iteration {turn + 1} of {job.iters}" if turn >= 0 else "warming up")
-            for contender in starters:
+            for contender in _drawn(starters, job.seed, turn):
                 given = contender.prepare()
                 dist.barrier()
                 begin = time.perf_counter()
@@ -199,6 +201,11 @@ def _times(job: Job, starters: list[Contender], speak: Callable[[str], None]) ->
     finally:
         gc.enable()
     return seen
+
+
+def _drawn(starters: list[Contender], seed: int, turn: int) -> list[Contender]:
+    """All of them, in an order that is the same on all ranks."""
+    return random.Random(f"{seed} {turn}").sample(starters, len(starters))
 
 
 def _any(mine: bool) -> bool:
