@@ -71,8 +71,9 @@ def counting(count: int) -> None:
 
 
 def speaking(text: str) -> None:
-    print(text, rank())
-    print(text, rank(), file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{text} {rank()}\n")  # at once: another rank writes there, too
+        stream.flush()
 
 
 def failing(who: int) -> None:
