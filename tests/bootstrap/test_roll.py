@@ -142,26 +142,23 @@ def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> 
         patched.setattr(roll, "_LATE", 0.1)
         patched.setattr(roll, "_incomplete", died)
         attend(connect, *gone, timeout=0.2, elastic=True)
-    early: list[str] = []
-    first = threading.Thread(
-        target=lambda: early.extend(attend(connect, entry(2), elastic=True)), daemon=True
-    )
-    first.start()  # it finds the old round, and no decision in it
-    first.join(0.3)
-    assert attend(connect, entry(0), entry(1), elastic=True) == ["gloo"] * 2
-    first.join(10)
-    assert early == ["gloo"]
+    one_comes_early(connect)  # it finds the old round, and no decision in it
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
 
 
 def test_an_error_ends_an_attempt_and_not_the_next(connect: Make) -> None:
     wrong = entry(1, error="no interface nothing7")
     assert all("nothing7" in text for text in attend(connect, wrong, entry(0), elastic=True))
+    one_comes_early(connect)  # it finds the old round, and the error in it
+
+
+def one_comes_early(connect: Make) -> None:
+    """A rank of a new attempt comes before the others do; all meet."""
     early: list[str] = []
     first = threading.Thread(
         target=lambda: early.extend(attend(connect, entry(2), elastic=True)), daemon=True
     )
-    first.start()  # it finds the old round, and the error in it
+    first.start()
     first.join(0.3)
     assert attend(connect, entry(0), entry(1), elastic=True) == ["gloo"] * 2
     first.join(10)

@@ -128,13 +128,7 @@ def list_job(
     def job() -> list[Any]:
         with recording(wire, "sparse_all_reduce") as note:
             done = coalesced.reduced(wire, requests, error)
-        note(
-            done.algorithm,
-            rows=done.own,
-            total=done.total,
-            union=sum(map(len, done.rows)),
-            bound=done.bound,
-        )
+        done.noted(note)
         results = zip(requests, done.rows, strict=True)
         return [request.restore(result) for request, result in results][: len(rows)]
 

@@ -32,6 +32,7 @@ from .header import of_tables, tables_in, tables_of
 from .joint import Joint
 from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
+from .record import Note, Record
 from .registry import find
 from .request import Request
 from .run import confess, handed_out, too_small
@@ -66,6 +67,11 @@ class Coalesced:
     own: int
     total: int
     bound: float
+
+    def noted(self, note: Note) -> Record:
+        """The record of the call."""
+        union = sum(map(len, self.rows))
+        return note(self.algorithm, rows=self.own, total=self.total, union=union, bound=self.bound)
 
 
 def reduced(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Coalesced:

@@ -171,13 +171,7 @@ def _serve(wire: Wire, queue: _Queue, first: QueuedCall) -> None:
             except coalesced.Fewer as fewer:
                 together = together[: fewer.count]
                 continue
-        first.record = note(
-            done.algorithm,
-            rows=sum(request.distinct.indices.numel() for request in requests),
-            total=done.total,
-            union=sum(map(len, done.rows)),
-            bound=done.bound,
-        )
+        first.record = done.noted(note)
         for call, request, rows in zip(together, requests, done.rows, strict=True):
             call.result, call.done = request.restore(rows), True
         queue.forget(together)

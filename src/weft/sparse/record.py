@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from ..wire import default
 from ..wire.base import Wire
 
-__all__ = ["Record", "last_call", "recording", "started"]
+__all__ = ["Note", "Record", "last_call", "recording", "started"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def last_call(group: Any = None) -> Record | None:
     return _records.get(default.resolve(group))
 
 
-class _Note(Protocol):
+class Note(Protocol):
     def __call__(
         self,
         algorithm: str,
@@ -73,7 +73,7 @@ class _Note(Protocol):
 
 
 @contextmanager
-def recording(wire: Wire, name: str) -> Iterator[_Note]:
+def recording(wire: Wire, name: str) -> Iterator[Note]:
     """A call as a range of the profiler; gives the function that notes what it did."""
     start = _counters(wire)
 

@@ -5,9 +5,9 @@ rank r starts at rank r + 1 and is handed on to the right, every rank adding its
 it arrives at r complete. Index sets run ahead of the values, so that the size of the result, and
 every row's place in it, are known before the first value moves; where the headers' digests say that
 all ranks have the same rows, no index moves at all. The values follow in chunks that are merged,
-and sent on, while the next are on their way. What the last rank of a range adds goes
-straight into the result, and from there round the ring, once: so every rank gets the same bits,
-though each range is added in an order of its own.
+and sent on, while the next are on their way. What the last rank of a range adds goes straight into
+the result, and from there round the ring, once: so every rank gets the same bits, though each range
+is added in an order of its own.
 
 Each rank has one peer that it hears and one that it tells, whatever P is, and holds two runs of
 partial sums, 1/P of the union each: the algorithm with least workspace where ranks are many. It

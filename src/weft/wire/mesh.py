@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
@@ -194,27 +194,32 @@ class Listener:
 
 def _listening_near(token: bytes, backlog: int) -> socket.socket | None:
     """A Unix socket for those beside this rank, which must know the token; None: there is none."""
-    if not _NAMES:
-        return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+
+    def listen(sock: socket.socket) -> None:
         sock.bind(_name_of(token))
         sock.listen(backlog)
-    except OSError:  # not allowed here: they come by TCP, as all others
-        sock.close()
-        return None
-    return sock
+
+    return _near(listen)  # where it is not allowed they come by TCP, as all others
 
 
 def _connected_near(door: Door, deadline: float) -> socket.socket | None:
     """A Unix socket to a rank that is found here; None if it is not."""
+
+    def connect(sock: socket.socket) -> None:
+        sock.settimeout(_remaining(deadline))
+        sock.connect(_name_of(door.token))
+
+    return _near(connect)
+
+
+def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
+    """A Unix socket that could begin so; None if it could not, or there are none with names."""
     if not _NAMES:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(_remaining(deadline))
-        sock.connect(_name_of(door.token))
-    except OSError:  # it is elsewhere
+        begin(sock)
+    except OSError:
         sock.close()
         return None
     return sock
