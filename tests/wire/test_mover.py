@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from weft.wire import mover as module
 from weft.wire.mover import Lost, Mover
 
 FRAME = struct.Struct("!QQ")
@@ -111,6 +112,30 @@ def test_small_messages_start_no_thread(pair):
     wait(right, right.post(right.small, (), [(0, place)], 0))
     wait(left, orders)
     assert place == b"hello" and len(threads()) == before
+
+
+class Looks:
+    """Sockets of which one is ready at a certain look; notes how long each look waits, in ms."""
+
+    def __init__(self, ready_at):
+        self.ready_at, self.waits = ready_at, []
+
+    def poll(self, wait):
+        self.waits.append(wait)
+        return [(7, 1)] if len(self.waits) == self.ready_at else []
+
+
+def test_a_wait_looks_awake_before_it_sleeps(pair, monkeypatch):
+    """What comes within moments wakes nobody; what does not is waited for asleep."""
+    soon, late = Looks(ready_at=3), Looks(ready_at=2)
+    monkeypatch.setattr(module, "_AWAKE", 60.0)
+    monkeypatch.setattr(pair[0], "_poll", soon)
+    assert pair[0]._ready(30.0) == [(7, 1)]
+    assert soon.waits == [0, 0, 0]
+    monkeypatch.setattr(module, "_AWAKE", 0.0)
+    monkeypatch.setattr(pair[0], "_poll", late)
+    assert pair[0]._ready(30.0) == [(7, 1)]
+    assert late.waits == [0, 30e3]
 
 
 def test_a_wait_ends_at_its_limit(pair):
