@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +59,24 @@ def nothing_left() -> Callable[[], contextlib.AbstractContextManager[None]]:
     block, or let it hide what the block left.
     """
     return _nothing_left
+
+
+@pytest.fixture(scope="session")
+def mpirun_line() -> list[str]:
+    """How a command begins that starts ranks, more than there are cores, on this host.
+
+    The launcher is the one beside this Python: it came with the MPI library that mpi4py finds.
+    """
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    launcher = shutil.which("mpirun", path=places)
+    if launcher is None:
+        pytest.skip("there is no mpirun: pip install weft[mpi]")
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True)
+    if "Open MPI" not in said.stdout:
+        return [launcher]  # MPICH and Intel MPI start as many as they are told
+    # it refuses root, who runs the tests in containers, unless told twice
+    allowed = [f"OMPI_ALLOW_RUN_AS_ROOT{twice}=1" for twice in ("", "_CONFIRM")]
+    return ["env", *allowed, launcher, "--oversubscribe", "--bind-to", "none"]
 
 
 def pytest_report_header() -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -351,6 +352,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
+        ({"timeout": timedelta(seconds=9)}, r"timeout is datetime.timedelta\(seconds=9\)"),
         ({"rendezvous": "http://somewhere"}, "none of env://, tcp://host:port and file://"),
         ({"rendezvous": "tcp://127.0.0.1:1"}, "needs RANK and WORLD_SIZE"),
     ],

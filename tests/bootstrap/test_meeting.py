@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -117,6 +119,15 @@ def test_a_rank_finds_the_port_that_was_free(monkeypatch: pytest.MonkeyPatch) ->
         WireError, match=r"rank 1: rank 0 did not answer at 127.0.0.1, ports .* job"
     ):
         where.meet(Launch("srun", 1, 2, 0, 1), time.monotonic() + 0.1)
+
+
+def test_a_name_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, *_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(WireError, match=r"rank 1: .* at node7, .* that name \(Name or service"):
+        Ports("node7", "12.0").meet(Launch("srun", 1, 2, 1, 2), time.monotonic() + 0.1)
 
 
 def test_rank_0_needs_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

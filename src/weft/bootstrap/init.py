@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import socket
 import time
@@ -23,7 +22,7 @@ from torch.distributed import distributed_c10d
 from .. import kernels
 from ..errors import Error, WeftError, WireError
 from ..wire import default
-from ..wire.base import Wire
+from ..wire.base import Wire, is_duration
 from ..wire.interface import interface_of, own_address
 from . import backends, launchers, meeting, roll
 
@@ -88,8 +87,8 @@ def init(
         (0, 1)
     """
     global _running
-    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-        raise WeftError(f"timeout is {timeout}: pass a number of seconds above 0, or None")
+    if timeout is not None and not is_duration(timeout):
+        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
             _check_same(_running.wire, _running.url, backend, rendezvous, timeout)

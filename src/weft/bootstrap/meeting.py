@@ -190,14 +190,24 @@ class Ports:
                 return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
             if deadline - time.monotonic() <= pause:
                 raise WireError(
-                    f"rank {launch.rank}: rank 0 did not answer at {self.where}: is it started, "
-                    "is it on that host, and may ranks connect to those ports? else pass "
-                    "rendezvous='file:///a/shared/folder/'",
+                    f"rank {launch.rank}: rank 0 did not answer at {self.where}: "
+                    f"{self._why_not()} else pass rendezvous='file:///a/shared/folder/'",
                     rank=launch.rank,
                     culprit=0,
                 )
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
+
+    def _why_not(self) -> str:
+        """What may keep the ranks apart."""
+        try:
+            socket.getaddrinfo(self.host, None)
+        except OSError as error:
+            return (
+                f"{socket.gethostname()} does not know that name ({error.strerror}): pass a name "
+                "that all hosts know in MASTER_ADDR,"
+            )
+        return "is it started, is it on that host, and may ranks connect to those ports?"
 
     def _name(self) -> bytes:
         return f"weft {os.getuid()} {self.job}".encode()

@@ -7,7 +7,6 @@ goes on to its next call, which waits for its turn behind the barrier.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.profiler import record_function
 from ..agree import is_direct
 from ..errors import StillRunning
 from ..wire import default
-from ..wire.base import Pending, Wire
+from ..wire.base import Pending, Wire, is_duration
 from ..wire.verdict import names
 from ..wire.worker import Work
 from .opening import opened
@@ -69,18 +68,12 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         entered.work = wire.worker.submit("barrier", entered.run)
         entered.calls = wire.worker.made
     try:
-        entered.work.wait(timeout if _is_time(timeout) else None)
+        entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
         wire.entered = entered
         raise StillRunning(
             f"rank {wire.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
         ) from None
-
-
-def _is_time(timeout: object) -> bool:
-    """Whether it is a number of seconds."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    return number and math.isfinite(timeout) and timeout > 0  # type: ignore[arg-type, operator]  # a number
 
 
 class _Entered:
@@ -97,7 +90,7 @@ class _Entered:
     def __init__(self, wire: Wire, timeout: object) -> None:
         self._wire = wire
         self._error = None
-        if timeout is not None and not _is_time(timeout):
+        if timeout is not None and not is_duration(timeout):
             self._error = f"timeout is {timeout!r}: pass a positive number of seconds, or None"
         self._awaited: Pending | None = None
 

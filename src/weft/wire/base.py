@@ -23,8 +23,9 @@ The rules, for every wire:
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -252,6 +253,13 @@ def is_plain(tensor: Tensor) -> bool:
     They are not where torch puts off a conjugation or a sign.
     """
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_duration(timeout: object) -> TypeGuard[float]:
+    """Whether that is a number of seconds that a wait may last."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        return False
+    return math.isfinite(timeout) and timeout > 0
 
 
 def plain(tensor: Tensor) -> Tensor:
