@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Box, Shape
+from ..kernels import copy
 from ..plan import Local, Plan
 from ..wire.base import Pending, Wire
 from ..wire.memory import Lease, fresh, typed
@@ -158,7 +159,7 @@ class Result:
         if self._adds and not self._blank:
             place.add_(values)
         else:
-            place.copy_(values)
+            copy(place, values, self.tensor.nbytes)
         self._blank = False
 
     def done(self, dtype: torch.dtype) -> Tensor:
@@ -228,7 +229,7 @@ def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) ->
     leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
     memory = leases[-1].tensor
     for take, place in _split(memory, takes, x.dtype):
-        place.copy_(x[take.slices])
+        copy(place, x[take.slices], x.nbytes)
     return memory
 
 
