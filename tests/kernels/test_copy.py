@@ -46,10 +46,8 @@ def test_what_is_copied_is_the_same_and_all_else_is_untouched(
     if how == "inside":
         values = torch.randint(1, 100, around.shape).to(dtype)[inner]
     elif how == "swapped":
-        values = (
-            torch.randint(1, 100, shape[::-1]).to(dtype)
+        values = torch.randint(1, 100, shape[::-1]).to(dtype)
         values = values.permute(tuple(reversed(range(len(shape)))))
-        )
     elif how == "expanded":
         values = torch.randint(1, 100, shape[1:]).to(dtype).expand(shape)
     else:
