@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import weft
 from weft import nn
 from weft.grid import cells
+from weft.nn import carry
 from weft.testing import run, spmd
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect"}
@@ -113,3 +114,20 @@ def test_widths_by_cell_under_vmap():
     first, second = run(2, program)
     assert first.tolist() == [[1, 0], [0, 1]]
     assert second.tolist() == [[1, 0], [0, 1], [2, 1], [1, 2]]
+
+
+def test_the_adjoint_of_large_padded_tensors(monkeypatch):
+    """Their own part is copied, and the margins alone are zeroed."""
+    monkeypatch.setattr(carry, "fresh", lambda shape, dtype: torch.full(shape, math.nan).to(dtype))
+
+    def program(wire):
+        layer = nn.HaloExchange(weft.Partition((2, 1)), (1, 0), padded=True)
+        x = torch.randn(202, 100).requires_grad_()
+        (grad,) = torch.autograd.grad(layer(x), x, torch.ones(202, 100))
+        return grad
+
+    for rank, grad in enumerate(run(2, program)):
+        right = torch.zeros(202, 100)
+        right[1:-1] = 1
+        right[1 if rank else -2] = 2
+        assert torch.equal(grad, right)
