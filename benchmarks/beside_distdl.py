@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("distdl", type=Path, help="the folder src of a checkout of DistDL")
     parser.add_argument("--mib", type=float, default=16.0)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", default="", help="words of the layers to measure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     theirs = original(options.distdl)
@@ -119,6 +120,8 @@ def measure(wire: Any, theirs: Any, options: argparse.Namespace) -> bool:
             strict=True,
         )
         for (name, other, only_root), (_, mine, _) in pairs:
+            if not any(word in name for word in options.only.split(",")):
+                continue
             own = torch.Generator().manual_seed(wire.rank)
             x = torch.randint(-8, 8, shape, generator=own).float()  # sums are exact in any order
             if only_root and wire.rank:

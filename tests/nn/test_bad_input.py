@@ -138,6 +138,33 @@ WRONG = {
         ones(2),
         "a halo of 2 in dimension 0 is wider than the shard of rank 3, which has 1 there: use",
     ),
+    "halo by cell": (
+        lambda: nn.HaloExchange(P(4), lambda cell: [(0, 2 * (cell[0] == 2))]),
+        ones(1),
+        ones(2),
+        "a halo of 2 in dimension 0 is wider than the shard of rank 3, which has 1 there: use",
+    ),
+    "halos that differ otherwise": (
+        differing(
+            lambda: nn.HaloExchange(P(4), lambda cell: cell[0]),
+            lambda: nn.HaloExchange(P(4), lambda cell: 1),
+        ),
+        ones(2),
+        ones(2),
+        r"the ranks differ in arguments: .*rank 3 has width=\(\(\(0, 0\),\), .* by cell",
+    ),
+    "padded": (
+        lambda: nn.HaloExchange(P(4), 1, padded=True),
+        ones(1),
+        ones(3),
+        r"rank 3 has a tensor of shape \(1,\), which is smaller than its margins .*: pad",
+    ),
+    "padded, of no dimensions": (
+        lambda: nn.HaloExchange(P(4), 1, padded=True),
+        ones(),
+        ones(3),
+        "HaloExchange without the margins: rank 3 has a tensor of 0 dimensions",
+    ),
     "reflection": (
         lambda: nn.HaloExchange(P(4), 2, "reflect"),
         ones(2),
@@ -219,6 +246,8 @@ def test_grids_that_are_none(wire):
         (lambda: nn.HaloExchange(P(3), -1), "pass a width of at least 0"),
         (lambda: nn.HaloExchange(P(3), [1, 1]), "pass a width of at least 0 for each"),
         (lambda: nn.HaloExchange(P(3), 1.5), "pass an integer"),
+        (lambda: nn.HaloExchange(P(3), lambda cell: -cell[0]), "width is -1, .* of at least 0"),
+        (lambda: nn.HaloExchange(P(3), lambda cell: None), "width is None: pass an integer"),
         (lambda: nn.HaloExchange(P(3), 1, "wrap"), "boundary 'wrap' is unknown"),
         (lambda: P(3).rank_at([3]), r"has no cell \(3,\)"),
         (lambda: P(3).reshape((2, 2)), r"a grid of \(2, 2\) cannot be made of 3 ranks"),

@@ -19,7 +19,7 @@ The vocabulary:
 * `merge(runs, op)` is union and combine over whole runs.
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `pick` finds those of a run's rows whose places some run was given; `put` brings rows to places.
-* `take`, `quantiles`, `sketch`: see each.
+* `copy`, `take`, `quantiles`, `sketch`: see each.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
@@ -38,11 +38,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cache, cpu, cpu_indices, cpu_shares, meter, reference
+from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
-from .reduction import on_cpu, plain, reduce, reduce_parts
+from .reduction import detached, on_cpu, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "Shares",
     "Union",
     "combine",
+    "copy",
     "describe",
     "distinct",
     "expected_bits",
@@ -141,7 +142,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         )
     if values.numel() == 0:
         return
-    slots, values = slots.contiguous(), plain(values)
+    slots, values = slots.contiguous(), detached(values)
     meter.spend(values.numel() * out.element_size())
     if not (on_cpu(values) and cpu.combine(out, slots, values, op, base)):
         reference.combine(out, slots, values, op, base)
@@ -162,7 +163,7 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
     meter.spend(values.nbytes)
-    reference.finish(plain(values), out, divisor)
+    reference.finish(detached(values), out, divisor)
 
 
 def merge(
@@ -272,10 +273,31 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         )
     if values.numel() == 0:
         return
-    places, values = places.contiguous(), plain(values)
+    places, values = places.contiguous(), detached(values)
     meter.spend(values.nbytes)
     if not (on_cpu(values) and cpu_shares.put(out, places, values)):
         reference.put(out, places, values)
+
+
+def copy(out: Tensor, values: Tensor, among: int = 0) -> None:
+    """`out.copy_(values)`, which leaves the cache to others where there is much to copy.
+
+    Args:
+        out: to be filled; not in the same memory.
+        values: of the same shape.
+        among: bytes that are copied together with these, if they are a part of more.
+
+    Example:
+        >>> out = torch.empty(2)
+        >>> copy(out, torch.tensor([1.0, 4.0]))
+        >>> out
+        tensor([1., 4.])
+    """
+    values, nbytes = detached(values), values.nbytes
+    meter.spend(nbytes)
+    large = max(nbytes, among) >= cpu_copy.LEAST and on_cpu(values) and on_cpu(out)
+    if not (large and cpu_copy.copy(out, values)):
+        out.copy_(values)
 
 
 def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
@@ -288,7 +310,7 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
         >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
         tensor([4., 1.])
     """
-    taken = torch.index_select(plain(values), 0, positions, out=out)
+    taken = torch.index_select(detached(values), 0, positions, out=out)
     meter.spend(taken.nbytes)
     return taken
 
@@ -385,8 +407,8 @@ def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[st
         for index_dtype, dtype, op in pairs
         for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype))
     ]
-    # those of shares are for every dtype, and fewest calls need them
-    return list(dict.fromkeys([*sets, cpu_shares.KEY]))
+    # these are for every dtype, and fewest calls need them
+    return list(dict.fromkeys([*sets, cpu_copy.KEY, cpu_shares.KEY]))
 
 
 def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:

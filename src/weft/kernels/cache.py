@@ -35,6 +35,7 @@ __all__ = ["attach", "directory", "has", "note", "patience", "user_cache"]
 _log = logging.getLogger("weft")
 _SOURCES = (
     "machine.py",
+    "copy_loops.py",
     "gap_loops.py",
     "index_loops.py",
     "share_loops.py",

@@ -21,10 +21,12 @@ __all__ = [
     "SIZES",
     "apply",
     "count_ones",
+    "fence",
     "load",
     "lowest_one",
     "prefetch",
     "store",
+    "stream",
 ]
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -137,6 +139,34 @@ def prefetch(context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), code
+
+
+@_word
+def stream(context: Any, to: Any, source: Any) -> Any:
+    """stream(to, source): copy 32 bytes without reading the cache lines that they replace.
+
+    `to` is a multiple of 32. Others may see them late, or never before a `fence`.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        block = ir.VectorType(_I64, 4).as_pointer()
+        to, source = (builder.inttoptr(address, block) for address in arguments)
+        written = builder.store(builder.load(source, align=1), to, align=32)
+        written.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@_word
+def fence(context: Any) -> Any:
+    """fence(): what was streamed is seen by whoever hears of it after this."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), code
 
 
 @_word

@@ -15,7 +15,7 @@ from . import cpu, meter, reference
 from .ops import Op
 from .reference import Distinct
 
-__all__ = ["on_cpu", "plain", "reduce", "reduce_parts"]
+__all__ = ["detached", "on_cpu", "reduce", "reduce_parts"]
 
 _ALL = slice(None)
 _PIECE = 1 << 15  # numbers
@@ -69,7 +69,7 @@ def reduce(
         return out
     meter.spend(values.nbytes)
     unique = distinct.order is None and distinct.starts is None
-    values = plain(values)
+    values = detached(values)
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
         _reduce_and_round(values, distinct, op, out, first)
         return out
@@ -109,7 +109,7 @@ def reduce_parts(
     """
     if out.numel() == 0:
         return
-    parts = [plain(values) for values in parts]
+    parts = [detached(values) for values in parts]
     alike = parts[0].dtype is not torch.float64 or out.dtype.itemsize > 2
     if alike and on_cpu(out) and cpu.reduce_parts(parts, distinct, op, out, rows, begins):
         meter.spend(sum(values.nbytes for values in parts))
@@ -134,6 +134,6 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def plain(values: Tensor) -> Tensor:
+def detached(values: Tensor) -> Tensor:
     """Values that gradients do not follow."""
     return values.detach() if values.requires_grad else values

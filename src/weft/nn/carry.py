@@ -9,12 +9,14 @@ Plans with a hint that are large enough take a schedule of their own (`schedules
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..grid import Box, Shape
+from ..grid import Box, Shape, beyond, whole
+from ..kernels import copy
 from ..plan import Local, Plan
 from ..wire.base import Pending, Wire
 from ..wire.memory import Lease, fresh, typed
@@ -25,6 +27,8 @@ __all__ = ["assembled", "begun", "carried", "ended", "has_addition"]
 _CHANNEL = 8  # that no other room uses
 _STRAIGHT = ("all_gather", "broadcast")  # hints that need no schedule on one host
 _DIRECT = 64 << 10  # bytes of a rank's part up to which every hint goes by direct messages
+
+_WORTH = 64 << 10  # bytes of a result from which on what is written first is not zeroed before
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _WIDE = {
@@ -137,6 +141,12 @@ def _largest(plan: Plan) -> int:
     return max(piece.box.volume for piece in side.pieces)
 
 
+@functools.lru_cache(maxsize=512)
+def _around(shape: Shape, box: Box | None) -> list[Box]:
+    """What a box leaves of a tensor."""
+    return beyond(whole(shape), () if box is None else (box,))
+
+
 class Result:
     """A result under construction, summed in a wider type where values of a narrow one meet."""
 
@@ -146,19 +156,18 @@ class Result:
         self._adds = local.adds
         wide = _WIDE.get(dtype, dtype) if self._adds else dtype
         self.tensor = fresh(local.result, wide)
-        self._blank = self._adds and first is not None and first.shape == local.result
-        if not self._blank and self._adds:
-            self.tensor.zero_()
-        elif not self._adds:
-            for gap in local.gaps:
-                self.tensor[gap.slices] = 0
+        if first is not None and first.shape != local.result and self.tensor.nbytes < _WORTH:
+            first = None
+        self._blank = self._adds and first is not None  # so that what comes first is copied
+        for gap in _around(local.result, first) if self._adds else local.gaps:
+            self.tensor[gap.slices] = 0
 
     def write(self, put: tuple[slice, ...], values: Tensor) -> None:
         place = self.tensor[put] if put else self.tensor
         if self._adds and not self._blank:
             place.add_(values)
         else:
-            place.copy_(values)
+            copy(place, values, self.tensor.nbytes)
         self._blank = False
 
     def done(self, dtype: torch.dtype) -> Tensor:
@@ -228,7 +237,7 @@ def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) ->
     leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
     memory = leases[-1].tensor
     for take, place in _split(memory, takes, x.dtype):
-        place.copy_(x[take.slices])
+        copy(place, x[take.slices], x.nbytes)
     return memory
 
 

@@ -1,4 +1,4 @@
-"""HaloExchange: every rank's shard grown by a margin, which its neighbours fill.
+"""HaloExchange: every rank's shard grown by margins, which its neighbours fill.
 
 The plan asks for overlapping boxes, so its adjoint adds what the neighbours computed for a margin
 to where that came from. All neighbours are asked at once, those across corners too. Where
@@ -12,11 +12,12 @@ without padding. Source: Hewett and Grady, arXiv:2006.03108, section on the halo
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NoReturn, get_args
 
 from ..errors import WeftError
 from ..grid import Box, Shape
@@ -32,14 +33,26 @@ Boundary = Literal["zero", "periodic", "reflect"]
 """What lies beyond the edge of the tensor."""
 
 
+Widths = tuple[tuple[int, int], ...]
+"""(before, after) for each dimension of the grid."""
+
+
 @dataclass(frozen=True)
 class Haloing(Movement):
-    """Shards to shards with margins."""
+    """Shards to shards with margins.
+
+    Attributes:
+        partition: the grid.
+        width: of each rank's margins, by its number in the grid; one entry if all are alike.
+        boundary: what lies beyond the edges.
+        padded: whether tensors have their margins already.
+    """
 
     partition: Partition
-    width: tuple[tuple[int, int], ...]
+    width: tuple[Widths, ...]
     boundary: Boundary
     shape: Shape | None = None
+    padded: bool = False
 
     name: ClassVar[str] = "HaloExchange"
 
@@ -55,57 +68,88 @@ class Haloing(Movement):
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
-        return f"width={self.width}, boundary={self.boundary}{told}"
+        width = f"{self.width[0]}" if len(self.width) == 1 else f"{self.width} by cell"
+        return f"width={width}, boundary={self.boundary}{told}{', padded' * self.padded}"
 
     def batched(self, extent: int) -> Movement:
-        shape = None if self.shape is None else (*self.shape, extent)
-        return Haloing(self.partition, self.width, self.boundary, shape)
+        return self if self.shape is None else replace(self, shape=(*self.shape, extent))
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         if self.shape is None:
             return None
-        return evenly(self.partition, range(self.partition.dim), self.shape)
+        found = evenly(self.partition, range(self.partition.dim), self.shape)
+        if not self.padded:
+            return found
+        return {each: self._grown(each, shape) for each, shape in found.items()}
 
     def alone(self, rank: int, shape: Shape) -> Shape | None:
-        widths = (*self.width, *((0, 0),) * len(shape))
-        return tuple(a + n + b for n, (a, b) in zip(shape, widths, strict=False))
+        return shape if self.padded else self._grown(rank, shape)
+
+    def _grown(self, rank: int, shape: Shape, sign: int = 1) -> Shape:
+        """The shape of a tensor with margins, from that without; the other way for a sign of -1."""
+        widths = self._widths(rank, len(shape))
+        return tuple(n + sign * (a + b) for n, (a, b) in zip(shape, widths, strict=True))
+
+    def _widths(self, rank: int, ndim: int) -> Widths:
+        """Of a rank's margins in each dimension of a tensor."""
+        number = 0 if len(self.width) == 1 else self._numbers[rank]
+        return (*self.width[number], *((0, 0),) * ndim)[:ndim]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {rank: number for number, rank in enumerate(self.partition.ranks)}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self.partition.cells
         dims = [
             dim
             for dim, extent in enumerate(self.partition.shape)
-            if extent > 1 or any(self.width[dim : dim + 1] and self.width[dim])
+            if extent > 1 or any(any(widths[dim]) for widths in self.width)
         ]
-        lengths = fitting(self.name, cells, shapes, dims)
-        widths = [
-            self.width[dim] if dim < len(self.width) else (0, 0) for dim in range(len(lengths))
-        ]
+        name, within = self.name, shapes
+        if self.padded:
+            name = f"{self.name} without the margins"
+            within = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
+        lengths = fitting(name, cells, within, dims)
+        widths = {rank: self._widths(rank, len(lengths)) for rank in cells}
         self._check(lengths, widths)
         held = shards(cells, lengths, dims)
         wanted = {
             rank: Box(
-                tuple(a - w for a, (w, _) in zip(box.start, widths, strict=True)),
-                tuple(b + w for b, (_, w) in zip(box.stop, widths, strict=True)),
+                tuple(a - w for a, (w, _) in zip(box.start, widths[rank], strict=True)),
+                tuple(b + w for b, (_, w) in zip(box.stop, widths[rank], strict=True)),
             )
             for rank, box in held.items()
         }
         extents = [sum(each) for each in lengths]
-        pieces = tuple(
-            Piece(
-                rank,
-                Box(tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)),
-                tuple(r[2] for r in ranges),
+        most = [
+            (max(w[dim][0] for w in widths.values()), max(w[dim][1] for w in widths.values()))
+            for dim in range(len(lengths))
+        ]
+        pieces = []
+        for rank, box in sorted(held.items()):
+            # where the shard begins in what the rank brings
+            origin = [before * self.padded for before, _ in widths[rank]]
+            images = map(self._images, box.start, box.stop, extents, most)
+            for ranges in product(*images):
+                seen = Box(tuple(r[0] for r in ranges), tuple(r[1] for r in ranges))
+                at = tuple(r[2] + first for r, first in zip(ranges, origin, strict=True))
+                pieces.append(Piece(rank, seen, at))
+        return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
+
+    def _within(self, rank: int, shape: Shape) -> Shape:
+        """The shape of what lies between a tensor's margins.
+
+        Raises:
+            WeftError: they are wider than the tensor.
+        """
+        found = self._grown(rank, shape, -1)
+        if min(found, default=0) < 0:
+            raise WeftError(
+                f"{self.name}: rank {rank} has a tensor of shape {shape}, which is smaller than "
+                f"its margins {self._widths(rank, len(shape))}: pad it by them first"
             )
-            for rank, box in sorted(held.items())
-            for ranges in product(
-                *(
-                    self._images(*each)
-                    for each in zip(box.start, box.stop, extents, widths, strict=True)
-                )
-            )
-        )
-        return between(Side({rank: box.shape for rank, box in held.items()}, pieces), wanted)
+        return found
 
     def _images(
         self, start: int, stop: int, extent: int, width: tuple[int, int]
@@ -124,26 +168,32 @@ class Haloing(Movement):
             found += [(seen, seen + 1, at - start) for at, seen in mirrored if start <= at < stop]
         return found
 
-    def _check(self, lengths: Sequence[Shape], widths: Sequence[tuple[int, int]]) -> None:
+    def _check(self, lengths: Sequence[Shape], widths: Mapping[int, Widths]) -> None:
         """See that each margin is filled by the next rank alone.
 
         Raises:
-            WeftError: a shard is narrower than a margin.
+            WeftError: a margin is wider than that rank's shard.
         """
-        for dim, (each, width) in enumerate(zip(lengths, widths, strict=True)):
-            mirror = self.boundary == "reflect" and any(width)
-            most = max(width)
-            alone = len(each) == 1 and self.boundary == "zero"
-            for place, length in enumerate(each):
-                edge = mirror and place in (0, len(each) - 1)
-                if (length < most and not alone) or (edge and length <= most):
-                    rank = next(r for r, c in self.partition.cells.items() if (*c, 0)[dim] == place)
-                    raise WeftError(
-                        f"{self.name}: a halo of {most} in dimension {dim} is wider than the shard "
-                        f"of rank {rank}, which has {length} there"
-                        f"{', without its edge, which a reflection does not repeat' * edge}: use "
-                        "fewer ranks or a narrower halo"
-                    )
+        for rank, cell in self.partition.cells.items():
+            for dim, each in enumerate(lengths):
+                place = cell[dim] if dim < len(cell) else 0
+                for width, beside in zip(widths[rank][dim], (place - 1, place + 1), strict=True):
+                    edge = not 0 <= beside < len(each)
+                    if not width or (edge and self.boundary == "zero"):
+                        continue
+                    mirror = edge and self.boundary == "reflect"
+                    filler = place if mirror else beside % len(each)
+                    if width > each[filler] - mirror:
+                        self._raise(dim, filler, width, each[filler], mirror=mirror)
+
+    def _raise(self, dim: int, place: int, width: int, length: int, *, mirror: bool) -> NoReturn:
+        cells = self.partition.cells
+        rank = next(each for each, cell in cells.items() if cell[dim] == place)
+        edge = ", without its edge, which a reflection does not repeat" * mirror
+        raise WeftError(
+            f"{self.name}: a halo of {width} in dimension {dim} is wider than the shard of rank "
+            f"{rank}, which has {length} there{edge}: use fewer ranks or a narrower halo"
+        )
 
 
 class HaloExchange(Layer):
@@ -153,16 +203,23 @@ class HaloExchange(Layer):
     `before + length + after` in each dimension, also at the edges of the tensor. Adjoint: adds the
     margins to where they came from.
 
+    Margins that differ from rank to rank, as a kernel with a stride needs them, are given as a
+    function of the rank's cell.
+
     Args:
         partition: the grid.
         width: of the margins: an integer, for each dimension that the grid cuts; or for each
-            dimension of the grid an integer or a pair (before, after).
+            dimension of the grid an integer or a pair (before, after); or a function of a cell of
+            the grid that gives such, which every rank asks for all cells.
         boundary: what lies beyond the edges: "zero", "periodic" or "reflect".
         shape: the shape of the tensor, if it is known and cut evenly; checked.
+        padded: whether what ranks bring has its margins already: what they hold does not count, and
+            the result, of the same shape, has them filled.
 
     Raises:
         WeftError: the width is negative or not one for each dimension, or the boundary is unknown;
-            when called: shards do not fit together, or a shard is narrower than a margin.
+            when called: shards do not fit together, a margin is wider than the shard next to it,
+            or ranks have different widths in mind.
 
     Example:
         >>> import torch, weft
@@ -172,6 +229,12 @@ class HaloExchange(Layer):
         ...     return layer(torch.tensor([1, 2]) + 2 * wire.rank)
         >>> run(2, program)
         [tensor([0, 1, 2, 3]), tensor([2, 3, 4, 0])]
+        >>> def program(wire):  # the second rank alone needs a margin
+        ...     width = lambda cell: [(2, 0) if cell == (1,) else (0, 0)]
+        ...     layer = weft.nn.HaloExchange(weft.Partition(2), width)
+        ...     return layer(torch.tensor([1, 2]) + 2 * wire.rank)
+        >>> run(2, program)
+        [tensor([1, 2]), tensor([1, 2, 3, 4])]
     """
 
     def __init__(
@@ -181,15 +244,21 @@ class HaloExchange(Layer):
         boundary: Boundary = "zero",
         *,
         shape: Sequence[int] | None = None,
+        padded: bool = False,
     ) -> None:
         if boundary not in get_args(Boundary):
             raise WeftError(
                 f"HaloExchange: boundary {boundary!r} is unknown: use zero, periodic or reflect"
             )
-        super().__init__(Haloing(partition, _widths(partition, width), boundary, told(shape)))
+        asked = [width]
+        if callable(width):
+            asked = [width(partition.cells[rank]) for rank in partition.ranks]
+        found = tuple(_widths(partition, each) for each in asked)
+        found = found[:1] if len(set(found)) == 1 else found
+        super().__init__(Haloing(partition, found, boundary, told(shape), padded))
 
 
-def _widths(partition: Partition, width: Any) -> tuple[tuple[int, int], ...]:
+def _widths(partition: Partition, width: Any) -> Widths:
     """(before, after) for each dimension of the grid.
 
     Raises:
@@ -204,7 +273,7 @@ def _widths(partition: Partition, width: Any) -> tuple[tuple[int, int], ...]:
     except (TypeError, ValueError) as error:
         raise WeftError(
             f"HaloExchange: width is {width!r}: pass an integer, or for each dimension an integer "
-            "or a pair (before, after)"
+            "or a pair (before, after), or a function that gives such"
         ) from error
     if len(found) != partition.dim or any(each < 0 for pair in found for each in pair):
         raise WeftError(

@@ -7,7 +7,8 @@ would wait for it. So a check that fails leaves its sentence in `Request.error`,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,17 +82,11 @@ class Request:
         out: object,
     ) -> Request:
         """Check the arguments of a call."""
-        request = cls()
-        try:
-            request._take_rows(rows)
-            request.distinct = kernels.distinct(request.rows.indices)
-            request._check_range(request.distinct.indices)
-            request._take_op(op)
-            request._take_algorithm(algorithm)
-            request._take_wire_dtype(wire_dtype)
-            request._take_out(out)
-        except (_WrongError, WeftError) as error:
-            request.error, request.dtype = str(error), request.rows.values.dtype
+        request = cls.of_table(rows, op, algorithm, wire_dtype, out, None)
+        if request.error is None:
+            with request._stating():
+                request.distinct = kernels.distinct(request.rows.indices)
+                request._check_range(request.distinct.indices)
         return request
 
     @classmethod
@@ -104,9 +99,9 @@ class Request:
         out: object,
         before: Request | None,
     ) -> Request:
-        """Check the arguments of a call for a table of a list; `before` is the table before it."""
+        """The same but for the indices; `before` is of the table before it, if it is in a list."""
         request = cls()
-        try:
+        with request._stating():
             request._take_rows(rows)
             if before is None or before.error is not None:
                 request._take_op(op)
@@ -118,24 +113,28 @@ class Request:
                 request._check_op()
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
-        except (_WrongError, WeftError) as error:
-            request.error, request.dtype = str(error), request.rows.values.dtype
         return request
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
         request = cls()
-        try:
+        with request._stating():
             request._take_rows(rows)
             if request.rows.indices.numel():
                 request._check_range(torch.stack(request.rows.indices.aminmax()))
             request._take_algorithm("auto")
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
-        except (_WrongError, WeftError) as error:
-            request.error, request.dtype = str(error), request.rows.values.dtype
         return request
+
+    @contextmanager
+    def _stating(self) -> Iterator[None]:
+        """State what is found to be wrong within, instead of raising it."""
+        try:
+            yield
+        except (_WrongError, WeftError) as error:
+            self.error, self.dtype = str(error), self.rows.values.dtype
 
     @property
     def wide(self) -> torch.dtype | None:

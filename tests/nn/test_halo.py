@@ -1,0 +1,133 @@
+"""Margins of any width for each rank, against the whole tensor: values and gradients."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft import nn
+from weft.grid import cells
+from weft.nn import carry
+from weft.testing import run, spmd
+
+MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect"}
+
+
+@st.composite
+def halos(draw):
+    """(grid, ranks, lengths of the parts, widths by cell, boundary, whether padded)."""
+    grid = draw(st.sampled_from([(4,), (3,), (2, 2), (1, 3), (4, 1)]))
+    ranks = draw(st.permutations(range(4)))[: math.prod(grid)]
+    boundary = draw(st.sampled_from(list(MODES)))
+    lengths = [draw(st.lists(st.integers(1, 4), min_size=n, max_size=n)) for n in grid]
+    most = [min(each) - (boundary == "reflect") for each in lengths]
+    widths = {
+        cell: [tuple(draw(st.integers(0, top)) for _ in "ab") for top in most]
+        for cell in cells(grid)
+    }
+    return grid, ranks, lengths, widths, boundary, draw(st.booleans())
+
+
+def places(case, cell):
+    """Where in the whole tensor, flat, each number of a rank's result is from; -1: nowhere."""
+    _, _, lengths, widths, boundary, _ = case
+    extents = [sum(each) for each in lengths]
+    flat = np.arange(math.prod(extents)).reshape(extents)
+    more = {} if boundary != "zero" else {"constant_values": -1}
+    around = np.pad(flat, 4, MODES[boundary], **more)
+    box = []
+    for each, at, (before, after) in zip(lengths, cell, widths[cell], strict=True):
+        start = 4 + ([0, *accumulate(each)])[at]
+        box.append(slice(start - before, start + each[at] + after))
+    return torch.from_numpy(around[tuple(box)].copy())
+
+
+def inner(case, cell):
+    """A rank's own part of its result."""
+    return tuple(
+        slice(before, before + each[at])
+        for each, at, (before, _) in zip(case[2], cell, case[3][cell], strict=True)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(halos())
+def test_margins_differ_from_rank_to_rank(case):
+    grid, ranks, lengths, widths, boundary, padded = case
+    generator = torch.Generator().manual_seed(1)
+    size = math.prod(sum(each) for each in lengths)
+    whole = torch.randn(size, dtype=torch.float64, generator=generator).requires_grad_()
+    by_rank = dict(zip(ranks, cells(grid), strict=True))
+    seen = {rank: places(case, cell) for rank, cell in by_rank.items()}
+    right = {rank: whole[at.clamp(0)] * (at >= 0) for rank, at in seen.items()}
+    grads = {
+        rank: torch.randn(each.shape, dtype=torch.float64, generator=generator)
+        for rank, each in right.items()
+    }
+    sum((right[rank] * grads[rank]).sum() for rank in ranks).backward()
+
+    def program(wire):
+        layer = nn.HaloExchange(
+            weft.Partition(grid, ranks=ranks), widths.__getitem__, boundary, padded=padded
+        )
+        if wire.rank not in by_rank:
+            return
+        own = inner(case, by_rank[wire.rank])
+        mine = seen[wire.rank][own]
+        for _ in range(3):  # the third time it is a habit
+            x = whole.detach()[mine]
+            if padded:
+                x = torch.full(right[wire.rank].shape, math.nan, dtype=x.dtype)
+                x[own] = whole.detach()[mine]
+            x.requires_grad_()
+            y = layer(x)
+            assert torch.equal(y, right[wire.rank])
+            y.backward(grads[wire.rank])
+            found = x.grad[own] if padded else x.grad
+            torch.testing.assert_close(found, whole.grad[mine], rtol=1e-12, atol=1e-12)
+            assert not padded or x.grad.count_nonzero() <= found.numel()
+
+    run(4, program)
+
+
+@spmd(2, on=("threads",))
+def test_a_padded_tensor_of_a_shape_that_was_told(wire):
+    layer = nn.HaloExchange(weft.Partition(2), 1, shape=(5,), padded=True)
+    assert layer(torch.ones(5 - wire.rank)).tolist() == ([0, 1, 1, 1, 1], [1, 1, 1, 0])[wire.rank]
+    with pytest.raises(weft.WeftError, match=r"rank 0: .* of which this rank has \(5,\)"):
+        layer(torch.ones(3))
+    assert layer.plan((5,)).want.shapes == {0: (5,), 1: (4,)}
+
+
+def test_widths_by_cell_under_vmap():
+    def program(wire):
+        layer = nn.HaloExchange(weft.Partition(2), lambda cell: [(2 * cell[0], 0)])
+        return torch.func.vmap(layer, in_dims=1, out_dims=1)(torch.eye(2) + wire.rank)
+
+    first, second = run(2, program)
+    assert first.tolist() == [[1, 0], [0, 1]]
+    assert second.tolist() == [[1, 0], [0, 1], [2, 1], [1, 2]]
+
+
+def test_the_adjoint_of_large_padded_tensors(monkeypatch):
+    """Their own part is copied, and the margins alone are zeroed."""
+    monkeypatch.setattr(carry, "fresh", lambda shape, dtype: torch.full(shape, math.nan).to(dtype))
+
+    def program(wire):
+        layer = nn.HaloExchange(weft.Partition((2, 1)), (1, 0), padded=True)
+        x = torch.randn(202, 100).requires_grad_()
+        (grad,) = torch.autograd.grad(layer(x), x, torch.ones(202, 100))
+        return grad
+
+    for rank, grad in enumerate(run(2, program)):
+        right = torch.zeros(202, 100)
+        right[1:-1] = 1
+        right[1 if rank else -2] = 2
+        assert torch.equal(grad, right)
