@@ -157,6 +157,32 @@ class Local:
         ]
 
     @cached_property
+    def covered(self) -> bool:
+        """Whether each of its sources is written to all of the result."""
+        return bool(self.copied) and not any(put for _, _, put in self.copied)
+
+    @cached_property
+    def joined(self) -> tuple[int, list[int]] | None:
+        """(dimension, ranks) where the result is whole tensors one after the other, else None."""
+        if self.result is None or len(self.copied) < 2 or any(take for _, take, _ in self.copied):
+            return None
+        for dim, length in enumerate(self.result):
+            at, ranks = 0, []
+            for rank, _, put in sorted(self.sources, key=lambda each: each[2].start[dim]):
+                rest = (
+                    put.shape[:dim] == self.result[:dim]
+                    and put.shape[dim + 1 :] == (self.result[dim + 1 :])
+                )
+                if not rest or put.start[dim] != at:
+                    break
+                at += put.shape[dim]
+                ranks.append(rank)
+            else:
+                if at == length:
+                    return dim, ranks
+        return None
+
+    @cached_property
     def adds(self) -> bool:
         return overlap(self.puts)
 

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from weft.wire.line import Line, Order
 
 
-def ends(granted, buffer=None):
+def ends(buffer=None):
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
         if buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    return [Line(1 - rank, sock, granted=granted) for rank, sock in enumerate(socks)]
+    return [Line(1 - rank, sock) for rank, sock in enumerate(socks)]
 
 
 @pytest.fixture
 def pair():
     made = []
 
-    def make(granted, buffer=None):
-        made.extend(ends(granted, buffer))
+    def make(buffer=None):
+        made.extend(ends(buffer))
         return made[-2:]
 
     yield make
@@ -66,14 +66,11 @@ def turn(*lines):
             st.booleans(),  # whether it is awaited before it is sent
         ),
         max_size=12,
-    ),
-    st.booleans(),
+    )
 )
-def test_what_is_sent_arrives_in_its_channel_s_order(messages, granted):
-    left, right = ends(granted, 8192)
+def test_what_is_sent_arrives_in_its_channel_s_order(messages):
+    left, right = ends(8192)
     try:
-        if not granted:  # one channel, in order
-            messages = [(0, *rest) for _, *rest in messages]
         payloads = [
             bytes([n + 1]) * size if size else b"" for n, (_, size, _, _) in enumerate(messages)
         ]
@@ -98,7 +95,7 @@ def test_what_is_sent_arrives_in_its_channel_s_order(messages, granted):
 
 
 def test_no_channel_holds_up_another(pair):
-    left, right = pair(True)
+    left, right = pair()
     first, second = sent(left, b"a" * 300_000, 5), sent(left, b"b", 6)
     late = awaited(right, 1, 6)
     turn(left, right)
@@ -109,29 +106,16 @@ def test_no_channel_holds_up_another(pair):
     assert place.done and first.done
 
 
-def test_a_granted_message_needs_no_memory_before_it_is_awaited(pair):
-    left, right = pair(True)
+def test_a_message_needs_no_memory_before_it_is_awaited(pair):
+    left, right = pair()
     sent(left, bytes(100))
     left.flush()
     with pytest.raises(BlockingIOError):
         right.sock.recv(1, socket.MSG_PEEK)
 
 
-def test_small_messages_go_out_at_once_and_wait(pair):
-    left, right = pair(False)
-    assert [sent(left, bytes([n])) for n in range(3)] and not left.flush()
-    assert not left.busy and not right.reads
-    got = [awaited(right, 8) for _ in range(2)]
-    right.receive()
-    assert [order.done for order in got] == [True, True]
-    last = awaited(right, 8)
-    right.receive()  # it was read with the others
-    assert last.done and last.buffer[0] == 2
-
-
-@pytest.mark.parametrize("granted", [True, False])
-def test_a_message_that_is_too_long_is_said(pair, granted):
-    left, right = pair(granted)
+def test_a_message_that_is_too_long_is_said(pair):
+    left, right = pair()
     awaited(right, 3)
     right.flush()
     left.receive()
@@ -142,14 +126,14 @@ def test_a_message_that_is_too_long_is_said(pair, granted):
 
 
 def test_a_message_that_nobody_awaits_is_said(pair):
-    left, right = pair(True)
+    left, right = pair()
     left.sock.send(struct.pack("!QQ", 7, 4) + b"four")
     right.receive()
     assert right.lost == "a message of 4 bytes came that nobody awaits"
 
 
 def test_an_end_in_the_middle_of_a_message_is_seen(pair):
-    left, right = pair(True, 8192)
+    left, right = pair(8192)
     order = awaited(right, 300_000)
     right.flush()
     left.receive()
@@ -164,7 +148,7 @@ def test_an_end_in_the_middle_of_a_message_is_seen(pair):
 
 def test_what_came_before_the_end_is_not_lost(pair):
     """The grant of the second receive meets a closed door; the first message lies there."""
-    left, right = pair(True)
+    left, right = pair()
     first = awaited(right, 100_000)
     right.flush()
     left.receive()

@@ -321,7 +321,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back = _applied(ctx.call.back(ctx.shape), grad)
-        return back.to(ctx.dtype), None, None
+        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None
 
 
 class _Transformed(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..agree import CAP, DIRECT, concluded, opening_of
 from ..grid import Box
 from ..plan import Plan
-from ..wire.base import Recv, Wire
+from ..wire.base import Persistent, Wire
 from ..wire.part import Part
 from .opening import Opening, Statement
 
@@ -64,7 +64,8 @@ class Habit:
     sizes: dict[int, int]
     private: dict[int, int]
     _inbox: dict[int, Tensor] | None = None  # of the wire that the rest was made for
-    _recvs: list[Recv] = field(default_factory=list)
+    _peers: tuple[int, ...] = ()
+    _exchange: Persistent | None = None
     _heard: list[tuple[memoryview, bytes]] = field(default_factory=list)
     _seen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -99,21 +100,28 @@ class Habit:
             number = _FIRST  # as a part of a wire counts, which is made for each call
         size = self.sizes[me]
         payload = ctypes.string_at(x.data_ptr(), size) if size else b""
-        mine = _message(number, self.heads[me], payload)
-        sends = [(peer, mine) for peer, _ in self._recvs]
-        if self.takes is not None:
-            common = payload, bytes(-size % 16)
-            for at, (peer, _) in enumerate(sends):
+        mine = bytearray().join((number, self.heads[me], payload))
+        if self.takes is None:
+            messages = [mine] * len(self._peers)
+        else:
+            common, messages = (payload, bytes(-size % 16)), []
+            for peer in self._peers:
                 told = _told(x, self.takes.get(peer, ()))
-                sends[at] = peer, _message(number, self.heads[peer], *common, *told)
-        pending = wire.post_small(sends, self._recvs)
+                messages.append(bytearray().join((number, self.heads[peer], *common, *told)))
+        assert self._exchange is not None
+        pending = self._exchange.start(messages)
         meanwhile()
         pending.wait()
-        if all(raw[:8] == number and raw[8:] == expected for raw, expected in self._heard):
+        for raw, expected in self._heard:
+            # not the views themselves, which are compared item by item
+            if raw.tobytes() != number + expected:
+                break
+        else:
             return None
         part = wire if len(ranks) == wire.size else Part(wire, ranks)
-        messages = [mine if rank == me else wire.inbox[rank] for rank in ranks]
-        agreement = concluded(part, messages)
+        own = torch.frombuffer(mine, dtype=torch.uint8)
+        said_by = [own if rank == me else wire.inbox[rank] for rank in ranks]
+        agreement = concluded(part, said_by)
         said: dict[int, Statement] = {}
         for body in agreement.said:
             said.update(Statement.unpack(body))
@@ -126,7 +134,8 @@ class Habit:
         for peer in peers:
             if peer not in inbox:
                 inbox[peer] = torch.empty(CAP, dtype=torch.uint8)
-        self._recvs = [(peer, inbox[peer]) for peer in peers]
+        self._peers = peers
+        self._exchange = wire.persistent([(peer, inbox[peer]) for peer in peers])
         self._heard = [
             (inbox[peer][: 8 + len(self.expected[peer])].numpy().data, self.expected[peer])
             for peer in peers
@@ -154,10 +163,6 @@ class Habit:
 
 
 _FIRST = (1).to_bytes(8, "little")
-
-
-def _message(*pieces: bytes) -> Tensor:
-    return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
 
 
 def _told(x: Tensor, takes: Sequence[Box]) -> list[bytes]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .link import Link
     from .worker import Worker
 
-__all__ = ["Pending", "Recv", "Send", "Wire"]
+__all__ = ["Pending", "Persistent", "Recv", "Send", "Wire"]
 
 _SMALL = 1 << 18  # the channel of small messages, where they have no lane of their own
 
@@ -74,6 +74,29 @@ class Pending(abc.ABC):
         Only to tell a person what is missing. A wire that cannot tell returns an empty list.
         """
         return []
+
+
+class Persistent:
+    """Small messages that go again and again between the same ranks, into the same memory.
+
+    As MPI's persistent requests: what each exchange needs anew is made once, where a wire can.
+    """
+
+    def __init__(self, wire: Wire, recvs: Sequence[tuple[int, Tensor]]) -> None:
+        """Prepare to hear from peers, each into a tensor of its own (uint8, 1-D)."""
+        self._wire, self._recvs = wire, recvs
+
+    def start(self, messages: Sequence[bytearray]) -> Pending:
+        """`Wire.post_small` of one message to each of those peers, and one from each.
+
+        Raises:
+            WireError: the wire is broken or closed.
+        """
+        sends = [
+            (peer, torch.frombuffer(message, dtype=torch.uint8))
+            for (peer, _), message in zip(self._recvs, messages, strict=True)
+        ]
+        return self._wire.post_small(sends, self._recvs)
 
 
 class Wire(abc.ABC):
@@ -202,6 +225,10 @@ class Wire(abc.ABC):
 
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         return self._post(sends, recvs, _SMALL)
+
+    def persistent(self, recvs: Sequence[tuple[int, Tensor]]) -> Persistent:
+        """Prepare an exchange of small messages that is made again and again."""
+        return Persistent(self, recvs)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.

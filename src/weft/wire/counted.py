@@ -34,9 +34,9 @@ class Traffic:
         self.bytes = 0
         self.to: dict[int, int] = {}
 
-    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
-        for peer, tensor in sends:
-            nbytes = tensor.numel() * tensor.element_size()
+    def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
+        for peer, message in sends:
+            nbytes = message.nbytes
             self.messages += 1
             self.bytes += nbytes
             self.to[peer] = self.to.get(peer, 0) + nbytes

@@ -3,11 +3,10 @@
 Nothing here waits: `Line.flush` sends what the socket takes and `Line.receive` reads what is there.
 `mover` decides when.
 
-A message is preceded by its channel and its length. On a *granted* line a rank tells its peer how
-many messages it has posted receives for, channel by channel, and the peer sends no others: so
-whatever arrives has a place to go to, straight from the socket, and no channel holds up another.
-On a line that is not granted, messages go out at once and stay in the socket until they are asked
-for; that is quicker for small ones, and they must all be asked for in the order they were sent.
+A message is preceded by its channel and its length. A rank tells its peer how many messages it has
+posted receives for, channel by channel, and the peer sends no others: so whatever arrives has a
+place to go to, straight from the socket, and no channel holds up another. Small messages have lines
+of their own (`small`).
 
 Ranks that `introduce` themselves and find that they are on one host do not send long messages: they
 tell where these lie, and the peer reads them there (`lent`) and says so.
@@ -54,15 +53,13 @@ class Line:
         peer: the rank at the other end.
         sock: connected, non-blocking.
         fd: its number, also after it is closed.
-        granted: whether messages wait until the peer has a place for them.
         lost: why nothing moves here any more, or "".
         more: whether something lies here that `receive` has not looked at yet.
     """
 
-    def __init__(self, peer: int, sock: socket.socket, *, granted: bool) -> None:
+    def __init__(self, peer: int, sock: socket.socket) -> None:
         self.peer, self.sock, self.lost = peer, sock, ""
         self.fd = sock.fileno()
-        self.granted = granted
         self._incoming: dict[int, deque[Order]] = {}
         self._outgoing: dict[int, deque[Order]] = {}
         self._allowed: dict[int, int] = {}  # messages that the peer has a place for, by channel
@@ -93,15 +90,10 @@ class Line:
     def expect(self, channel: int, order: Order) -> None:
         """Receive the next message of a channel, into a buffer large enough."""
         self._incoming.setdefault(channel, deque()).append(order)
-        if self.granted:
-            self._grants[channel] = self._grants.get(channel, 0) + 1
+        self._grants[channel] = self._grants.get(channel, 0) + 1
 
     def send(self, channel: int, order: Order) -> None:
         """Send a message behind those of its channel; `flush` does it."""
-        if not (self.granted or self._parts or self._waiting):  # it is the only one, and may go
-            self._sending = order
-            self._parts = [memoryview(_FRAME.pack(channel, len(order.buffer))), order.buffer]
-            return
         self._posted += 1
         self._waiting += 1
         order.number = self._posted
@@ -110,17 +102,14 @@ class Line:
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        posted = self._awaits or self._lent or self._late or self._waiting
+        awaits = self._coming or self._declined or any(self._incoming.values())
+        posted = awaits or self._lent or self._late or self._waiting
         return bool(self._parts or self._grants or self._notes or posted)
-
-    @property
-    def _awaits(self) -> bool:
-        return bool(self._coming or self._declined or any(self._incoming.values()))
 
     @property
     def reads(self) -> bool:
         """Whether to wait until the socket has something to read."""
-        return not self.lost and (self.granted or self._awaits)
+        return not self.lost
 
     @property
     def writes(self) -> bool:
@@ -147,8 +136,6 @@ class Line:
                 self._parts[0] = self._parts[0][sent:]
             elif self._sending is not None:
                 self._sending.done, self._sending = True, None
-                if not (self.granted or self._waiting):
-                    return
 
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
@@ -169,12 +156,11 @@ class Line:
         ready = [
             (orders[0].number, channel)
             for channel, orders in self._outgoing.items()
-            if orders and (not self.granted or self._allowed.get(channel, 0))
+            if orders and self._allowed.get(channel, 0)
         ]
         if ready:
             _, channel = min(ready)
-            if self.granted:
-                self._allowed[channel] -= 1
+            self._allowed[channel] -= 1
             order = self._outgoing[channel].popleft()
             self._waiting -= 1
             if self._lends and len(order.buffer) >= LEAST:
@@ -193,8 +179,6 @@ class Line:
     def receive(self) -> bool:
         """Read what is there, as far as it may be read; whether it was anything."""
         moved, self._paused, self.more = 0, False, False
-        if not (self.granted or self._end or self.lost) and self._into is None:
-            return self._receive_small()
         while not self.lost and moved < _TURN and (self._into is not None or self._parse()):
             into = self._into
             parts = [self._ahead[self._end :]] if into is None else [into, self._ahead]
@@ -223,32 +207,6 @@ class Line:
         self._wake_at(min(len(self._into), _LOT) if self._into is not None else 1)
         return moved > 0 or self._paused
 
-    def _receive_small(self) -> bool:
-        """`receive` on a line that is not granted, where mostly one message comes, and whole."""
-        if not any(self._incoming.values()):
-            return False
-        try:
-            count = self.sock.recv_into(self._ahead)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.lost = str(error)
-            return False
-        if not count:
-            self.lost = "the connection was closed"
-            return False
-        if count >= _FRAME.size:
-            kind, size = _FRAME.unpack_from(self._ahead)
-            orders = self._incoming.get(kind)
-            if orders and count == _FRAME.size + size <= _FRAME.size + len(orders[0].buffer):
-                order = orders.popleft()
-                order.buffer[:size] = self._ahead[_FRAME.size : count]
-                order.done = True
-                return True
-        self._end = count
-        self.receive()
-        return True
-
     def _wake_at(self, count: int) -> None:
         """Let the socket be readable once so many bytes are there, or none will come any more.
 
@@ -268,7 +226,7 @@ class Line:
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
         if self._end == self._start and not self._paused:
-            return self.granted or any(self._incoming.values())
+            return True
         while not self._paused and self._end - self._start >= _FRAME.size:
             kind, size = _FRAME.unpack_from(self._ahead, self._start)
             if kind & _GRANT:
@@ -304,14 +262,13 @@ class Line:
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest
-        return not self._paused and (self.granted or any(self._incoming.values()))
+        return not self._paused
 
     def _place_for(self, kind: int, size: int) -> Order | None:
-        """Where the message that comes belongs; None: nowhere, or it is not asked for yet."""
+        """Where the message that comes belongs, or None: nowhere, which loses the line."""
         orders = self._declined if kind == _LATE else self._incoming.get(kind & ~_LENT)
         if not orders:
-            if self.granted:
-                self.lost = f"a message of {size} bytes came that nobody awaits"
+            self.lost = f"a message of {size} bytes came that nobody awaits"
             return None
         if size > len(orders[0].buffer):
             most = len(orders[0].buffer)

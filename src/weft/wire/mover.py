@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .lent import Guard
 from .line import Line, Order
+from .small import SmallLine
 
 __all__ = ["Lost", "Mover", "Order"]
 
@@ -31,6 +32,9 @@ _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it 
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
+
+Posted = tuple[Line | SmallLine, Order]
+"""A message and the line that it is on."""
 
 
 class Lost(OSError):
@@ -48,12 +52,12 @@ class Mover:
         self, bulk: Mapping[int, socket.socket], small: Mapping[int, socket.socket]
     ) -> None:
         """Take over connected, non-blocking sockets, by rank."""
-        self.lines = {peer: Line(peer, sock, granted=True) for peer, sock in bulk.items()}
-        self.small = {peer: Line(peer, sock, granted=False) for peer, sock in small.items()}
-        self._all = [*self.lines.values(), *self.small.values()]
+        self.lines = {peer: Line(peer, sock) for peer, sock in bulk.items()}
+        self.small = {peer: SmallLine(peer, sock) for peer, sock in small.items()}
+        self._all: list[Line | SmallLine] = [*self.lines.values(), *self.small.values()]
         self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
-        self._changed: dict[int, Line] = {}  # those to be seen to before the next wait, at leisure
+        self._changed: dict[int, Line | SmallLine] = {}  # to be seen to before somebody waits
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
         self._guard = Guard()
         self._poll = select.poll()
@@ -77,33 +81,57 @@ class Mover:
                 self._watch(line)
 
     def post(
-        self, lines: Mapping[int, Line], sends: Sequence[Message], recvs: Sequence[Message], at: int
-    ) -> list[tuple[Line, Order]]:
+        self,
+        lines: Mapping[int, Line] | Mapping[int, SmallLine],
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        at: int,
+    ) -> list[Posted]:
         """Start sending messages and receiving others, on channel `at` of these lines.
+
+        The lane for small messages has no channels.
 
         Returns:
             What `finish` wants: each message with its line, receives first.
         """
-        orders = []
+        if lines is self.small:
+            return self._post_small(sends, recvs)
+        orders: list[Posted] = []
         with self._turn:
             for peer, buffer in recvs:
-                order, line = Order(buffer), lines[peer]
+                order, line = Order(buffer), self.lines[peer]
                 line.expect(at, order)
                 orders.append((line, order))
                 self._changed[line.fd] = line
             for peer, message in sends:
-                order, line = Order(message), lines[peer]
+                order, line = Order(message), self.lines[peer]
                 line.send(at, order)
                 orders.append((line, order))
                 line.flush()
-                self._heed(line)
-        if lines is self.lines and orders and not self._stir.is_set():
+                self._watch(line)
+        if orders and not self._stir.is_set():
             self._rouse()
         return orders
 
-    def finish(
-        self, orders: Iterable[tuple[Line, Order]], limit: float, at: Callable[[int], None]
-    ) -> None:
+    def _post_small(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Posted]:
+        """`post` on the lane for small messages."""
+        small, changed = self.small, self._changed
+        orders: list[Posted] = []
+        with self._turn:
+            for peer, buffer in recvs:
+                order, line = Order(buffer), small[peer]
+                line.asked.append(order)
+                changed[line.fd] = line
+                orders.append((line, order))
+            for peer, message in sends:
+                order, line = Order(message), small[peer]
+                line.send(order)
+                if not order.done:
+                    changed[line.fd] = line
+                orders.append((line, order))
+        return orders
+
+    def finish(self, orders: Iterable[Posted], limit: float, at: Callable[[int], None]) -> None:
         """Move messages until all of these are through.
 
         Args:
@@ -119,8 +147,10 @@ class Mover:
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue
-                at(number)
                 self._move(line)  # it may be there already
+                if order.done:
+                    continue
+                at(number)
                 while not order.done:
                     remaining = until - time.monotonic()
                     if self._closed or line.lost or remaining <= 0:
@@ -130,11 +160,11 @@ class Mover:
                         continue
                     self._step(remaining)
 
-    def arrived(self, orders: Iterable[tuple[Line, Order]]) -> list[bool]:
+    def arrived(self, orders: Iterable[Posted]) -> list[bool]:
         """Which of these are through, as far as is known while somebody waits."""
         return [order.done for _, order in orders]
 
-    def _why(self, line: Line) -> str:
+    def _why(self, line: Line | SmallLine) -> str:
         """Why a wait for a message on that line is over."""
         if self._failed is not None:
             return f"the thread that moves its bytes failed: {self._failed!r}"
@@ -173,29 +203,27 @@ class Mover:
             now = time.monotonic()
         return ready or self._poll.poll(seconds * 1e3)
 
-    def _move(self, line: Line) -> None:
-        """Move what can be moved on a line. What it reads may allow it to write."""
-        if line.reads:
-            line.receive()
-            if line.more:
-                self._more[line.fd] = line
-            else:
-                self._more.pop(line.fd, None)
-        line.flush()
-        self._heed(line)
-
-    def _heed(self, line: Line) -> None:
-        """Watch a line whose state may have changed.
+    def _move(self, line: Line | SmallLine) -> None:
+        """Move what can be moved on a line. What it reads may allow it to write.
 
         Small messages come and go in a moment, so what their lines wait for is only looked at when
         somebody is about to wait.
         """
-        if line.granted:
-            self._watch(line)
-        else:
+        if isinstance(line, SmallLine):
+            line.receive()
+            if line.unsent:
+                line.flush()
             self._changed[line.fd] = line
+            return
+        line.receive()
+        if line.more:
+            self._more[line.fd] = line
+        else:
+            self._more.pop(line.fd, None)
+        line.flush()
+        self._watch(line)
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, line: Line | SmallLine) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
         fd = line.fd
         wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes

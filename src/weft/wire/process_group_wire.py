@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from . import dense
-from .base import Pending, Recv, Send, Wire, as_bytes
+from .base import Pending, Persistent, Recv, Send, Wire, as_bytes
 from .hosts import digest_of
 from .joined import Joined
 from .memory import Lease
-from .mover import Lost
+from .mover import Lost, Message
 from .verdict import Verdict
 from .watch import Watch
 
@@ -73,6 +73,9 @@ class ProcessGroupWire(Wire):
         mover = self._connections.mover if self._connections is not None else None
         return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
 
+    def persistent(self, recvs: Sequence[tuple[int, Tensor]]) -> Persistent:
+        return super().persistent(recvs) if self._connections is None else _Persistent(self, recvs)
+
     def _posted(
         self,
         lines: Mapping[int, Any],
@@ -81,9 +84,8 @@ class ProcessGroupWire(Wire):
         channel: int,
     ) -> _Posted:
         self._check()
-        for peer, _ in (*sends, *recvs):
-            if peer == self.rank or not 0 <= peer < self.size:
-                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+        self._check_peers(sends)
+        self._check_peers(recvs)
         posted = _Posted(self, sends, recvs)
         if self._connections is not None:
             same: dict[int, memoryview] = {}  # what goes to several is looked at once
@@ -92,12 +94,29 @@ class ProcessGroupWire(Wire):
                 for peer, tensor in sends
             ]
             incoming = [(peer, _bytes(posted.into(want))) for peer, want in recvs]
-            try:
-                posted.orders = self._connections.mover.post(lines, outgoing, incoming, channel)
-            except BaseException as error:
-                self._interrupted(error)
-                raise
+            self._begin(posted, lines, outgoing, incoming, channel)
         return posted
+
+    def _check_peers(self, messages: Sequence[Send] | Sequence[Recv]) -> None:
+        for peer, _ in messages:
+            if peer == self.rank or not 0 <= peer < self.size:
+                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+
+    def _begin(
+        self,
+        posted: _Posted,
+        lines: Mapping[int, Any],
+        outgoing: Sequence[Message],
+        incoming: Sequence[Message],
+        channel: int,
+    ) -> None:
+        """Hand messages to what moves them."""
+        assert self._connections is not None
+        try:
+            posted.orders = self._connections.mover.post(lines, outgoing, incoming, channel)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
@@ -182,11 +201,16 @@ class _Posted(Pending):
     """Sends and receives under way; the receives come first."""
 
     def __init__(
-        self, wire: ProcessGroupWire, sends: Sequence[Send], recvs: Sequence[Recv]
+        self,
+        wire: ProcessGroupWire,
+        sends: Sequence[Send | Message],
+        recvs: Sequence[Recv],
+        received: list[Tensor] | None = None,
     ) -> None:
+        """What is received is told to `into`, or before."""
         self._wire, self._sends, self._recvs = wire, sends, recvs
         self._done = False
-        self._received: list[Tensor] = []
+        self._received: list[Tensor] = [] if received is None else received
         self._leases: list[Lease] = []
         self._at = 0  # the message that is waited for
         self.orders: list[Any] = []  # the mover's own
@@ -250,10 +274,34 @@ class _Posted(Pending):
             most = f"up to {want}" if isinstance(want, int) else str(want.nbytes)
             waits = f"awaited {most} bytes from rank {peer}"
         else:
-            tensor = self._sends[self._at - len(self._recvs)][1]
-            waits = f"was sending {tensor.nbytes} bytes to rank {peer}"
+            message = self._sends[self._at - len(self._recvs)][1]
+            waits = f"was sending {message.nbytes} bytes to rank {peer}"
         seconds = time.monotonic() - watch.since if watch is not None else 0.0
         return f"while rank {rank} {waits} for {seconds:.2f} s{wire._call()}"
+
+
+class _Persistent(Persistent):
+    """An exchange over the lane for small messages, whose memory is looked at once."""
+
+    def __init__(self, wire: ProcessGroupWire, recvs: Sequence[tuple[int, Tensor]]) -> None:
+        wire._check_peers(recvs)
+        self._wire: ProcessGroupWire = wire
+        self._recvs = recvs
+        self._peers = [peer for peer, _ in recvs]
+        self._tensors = [tensor for _, tensor in recvs]
+        self._incoming = [(peer, _bytes(tensor)) for peer, tensor in recvs]
+
+    def start(self, messages: Sequence[bytearray]) -> Pending:
+        wire = self._wire
+        wire._check()
+        outgoing = [
+            (peer, memoryview(message)) for peer, message in zip(self._peers, messages, strict=True)
+        ]
+        wire.traffic.count(outgoing)
+        assert wire._connections is not None
+        posted = _Posted(wire, outgoing, self._recvs, self._tensors)
+        wire._begin(posted, wire._connections.mover.small, outgoing, self._incoming, 0)
+        return posted
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,0 +1,151 @@
+"""One connection of the lane for small messages: what is under way on it, and its framing.
+
+As in `line`, nothing here waits. Small calls cost what this code costs, so it does the common thing
+first: a message goes out at once and whole, and the one that is asked for lies there, alone and
+whole. Messages stay in the socket until they are asked for, in the order they were sent; a
+message is preceded by its length.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+
+from .line import Order
+
+__all__ = ["SmallLine"]
+
+_SIZE = struct.Struct("!Q")
+_HEAD = _SIZE.size
+_AHEAD = 1 << 16  # bytes read at a time
+
+
+class SmallLine:
+    """One end of a connection.
+
+    Attributes:
+        peer: the rank at the other end.
+        sock: connected, non-blocking.
+        fd: its number, also after it is closed.
+        lost: why nothing moves here any more, or "".
+        asked: the receives that are not through, in order.
+        unsent: the messages that are not through, each with what is left of it.
+    """
+
+    def __init__(self, peer: int, sock: socket.socket) -> None:
+        self.peer, self.sock, self.lost = peer, sock, ""
+        self.fd = sock.fileno()
+        self.asked: deque[Order] = deque()
+        self.unsent: deque[tuple[Order, memoryview]] = deque()
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._start = self._end = 0  # what was read ahead and not looked at
+        self._into: memoryview | None = None  # what is still missing of the message that comes
+
+    @property
+    def reads(self) -> bool:
+        """Whether to wait until the socket has something to read."""
+        return bool(self.asked) and not self.lost
+
+    @property
+    def writes(self) -> bool:
+        """Whether to wait until the socket takes more."""
+        return bool(self.unsent) and not self.lost
+
+    def send(self, order: Order) -> None:
+        """Send a message behind those sent before, as far as the socket takes it now."""
+        message = b"".join((_SIZE.pack(len(order.buffer)), order.buffer))
+        if not self.unsent and not self.lost:
+            try:
+                sent = self.sock.send(message)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._lose(error)
+                return
+            if sent == len(message):
+                order.done = True
+                return
+            message = message[sent:]
+        self.unsent.append((order, memoryview(message)))
+
+    def flush(self) -> None:
+        """Send what is left, as far as the socket takes it."""
+        while self.unsent and not self.lost:
+            order, rest = self.unsent[0]
+            try:
+                sent = self.sock.send(rest)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(error)
+                return
+            if sent < len(rest):
+                self.unsent[0] = order, rest[sent:]
+                continue
+            self.unsent.popleft()
+            order.done = True
+
+    def _lose(self, error: OSError) -> None:
+        """Nothing can be sent any more; what the peer sent before it went shall not be lost."""
+        while self.receive():
+            pass
+        self.lost = self.lost or str(error)
+
+    def receive(self) -> bool:
+        """Read what is asked for, as far as it is there; whether anything came."""
+        if not self.asked or self.lost:
+            return False
+        if self._end and self._take():
+            return True
+        try:
+            count = self.sock.recv_into(self._ahead[self._end :] if self._end else self._ahead)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = str(error)
+            return False
+        if not count:
+            self.lost = "the connection was closed"
+            return False
+        if not self._end and self._into is None and count >= _HEAD:
+            (size,) = _SIZE.unpack_from(self._ahead)
+            order = self.asked[0]
+            if count == _HEAD + size and size <= len(order.buffer):
+                order.buffer[:size] = self._ahead[_HEAD:count]
+                order.done = True
+                self.asked.popleft()
+                return True
+        self._end += count
+        self._take()
+        return True
+
+    def _take(self) -> bool:
+        """Give what was read ahead to those that ask for it; whether there was anything."""
+        while self.asked and not self.lost:
+            order = self.asked[0]
+            if self._into is None:
+                if self._end - self._start < _HEAD:
+                    break
+                (size,) = _SIZE.unpack_from(self._ahead, self._start)
+                if size > len(order.buffer):
+                    most = len(order.buffer)
+                    self.lost = f"{size} bytes came where at most {most} were expected"
+                    return False
+                self._start += _HEAD
+                self._into = order.buffer[:size]
+            here = min(self._end - self._start, len(self._into))
+            self._into[:here] = self._ahead[self._start : self._start + here]
+            self._start += here
+            if here < len(self._into):
+                self._into = self._into[here:]
+                break
+            self._into = None
+            order.done = True
+            self.asked.popleft()
+        if not self._start:
+            return False
+        rest = self._end - self._start
+        self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
+        self._start, self._end = 0, rest
+        return True
