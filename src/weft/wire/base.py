@@ -215,6 +215,21 @@ class Wire(abc.ABC):
         )
         return _InRankOrder(pending, order, self.rank, message)
 
+    def lends(self, peer: int) -> bool:
+        """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
+        return False
+
+    def read(self, peer: int, address: int, into: Tensor) -> bool:
+        """Fill `into` (contiguous, CPU) from memory that a peer lends.
+
+        False if it could not be read, or the peer gave up meanwhile: then `into` holds anything.
+        """
+        return False
+
+    def count(self, sends: Sequence[Send]) -> None:
+        """Count messages that went another way than by a post."""
+        self.traffic.count(sends)
+
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from and to receive into."""
         return self.memory.lease(nbytes)

@@ -63,12 +63,7 @@ class Reach:
     SIZE = _CARD.size
 
     def __init__(self, guard: bytes, address: int, process: int) -> None:
-        self._guard, self._process = guard, process
-        self._seen = ctypes.create_string_buffer(len(guard))
-        self._here = (_Span * 2)()
-        self._there = (_Span * 2)()
-        self._here[1] = _Span(ctypes.addressof(self._seen), len(guard))
-        self._there[1] = _Span(address, len(guard))
+        self._guard, self._address, self._process = guard, address, process
 
     @classmethod
     def of(cls, card: bytes, host: bytes) -> Reach | None:
@@ -80,15 +75,23 @@ class Reach:
         return reach if reach.read(address, memoryview(bytearray(1))) else None
 
     def read(self, address: int, into: memoryview) -> bool:
-        """Fill `into` from there; False if that is not allowed, or not what was lent any more."""
+        """Fill `into` from there; False if that is not allowed, or not what was lent any more.
+
+        Any thread may call it, also several at once.
+        """
         function, at = _read(), address_of(into)
         assert function is not None
+        size = len(self._guard)
+        seen = ctypes.create_string_buffer(size)
+        here, there = (_Span * 2)(), (_Span * 2)()
+        here[1] = _Span(ctypes.addressof(seen), size)
+        there[1] = _Span(self._address, size)
         for start in range(0, len(into), _PIECE):
             count = min(_PIECE, len(into) - start)
-            self._here[0] = _Span(at + start, count)
-            self._there[0] = _Span(address + start, count)
-            done = function(self._process, self._here, 2, self._there, 2, 0)
-            if done != count + len(self._guard) or self._seen.raw != self._guard:
+            here[0] = _Span(at + start, count)
+            there[0] = _Span(address + start, count)
+            done = function(self._process, here, 2, there, 2, 0)
+            if done != count + size or seen.raw != self._guard:
                 return False
         return True
 
