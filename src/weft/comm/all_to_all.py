@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
-from ..wire.loans import NO_TICKET, Loans
+from ..wire.loans import Loans
 from .differentiable import applied
 from .movement import STAGED, empty, host, moved, on_host, rounds_of
 from .opening import NO_LIMIT, Mode, opened
@@ -184,10 +184,8 @@ class Scatter:
 
 def _stated(tensor: Tensor, eager: int, to: int, loans: Loans | None) -> list[bytes | memoryview]:
     """A tensor's shape, with its bytes if they are few, or with where it lies if `to` can read."""
-    if loans is not None and tensor.nbytes > _NEAR:
-        ticket = loans.ticket(to, tensor)
-        if ticket != NO_TICKET:
-            return [_shape(tensor, _LENT), ticket]
+    if loans is not None and tensor.nbytes > _NEAR and loans.wire.lends(to):
+        return [_shape(tensor, _LENT), loans.ticket(to, tensor)]
     if tensor.nbytes > eager:
         return [_shape(tensor, _APART)]
     return [_shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data]

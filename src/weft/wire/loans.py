@@ -20,69 +20,81 @@ from torch import Tensor
 
 from .base import Wire
 
-__all__ = ["NO_TICKET", "TICKET", "Loans"]
+__all__ = ["TICKET", "Loans"]
 
 TICKET = 8
 """Bytes of a ticket."""
 
-NO_TICKET = bytes(TICKET)
-"""That of a rank that lends nothing."""
-
 _CHANNEL = 1 << 15  # that nobody else uses
-_READ, _NOT_READ = 1, 0
+_NOT_READ, _READ, _LATE = range(3)  # the last: read, but what I lend next is not there yet
 
 
 class Loans:
     """What one rank lends and borrows in one call.
 
     Between two ranks either lends the other one tensor at the most, and both know its size.
+
+    Attributes:
+        wire: among whom.
     """
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self.wire = wire
         self._lent: dict[int, Tensor] = {}
         self._read: list[int] = []
         self._declined: dict[int, Tensor] = {}
 
     def ticket(self, peer: int, tensor: Tensor) -> bytes:
-        """Lend a peer a tensor (contiguous, CPU); it must stay as it is until `settle`.
+        """Lend a tensor (contiguous, CPU) to a peer that `wire.lends` to; what it is to be told.
 
-        Returns:
-            What that peer needs to hear in this call; `NO_TICKET` if it can read nothing here.
+        From when the peer hears it, at the latest, until `settle` it must stay as it is.
         """
-        if not (tensor.numel() and self._wire.lends(peer)):
-            return NO_TICKET
         self._lent[peer] = tensor
         return tensor.data_ptr().to_bytes(TICKET, "little")
 
     def take(self, peer: int, ticket: bytes | memoryview, into: Tensor) -> bool:
         """Read what a peer lends with this ticket; False: `into` is filled only by `settle`."""
-        if self._wire.read(peer, int.from_bytes(ticket, "little"), into):
+        if not into.numel() or self.wire.read(peer, int.from_bytes(ticket, "little"), into):
             self._read.append(peer)
             return True
         self._declined[peer] = into
         return False
 
-    def settle(self, then: Callable[[], object] = lambda: None) -> None:
-        """End the call: return once all is read, here and by all peers that got a ticket.
+    def settle(self, then: Callable[[], object] = lambda: None, *, opens: bool = False) -> None:
+        """Return once all is read, here and by all peers that got a ticket.
 
         Args:
-            then: what is to be done with what was taken; while others still read, if it is there.
+            then: what is to be done with what was taken.
+            opens: whether it makes what peers, with tickets for it, take next. Then it is done
+                before they go on; otherwise while others still read.
         """
-        wire = self._wire
+        wire, late = self.wire, bool(self._declined)
+        if opens and not late:
+            then()
         owners = [*self._read, *self._declined]
-        said = {kind: torch.tensor([kind], dtype=torch.uint8) for kind in (_READ, _NOT_READ)}
+        read = _LATE if opens and late else _READ
         pending = wire.post_small(
-            [(peer, said[_NOT_READ if peer in self._declined else _READ]) for peer in owners],
+            [(peer, _said(_NOT_READ if peer in self._declined else read)) for peer in owners],
             [(peer, 1) for peer in self._lent],
         )
-        if not self._declined:
+        if not (opens or late):
             then()
-        answers = [int(answer) for answer in pending.wait()]
+        kinds = dict(zip(self._lent, (int(answer) for answer in pending.wait()), strict=True))
         pending.release()
-        again = [each for each, kind in zip(self._lent.items(), answers, strict=True) if not kind]
-        wire.count([each for each, kind in zip(self._lent.items(), answers, strict=True) if kind])
-        if again or self._declined:
+        again = [each for each in self._lent.items() if kinds[each[0]] == _NOT_READ]
+        wire.count([each for each in self._lent.items() if kinds[each[0]] != _NOT_READ])
+        if again or late:
             wire.post(again, list(self._declined.items()), _CHANNEL).wait()
-        if self._declined:
+        if late:
             then()
+        if opens:
+            ready = [(peer, _said(_READ)) for peer in owners * late]
+            waited = [(peer, 1) for peer, kind in kinds.items() if kind != _READ]
+            if ready or waited:
+                pending = wire.post_small(ready, waited)
+                pending.wait()
+                pending.release()
+
+
+def _said(kind: int) -> Tensor:
+    return torch.tensor([kind], dtype=torch.uint8)

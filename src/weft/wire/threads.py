@@ -131,7 +131,7 @@ class ThreadWire(InProcessWire):
     def read(self, peer: int, address: int, into: Tensor) -> bool:
         self._check_peer(peer, "read from")
         reach = self._group.reach
-        return reach is not None and reach.read(address, memoryview(_memory(into)))
+        return reach is not None and reach.read(address, _memory(into).data)
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         shared = self._group
