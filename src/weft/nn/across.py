@@ -5,8 +5,8 @@ which waking each other up costs more than moving them. The opening message, in 
 is news, says where the tensors lie; behind it everything is read, and a last small message lets
 their owners go (`wire.loans`).
 
-A sum that only one rank wants is made there. One that all want is made in parts: each rank adds up
-its part of it, and reads the parts of the others. Values add up in the order of the schedule that
+A sum that only one rank wants is made there. One that all want each makes for itself, or of a large
+one a part, and reads the parts of the others. Values add up in the order of the schedule that
 the first such call took, so that not one bit changes when it becomes a habit.
 """
 
@@ -30,6 +30,8 @@ from .opening import Opening
 
 __all__ = ["exchanged"]
 
+_WHOLE = 512 << 10  # bytes up to which each rank rather reads all of what all want the sum of
+
 
 def exchanged(habit: Habit, wire: Wire, x: Tensor) -> Opening | Tensor:
     """The result of a rank in a call that is made again, or what ranks said instead; collective.
@@ -40,7 +42,8 @@ def exchanged(habit: Habit, wire: Wire, x: Tensor) -> Opening | Tensor:
         x: this rank's tensor: of the CPU, plain.
     """
     bits = x.view(BITS.get(x.dtype, x.dtype))
-    in_parts = habit.plan.hint == "all_reduce" and x.dtype is not torch.complex32
+    in_parts = habit.plan.hint == "all_reduce" and x.nbytes > _WHOLE
+    in_parts = in_parts and x.dtype is not torch.complex32
     crossing = (_Sum if in_parts else _Boxes)(habit.plan, bits, wire)
     news = habit.exchange(wire, x, crossing.begin, crossing.tickets)
     found = crossing.ended(habit.boxes(wire)).view(x.dtype) if news is None else news

@@ -155,9 +155,13 @@ def order_of_addition(plan: Plan, rank: int, dtype: torch.dtype) -> list[int]:
     local = plan.local(rank)
     of = {*local.recvs, rank} if local.own else {*local.recvs}
     order = sorted(of, key=lambda each: (each != rank, each))
-    if dtype is not torch.complex32 and _is_large(plan, dtype):
+    if dtype is torch.complex32:
+        return order
+    if plan.hint == "all_reduce":
+        return sorted(of)
+    if _is_large(plan, dtype):
         if plan.hint == "reduce_scatter":
-            order = sorted(of)
+            order.sort()
         elif plan.hint == "sum_reduce":
             order = sorted(of, key=lambda each: (each == rank, each < rank, each))
     return order

@@ -93,6 +93,7 @@ class Wire(abc.ABC):
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         inbox: memory for what each peer says in the opening of a call, where calls keep one.
+        answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -113,6 +114,7 @@ class Wire(abc.ABC):
         self.priced = 0
         self.hosts: Hosts | None = None
         self.inbox: dict[int, Tensor] = {}
+        self.answers: dict[int, Tensor] = {}
         self.entered: object | None = None
         self._worker: Worker | None = None
 

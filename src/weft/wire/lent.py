@@ -30,15 +30,10 @@ LEAST = 1 << 17
 
 _PIECE = 8 << 20  # bytes that are read between two looks at signals
 _CARD = struct.Struct("!16s16sQQ")  # host, guard, its address, process
+_SPAN = struct.Struct("@PN")  # an iovec of the C library: where, and how many bytes
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _STATUS = Path("/proc/self/status")
 _TRACES = 1 << 19  # CAP_SYS_PTRACE in a mask of capabilities
-
-
-class _Span(ctypes.Structure):
-    """An iovec of the C library."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class Guard:
@@ -82,16 +77,15 @@ class Reach:
         function, at = _read(), address_of(into)
         assert function is not None
         size = len(self._guard)
-        seen = ctypes.create_string_buffer(size)
-        here, there = (_Span * 2)(), (_Span * 2)()
-        here[1] = _Span(ctypes.addressof(seen), size)
-        there[1] = _Span(self._address, size)
+        seen = bytearray(size)
+        behind = _SPAN.pack(address_of(memoryview(seen)), size)
+        guard = _SPAN.pack(self._address, size)
         for start in range(0, len(into), _PIECE):
             count = min(_PIECE, len(into) - start)
-            here[0] = _Span(at + start, count)
-            there[0] = _Span(address + start, count)
+            here = _SPAN.pack(at + start, count) + behind
+            there = _SPAN.pack(address + start, count) + guard
             done = function(self._process, here, 2, there, 2, 0)
-            if done != count + size or seen.raw != self._guard:
+            if done != count + size or seen != self._guard:
                 return False
         return True
 
@@ -131,7 +125,6 @@ def _read() -> ctypes._NamedFuncPointer | None:
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if function is not None:
         function.restype = ctypes.c_ssize_t
-        spans = ctypes.POINTER(_Span)
-        number = ctypes.c_ulong
+        number, spans = ctypes.c_ulong, ctypes.c_char_p
         function.argtypes = [ctypes.c_int, spans, number, spans, number, number]
     return function

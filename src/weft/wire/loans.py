@@ -27,6 +27,7 @@ TICKET = 8
 
 _CHANNEL = 1 << 15  # that nobody else uses
 _NOT_READ, _READ, _LATE = range(3)  # the last: read, but what I lend next is not there yet
+_SAID = [torch.tensor([kind], dtype=torch.uint8) for kind in range(3)]
 
 
 class Loans:
@@ -74,13 +75,13 @@ class Loans:
         owners = [*self._read, *self._declined]
         read = _LATE if opens and late else _READ
         pending = wire.post_small(
-            [(peer, _said(_NOT_READ if peer in self._declined else read)) for peer in owners],
-            [(peer, 1) for peer in self._lent],
+            [(peer, _SAID[_NOT_READ if peer in self._declined else read]) for peer in owners],
+            [(peer, self._heard(peer)) for peer in self._lent],
         )
         if not (opens or late):
             then()
-        kinds = dict(zip(self._lent, (int(answer) for answer in pending.wait()), strict=True))
-        pending.release()
+        pending.wait()
+        kinds = {peer: int(self._heard(peer)) for peer in self._lent}
         again = [each for each in self._lent.items() if kinds[each[0]] == _NOT_READ]
         wire.count([each for each in self._lent.items() if kinds[each[0]] != _NOT_READ])
         if again or late:
@@ -88,13 +89,11 @@ class Loans:
         if late:
             then()
         if opens:
-            ready = [(peer, _said(_READ)) for peer in owners * late]
-            waited = [(peer, 1) for peer, kind in kinds.items() if kind != _READ]
+            ready = [(peer, _SAID[_READ]) for peer in owners * late]
+            waited = [(peer, self._heard(peer)) for peer, kind in kinds.items() if kind != _READ]
             if ready or waited:
-                pending = wire.post_small(ready, waited)
-                pending.wait()
-                pending.release()
+                wire.post_small(ready, waited).wait()
 
-
-def _said(kind: int) -> Tensor:
-    return torch.tensor([kind], dtype=torch.uint8)
+    def _heard(self, peer: int) -> Tensor:
+        """Memory for what a peer says at the end; kept, since making it would take longer."""
+        return self.wire.answers.setdefault(peer, torch.empty(1, dtype=torch.uint8))
