@@ -27,7 +27,7 @@ from .line import Line, Order
 __all__ = ["Lost", "Mover", "Order"]
 
 _TICK = 0.004  # seconds between two looks of the thread
-_PATIENCE = 1.0  # seconds that a peer gets to say whether it can read here
+_PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 
 Message = tuple[int, memoryview]
@@ -77,18 +77,19 @@ class Mover:
                 line.flush()
                 self._watch(line)
 
+    def meet(self) -> None:
+        """Hear from all peers whether they can read here; for a moment at most, while they come."""
+        until = time.monotonic() + _PATIENCE
+        with self._turn:
+            while any(line.lends is None and not line.lost for line in self.lines.values()):
+                remaining = until - time.monotonic()
+                if self._closed or remaining <= 0:
+                    return
+                self._step(remaining)
+
     def lends(self, peer: int) -> bool:
-        """Whether a peer can read what lies here; waits for its word, the first time."""
-        line = self.lines[peer]
-        if line.lends is None:
-            until = time.monotonic() + _PATIENCE
-            with self._turn:
-                while line.lends is None and not (line.lost or self._closed):
-                    remaining = until - time.monotonic()
-                    if remaining <= 0:
-                        line.lends = False  # until it says otherwise
-                    self._step(max(0.0, remaining))
-        return bool(line.lends)
+        """Whether a peer can read what lies here, as far as it has said so."""
+        return bool(self.lines[peer].lends)
 
     def read(self, peer: int, address: int, into: memoryview) -> bool:
         """Fill memory from that of a peer; False if that is not what it lends, or not allowed."""
