@@ -30,7 +30,6 @@ from .opening import NO_LIMIT, Mode, opened
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
-_NEAR = 16 << 10  # the same where the second round is no message, but a look at where it lies
 _APART, _HERE, _LENT = range(3)  # where a tensor is: not in the statement, in it, to be read
 _DIMS = 64  # as many as torch's tensors may have
 _CAP = 2 + 8 * _DIMS  # bytes of a shape on its own
@@ -184,11 +183,11 @@ class Scatter:
 
 def _stated(tensor: Tensor, eager: int, to: int, loans: Loans | None) -> list[bytes | memoryview]:
     """A tensor's shape, with its bytes if they are few, or with where it lies if `to` can read."""
-    if loans is not None and tensor.nbytes > _NEAR and loans.wire.lends(to):
+    if tensor.nbytes <= eager:
+        return [_shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data]
+    if loans is not None and loans.wire.lends(to):
         return [_shape(tensor, _LENT), loans.ticket(to, tensor)]
-    if tensor.nbytes > eager:
-        return [_shape(tensor, _APART)]
-    return [_shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data]
+    return [_shape(tensor, _APART)]
 
 
 def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
