@@ -307,3 +307,25 @@ def test_tensors_that_are_not_what_their_memory_says(wire):
             weft.all_to_all([one, one])
     assert weft.all_reduce(torch.full((3,), 1 + 2j).conj()).eq(2 - 4j).all()
     assert weft.all_reduce(torch.tensor(2.0).expand(1, 1)).tolist() == [[4.0]]
+
+
+@pytest.mark.parametrize("most", [None, 100_000])
+@spmd(1, 2, 3, 4)
+def test_large_tensors_are_read_where_they_lie_unless_a_rank_wants_rounds(wire, most):
+    read, reads = wire.read, []
+
+    def watched(*at):
+        reads.append(at)
+        return read(*at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "read", watched)
+        for call in range(2):
+            inputs = [sent(wire.rank, to, size=20_000 + to) + call for to in range(wire.size)]
+            # those that did not ask for rounds have said where theirs lie, before they hear of it
+            results = weft.all_to_all(inputs, round_bytes=most if wire.rank == 0 else None)
+            for tensor in inputs:
+                tensor.zero_()  # nobody reads it any more
+            for source, result in enumerate(results):
+                same(result, sent(source, wire.rank, size=20_000 + wire.rank) + call)
+    assert len(reads) == (0 if most else 2 * (wire.size - 1))

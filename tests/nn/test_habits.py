@@ -67,6 +67,86 @@ def test_the_fifth_call_gives_what_a_first_one_does(wire, name):
         assert {each.eager for each in kept} == {"large" not in name and "both" not in name}
 
 
+LARGE = {
+    "all_gather": (lambda: nn.AllGather(P(3), 0), lambda rank: (rank + 200, 90)),
+    "all_gather of columns": (lambda: nn.AllGather(P((1, 3)), 1), lambda rank: (200, 99 - rank)),
+    "reduce_scatter": (lambda: nn.ReduceScatter(P(3), 0), lambda rank: (70_001,)),
+    "reduce_scatter of columns": (lambda: nn.ReduceScatter(P((1, 3)), 1), lambda rank: (301, 200)),
+    "all_sum_reduce": (lambda: nn.AllSumReduce(P(3), 0), lambda rank: (400, 101)),
+    "all_sum_reduce in parts": (lambda: nn.AllSumReduce(P(3), 0), lambda rank: (1001, 301)),
+    "broadcast": (
+        lambda: nn.Broadcast(P(1, ranks=[1]), P(3)),
+        lambda rank: (300, 200) * (rank == 1),
+    ),
+    "sum_reduce": (
+        lambda: nn.SumReduce(P(3), P(1, ranks=[1])),
+        lambda rank: (300, 200),
+    ),
+    "sum_reduce of little": (lambda: nn.SumReduce(P(3), 0), lambda rank: (9000,)),
+    "repartition": (lambda: nn.Repartition(P((3, 1)), P((1, 3))), lambda rank: (rank + 500, 270)),
+    "repartition to others": (
+        lambda: nn.Repartition(P((2, 1), ranks=[2, 0]), P((1, 2), ranks=[0, 1])),
+        lambda rank: (500, 270) * (rank != 1),
+    ),
+    "wide halo": (lambda: nn.HaloExchange(P(3), 200, "periodic"), lambda rank: (300, 100)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+@spmd(3)
+def test_what_is_read_where_it_lies_has_the_bits_of_a_first_call(wire, name, dtype):
+    make, shape = LARGE[name]
+    layer = make()
+    generator = torch.Generator().manual_seed(wire.rank)
+    x = torch.randn(shape(wire.rank) or (0,), generator=generator).to(dtype)
+    before, after = [], []
+    for number in range(5):
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        if y.requires_grad:
+            y.backward(y.detach())
+        (before if number < 2 else after).append((y.detach(), given.grad))
+        given.detach().zero_()  # nobody reads it any more
+    for found in after:
+        for one, other in zip(found, before[0], strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+    kept = list(layer.movement.habits.values())
+    assert [type(each) for each in kept] == [Habit, Habit]
+    assert all(each.lends for each in kept)
+
+
+@pytest.mark.parametrize("elements", [70_000, 200_000])
+@spmd(3, on=("processes",))
+def test_what_cannot_be_read_is_sent(wire, elements):
+    layer = nn.AllSumReduce(P(3), 0)
+    x = torch.arange(elements) + wire.rank
+    real, tried = type(wire).read, []
+
+    def read(self, peer, address, into):
+        tried.append(peer)
+        return (peer + self.rank) % 2 == 1 and real(self, peer, address, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(wire), "read", read)
+        for _ in range(4):
+            assert torch.equal(layer(x), 3 * torch.arange(elements) + 3)
+    assert tried
+
+
+@spmd(3, on=("processes",))
+def test_ranks_of_which_one_can_be_read_by_none_send(wire):
+    layer = nn.AllGather(P(3), 0)
+    x = torch.full((50_000,), wire.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if wire.rank == 1:
+            patch.setattr(type(wire), "lends", lambda self, peer: False)
+        for _ in range(4):
+            assert torch.equal(layer(x), torch.arange(3).repeat_interleave(50_000))
+    kept = list(layer.movement.habits.values())
+    assert [type(each) for each in kept] == [Habit] and not kept[0].lends
+
+
 @spmd(4, on=("threads", "processes"))
 def test_a_small_halo_of_a_large_tensor_takes_one_message_to_each(wire):
     layer = nn.HaloExchange(P((4, 1)), (1, 0))

@@ -1,7 +1,8 @@
 """`all_to_all`: a tensor from each rank to each, of any sizes, which nobody needs to know before.
 
 In the opening exchange every rank tells every other what it is going to send it, and sends it along
-if it is small: one round. All other tensors go straight from where they are to where they belong,
+if it is small: one round. A peer on the same host is told where a larger tensor lies, and reads it
+there at once (`wire.loans`). All others go straight from where they are to where they belong,
 between every two ranks at once.
 
 The adjoint of sending tensors is sending their gradients back: the same collective again.
@@ -21,6 +22,7 @@ from torch.profiler import record_function
 from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
+from ..wire.loans import Loans
 from .differentiable import applied
 from .movement import STAGED, empty, host, moved, on_host, rounds_of
 from .opening import NO_LIMIT, Mode, opened
@@ -28,6 +30,7 @@ from .opening import NO_LIMIT, Mode, opened
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
+_APART, _HERE, _LENT = range(3)  # where a tensor is: not in the statement, in it, to be read
 _DIMS = 64  # as many as torch's tensors may have
 _CAP = 2 + 8 * _DIMS  # bytes of a shape on its own
 
@@ -137,10 +140,12 @@ class Scatter:
         fields = {"dtype": None if self.error else like.dtype, **self.fields}
         # what all others send along comes to no more than a round, either
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
+        loans = Loans(wire)
         private: list[list[bytes | memoryview]] | None = None
         if is_direct(wire) and not self.error:
+            lender = loans if limit == NO_LIMIT else None
             private = [
-                _stated(tensor, eager) if to != wire.rank else []
+                _stated(tensor, eager, to, lender) if to != wire.rank else []
                 for to, tensor in enumerate(tensors)
             ]
         opening = opened(
@@ -152,27 +157,37 @@ class Scatter:
         with opening as said:
             self._number = wire.sequence
             heard = said.private if private is not None else _shapes(wire, tensors)
+            lends = said.limit == NO_LIMIT  # else what was lent goes in rounds, too
             for peer in wire.peers:
-                here, shape, payload = _read(heard[peer])
-                if here:
+                where, shape, payload = _read(heard[peer])
+                if where == _HERE:
                     results[peer] = _made(payload, shape, like)
                 else:
-                    results[peer] = incoming[peer] = empty(shape, like)
-                if private is None or tensors[peer].nbytes > eager:
+                    results[peer] = empty(shape, like)
+                    if where == _LENT and lends:
+                        loans.take(peer, payload, results[peer])
+                    else:
+                        incoming[peer] = results[peer]
+                where = private[peer][0][0] if private is not None else _APART
+                if where == _APART or (where == _LENT and not lends):
                     outgoing[peer] = tensors[peer]
         results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
         rounds = 1
         if said.limit != NO_LIMIT:
             rounds = rounds_of(_most(wire, [*outgoing.values(), *incoming.values()]), said.limit)
         moved(wire, outgoing, incoming, rounds)
+        if lends:
+            loans.settle()
         return results, said.records
 
 
-def _stated(tensor: Tensor, eager: int) -> list[bytes | memoryview]:
-    """A tensor's shape, and its bytes if they are not more than `eager`."""
-    if tensor.nbytes > eager:
-        return [_shape(tensor, here=False)]
-    return [_shape(tensor, here=True), as_bytes(host(tensor)).numpy().data]
+def _stated(tensor: Tensor, eager: int, to: int, loans: Loans | None) -> list[bytes | memoryview]:
+    """A tensor's shape, with its bytes if they are few, or with where it lies if `to` can read."""
+    if tensor.nbytes <= eager:
+        return [_shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data]
+    if loans is not None and loans.wire.lends(to):
+        return [_shape(tensor, _LENT), loans.ticket(to, tensor)]
+    return [_shape(tensor, _APART)]
 
 
 def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -186,8 +201,7 @@ def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
 def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
     """Tell each peer the shape of what it will be sent; what each rank told this one."""
     texts = [
-        torch.frombuffer(bytearray(_shape(tensor, here=False)), dtype=torch.uint8)
-        for tensor in tensors
+        torch.frombuffer(bytearray(_shape(tensor, _APART)), dtype=torch.uint8) for tensor in tensors
     ]
     pending = wire.post_small(
         [(peer, texts[peer]) for peer in wire.peers], [(peer, _CAP) for peer in wire.peers]
@@ -198,15 +212,15 @@ def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
     return shapes
 
 
-def _shape(tensor: Tensor, *, here: bool) -> bytes:
-    """Whether a tensor's bytes follow, and its shape."""
-    return struct.pack(f"<BB{tensor.dim()}q", here, tensor.dim(), *tensor.shape)
+def _shape(tensor: Tensor, where: int) -> bytes:
+    """Where a tensor is, and its shape."""
+    return struct.pack(f"<BB{tensor.dim()}q", where, tensor.dim(), *tensor.shape)
 
 
 def _read(raw: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
-    """Whether a tensor's bytes follow, its shape, and those bytes."""
-    here, dims = raw[0], raw[1]
-    return here, struct.unpack_from(f"<{dims}q", raw, 2), raw[2 + 8 * dims :]
+    """Where a tensor is, its shape, and what follows: its bytes, or its ticket."""
+    where, dims = raw[0], raw[1]
+    return where, struct.unpack_from(f"<{dims}q", raw, 2), raw[2 + 8 * dims :]
 
 
 def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:

@@ -18,11 +18,23 @@ from torch import Tensor
 from ..grid import Box, Shape, beyond, whole
 from ..kernels import copy
 from ..plan import Local, Plan
-from ..wire.base import Pending, Wire
+from ..wire.base import Wire
 from ..wire.memory import Lease, fresh, typed
 from . import schedules
 
-__all__ = ["assembled", "begun", "carried", "ended", "has_addition"]
+__all__ = [
+    "BITS",
+    "Result",
+    "assembled",
+    "begun",
+    "carried",
+    "ended",
+    "has_addition",
+    "order_of_addition",
+    "packed",
+    "place_for",
+    "split",
+]
 
 _CHANNEL = 8  # that no other room uses
 _STRAIGHT = ("all_gather", "broadcast")  # hints that need no schedule on one host
@@ -30,7 +42,9 @@ _DIRECT = 64 << 10  # bytes of a rank's part up to which every hint goes by dire
 
 _WORTH = 64 << 10  # bytes of a result from which on what is written first is not zeroed before
 
-_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""What unsigned integers are seen as: torch cannot add these, but to the same bits."""
+
 _WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -46,7 +60,7 @@ def has_addition(dtype: torch.dtype) -> bool:
         (True, False)
     """
     narrow = dtype.is_floating_point and dtype.itemsize == 1  # float8
-    plain = dtype in _BITS or dtype.is_floating_point or dtype.is_complex
+    plain = dtype in BITS or dtype.is_floating_point or dtype.is_complex
     return not narrow and (plain or dtype in _INTEGERS)
 
 
@@ -68,13 +82,12 @@ def carried(
             are no links to share, and what only copies goes straight from each to all.
     """
     dtype = x.dtype
-    if dtype in _BITS:  # torch cannot add these, but to the same bits
-        x = x.view(_BITS[dtype])
+    x = x.view(BITS.get(dtype, dtype))
     hinted = hinted and dtype is not torch.complex32  # which only `Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
     if together and plan.hint in _STRAIGHT:
         schedule = None
-    if schedule is not None and _largest(plan) * dtype.itemsize > _DIRECT:
+    if schedule is not None and _is_large(plan, dtype):
         local = plan.local(wire.rank)
         result = None if local.result is None else fresh(local.result, x.dtype)
         schedule(plan, x, result, wire, schedules.NEAR if together else schedules.FAR)
@@ -95,7 +108,7 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
     local = plan.local(rank)
     if local.result is None:
         return _nothing(like)
-    bits = _BITS.get(like.dtype)
+    bits = BITS.get(like.dtype)
     if not local.sources:
         return torch.zeros(local.result, dtype=like.dtype)
     if bits is None and (result := _at_once(local, tensors, like.dtype)) is not None:
@@ -131,7 +144,7 @@ def begun(plan: Plan, x: Tensor, rank: int) -> Result | None:
     local = plan.local(rank)
     if local.result is None:
         return None
-    x = x.view(_BITS.get(x.dtype, x.dtype))
+    x = x.view(BITS.get(x.dtype, x.dtype))
     into = Result(local, x.dtype, local.own[0][1] if local.own else None)
     for take, put in local.own:
         into.write(put.slices, x[take.slices])
@@ -145,9 +158,9 @@ def ended(
     `carried`, and so are the bits."""
     if into is None:
         return _nothing(x)
-    recvs, dtype = plan.local(rank).recvs, _BITS.get(x.dtype, x.dtype)
+    recvs, dtype = plan.local(rank).recvs, BITS.get(x.dtype, x.dtype)
     for peer in sorted(recvs):
-        for put, values in _split(told[peer], recvs[peer], dtype):
+        for put, values in split(told[peer], recvs[peer], dtype):
             into.write(put.slices, values)
     return into.done(x.dtype)
 
@@ -156,10 +169,27 @@ def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype)
 
 
-def _largest(plan: Plan) -> int:
-    """Elements of the largest box that is moved as one, which all ranks know."""
+def _is_large(plan: Plan, dtype: torch.dtype) -> bool:
+    """Whether the largest box that is moved as one is worth a schedule, as all ranks know."""
     side = plan.have if plan.hint in ("all_gather", "sum_reduce", "broadcast") else plan.want
-    return max(piece.box.volume for piece in side.pieces)
+    return max(piece.box.volume for piece in side.pieces) * dtype.itemsize > _DIRECT
+
+
+def order_of_addition(plan: Plan, rank: int, dtype: torch.dtype) -> list[int]:
+    """Of whom a rank's result is made, in the order in which `carried` adds them up."""
+    local = plan.local(rank)
+    of = {*local.recvs, rank} if local.own else {*local.recvs}
+    order = sorted(of, key=lambda each: (each != rank, each))
+    if dtype is torch.complex32:
+        return order
+    if plan.hint == "all_reduce":
+        return sorted(of)
+    if _is_large(plan, dtype):
+        if plan.hint == "reduce_scatter":
+            order.sort()
+        elif plan.hint == "sum_reduce":
+            order = sorted(of, key=lambda each: (each == rank, each < rank, each))
+    return order
 
 
 @functools.lru_cache(maxsize=512)
@@ -194,7 +224,7 @@ class Result:
     def done(self, dtype: torch.dtype) -> Tensor:
         if self.tensor.dtype == dtype:
             return self.tensor
-        return self.tensor.view(dtype) if dtype in _BITS else self.tensor.to(dtype)
+        return self.tensor.view(dtype) if dtype in BITS else self.tensor.to(dtype)
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
@@ -207,22 +237,22 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     if local.result is not None:
         into = Result(local, x.dtype, local.own[0][1] if local.own else None)
     leases: list[Lease] = []
-    coming = [
-        (peer, *_receive(local, peer, into, x.dtype, wire, leases))
-        for peer in sorted(local.recvs, key=lambda peer: (wire.rank - peer) % wire.size)
-    ]
+    coming = []
+    for peer in sorted(local.recvs, key=lambda peer: (wire.rank - peer) % wire.size):
+        place, apart = place_for(local, peer, into, x.dtype, wire, leases)
+        coming.append((peer, place, apart, wire.post((), [(peer, place)], _CHANNEL)))
     going = [
-        wire.post([(peer, _packed(x, local.sends[peer], wire, leases))], (), _CHANNEL)
+        wire.post([(peer, packed(x, local.sends[peer], wire, leases))], (), _CHANNEL)
         for peer in wire.peers
         if peer in local.sends
     ]
     if into is not None:
         for take, put in local.own:
             into.write(put.slices, x[take.slices])
-        for peer, memory, pending in sorted(coming, key=lambda each: each[0]):
+        for peer, place, apart, pending in sorted(coming, key=lambda each: each[0]):
             pending.wait()
-            if memory is not None:
-                for put, values in _split(memory, local.recvs[peer], x.dtype):
+            if apart:
+                for put, values in split(place, local.recvs[peer], x.dtype):
                     into.write(put.slices, values)
     for pending in going:
         pending.wait()
@@ -231,27 +261,26 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     return _nothing(x) if into is None else into.done(x.dtype)
 
 
-def _receive(
+def place_for(
     local: Local,
     peer: int,
     into: Result | None,
     dtype: torch.dtype,
     wire: Wire,
     leases: list[Lease],
-) -> tuple[Tensor | None, Pending]:
-    """Post the receive of what comes from a peer: (workspace if it is not received in place)."""
+) -> tuple[Tensor, bool]:
+    """Where what comes from a peer is received, and whether that is a workspace."""
     assert into is not None
     puts = local.recvs[peer]
     if len(puts) == 1 and not local.adds:
         place = into.tensor[puts[0].slices]
         if place.is_contiguous():
-            return None, wire.post((), [(peer, place)], _CHANNEL)
+            return place, False
     leases.append(wire.lease(sum(put.volume for put in puts) * dtype.itemsize))
-    memory = leases[-1].tensor
-    return memory, wire.post((), [(peer, memory)], _CHANNEL)
+    return leases[-1].tensor, True
 
 
-def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
+def packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
     """The boxes as one message."""
     if len(takes) == 1:
         values = x[takes[0].slices]
@@ -259,12 +288,12 @@ def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) ->
             return values
     leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
     memory = leases[-1].tensor
-    for take, place in _split(memory, takes, x.dtype):
+    for take, place in split(memory, takes, x.dtype):
         copy(place, x[take.slices], x.nbytes)
     return memory
 
 
-def _split(memory: Tensor, found: Sequence[Box], dtype: torch.dtype) -> list[tuple[Box, Tensor]]:
+def split(memory: Tensor, found: Sequence[Box], dtype: torch.dtype) -> list[tuple[Box, Tensor]]:
     """The boxes of a message, each with its values."""
     at, each = 0, []
     for box in found:

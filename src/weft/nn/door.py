@@ -24,6 +24,7 @@ from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, plain
+from .across import exchanged
 from .carry import Result, assembled, begun, carried, ended, has_addition
 from .habit import Habit, learn
 from .movement import Movement, planned
@@ -120,6 +121,7 @@ class Call:
             records,
             payload_of(x, self.ranks) if fine else None,
             host_of(self.wire.host),
+            lends=all(self.wire.lends(rank) for rank in self.ranks if rank != self.wire.rank),
         )
         own = x.dtype if isinstance(x, Tensor) else torch.float32
         opening = self.wire.worker.call(
@@ -180,6 +182,8 @@ class Call:
         local = plain(_typed(x, habit.opening.dtype))
 
         def job() -> Opening | Tensor | None:
+            if habit.lends:
+                return exchanged(habit, wire, local)
             if habit.takes is None:
                 news = habit.exchange(wire, local)
                 if news is not None or not habit.eager:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,13 +26,19 @@ from ..agree import CAP, DIRECT, concluded, opening_of
 from ..grid import Box
 from ..plan import Plan
 from ..wire.base import Persistent, Wire
+from ..wire.loans import TICKET
 from ..wire.part import Part
 from .opening import Opening, Statement
 
-__all__ = ["Habit", "learn"]
+__all__ = ["TICKETS", "Habit", "learn"]
 
 _PRIVATE = 32 << 10
 """Bytes that may be told to one rank in the opening message; more is better moved where it lies."""
+
+TICKETS = 2 * TICKET
+"""Bytes in which a rank says to another where it may read."""
+
+_READ = 8 << 20  # bytes of a tensor up to which it is read at once, instead of in turns
 
 _MANY = 64  # habits of one layer that are kept
 
@@ -51,6 +58,7 @@ class Habit:
         expected: the same of what it hears.
         sizes: bytes of the tensor that each rank tells all.
         private: bytes that each other rank tells this one alone.
+        lends: whether these say where tensors lie, which are then read (`across`).
     """
 
     call: str
@@ -63,6 +71,7 @@ class Habit:
     expected: dict[int, bytes]
     sizes: dict[int, int]
     private: dict[int, int]
+    lends: bool
     _inbox: dict[int, Tensor] | None = None  # of the wire that the rest was made for
     _peers: tuple[int, ...] = ()
     _exchange: Persistent | None = None
@@ -74,6 +83,7 @@ class Habit:
         wire: Wire,
         x: Tensor,
         meanwhile: Callable[[], object] = lambda: None,
+        tickets: Mapping[int, bytes] | None = None,
     ) -> Opening | None:
         """Say what is expected and hear the others; collective.
 
@@ -81,6 +91,7 @@ class Habit:
             wire: of the whole group.
             x: this rank's tensor: of the CPU, plain.
             meanwhile: work to do while the statements are under way.
+            tickets: what to tell the other ranks in private, if the habit lends.
 
         Returns:
             None: all is as expected, and `tensors` or `boxes` has what was told, until the next
@@ -101,12 +112,13 @@ class Habit:
         size = self.sizes[me]
         payload = ctypes.string_at(x.data_ptr(), size) if size else b""
         mine = bytearray().join((number, self.heads[me], payload))
-        if self.takes is None:
+        takes = self.takes
+        if takes is None and tickets is None:
             messages = [mine] * len(self._peers)
         else:
             common, messages = (payload, bytes(-size % 16)), []
             for peer in self._peers:
-                told = _told(x, self.takes.get(peer, ()))
+                told = [tickets[peer]] if tickets else _told(x, (takes or {}).get(peer, ()))
                 messages.append(bytearray().join((number, self.heads[peer], *common, *told)))
         assert self._exchange is not None
         pending = self._exchange.start(messages)
@@ -208,6 +220,11 @@ def learn(
     guess = int.from_bytes(digest, "little")
     eager = all(sizes[rank] is not None for rank in plan.have.shapes)
     private = {} if eager else _told_at_once(plan, opening.dtype)
+    small = bool(private)
+    lends = not (eager or small) and _most(plan) * opening.dtype.itemsize <= _READ
+    lends = lends and all(each.lends for each in said.values())
+    if lends:
+        private = {(one, to): TICKETS for one in ranks for to in ranks if one != to}
 
     def head(source: int, to: int) -> bytes:
         body = replace(said[source], guess=guess).head(source, sizes[source])
@@ -222,11 +239,19 @@ def learn(
         replace(opening, said=said),
         plan,
         eager,
-        plan.local(wire.rank).sends if private else None,
+        plan.local(wire.rank).sends if small else None,
         {rank: head(wire.rank, rank) for rank in ranks},
         {rank: head(rank, wire.rank) for rank in others},
         {rank: size or 0 for rank, size in sizes.items()},
         {rank: private[rank, wire.rank] for rank in others if (rank, wire.rank) in private},
+        lends,
+    )
+
+
+def _most(plan: Plan) -> int:
+    """Elements of the largest tensor that is moved or made."""
+    return max(
+        math.prod(shape) for side in (plan.have, plan.want) for shape in side.shapes.values()
     )
 
 

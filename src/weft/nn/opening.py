@@ -32,7 +32,7 @@ EAGER = 4 << 10
 # rank, gradient, dimensions, bytes of the payload, host, guess
 _ENTRY = struct.Struct("<IBBxxI4xQQ")
 _ALIGNED = 16  # bytes, to a multiple of which a payload begins
-_NEEDS, _RECORDS = 1, 2
+_NEEDS, _RECORDS, _LENDS = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Statement:
         payload: the bytes of its tensor, if they are few and travelled along; writable.
         host: where it is, as a number.
         guess: what it expects all to say, as a digest (`habit`), or 0.
+        lends: whether all others that take part can read its memory (`wire.loans`).
     """
 
     shape: Shape
@@ -54,6 +55,7 @@ class Statement:
     payload: memoryview | None
     host: int
     guess: int = 0
+    lends: bool = False
 
     def pack(self, rank: int) -> bytearray:
         count = None if self.payload is None else len(self.payload)
@@ -62,7 +64,7 @@ class Statement:
 
     def head(self, rank: int, count: int | None) -> bytes:
         """All but the payload, which has so many bytes, or does not travel along."""
-        flags = _NEEDS * self.needs | _RECORDS * self.records
+        flags = _NEEDS * self.needs | _RECORDS * self.records | _LENDS * self.lends
         ndim, size = len(self.shape), 0xFFFFFFFF if count is None else count
         head = _ENTRY.pack(rank, flags, ndim, size, self.host, self.guess)
         shape = struct.pack(f"<{ndim}q", *self.shape)
@@ -82,7 +84,8 @@ class Statement:
                 payload = memoryview(bytearray(raw[at : at + count]))  # its own: that is given back
                 at += count + -count % _ALIGNED
             needs, records = bool(flags & _NEEDS), bool(flags & _RECORDS)
-            found[rank] = cls(shape, needs, records, payload, host, guess)
+            lends = bool(flags & _LENDS)
+            found[rank] = cls(shape, needs, records, payload, host, guess, lends)
         return found
 
 

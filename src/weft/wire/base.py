@@ -117,6 +117,7 @@ class Wire(abc.ABC):
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         inbox: memory for what each peer says in the opening of a call, where calls keep one.
+        answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -137,6 +138,7 @@ class Wire(abc.ABC):
         self.priced = 0
         self.hosts: Hosts | None = None
         self.inbox: dict[int, Tensor] = {}
+        self.answers: dict[int, Tensor] = {}
         self.entered: object | None = None
         self._worker: Worker | None = None
 
@@ -242,6 +244,21 @@ class Wire(abc.ABC):
             [(peer, message) for peer in order], [(peer, cap) for peer in order]
         )
         return _InRankOrder(pending, order, self.rank, message)
+
+    def lends(self, peer: int) -> bool:
+        """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
+        return False
+
+    def read(self, peer: int, address: int, into: Tensor) -> bool:
+        """Fill `into` (contiguous, CPU) from memory that a peer lends.
+
+        False if it could not be read, or the peer gave up meanwhile: then `into` holds anything.
+        """
+        return False
+
+    def count(self, sends: Sequence[Send]) -> None:
+        """Count messages that went another way than by a post."""
+        self.traffic.count(sends)
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from and to receive into."""

@@ -32,6 +32,7 @@ __all__ = [
     "OPS",
     "SCRATCH",
     "all_reduce",
+    "cut",
     "messages",
     "received_bytes",
     "reduce",
@@ -95,6 +96,14 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
         return _Whole(wire, tensor, flat, combine)
     given = flat if source is None else flattened(source).view(flat.dtype)
     return _Parts(wire, tensor, flat, combine, given)
+
+
+def cut(flat: Tensor, ranks: int) -> int:
+    """Elements of the part of a 1-D tensor that each rank reduces; of the last ones it may be
+    less."""
+    grain = max(1, _ALIGN // flat.element_size())
+    each = -(-len(flat) // ranks)
+    return -(-each // grain) * grain
 
 
 def refuses(op: str, dtype: torch.dtype) -> str | None:
@@ -245,8 +254,7 @@ class _Parts(Pending):
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
         self._given = given
         grain = max(1, _ALIGN // flat.element_size())
-        each = -(-len(flat) // wire.size)
-        self._part = -(-each // grain) * grain
+        self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
         ring = ring_chunk(wire.size, nbytes, wire.hosts)
         self._rings = ring is not None

@@ -30,15 +30,10 @@ LEAST = 1 << 17
 
 _PIECE = 8 << 20  # bytes that are read between two looks at signals
 _CARD = struct.Struct("!16s16sQQ")  # host, guard, its address, process
+_SPAN = struct.Struct("@PN")  # an iovec of the C library: where, and how many bytes
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _STATUS = Path("/proc/self/status")
 _TRACES = 1 << 19  # CAP_SYS_PTRACE in a mask of capabilities
-
-
-class _Span(ctypes.Structure):
-    """An iovec of the C library."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class Guard:
@@ -63,12 +58,7 @@ class Reach:
     SIZE = _CARD.size
 
     def __init__(self, guard: bytes, address: int, process: int) -> None:
-        self._guard, self._process = guard, process
-        self._seen = ctypes.create_string_buffer(len(guard))
-        self._here = (_Span * 2)()
-        self._there = (_Span * 2)()
-        self._here[1] = _Span(ctypes.addressof(self._seen), len(guard))
-        self._there[1] = _Span(address, len(guard))
+        self._guard, self._address, self._process = guard, address, process
 
     @classmethod
     def of(cls, card: bytes, host: bytes) -> Reach | None:
@@ -80,15 +70,22 @@ class Reach:
         return reach if reach.read(address, memoryview(bytearray(1))) else None
 
     def read(self, address: int, into: memoryview) -> bool:
-        """Fill `into` from there; False if that is not allowed, or not what was lent any more."""
+        """Fill `into` from there; False if that is not allowed, or not what was lent any more.
+
+        Any thread may call it, also several at once.
+        """
         function, at = _read(), address_of(into)
         assert function is not None
+        size = len(self._guard)
+        seen = bytearray(size)
+        behind = _SPAN.pack(address_of(memoryview(seen)), size)
+        guard = _SPAN.pack(self._address, size)
         for start in range(0, len(into), _PIECE):
             count = min(_PIECE, len(into) - start)
-            self._here[0] = _Span(at + start, count)
-            self._there[0] = _Span(address + start, count)
-            done = function(self._process, self._here, 2, self._there, 2, 0)
-            if done != count + len(self._guard) or self._seen.raw != self._guard:
+            here = _SPAN.pack(at + start, count) + behind
+            there = _SPAN.pack(address + start, count) + guard
+            done = function(self._process, here, 2, there, 2, 0)
+            if done != count + size or seen != self._guard:
                 return False
         return True
 
@@ -128,7 +125,6 @@ def _read() -> ctypes._NamedFuncPointer | None:
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if function is not None:
         function.restype = ctypes.c_ssize_t
-        spans = ctypes.POINTER(_Span)
-        number = ctypes.c_ulong
+        number, spans = ctypes.c_ulong, ctypes.c_char_p
         function.argtypes = [ctypes.c_int, spans, number, spans, number, number]
     return function

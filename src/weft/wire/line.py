@@ -27,7 +27,7 @@ _GRANT = 1 << 63
 _LENT = 1 << 62  # a message to be read; its address follows
 _CARD = 1 << 61  # what is needed to read here follows
 _READS, _TAKEN, _DECLINED, _LATE = (1 << 60 | kind for kind in range(4))
-# = the peer can read here; it has read what was lent first; it could not; that, sent after all
+# = whether the peer can read here; it read what was lent first; it could not; that, sent after all
 _ABOUT = {_CARD, _READS, _TAKEN, _DECLINED}  # not messages
 _ADDRESS = struct.Struct("!Q")
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
@@ -55,6 +55,8 @@ class Line:
         fd: its number, also after it is closed.
         lost: why nothing moves here any more, or "".
         more: whether something lies here that `receive` has not looked at yet.
+        reach: what reads the peer's memory, if that can be read.
+        lends: whether the peer can read here; None as long as it has not said so.
     """
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -75,8 +77,8 @@ class Line:
         self._paused = False  # one message was read across: see to that first
         self.more = False
         self._host = b""
-        self._reach: Reach | None = None  # to the peer's memory, if it can be read
-        self._lends = False  # whether the peer can read here
+        self.reach: Reach | None = None
+        self.lends: bool | None = None
         self._notes: list[bytes] = []  # frames to be sent besides messages and grants
         self._lent: deque[Order] = deque()  # to be read by the peer
         self._declined: deque[Order] = deque()  # that could not be read and are sent
@@ -163,7 +165,7 @@ class Line:
             self._allowed[channel] -= 1
             order = self._outgoing[channel].popleft()
             self._waiting -= 1
-            if self._lends and len(order.buffer) >= LEAST:
+            if self.lends and len(order.buffer) >= LEAST:
                 self._lent.append(order)
                 frames.append(_FRAME.pack(_LENT | channel, len(order.buffer)))
                 frames.append(_ADDRESS.pack(address_of(order.buffer)))
@@ -239,7 +241,8 @@ class Line:
                 break
             if kind in _ABOUT:
                 self._start += _FRAME.size + follows
-                self._heed(kind, bytes(self._ahead[self._start - follows : self._start]))
+                card = bytes(self._ahead[self._start - follows : self._start])
+                self._heed(kind, size, card)
                 continue
             order = self._place_for(kind, size)
             if order is None:
@@ -279,22 +282,21 @@ class Line:
     def _read_across(self, order: Order, size: int) -> None:
         """Read a message where it lies; have it sent if that fails."""
         (address,) = _ADDRESS.unpack_from(self._ahead, self._start - _ADDRESS.size)
-        order.done = self._reach is not None and self._reach.read(address, order.buffer[:size])
+        order.done = self.reach is not None and self.reach.read(address, order.buffer[:size])
         if not order.done:
             self._declined.append(order)
         self._notes.append(_FRAME.pack(_TAKEN if order.done else _DECLINED, 0))
         self._paused = True  # whoever awaits it may have something to do with it at once
 
-    def _heed(self, kind: int, card: bytes) -> None:
+    def _heed(self, kind: int, value: int, card: bytes) -> None:
         """What the peer says about reading across."""
         if kind == _CARD:
-            self._reach = Reach.of(card, self._host) if self._host else None
-            if self._reach is not None:
-                self._notes.append(_FRAME.pack(_READS, 0))
+            self.reach = Reach.of(card, self._host) if self._host else None
+            self._notes.append(_FRAME.pack(_READS, self.reach is not None))
         elif kind == _READS:
-            self._lends = True
+            self.lends = bool(value)
         elif kind == _TAKEN:
             self._lent.popleft().done = True
         else:  # what lies behind it is answered in the same way
-            self._lends = False
+            self.lends = False
             self._late.append(self._lent.popleft())

@@ -28,6 +28,7 @@ from .small import SmallLine
 __all__ = ["Lost", "Mover", "Order"]
 
 _TICK = 0.004  # seconds between two looks of the thread
+_PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 
 Message = tuple[int, memoryview]
@@ -79,6 +80,25 @@ class Mover:
                 line.introduce(host, self._guard)
                 line.flush()
                 self._watch(line)
+
+    def meet(self) -> None:
+        """Hear from all peers whether they can read here; for a moment at most, while they come."""
+        until = time.monotonic() + _PATIENCE
+        with self._turn:
+            while any(line.lends is None and not line.lost for line in self.lines.values()):
+                remaining = until - time.monotonic()
+                if self._closed or remaining <= 0:
+                    return
+                self._step(remaining)
+
+    def lends(self, peer: int) -> bool:
+        """Whether a peer can read what lies here, as far as it has said so."""
+        return bool(self.lines[peer].lends)
+
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """Fill memory from that of a peer; False if that is not what it lends, or not allowed."""
+        reach = self.lines[peer].reach
+        return reach is not None and reach.read(address, into)
 
     def post(
         self,

@@ -263,6 +263,14 @@ class MpiMover:
         self._stir = threading.Event()
         self._process = os.getpid()
 
+    def lends(self, peer: int) -> bool:
+        """False: MPI has ways of its own within a host."""
+        return False
+
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """False: nothing is lent."""
+        return False
+
     def post(
         self,
         lines: Mapping[int, tuple[int, int]],

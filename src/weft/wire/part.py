@@ -60,6 +60,15 @@ class Part(Wire):
     def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
         return self._wire.post_small(self._sends(sends), self._recvs(recvs))
 
+    def lends(self, peer: int) -> bool:
+        return self._wire.lends(self._ranks[peer])
+
+    def read(self, peer: int, address: int, into: Tensor) -> bool:
+        return self._wire.read(self._ranks[peer], address, into)
+
+    def count(self, sends: Sequence[Send]) -> None:
+        self._wire.count(self._sends(sends))
+
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return dense.all_reduce(self, tensor, op)
 

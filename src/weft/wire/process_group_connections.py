@@ -61,6 +61,7 @@ class Connections(Joined):
     def introduce(self, host: bytes) -> None:
         """Let peers on the host of that 16-byte name read long messages where they lie."""
         self.mover.introduce(host)
+        self.mover.meet()
 
 
 def _met(

@@ -118,6 +118,15 @@ class ProcessGroupWire(Wire):
             self._interrupted(error)
             raise
 
+    def lends(self, peer: int) -> bool:
+        self._check()
+        return self._connections is not None and self._connections.mover.lends(peer)
+
+    def read(self, peer: int, address: int, into: Tensor) -> bool:
+        self._check()
+        assert self._connections is not None
+        return self._connections.mover.read(peer, address, _bytes(into))
+
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
         return dense.all_reduce(self, tensor, op)

@@ -1,0 +1,99 @@
+"""Loans: tensors that peers on the same host read where they lie, in the middle of a call.
+
+On its line (`line`) a long message takes three turns: its place is granted, its address told, its
+reading acknowledged. A call that opens with statements tells the addresses in them, so whoever is
+to have a tensor reads it as soon as it has heard them; a byte to each owner ends the call.
+
+What belongs here is that protocol, whoever's call it is: an owner gives a peer a *ticket*, which
+the peer takes; `settle` returns once all that was lent has been read, and the memory is the
+owner's again. Whether a peer that got a ticket can do what it says is found out by trying: what
+cannot be read after all is sent, which both ends know from that byte. An owner that gives up wipes
+its guard first (`lent`), so what is read from it afterwards counts as not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .base import Wire
+
+__all__ = ["TICKET", "Loans"]
+
+TICKET = 8
+"""Bytes of a ticket."""
+
+_CHANNEL = 1 << 15  # that nobody else uses
+_NOT_READ, _READ, _LATE = range(3)  # the last: read, but what I lend next is not there yet
+_SAID = [torch.tensor([kind], dtype=torch.uint8) for kind in range(3)]
+
+
+class Loans:
+    """What one rank lends and borrows in one call.
+
+    Between two ranks either lends the other one tensor at the most, and both know its size.
+
+    Attributes:
+        wire: among whom.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._lent: dict[int, Tensor] = {}
+        self._read: list[int] = []
+        self._declined: dict[int, Tensor] = {}
+
+    def ticket(self, peer: int, tensor: Tensor) -> bytes:
+        """Lend a tensor (contiguous, CPU) to a peer that `wire.lends` to; what it is to be told.
+
+        From when the peer hears it, at the latest, until `settle` it must stay as it is.
+        """
+        self._lent[peer] = tensor
+        return tensor.data_ptr().to_bytes(TICKET, "little")
+
+    def take(self, peer: int, ticket: bytes | memoryview, into: Tensor) -> bool:
+        """Read what a peer lends with this ticket; False: `into` is filled only by `settle`."""
+        if not into.numel() or self.wire.read(peer, int.from_bytes(ticket, "little"), into):
+            self._read.append(peer)
+            return True
+        self._declined[peer] = into
+        return False
+
+    def settle(self, then: Callable[[], object] = lambda: None, *, opens: bool = False) -> None:
+        """Return once all is read, here and by all peers that got a ticket.
+
+        Args:
+            then: what is to be done with what was taken.
+            opens: whether it makes what peers, with tickets for it, take next. Then it is done
+                before they go on; otherwise while others still read.
+        """
+        wire, late = self.wire, bool(self._declined)
+        if opens and not late:
+            then()
+        owners = [*self._read, *self._declined]
+        read = _LATE if opens and late else _READ
+        pending = wire.post_small(
+            [(peer, _SAID[_NOT_READ if peer in self._declined else read]) for peer in owners],
+            [(peer, self._heard(peer)) for peer in self._lent],
+        )
+        if not (opens or late):
+            then()
+        pending.wait()
+        kinds = {peer: int(self._heard(peer)) for peer in self._lent}
+        again = [each for each in self._lent.items() if kinds[each[0]] == _NOT_READ]
+        wire.count([each for each in self._lent.items() if kinds[each[0]] != _NOT_READ])
+        if again or late:
+            wire.post(again, list(self._declined.items()), _CHANNEL).wait()
+        if late:
+            then()
+        if opens:
+            ready = [(peer, _SAID[_READ]) for peer in owners * late]
+            waited = [(peer, self._heard(peer)) for peer, kind in kinds.items() if kind != _READ]
+            if ready or waited:
+                wire.post_small(ready, waited).wait()
+
+    def _heard(self, peer: int) -> Tensor:
+        """Memory for what a peer says at the end; kept, since making it would take longer."""
+        return self.wire.answers.setdefault(peer, torch.empty(1, dtype=torch.uint8))
