@@ -183,7 +183,7 @@ def endless_ring(path, rank, how, timeout):
             if number == 5 and rank == VICTIM:
                 threading.Timer(0.01, os.kill, (os.getpid(), how)).start()
     except WireError as error:
-        may = wire._connections.mover.lines[before]._reach is not None
+        may = wire._connections.mover.lines[before].reach is not None
         return {"culprit": error.culprit, "right": right, "as it may": (SIZE in across) == may}
 
 

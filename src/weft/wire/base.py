@@ -93,6 +93,7 @@ class Wire(abc.ABC):
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         inbox: memory for what each peer says in the opening of a call, where calls keep one.
+        near: calls that may still ask whether all ranks `can_read`; of the same number on each.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -113,6 +114,7 @@ class Wire(abc.ABC):
         self.priced = 0
         self.hosts: Hosts | None = None
         self.inbox: dict[int, Tensor] = {}
+        self.near = 0
         self.entered: object | None = None
         self._worker: Worker | None = None
 
@@ -214,6 +216,26 @@ class Wire(abc.ABC):
             [(peer, message) for peer in order], [(peer, cap) for peer in order]
         )
         return _InRankOrder(pending, order, self.rank, message)
+
+    def can_read(self) -> bool:
+        """Whether this rank can `read` the memory of every other; not all ranks need be able to."""
+        return False
+
+    def lend(self, peer: int, tensor: Tensor) -> int:
+        """Where a contiguous tensor lies, for a peer to `read`; it counts as sent there.
+
+        The tensor must stay as it is until the peer said that it read it.
+        """
+        self.traffic.count([(peer, tensor)])
+        return tensor.data_ptr()
+
+    def read(self, peer: int, address: int, into: Tensor) -> None:
+        """Fill `into` (uint8, 1-D) with what a peer lends there; where this rank `can_read`.
+
+        Raises:
+            WireError: the wire is broken or closed, or the peer lends nothing any more.
+        """
+        raise NotImplementedError
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from and to receive into."""

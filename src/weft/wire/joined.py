@@ -36,6 +36,12 @@ class Moving(Protocol):
     def arrived(self, orders: Any) -> list[bool]:
         """As `Mover.arrived`."""
 
+    def can_read(self) -> bool:
+        """As `Mover.can_read`."""
+
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """As `Mover.read`."""
+
     def cut(self) -> None:
         """End all waits; any thread may call it."""
 

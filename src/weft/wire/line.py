@@ -56,6 +56,7 @@ class Line:
         fd: its number, also after it is closed.
         granted: whether messages wait until the peer has a place for them.
         lost: why nothing moves here any more, or "".
+        reach: to the peer's memory, if it can be read.
         more: whether something lies here that `receive` has not looked at yet.
     """
 
@@ -78,7 +79,7 @@ class Line:
         self._paused = False  # one message was read across: see to that first
         self.more = False
         self._host = b""
-        self._reach: Reach | None = None  # to the peer's memory, if it can be read
+        self.reach: Reach | None = None
         self._lends = False  # whether the peer can read here
         self._notes: list[bytes] = []  # frames to be sent besides messages and grants
         self._lent: deque[Order] = deque()  # to be read by the peer
@@ -322,7 +323,7 @@ class Line:
     def _read_across(self, order: Order, size: int) -> None:
         """Read a message where it lies; have it sent if that fails."""
         (address,) = _ADDRESS.unpack_from(self._ahead, self._start - _ADDRESS.size)
-        order.done = self._reach is not None and self._reach.read(address, order.buffer[:size])
+        order.done = self.reach is not None and self.reach.read(address, order.buffer[:size])
         if not order.done:
             self._declined.append(order)
         self._notes.append(_FRAME.pack(_TAKEN if order.done else _DECLINED, 0))
@@ -331,8 +332,8 @@ class Line:
     def _heed(self, kind: int, card: bytes) -> None:
         """What the peer says about reading across."""
         if kind == _CARD:
-            self._reach = Reach.of(card, self._host) if self._host else None
-            if self._reach is not None:
+            self.reach = Reach.of(card, self._host) if self._host else None
+            if self.reach is not None:
                 self._notes.append(_FRAME.pack(_READS, 0))
         elif kind == _READS:
             self._lends = True

@@ -134,6 +134,16 @@ class Mover:
         """Which of these are through, as far as is known while somebody waits."""
         return [order.done for _, order in orders]
 
+    def can_read(self) -> bool:
+        """Whether the memory of every peer is known to be readable."""
+        return all(line.reach is not None for line in self.lines.values())
+
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """Fill `into` from a peer's memory; False if it lends nothing any more."""
+        reach = self.lines[peer].reach
+        with self._turn:  # as a message is read across, with the same buffers
+            return reach is not None and reach.read(address, into)
+
     def _why(self, line: Line) -> str:
         """Why a wait for a message on that line is over."""
         if self._failed is not None:

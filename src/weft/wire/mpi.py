@@ -369,6 +369,14 @@ class MpiMover:
                 if not waiting:  # each was looked at: that is what moves them
                     self._stir.clear()
 
+    def can_read(self) -> bool:
+        """No: MPI reads across by itself, if at all."""
+        return False
+
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """Nothing is lent here."""
+        return False
+
     def cut(self) -> None:
         """End all waits; any thread may call it."""
         self._ended = self._ended or "the wire is broken"

@@ -32,6 +32,7 @@ from .watch import Watch
 
 __all__ = ["ProcessGroupWire"]
 
+_NEAR = 3  # calls that find out whether all ranks can read each other, before none does
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
 
 
@@ -58,6 +59,7 @@ class ProcessGroupWire(Wire):
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
         self._watch: Watch | None = None
         if connections is not None:
+            self.near = _NEAR
             call = functools.partial(_call_of, weakref.ref(self))
             self._watch = Watch(rank, timeout, connections.side, connections.cut, call)
             connections.watch = self._watch
@@ -98,6 +100,16 @@ class ProcessGroupWire(Wire):
                 self._interrupted(error)
                 raise
         return posted
+
+    def can_read(self) -> bool:
+        connections = self._connections
+        return connections is not None and connections.mover.can_read()
+
+    def read(self, peer: int, address: int, into: Tensor) -> None:
+        self._check()
+        assert self._connections is not None
+        if into.numel() and not self._connections.mover.read(peer, address, _bytes(into)):
+            self._fail(_Posted(self, (), [(peer, into)]), "its memory cannot be read any more")
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
