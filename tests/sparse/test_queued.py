@@ -10,6 +10,8 @@ import torch
 
 from weft.backend.gloo import sparse_all_reduce
 from weft.errors import WeftError
+from weft.sparse.queued import QueuedCall, _Queue
+from weft.sparse.request import Request
 from weft.testing import spmd
 
 EAGER, LARGE = 5, 900  # rows: with and without a second round
@@ -121,6 +123,24 @@ def test_a_call_that_usually_has_company_goes_alone(wire):
     for work in works:
         work.wait()
     check(wire, start(wire, table(wire.rank, 5, LARGE)), 5, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("bursts", "waits"), [((), False), ((2,), True), ((2, 1), False), ((1, 2), False),
+                          ((1, 2, 2), True), ((2, 3), True)],
+)  # fmt: skip
+def test_company_is_waited_for_where_the_last_two_bursts_had_it(bursts, waits):
+    def call():
+        return QueuedCall(lambda: Request.of(table(0, 0, EAGER), "sum", "auto", None, None))
+
+    queue, found = _Queue(), []
+    queue._changed.wait_for = lambda come, timeout: found.append(not come())
+    for burst in (*bursts, 1):
+        calls = [call() for _ in range(burst)]
+        queue.add(calls)
+        queue.behind(calls[0])
+        queue.forget(calls)
+    assert found[-1] == waits
 
 
 @spmd(2)

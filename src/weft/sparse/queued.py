@@ -35,7 +35,7 @@ T = TypeVar("T")
 _Kind = tuple[str, torch.dtype, torch.dtype, torch.Size, int | None]
 
 _BYTES = 32 << 20  # of values: what is larger gains nothing from company
-_MOMENT = 0.004  # seconds to wait for a call that came in the last burst
+_MOMENT = 0.02  # seconds to wait for a call that came in the last bursts; a rank may be that late
 _STARTS = 256  # kinds of calls that are remembered
 _HIGHEST = 1 << 48  # an index must leave room for the number of its table
 
@@ -80,7 +80,8 @@ class _Queue:
         self._changed = threading.Condition()
         self._burst = 0  # calls that this one has had so far
         self._start: _Kind | None = None
-        self._usual: dict[_Kind, int] = {}  # calls that the last one with that start had
+        # calls that the last two with that start had, the latest behind
+        self._usual: dict[_Kind, tuple[int, int]] = {}
 
     def add(self, calls: list[QueuedCall]) -> None:
         with self._changed:
@@ -99,19 +100,21 @@ class _Queue:
             if not self._calls and self._start is not None:
                 if len(self._usual) >= _STARTS:
                     self._usual.clear()
-                self._usual[self._start] = self._burst
+                _, before = self._usual.get(self._start, (0, self._burst))
+                self._usual[self._start] = before, self._burst
 
     def behind(self, first: QueuedCall) -> list[QueuedCall]:
         """The calls from this one on that nothing else on the wire comes between.
 
-        Training makes the same calls in each step. So if there were more calls in the last burst
-        that began like this, the others are given a moment to come; once they do not, nobody waits
-        for them any more.
+        Training makes the same calls in each step. So if there were more calls in the last two
+        bursts that began like this, the others are given a moment to come: a second call costs more
+        than a wait, and of ranks that share cores one is often late. Once they do not come, nobody
+        waits for them any more, and where they come every other time nobody ever does.
         """
         with self._changed:
             if self._start is None and not first.blocks:
                 self._start = _kind(first.asked())
-                usual = self._usual.get(self._start, 1)
+                usual = min(self._usual.get(self._start, (1, 1)))
                 self._changed.wait_for(lambda: self._burst >= usual, _MOMENT)
             calls = list(self._calls)
         found: list[QueuedCall] = []

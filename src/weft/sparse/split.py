@@ -8,7 +8,7 @@ Index sets go to the owners first. An owner merges them while the first values a
 everybody the indices of its sums; so every rank knows the size of the result, and every row's
 place in it, early. Owners merge chunk by chunk into their part of the result; each finished block
 goes round the ring straight from there, and is received where it belongs. Workspace is bounded,
-whatever P is.
+whatever P is. Ranks that can read each other's memory send no rows at all (`near`).
 
 Best for overlapping rows or many ranks: the general case.
 
@@ -22,6 +22,7 @@ from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import UNEVEN, Cost, Load
+from .near import split_near
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -57,6 +58,12 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost)
 def split(rows: Rows, call: Call) -> Rows:
+    near = split_near(rows, call)
+    return _streamed(rows, call) if near is None else near
+
+
+def _streamed(rows: Rows, call: Call) -> Rows:
+    """`split` between any ranks."""
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     indices = rows.indices.to(call.wire_index)
     part = parts(indices, call.header, wire.size)

@@ -25,12 +25,12 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self, TypeGuard
+from typing import TYPE_CHECKING, NoReturn, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
+from ..errors import WeftError, WireError
 from .counted import Traffic
 from .memory import Lease, Pool
 
@@ -118,6 +118,7 @@ class Wire(abc.ABC):
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         inbox: memory for what each peer says in the opening of a call, where calls keep one.
         answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
+        near: whether to ask all ranks if all can read each other's memory; the same on each.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -139,6 +140,7 @@ class Wire(abc.ABC):
         self.hosts: Hosts | None = None
         self.inbox: dict[int, Tensor] = {}
         self.answers: dict[int, Tensor] = {}
+        self.near = False
         self.entered: object | None = None
         self._worker: Worker | None = None
 
@@ -255,6 +257,12 @@ class Wire(abc.ABC):
         False if it could not be read, or the peer gave up meanwhile: then `into` holds anything.
         """
         return False
+
+    def unread(self, peer: int, into: Tensor) -> NoReturn:
+        """Raise why that could not be read, where there is no other way to have it."""
+        raise WireError(
+            f"rank {self.rank}: what rank {peer} lends cannot be read", rank=self.rank, culprit=peer
+        )
 
     def count(self, sends: Sequence[Send]) -> None:
         """Count messages that went another way than by a post."""

@@ -57,6 +57,7 @@ class ProcessGroupWire(Wire):
         self._closed = False
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
         self._watch: Watch | None = None
+        self.near = connections is not None
         if connections is not None:
             call = functools.partial(_call_of, weakref.ref(self))
             self._watch = Watch(rank, timeout, connections.side, connections.cut, call)
@@ -126,6 +127,9 @@ class ProcessGroupWire(Wire):
         self._check()
         assert self._connections is not None
         return self._connections.mover.read(peer, address, _bytes(into))
+
+    def unread(self, peer: int, into: Tensor) -> NoReturn:
+        self._fail(_Posted(self, (), [(peer, into)]), "its memory cannot be read any more")
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._check()
