@@ -87,6 +87,10 @@ class WireContract:
     def test_small_all_gather(self, ranks: Ranks, size: int) -> None:
         ranks(size, gather_small)
 
+    @pytest.mark.parametrize("size", [1, 2, 3, 8])
+    def test_a_persistent_exchange(self, ranks: Ranks, size: int) -> None:
+        ranks(size, persist)
+
     @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
     def test_dense_all_reduce_of_every_dtype_and_op(self, ranks: Ranks, size: int) -> None:
         ranks(size, reduce_exactly)
@@ -257,6 +261,19 @@ def gather_small(wire: Wire) -> None:
             assert length == 1 + (rank + round) % cap
             assert message[1:length].tolist() == [rank + 100] * (length - 1)
         pending.release()
+
+
+def persist(wire: Wire) -> None:
+    inbox = {peer: torch.zeros(40, dtype=torch.uint8) for peer in wire.peers}
+    exchange = wire.persistent(list(inbox.items()))
+    wire.traffic.reset()
+    for round in range(5):
+        messages = [bytearray([wire.rank, peer, round] * (1 + round)) for peer in inbox]
+        exchange.start(messages).wait()
+        for peer, memory in inbox.items():
+            assert memory[: 3 + 3 * round].tolist() == [peer, wire.rank, round] * (1 + round)
+    assert wire.traffic.to == dict.fromkeys(inbox, 3 * (1 + 2 + 3 + 4 + 5))
+    assert wire.traffic.messages == 5 * len(inbox)
 
 
 def reduce_exactly(wire: Wire) -> None:
