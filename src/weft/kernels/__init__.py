@@ -109,7 +109,7 @@ def union(runs: Sequence[Tensor]) -> Union:
 tensor([-1,  2], dtype=torch.int32)])
     """
     runs = [run.contiguous() for run in runs]
-    meter.spend(meter.PLACE * sum(map(len, runs)))
+    meter.spend(meter.PLACE * sum(run.numel() for run in runs))
     found = cpu_indices.union(runs) if on_cpu(runs[0]) else None
     return reference.union(runs) if found is None else found
 
@@ -135,7 +135,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         >>> out
         tensor([ 4.,  1., 10.])
     """
-    if len(slots) != len(values) or values.shape[1:] != out.shape[1:]:
+    if slots.numel() != values.shape[0] or values.shape[1:] != out.shape[1:]:
         raise ValueError(
             f"{len(slots)} slots, values {tuple(values.shape)} and out {tuple(out.shape)} do not "
             "fit together: give a slot for each row, and rows of one shape"

@@ -119,7 +119,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bo
     if loops is None:
         return False
     values, stride, width = _rows(values, key)
-    count, height = len(slots), len(out)
+    count, height = slots.numel(), out.shape[0]
     to, which, from_, loop = out.data_ptr(), slots.data_ptr(), values.data_ptr(), loops["combine"]
 
     def part(start: int, stop: int) -> int:
@@ -148,7 +148,7 @@ def _rows(values: Tensor, key: Key) -> tuple[Tensor, int, int]:
         values = values.resolve_neg().contiguous()
     size = values.element_size()
     width = math.prod(values.shape[1:])
-    stride = size * (values.stride(0) if len(values) > 1 else width)
+    stride = size * (values.stride(0) if values.shape[0] > 1 else width)
     return values, stride, width * size if key[1] == "u8" else width
 
 

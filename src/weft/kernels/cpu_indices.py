@@ -149,7 +149,7 @@ def _workspace(words: int) -> Tensor:
 def union(runs: Sequence[Tensor]) -> Union | None:
     """See `weft.kernels.union`."""
     loops = compiler.loops(index_key(runs[0].dtype))
-    lengths = list(map(len, runs))
+    lengths = [run.numel() for run in runs]  # a tensor's len() takes ten times as long
     total = sum(lengths)
     if loops is None or total >= 2**31:
         return None
@@ -204,7 +204,7 @@ def _key_ranges(
 def _table(runs: Sequence[Tensor], slots: Sequence[Tensor]) -> array[int]:
     table = array("q")
     for run, slot in zip(runs, slots, strict=True):
-        table.extend((run.data_ptr(), len(run), slot.data_ptr()))
+        table.extend((run.data_ptr(), run.numel(), slot.data_ptr()))
     return table
 
 
@@ -278,24 +278,25 @@ def _in_pairs(loops: Loops, parts: list[_Keys]) -> Tensor:
 def _tree(loops: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:
     """The union of the runs, which may be the only run itself."""
     if len(runs) == 1:
-        torch.arange(-1, -len(runs[0]) - 1, -1, dtype=torch.int32, out=slots[0])
+        torch.arange(-1, -runs[0].numel() - 1, -1, dtype=torch.int32, out=slots[0])
         return runs[0]
     half = len(runs) // 2
     left, left_slots = _side(loops, runs[:half], slots[:half])
     right, right_slots = _side(loops, runs[half:], slots[half:])
-    out = left.new_empty(len(left) + len(right))
+    left_count, right_count = left.numel(), right.numel()
+    out = left.new_empty(left_count + right_count)
     count = loops["pair"](
         left.data_ptr(),
-        len(left),
+        left_count,
         right.data_ptr(),
-        len(right),
+        right_count,
         out.data_ptr(),
         left_slots.data_ptr(),
         right_slots.data_ptr(),
     )
     for some, outer in ((slots[:half], left_slots), (slots[half:], right_slots)):
         for slot in some if len(some) > 1 else ():
-            loops["compose"](slot.data_ptr(), len(slot), outer.data_ptr(), 0)
+            loops["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr(), 0)
     return out[:count]
 
 
@@ -304,7 +305,7 @@ def _side(loops: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> tupl
     if len(runs) == 1:
         return runs[0], slots[0]
     union = _tree(loops, runs, slots)
-    return union, torch.empty(len(union), dtype=torch.int32)
+    return union, torch.empty(union.numel(), dtype=torch.int32)
 
 
 def sketch(indices: Tensor, count: int) -> Tensor | None:

@@ -49,6 +49,7 @@ _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short
 _GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
 _MEASURE_AGAIN = (8, 64)  # calls: at the first one, processes are often busy with their start
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
+_NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +149,17 @@ def with_link(wire: Wire, load: Load) -> Load:
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return replace(fitted(load, link), hosts=wire.hosts)
+    return fitted(replace(load, hosts=wire.hosts), link)
 
 
 def fitted(load: Load, link: Link) -> Load:
     """The load with what suits a link: how large chunks are, and how index lists are written."""
+    smallest, largest = _CHUNKS
+    if load.hosts is not None and len(load.hosts.ranks) == 1:
+        # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
+        largest = max(largest, 1 << (_NEAR // load.ranks).bit_length() - 1)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
-    chunk = min(max(chunk, _CHUNKS[0]), _CHUNKS[1])
+    chunk = min(max(chunk, smallest), largest)
     return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma, link=link)
 
 

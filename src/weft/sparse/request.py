@@ -33,6 +33,8 @@ RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
+_NONE = kernels.Distinct(NOTHING.indices, None, None)
+
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
 
@@ -60,9 +62,7 @@ class Request:
     """
 
     rows: Rows = NOTHING
-    distinct: kernels.Distinct = field(
-        default_factory=lambda: kernels.Distinct(NOTHING.indices, None, None)
-    )
+    distinct: kernels.Distinct = _NONE
     op: Op = OPS["sum"]
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
@@ -185,7 +185,9 @@ class Request:
         plain = values
         if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
             plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels can read
-        self.rows = Rows(indices.detach().cpu(), plain, rows.height)
+        if indices.device.type != "cpu":
+            indices = indices.cpu()
+        self.rows = Rows(indices, plain, rows.height)
         self.fields = {
             "index dtype": str(indices.dtype),
             "value dtype": str(values.dtype),

@@ -241,14 +241,15 @@ def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Loa
 
 def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
     """Merge the rows that came in the opening exchange."""
-    indices, values = kernels.merge(
-        [(rows.indices.to(call.wire_index), rows.values) for rows in everyone],
-        call.op,
-        call.partial,
-    )
-    result = call.result(indices.numel())
-    result.indices.copy_(indices)
-    kernels.finish(values, result.values, call.divisor)
+    union = kernels.union([rows.indices.to(call.wire_index) for rows in everyone])
+    result = call.result(union.indices.numel())
+    result.indices.copy_(union.indices)
+    sums = result.values
+    if call.partial != call.dtype:
+        sums = torch.empty(sums.shape, dtype=call.partial)
+    for slots, rows in zip(union.slots, everyone, strict=True):
+        kernels.combine(sums, slots, rows.values, call.op)
+    call.finish(sums, result.values)
     return result
 
 

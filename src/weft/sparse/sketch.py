@@ -28,8 +28,13 @@ Ids = NDArray[np.int64]
 
 def merge(sketches: list[Ids]) -> Ids:
     """The sketch of the union of the sets that were sketched, in ascending order of hash."""
-    ids = np.unique(np.concatenate(sketches))
-    merged: Ids = kernels.sketch(torch.from_numpy(ids), SIZE).numpy()
+    ids = np.concatenate(sketches)
+    hashes = kernels.hashed(torch.from_numpy(ids)).numpy()
+    order = np.argsort(hashes)
+    hashes = hashes[order]
+    kept = np.ones(len(ids), bool)
+    np.not_equal(hashes[1:], hashes[:-1], out=kept[1:])  # equal hashes are of equal ids: one stays
+    merged: Ids = ids[order[kept][:SIZE]]
     return merged
 
 
