@@ -46,7 +46,7 @@ _SPARE = 64 << 20  # bytes that a call may use beyond its result and three times
 _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
-_GAPS_PAY = 3  # bytes that are merged in the time that packing takes to save one of an index
+_GAPS_PAY = 8  # bytes that are merged in the time that packing takes to save one of an index
 _MEASURE_AGAIN = (8, 64)  # calls: at the first one, processes are often busy with their start
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 

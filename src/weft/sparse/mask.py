@@ -33,7 +33,7 @@ from .dense import Reduction
 from .registry import algorithm
 from .stream import IndexLists, list_messages
 
-_LOOKED = 2.0  # bytes that could be merged while a place is marked, and looked at
+_LOOKED = 6.0  # bytes that could be merged while a place is marked, and looked at
 
 
 def cost(load: Load) -> Cost:

@@ -23,8 +23,9 @@ from .base import Wire
 
 __all__ = ["MERGE", "Link", "agreed", "figures", "measure", "parse"]
 
-MERGE = 0.35e-9
-"""Seconds for a byte of rows merged by one core; benchmarks/kernels.py."""
+MERGE = 0.125e-9
+"""Seconds for a byte of rows merged by one core, its cache shared with others';
+benchmarks/kernels.py."""
 
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
