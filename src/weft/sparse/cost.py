@@ -24,7 +24,7 @@ __all__ = ["UNEVEN", "Cost", "Load"]
 UNEVEN = 0.08
 """Of the bytes: streams between all pairs share links unevenly, and a ring waits for the last."""
 
-_CARRY = 8  # bytes that could be merged while a core carries one to or from the network
+_CARRY = 16  # bytes that could be merged while the other ranks of a core send and receive one
 _SLOT = 4  # bytes that say where in a union an index belongs
 
 
@@ -202,7 +202,8 @@ class Cost:
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)
-        idle = max(0.0, streaming - self.bytes * _CARRY * link.gamma)
+        others = link.gamma * (1 - 1 / link.share)
+        idle = max(0.0, streaming - self.bytes * _CARRY * others)
         trailing, meanwhile = self.trailing * link.work, self.meanwhile * link.gamma
         late = max(0.0, trailing + meanwhile - idle) - trailing
         return waiting - hidden + streaming + late + self.merged * link.gamma

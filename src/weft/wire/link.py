@@ -45,6 +45,7 @@ class Link:
         gamma: seconds for each byte of rows merged, with this host's cores shared.
         work: seconds of a core that one message costs, sent and received, cores shared.
         measured: whether they were found by measuring, and measuring again may better them.
+        share: ranks to a core, where they are closest together; at least 1.
     """
 
     alpha: float
@@ -52,6 +53,7 @@ class Link:
     gamma: float
     work: float
     measured: bool = False
+    share: float = 1.0
 
     def quicker(self, other: Link) -> Link:
         """The better of two measurements of a network in each figure.
@@ -100,7 +102,7 @@ def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = ME
     # ranks to a core, where they are closest together
     share = max(1.0, *(ranks_on[host] / n for host, n in zip(hosts, cores, strict=True)))
     alpha, beta, work = (_unstep(max(figures)) for figures in (alphas, betas, works))
-    return Link(alpha, beta, merge * share, work * share)
+    return Link(alpha, beta, merge * share, work * share, share=share)
 
 
 def parse(text: str) -> tuple[float, float]:
