@@ -42,6 +42,11 @@ def test_256_ranks_take_what_was_predicted(name):
     check(simulate(name, spread, 256, SLOW))
 
 
+def test_mask_where_all_ranks_have_the_same_rows():
+    rows = weft.Rows(torch.arange(4000) * 2, ONES[:4000], 8000)
+    check(simulate("mask", lambda _: rows, 8, replace(SLOW, beta=1e-10)))
+
+
 def test_gather_merges_most_while_chunks_come():
     link = replace(SLOW, gamma=4 * MERGE)
 
