@@ -3,8 +3,9 @@
     python benchmarks/simulation.py --ranks 64 --rows 500 --height 20000 --width 64
     python benchmarks/simulation.py --ranks 1024 --rows 128 --height 8192 --width 8
 
-A message takes about a tenth of a millisecond of a core, a pair of ranks some ten kilobytes: 64
-ranks take seconds, 256 a minute; `split` on 1,024 takes seven minutes and 11 GiB.
+A message takes less than a tenth of a millisecond of a core, a pair of ranks some ten kilobytes: 64
+ranks take seconds, 256 half a minute, 1,024 three to six minutes each and 11 GiB; `doubling` and
+`hierarchical`, whose messages are few, a minute and less.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def rows_of(rank, kind, size):
         if (name, kind) != ("doubling", "identical")
     ],
 )
-@spmd(7, on=("threads",))
+@spmd(4, 7, on=("threads",))
 def test_workspace_is_what_was_predicted(wire, name, kind):
     rows = rows_of(wire.rank, kind, wire.size)
     load = weft.explain(rows, algorithm=name).load

@@ -17,7 +17,7 @@ from weft.wire.link import MERGE, Link
 
 SLOW = Link(alpha=50e-6, beta=8e-9, gamma=MERGE, work=10e-6)
 BUSY = Link(alpha=20e-6, beta=0.8e-9, gamma=30 * MERGE, work=5e-6)  # arithmetic decides
-ONES = torch.ones(200, 64)
+ONES = torch.ones(6000, 64)
 
 
 def spread(rank, count=100, height=4000):
@@ -35,6 +35,27 @@ def check(done):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_64_ranks_take_what_was_predicted(name):
     check(simulate(name, spread, 64, SLOW))
+
+
+@pytest.mark.parametrize("name", ["doubling", "hierarchical"])
+def test_256_ranks_take_what_was_predicted(name):
+    check(simulate(name, spread, 256, SLOW))
+
+
+def test_mask_where_all_ranks_have_the_same_rows():
+    rows = weft.Rows(torch.arange(4000) * 2, ONES[:4000], 8000)
+    check(simulate("mask", lambda _: rows, 8, replace(SLOW, beta=1e-10)))
+
+
+def test_gather_merges_most_while_chunks_come():
+    link = replace(SLOW, gamma=4 * MERGE)
+
+    def rows(rank):
+        return spread(rank, count=6000, height=24_000)
+
+    done = simulate("gather", rows, 8, link)
+    assert done.cost.meanwhile * link.gamma > 0.1 * done.seconds
+    assert done.predicted == pytest.approx(done.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["doubling", "holders"])
@@ -71,3 +92,12 @@ def test_arithmetic_is_reported_where_somebody_asks():
         weft.kernels.take(torch.ones(4, 8), torch.tensor([1, 2]))
     weft.kernels.take(torch.ones(4, 8), torch.tensor([1, 2]))
     assert seen == [64]
+
+
+def test_what_is_summed_in_float64_and_rounded_to_half_precision_is_reported_once():
+    values, seen = torch.ones(4000, 64, dtype=torch.float64), []  # several pieces
+    found = weft.kernels.distinct(torch.arange(4000) // 2)
+    out = torch.empty(2000, 64, dtype=torch.float16)
+    with meter.metered(seen.append):
+        weft.kernels.reduce(values, found, weft.kernels.OPS["sum"], out)
+    assert sum(seen) == values.nbytes + 2000 * 64 * 8

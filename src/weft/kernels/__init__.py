@@ -143,7 +143,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
     if values.numel() == 0:
         return
     slots, values = slots.contiguous(), detached(values)
-    meter.spend(values.numel() * out.element_size())
+    meter.spend(meter.CALL + values.numel() * out.element_size())
     if not (on_cpu(values) and cpu.combine(out, slots, values, op, base)):
         reference.combine(out, slots, values, op, base)
 
@@ -274,7 +274,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
     if values.numel() == 0:
         return
     places, values = places.contiguous(), detached(values)
-    meter.spend(values.nbytes)
+    meter.spend(meter.CALL + meter.PUT * values.nbytes)
     if not (on_cpu(values) and cpu_shares.put(out, places, values)):
         reference.put(out, places, values)
 

@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["PICK", "PLACE", "SHARE", "metered", "spend"]
+__all__ = ["CALL", "PICK", "PLACE", "PUT", "SHARE", "metered", "spend"]
 
-PLACE = 24
+PLACE = 48
 """Bytes that could be merged while a row's place is found; benchmarks/kernels.py."""
 
-SHARE, PICK = 24, 16
+CALL = 80_000
+"""The same while a kernel is called to bring rows to their places: many small pieces cost more than
+few large ones."""
+
+PUT = 1.5
+"""The same while a byte is brought to a place that is anywhere."""
+
+SHARE, PICK = 64, 40
 """The same while a place is given to one of those that have it, and while it is found out whether
 a row's place was given to some rank."""
 

@@ -68,14 +68,19 @@ def reduce(
     if out.numel() == 0:
         return out
     meter.spend(values.nbytes)
-    unique = distinct.order is None and distinct.starts is None
     values = detached(values)
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
         _reduce_and_round(values, distinct, op, out, first)
-        return out
+    else:
+        _reduce(values, distinct, op, out, first, last)
+    return out
+
+
+def _reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, last: int) -> None:
+    """By machine code where there is some and something to add."""
+    unique = distinct.order is None and distinct.starts is None
     if unique or not (on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last)):
         reference.reduce(values, distinct, op, out, first, last)
-    return out
 
 
 def reduce_parts(
@@ -121,12 +126,13 @@ def reduce_parts(
 
 def _reduce_and_round(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int) -> None:
     """Through torch.float64, in pieces that stay in the cache."""
+    meter.spend(out.numel() * values.element_size())
     step = max(1, _PIECE // max(1, out[:1].numel()))
     for start in range(0, len(out), step):
-        piece = out[start : start + step]
-        rows = slice(first + start, first + start + len(piece))
+        piece, begin = out[start : start + step], first + start
         space = values.new_empty(piece.shape)
-        reference.finish(reduce(values, distinct, op, space, rows), piece, 1)
+        _reduce(values, distinct, op, space, begin, begin + len(piece))
+        reference.finish(space, piece, 1)
 
 
 def on_cpu(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..kernels.meter import PLACE
+from ..kernels.meter import CALL, PLACE
 from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -24,6 +24,7 @@ __all__ = ["UNEVEN", "Cost", "Load"]
 UNEVEN = 0.08
 """Of the bytes: streams between all pairs share links unevenly, and a ring waits for the last."""
 
+_CARRY = 16  # bytes that could be merged while the other ranks of a core send and receive one
 _SLOT = 4  # bytes that say where in a union an index belongs
 
 
@@ -82,9 +83,16 @@ class Load:
         """The same, where each row of the result is wanted on one rank only."""
         return max(0, self.total - self.union) / self.ranks * (self.row + 4)
 
-    def merging(self, rows: float) -> float:
-        """What merging so many rows costs, in bytes: finding a row's place is worth some more."""
-        return rows * (self.partial + PLACE)
+    def merging(self, rows: float, pieces: float = 0.0) -> float:
+        """What merging so many rows costs, in bytes: finding a row's place is worth some more, and
+        so is each of the pieces that a kernel is called for."""
+        return rows * (self.partial + PLACE) + pieces * CALL
+
+    def pieces(self, rows: float, runs: float, sums: float) -> float:
+        """Pieces in which so many runs of so many rows each are merged, a chunk of sums at a time;
+        runs may have no row there."""
+        blocks = max(1, self.chunks(sums, self.row))
+        return runs * blocks * -math.expm1(-rows / blocks)
 
     @property
     def queue(self) -> float:
@@ -140,6 +148,10 @@ class Load:
         """Messages in which so many rows of values travel."""
         return math.ceil(rows / max(1, self.chunk // max(row, 1))) if row else 0
 
+    def trailing(self, rows: float) -> int:
+        """Of those messages, how many follow another."""
+        return max(0, self.chunks(rows, self.row) - 1)
+
     def parted(self, rows: float, row: int, peers: int) -> float:
         """Messages to that many peers, each of whom gets so many rows, by chance; some get none."""
         return peers * self.chunks(rows, row) * -math.expm1(-rows)
@@ -163,8 +175,10 @@ class Cost:
             costs nothing.
         direct: of the messages, those that are posted all at once, each to another peer: half of
             their work is done while the first are on their way.
+        trailing: of the messages, those that follow another one to the same peer: their work is
+            done while that is under way, as far as the core is idle then.
         meanwhile: bytes of rows that go through kernels while others come, and take time only so
-            far as that does not.
+            far as the core is not idle then.
     """
 
     rounds: int
@@ -177,6 +191,7 @@ class Cost:
     hops: int = 0
     behind: float = 0.0
     direct: int = 0
+    trailing: float = 0.0
     meanwhile: float = 0.0
 
     def seconds(self, link: Link) -> float:
@@ -187,5 +202,8 @@ class Cost:
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)
-        late = max(0.0, self.meanwhile * link.gamma - streaming)
+        others = link.gamma * (1 - 1 / link.share)
+        idle = max(0.0, streaming - self.bytes * _CARRY * others)
+        trailing, meanwhile = self.trailing * link.work, self.meanwhile * link.gamma
+        late = max(0.0, trailing + meanwhile - idle) - trailing
         return waiting - hidden + streaming + late + self.merged * link.gamma

@@ -43,24 +43,26 @@ from .stream import (
 
 def cost(load: Load) -> Cost:
     others, to_owner = load.ranks - 1, load.mean / load.ranks
-    height = (load.height or 0) / load.ranks
+    height, sums = (load.height or 0) / load.ranks, load.union / load.ranks
     asked = to_owner * load.index_of(load.mean)
     # rows that are brought to their places in the table and out of it, unless all are there
     full = load.union >= (load.height or 0)
-    patched = 0 if full else height + load.union / load.ranks + load.union
+    patched = 0 if full else height + sums + load.union
     return Cost(
         rounds=3,
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
         + round(load.parted(to_owner, load.row, others)),
         bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
         queued=load.queue * others * (to_owner * load.row + asked),
-        merged=load.merging(load.mean) + patched * load.row,
+        merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums))
+        + patched * load.row,
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
         + min(load.total * load.row, others * window(load) * load.chunk),
         hops=others,
         behind=load.behind(height),
+        trailing=others * (load.trailing(to_owner) + load.trailing(height)),
     )
 
 

@@ -40,14 +40,16 @@ def cost(load: Load) -> Cost:
     carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
     apart = _apart(load)
-    rounded = load.union * (load.partial != load.row)  # else they are summed in the result
+    direct = load.partial == load.row  # the last sums are made in the result
+    rounded = 0.0 if direct else load.union
+    held = 2 * load.union_of(core // 2) if direct and not folded else 3 * load.union
     cost = Cost(
         rounds=rounds,
         messages=rounds + (apart and not folded),
         bytes=sum(carried) * row,
         queued=load.queue * sum(carried) * row,
-        merged=load.merging(2 * sum(carried) + rounded),
-        memory=3 * load.union * row + load.uniting(halves, load.union),
+        merged=load.merging(2 * sum(carried) + rounded, 2 * rounds),
+        memory=held * row + load.uniting(halves, load.union),
     )
     if not folded:
         return cost
@@ -60,7 +62,7 @@ def cost(load: Load) -> Cost:
         messages=rounds + 2,
         bytes=longest * row,
         queued=load.queue * longest * row,
-        merged=load.merging(2 * (load.mean + sum(carried)) + 2 * load.union),
+        merged=load.merging(2 * (load.mean + sum(carried)) + 2 * load.union, 2 * rounds + 2),
     )
     # the average rank's share of the fold: one message in before, one result out after
     voices, pairs = core / load.ranks, folded / load.ranks

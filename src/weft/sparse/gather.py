@@ -28,11 +28,15 @@ from .stream import VALUES, FromRing, IndexLists, Own, Ring, Source, list_messag
 
 def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
+    chunks = load.chunks(load.mean, load.row)
+    merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
     return Cost(
         rounds=1,
-        messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
+        messages=others * (list_messages(load.mean * index) + chunks),
         bytes=others * load.mean * (load.row + index),
-        merged=load.merging(load.total),
+        merged=merged / max(1, chunks),  # the first sums need the first chunk of the last to come
+        trailing=others * load.trailing(load.mean),
+        meanwhile=merged - merged / max(1, chunks),
         memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
         hops=others,
         behind=load.behind(load.mean),

@@ -72,7 +72,8 @@ def cost(load: Load) -> Cost:
         messages=among.messages + opening.messages + (most - 1) * up + (most > 1) * down,
         bytes=among.bytes + opening.bytes,
         merged=among.merged
-        + (most > 1) * load.merging(most * load.mean)
+        + (most > 1)
+        * load.merging(most * load.mean, load.pieces(load.mean, most, load.union_of(most)))
         + _HANDED * ((most - 1) * (sum(given) + told[0]) + (most > 1) * told[1] + chain * filling),
     )
     return Cost(

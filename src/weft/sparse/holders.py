@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import Picked
+from ..kernels.meter import PUT
 from ..rows import Rows
 from ..wire.base import Pending
 from ..wire.memory import Lease, typed
@@ -49,20 +50,27 @@ def cost(load: Load) -> Cost:
         messages=round(load.parted(away / others, load.row, others))
         + others * (list_messages(load.mean * index) + math.ceil(sums / chunk) * bool(load.row)),
         bytes=others * load.mean * index + (away + others * sums) * load.row,
-        merged=load.merging(load.mean)
-        + (away + _PUT * load.union) * load.row
+        merged=load.merging(load.mean, _pieces(load, away / others, sums, chunk))
+        + away * load.row
         + _INDEX * load.total,
         memory=away * load.row
         + relay_memory(load, sums)
         + min(away * load.row, others * window(load) * load.chunk),
         hops=others,
-        meanwhile=(1 - _PUT) * load.union * load.row,
+        trailing=others * max(0, math.ceil(sums / chunk) - 1),
+        meanwhile=PUT * load.union * load.row,
         behind=max(0.0, sums - chunk) * load.row,
     )
 
 
-_PUT = 0.5  # of the bytes brought to their places: the others while later ones are on the wire
-_INDEX = 80  # bytes that could be merged while an index is united, and its place given to a rank
+def _pieces(load: Load, away: float, sums: float, chunk: int) -> float:
+    """Pieces of rows that are brought to their places: those summed here, and all sums."""
+    steps = math.ceil(sums / chunk)
+    combined = (load.ranks - 1) * steps * -math.expm1(-away / steps) if steps else 0.0
+    return combined + load.ranks * steps
+
+
+_INDEX = 224  # bytes that could be merged while an index is united, and its place given to a rank
 
 
 @algorithm(cost=cost)

@@ -33,7 +33,7 @@ from .dense import Reduction
 from .registry import algorithm
 from .stream import IndexLists, list_messages
 
-_LOOKED = 2.0  # bytes that could be merged while a place is marked, and looked at
+_LOOKED = 6.0  # bytes that could be merged while a place is marked, and looked at
 
 
 def cost(load: Load) -> Cost:
@@ -53,7 +53,7 @@ def cost(load: Load) -> Cost:
         messages=bits.messages + sums.messages,
         bytes=bits.bytes + sums.bytes,
         queued=bits.queued + sums.queued,
-        merged=looked + 2 * values + load.mean * load.row,
+        merged=looked + 2 * values + load.mean * load.row * (not load.identical),
         memory=memory + values * (load.partial != load.row),
         direct=bits.direct + sums.direct,
         hops=bits.hops + sums.hops,
@@ -80,10 +80,11 @@ def mask(rows: Rows, call: Call) -> Rows:
             table = typed(memory, tuple(table.shape), call.partial)
         if call.load.identical:
             table.copy_(rows.values)
+            meter.spend(table.nbytes)
         else:
             table.fill_(call.op.neutral(call.partial))
             table[torch.searchsorted(union, indices)] = rows.values.to(call.partial)
-        meter.spend(table.nbytes + call.load.merging(len(rows)))
+            meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
             wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)

@@ -76,5 +76,5 @@ def to_one(load: Load) -> Cost:
         rounds=2,
         messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
         bytes=others * load.mean * (load.row + index),
-        merged=load.merging(load.total),
+        merged=load.merging(load.total, load.pieces(load.mean, load.ranks, load.union)),
     )

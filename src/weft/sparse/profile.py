@@ -178,22 +178,26 @@ def hosts_of(wire: Wire) -> tuple[list[str], bool]:
 
 
 def _merging() -> float:
-    """Seconds in which a core alone merges a byte, as costs count bytes: of more than caches hold,
-    into memory that is fresh, as results are."""
+    """Seconds in which a core alone merges a byte, as costs count bytes: into memory that served
+    before, as that of results does."""
     kernels.warm([(torch.int64, torch.float32, OPS["sum"])])
     runs = [torch.arange(_ROWS) * 3 + shift for shift in range(_RUNS)]
     values = [torch.full((_ROWS, _WIDTH), float(run)) for run in range(_RUNS)]
-    nbytes = _RUNS * _ROWS * (_WIDTH * 4 + kernels.meter.PLACE)
+    sums = torch.empty(len(kernels.union(runs).indices), _WIDTH)
+    seen: list[float] = []
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
         for _ in range(_PASSES):
+            seen.clear()
             start = time.perf_counter()
-            kernels.merge(list(zip(runs, values, strict=True)), OPS["sum"])
+            with kernels.meter.metered(seen.append):
+                for slots, rows in zip(kernels.union(runs).slots, values, strict=True):
+                    kernels.combine(sums, slots, rows, OPS["sum"])
             times.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    return min(times) / nbytes
+    return min(times) / sum(seen)
 
 
 def _named(said: list[dict[str, Any]], hosts: list[str]) -> Profile:

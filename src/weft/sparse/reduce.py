@@ -142,7 +142,7 @@ def _through_owners(load: Load) -> Cost:
         rounds=4,
         messages=others * (list_messages(indices[0]) + load.chunks(asked, load.row) + 2),
         bytes=others * ((asked + told) * load.row + sum(indices)),
-        merged=load.merging(load.mean),
+        merged=load.merging(load.mean, load.pieces(asked, load.ranks, told)),
     )
 
 

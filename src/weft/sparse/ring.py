@@ -49,7 +49,7 @@ from .stream import (
 def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     runs = [load.union_of(ranks) * share for ranks in range(1, load.ranks)]
-    sums = load.union * share
+    mine, sums = load.mean * share, load.union * share
     told = sums * load.index_of(load.union)
     lists = [run * load.index_of(run * load.ranks) for run in runs]
     listed = sum(map(list_messages, lists)) + others * list_messages(told)
@@ -63,10 +63,14 @@ def cost(load: Load) -> Cost:
             + load.parted(sums, load.row, others)
         ),
         bytes=sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told),
-        merged=load.merging(sum(runs) + others * load.mean * share),
+        merged=load.merging(
+            sum(runs) + others * mine,
+            sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),
+        ),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
         hops=2 * others,
         behind=load.behind(sums),
+        trailing=sum(map(load.trailing, runs)) + others * load.trailing(sums),
     )
 
 

@@ -23,8 +23,9 @@ from .base import Wire
 
 __all__ = ["MERGE", "Link", "agreed", "figures", "measure", "parse"]
 
-MERGE = 0.35e-9
-"""Seconds for a byte of rows merged by one core; benchmarks/kernels.py."""
+MERGE = 0.125e-9
+"""Seconds for a byte of rows merged by one core, its cache shared with others';
+benchmarks/kernels.py."""
 
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
@@ -44,6 +45,7 @@ class Link:
         gamma: seconds for each byte of rows merged, with this host's cores shared.
         work: seconds of a core that one message costs, sent and received, cores shared.
         measured: whether they were found by measuring, and measuring again may better them.
+        share: ranks to a core, where they are closest together; at least 1.
     """
 
     alpha: float
@@ -51,6 +53,7 @@ class Link:
     gamma: float
     work: float
     measured: bool = False
+    share: float = 1.0
 
     def quicker(self, other: Link) -> Link:
         """The better of two measurements of a network in each figure.
@@ -99,7 +102,7 @@ def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = ME
     # ranks to a core, where they are closest together
     share = max(1.0, *(ranks_on[host] / n for host, n in zip(hosts, cores, strict=True)))
     alpha, beta, work = (_unstep(max(figures)) for figures in (alphas, betas, works))
-    return Link(alpha, beta, merge * share, work * share)
+    return Link(alpha, beta, merge * share, work * share, share=share)
 
 
 def parse(text: str) -> tuple[float, float]:

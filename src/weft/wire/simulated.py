@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import WeftError, WireError
@@ -318,5 +319,7 @@ class _Group(Shared):
 
 def _memory(tensor: Tensor) -> Bytes:
     """The bytes of a tensor as NumPy sees them."""
-    view: Bytes = as_bytes(tensor.detach()).numpy()
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+        tensor = as_bytes(tensor)
+    view: Bytes = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return view
