@@ -97,9 +97,28 @@ LARGE = {
 @spmd(3)
 def test_what_is_read_where_it_lies_has_the_bits_of_a_first_call(wire, name, dtype):
     make, shape = LARGE[name]
-    layer = make()
-    generator = torch.Generator().manual_seed(wire.rank)
-    x = torch.randn(shape(wire.rank) or (0,), generator=generator).to(dtype)
+    check_bits(make(), wire.rank, shape(wire.rank), dtype)
+
+
+SUMS = {  # of four values: of three, two of which commute, not every order shows
+    "reduce_scatter": (lambda: nn.ReduceScatter(P(4), 0), (70_001,)),
+    "all_sum_reduce": (lambda: nn.AllSumReduce(P(4), 0), (400, 101)),
+    "all_sum_reduce in parts": (lambda: nn.AllSumReduce(P(4), 0), (1001, 301)),
+    "sum_reduce": (lambda: nn.SumReduce(P(4), P(1, ranks=[2])), (300, 200)),
+    "sum_reduce of little": (lambda: nn.SumReduce(P(4), P(1, ranks=[1])), (9000,)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@spmd(4)
+def test_what_is_read_is_added_in_the_order_of_a_first_call(wire, name):
+    make, shape = SUMS[name]
+    check_bits(make(), wire.rank, shape, torch.float32)
+
+
+def check_bits(layer, rank, shape, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(shape or (0,), generator=generator).to(dtype)
     before, after = [], []
     for number in range(5):
         given = x.clone().requires_grad_()
