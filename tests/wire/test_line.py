@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 
@@ -12,26 +13,10 @@ from hypothesis import strategies as st
 from weft.wire.line import Line, Order
 
 
-def ends(buffer=None):
-    socks = socket.socketpair()
-    for sock in socks:
-        sock.setblocking(False)
-        if buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    return [Line(1 - rank, sock) for rank, sock in enumerate(socks)]
-
-
 @pytest.fixture
-def pair():
-    made = []
-
-    def make(buffer=None):
-        made.extend(ends(buffer))
-        return made[-2:]
-
-    yield make
-    for line in made:
-        line.sock.close()
+def pair(connection):
+    with contextlib.ExitStack() as stack:
+        yield lambda buffer=None: stack.enter_context(connection(Line, buffer))
 
 
 def sent(line, payload, channel=0):
@@ -68,9 +53,8 @@ def turn(*lines):
         max_size=12,
     )
 )
-def test_what_is_sent_arrives_in_its_channel_s_order(messages):
-    left, right = ends(8192)
-    try:
+def test_what_is_sent_arrives_in_its_channel_s_order(connection, messages):
+    with connection(Line, 8192) as (left, right):
         payloads = [
             bytes([n + 1]) * size if size else b"" for n, (_, size, _, _) in enumerate(messages)
         ]
@@ -89,9 +73,6 @@ def test_what_is_sent_arrives_in_its_channel_s_order(messages):
         assert all(order.done for order in (*sends, *receives.values()))
         for n, payload in enumerate(payloads):
             assert bytes(receives[n].buffer[: len(payload)]) == payload
-    finally:
-        left.sock.close()
-        right.sock.close()
 
 
 def test_no_channel_holds_up_another(pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 
 import pytest
@@ -13,21 +12,10 @@ from weft.wire.line import Order
 from weft.wire.small import SmallLine
 
 
-def ends(buffer=None):
-    socks = socket.socketpair()
-    for sock in socks:
-        sock.setblocking(False)
-        if buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    return [SmallLine(1 - rank, sock) for rank, sock in enumerate(socks)]
-
-
 @pytest.fixture
-def pair():
-    made = ends()
-    yield made
-    for line in made:
-        line.sock.close()
+def pair(connection):
+    with connection(SmallLine) as made:
+        yield made
 
 
 def sent(line, payload):
@@ -63,9 +51,8 @@ def turn(*lines):
     ),
     st.integers(0, 12),  # how many are awaited before they are sent
 )
-def test_what_is_sent_arrives_in_order(messages, early):
-    left, right = ends(8192)
-    try:
+def test_what_is_sent_arrives_in_order(connection, messages, early):
+    with connection(SmallLine, 8192) as (left, right):
         payloads = [bytes([n + 1]) * size for n, (size, _) in enumerate(messages)]
         receives = [awaited(right, size + more) for size, more in messages[:early]]
         sends = [sent(left, payload) for payload in payloads]
@@ -77,9 +64,6 @@ def test_what_is_sent_arrives_in_order(messages, early):
         assert all(order.done for order in (*sends, *receives))
         for order, payload in zip(receives, payloads, strict=True):
             assert bytes(order.buffer[: len(payload)]) == payload
-    finally:
-        left.sock.close()
-        right.sock.close()
 
 
 def test_bytes_that_come_one_by_one_are_put_together(pair):
