@@ -155,7 +155,7 @@ def with_link(wire: Wire, load: Load) -> Load:
 def fitted(load: Load, link: Link) -> Load:
     """The load with what suits a link: how large chunks are, and how index lists are written."""
     smallest, largest = _CHUNKS
-    if load.hosts is not None and len(load.hosts.ranks) == 1:
+    if load.on_one_host:
         # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
         largest = max(largest, 1 << (_NEAR // load.ranks).bit_length() - 1)
     chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()

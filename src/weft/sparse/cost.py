@@ -95,13 +95,18 @@ class Load:
         return runs * blocks * -math.expm1(-rows / blocks)
 
     @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are known to be on one host."""
+        return self.hosts is not None and len(self.hosts.ranks) == 1
+
+    @property
     def queue(self) -> float:
         """Ranks of a host that share its link when each sends to each, less the one.
 
         None do on the ring of ranks, where one stream enters a host and one leaves it, and that is
         how a link's rate was measured.
         """
-        if self.hosts is None or len(self.hosts.ranks) == 1:
+        if self.hosts is None or self.on_one_host:
             return 0.0
         crowd = max(map(len, self.hosts.ranks))
         return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)

@@ -69,7 +69,7 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
     """
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     load, row = call.load, call.load.row
-    if not (wire.near and row and load.hosts is not None and len(load.hosts.ranks) == 1):
+    if not (wire.near and row and load.on_one_host):
         return None
     if load.union * row > wire.size * _MOST:
         return None

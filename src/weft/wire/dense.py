@@ -101,9 +101,14 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
 def cut(flat: Tensor, ranks: int) -> int:
     """Elements of the part of a 1-D tensor that each rank reduces; of the last ones it may be
     less."""
-    grain = max(1, _ALIGN // flat.element_size())
+    grain = _grain(flat)
     each = -(-len(flat) // ranks)
     return -(-each // grain) * grain
+
+
+def _grain(flat: Tensor) -> int:
+    """Elements of which parts and chunks hold whole multiples, so that they are aligned."""
+    return max(1, _ALIGN // flat.element_size())
 
 
 def refuses(op: str, dtype: torch.dtype) -> str | None:
@@ -253,7 +258,7 @@ class _Parts(Pending):
     ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
         self._given = given
-        grain = max(1, _ALIGN // flat.element_size())
+        grain = _grain(flat)
         self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
         ring = ring_chunk(wire.size, nbytes, wire.hosts)
