@@ -60,7 +60,8 @@ class Relay:
         self._wire, self._channel, self._counts = wire, channel, counts
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self.rows = relay_rows(call.load, max(counts))
-        self.steps = -(-max(counts) // self.rows) + wire.size - 2 if max(counts) else 0
+        self._chunks = -(-max(counts) // self.rows)  # of the rank with most
+        self.steps = self._chunks + wire.size - 2 if self._chunks else 0
         slots = _STEPS * wire.size
         self._lease = wire.lease(slots * self.rows * call.load.row)
         shape = (slots, self.rows, *call.row_shape)
@@ -105,7 +106,9 @@ class Relay:
         coming.clear()
         if step >= self.steps:
             return
-        for distance in range(self._wire.size - 1, 0, -1):  # as the left neighbour sends
+        # as the left neighbour sends; of nearer ranks all is here, and of others nothing comes yet
+        nearest = max(1, step - self._chunks + 2)
+        for distance in range(min(step + 1, self._wire.size - 1), nearest - 1, -1):
             origin = (self._wire.rank - distance) % self._wire.size
             slot = self._slot(step, origin, distance)
             if slot is not None:
