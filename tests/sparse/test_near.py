@@ -88,13 +88,13 @@ def one_cannot():
     wire = process_group.of_group(None)
     if wire.rank == 1:
         wire.lends = lambda peer: False
-    asked, real = [], near._told
+    asked, real = [], near.told
 
     def told(*args):
         asked.append(args)
         return real(*args)
 
-    near._told = told
+    near.told = told
     made = reduced(wire, CALLS[:1] * 6)
     dist.destroy_process_group()
     return made, len(asked), wire.near
@@ -114,7 +114,7 @@ def gives_up(how):
     wire = process_group.of_group(None)
     reduced(wire, CALLS[:4])
     assert wire.near
-    real = near._told
+    real = near.told
 
     def told(told_wire, said):
         if wire.rank == 0 and how == "wipes":
@@ -124,7 +124,7 @@ def gives_up(how):
             raise RuntimeError("enough")
         return heard
 
-    near._told = told
+    near.told = told
     culprit = None
     try:
         reduced(wire, CALLS[:1])

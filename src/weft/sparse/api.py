@@ -144,7 +144,8 @@ def _of_list(
     for table, place in zip_longest(tables, places[: len(tables)]):
         before = requests[-1] if requests else None
         requests.append(Request.of_table(table, op, algorithm, wire_dtype, place, before))
-    requests[0].fields["number of tables"] = len(rows)
+    # not in the fields of others, which may be the same object
+    requests[0].fields = {**requests[0].fields, "number of tables": len(rows)}
     return requests
 
 

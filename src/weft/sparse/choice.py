@@ -248,6 +248,7 @@ def explained(
     *,
     eager: bool,
     among: Collection[str] | None = None,
+    settled: str | None = None,
 ) -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
@@ -258,6 +259,7 @@ def explained(
         index: dtype of indices in the opening exchange.
         eager: all ranks' rows travel in that.
         among: those that know tables of several row shapes and dtypes; None: it is of one.
+        settled: what runs without a choice, since all ranks lend their rows in the opening.
     """
     if wire.size == 1:
         return Explanation(ALONE, load, None, ())
@@ -267,7 +269,7 @@ def explained(
         chosen = EAGER
         lines.insert(0, _eager(load, link, index))
     else:
-        chosen = choose(wire, load, algorithm, among or ALGORITHMS.keys())
+        chosen = settled or choose(wire, load, algorithm, among or ALGORITHMS.keys())
     best = next(line for line in lines if line.algorithm == chosen).milliseconds
 
     def verdict(line: _Line) -> str:
@@ -275,6 +277,8 @@ def explained(
             return "chosen"
         if among and line.algorithm not in (*among, EAGER):
             return "knows tables of one row shape and dtype alone"
+        if settled and not eager:
+            return line.verdict or f"all ranks lend their rows, so {settled} needs no header"
         return line.verdict or _slower(line, best, algorithm)
 
     lines = [replace(line, verdict=verdict(line)) for line in lines]

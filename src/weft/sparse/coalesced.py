@@ -1,10 +1,10 @@
 """Several tables in one sparse all-reduce: one opening exchange and one schedule for all of them.
 
 A model with many embedding tables would pay the latency of a call for each. Here all tables share
-one statement (`tables`), and few rows travel in it. Else the tables get one space of keys, one
-behind the other, so that they are one tall table to the schedule: any registered algorithm where
-all have one row shape and dtype, those of `mixed` where they do not. So a list takes as many
-messages as one table of that size does.
+one statement (`tables`), and few rows travel in it; on one host more are read where they lie
+(`near_tables`). Else the tables get one space of keys, one behind the other, so that they are one
+tall table to the schedule: any registered algorithm where all have one row shape and dtype, those
+of `mixed` where they do not. So a list takes as many messages as one table of that size does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
-from . import choice, mixed
+from . import choice, mixed, near_tables
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
@@ -147,6 +147,7 @@ class _Opened:
         both: what all together said.
         space: of the keys of all tables.
         eager: the rows of all ranks came in the opening exchange.
+        lends: all ranks can lend what did not.
     """
 
     call: Call
@@ -156,13 +157,23 @@ class _Opened:
     both: Tables
     space: Space
     eager: bool
+    lends: bool
 
 
 @contextmanager
 def _opened(
-    wire: Wire, own: Joint, error: str | None, name: str, *, queued: bool = False
+    wire: Wire,
+    own: Joint,
+    error: str | None,
+    name: str,
+    *,
+    queued: bool = False,
+    described: bool = False,
 ) -> Iterator[_Opened]:
-    """Agree on a list, or on calls that queued up; collective."""
+    """Agree on a list, or on calls that queued up; collective.
+
+    Where `described`, with a header of rows that did not come along.
+    """
     first = own.requests[0]
     names = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
     fields = first.fields if queued else {name: first.fields.get(name) for name in names}
@@ -171,40 +182,49 @@ def _opened(
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
 
+    auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
     with wire.lease(own.size) as memory:
-        body = torch.empty(0, dtype=torch.uint8)
-        if error is None:
-            eager = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
-            body = own.statement(memory, call.op, wire.rank, eager=eager).pack()
-            body = of_tables(body, len(own.requests)) if queued else body
-        agreement = agree(
-            wire,
-            name,
-            fields,
-            error,
-            body,
-            combine,
-            meanwhile=lambda: own.values(memory, call.op),
-        )
-        try:
-            bodies = agreement.bodies
-            if queued:
-                counts = [tables_in(body) for body in agreement.said]
-                if min(counts) < max(counts):
-                    raise Fewer(min(counts))
-                bodies = list(map(tables_of, bodies))
-            everyone = [Tables.unpack(body) for body in bodies]
-            eager = wire.size > 1 and all(one.header is None for one in everyone)
-            if not eager:
-                everyone = [one.described(rank) for rank, one in enumerate(everyone)]
-            both = Tables.together(everyone)
-            if both.trouble:
-                raise Fewer(1) if queued else WeftError(both.trouble)
-            space = Space(both)
-            call.index, call.height = space.index, space.end
-            yield _Opened(call, own, memory, everyone, both, space, eager)
-        finally:
-            agreement.release()
+        while True:
+            lends = auto and near_tables.lends(wire, own.size)
+            body = torch.empty(0, dtype=torch.uint8)
+            if error is None:
+                said = own.statement(
+                    *(memory, call.op, wire.rank), eager=auto, lends=lends, described=described
+                )
+                body = of_tables(said.pack(), len(own.requests)) if queued else said.pack()
+            agreement = agree(
+                wire,
+                name,
+                fields,
+                error,
+                body,
+                combine,
+                meanwhile=lambda: own.values(memory, call.op),
+            )
+            try:
+                bodies = agreement.bodies
+                if queued:
+                    counts = [tables_in(body) for body in agreement.said]
+                    if min(counts) < max(counts):
+                        raise Fewer(min(counts))
+                    bodies = list(map(tables_of, bodies))
+                everyone = [Tables.unpack(body) for body in bodies]
+                both = Tables.together(everyone)
+                if both.trouble:
+                    raise Fewer(1) if queued else WeftError(both.trouble)
+                if not both.lends and any(one.lent for one in everyone):
+                    near_tables.pause(wire)
+                    continue
+                eager = wire.size > 1 and all(one.index is not None for one in everyone)
+                if not eager and not any(one.lent for one in everyone):
+                    everyone = [one.described(rank) for rank, one in enumerate(everyone)]
+                    both = Tables.together(everyone)
+                space = Space(both)
+                call.index, call.height = space.index, space.end
+                yield _Opened(call, own, memory, everyone, both, space, eager, both.lends)
+                return
+            finally:
+                agreement.release()
 
 
 def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False) -> Coalesced:
@@ -214,6 +234,11 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
         result: Stacked | None
         if opening.eager:
             algorithm, result = EAGER, _merged(opening.everyone, call, space)
+        elif opening.lends:
+            call.load = _lent(call, both, space)
+            values = own.values(opening.memory, call.op)
+            algorithm = near_tables.NAME
+            result = near_tables.split(values, own.own, opening.everyone, call, space)
         else:
             algorithm, result = _run(call, own, opening.memory, both, space, requests[0].algorithm)
     if result is None:
@@ -224,7 +249,7 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
 def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None) -> Explanation:
     """What a call for these tables would do; `numbers` are theirs in the whole list."""
     requests, asked = own.requests, own.requests[0].algorithm
-    with _opened(wire, own, error, f"explain of {_NAME}") as opening:
+    with _opened(wire, own, error, f"explain of {_NAME}", described=True) as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
             described = [one.described(rank) for rank, one in enumerate(everyone)]
@@ -251,7 +276,10 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
             for tables in space.tables_of
         ]
         return replace(choice.together(calls), load=load, groups=groups)
-    found = choice.explained(wire, load, asked, space.index, eager=opening.eager, among=among)
+    settled = near_tables.NAME if opening.lends else None
+    found = choice.explained(
+        wire, load, asked, space.index, eager=opening.eager, among=among, settled=settled
+    )
     return replace(found, groups=groups)
 
 
@@ -306,6 +334,16 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         index=space.index.itemsize,
         places=space.end,
         in_order=not call.op.builtin,
+    )
+
+
+def _lent(call: Call, both: Tables, space: Space) -> Load:
+    """As much of a load as reading and merging must know."""
+    total = int(both.numbers[:, ROWS].sum())
+    row = max((stack.row for stack in space.stacks), default=0)
+    return Load(
+        *(call.wire.size, total, total, total, total, space.end, row, row, space.index.itemsize),
+        chunk=near_tables.CHUNK,
     )
 
 
@@ -384,23 +422,26 @@ def _handed_out(
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
         stack, first = travelled.given, part[tables[0]][0]
-        values = stack.typed(result.values, part[tables[-1]][1] - first, start)
+        last = part[tables[-1]][1]
+        values = stack.typed(result.values, last - first, start)
         start += values.nbytes
-        for table in tables:
-            (low, high), given = part[table], requests[table].rows
-            reduced[table] = Rows(
-                of_dtype[given.indices.dtype][low:high],
-                values[low - first : high - first],
-                given.height,
-            )
+        sizes = [counts[table] for table in tables]
+        views = {
+            dtype: every[first:last].split_with_sizes(sizes) for dtype, every in of_dtype.items()
+        }
+        pieces = values.split_with_sizes(sizes)
+        for place, (table, piece) in enumerate(zip(tables, pieces, strict=True)):
+            given = requests[table].rows
+            own_indices = views[given.indices.dtype][place]
+            reduced[table] = Rows(own_indices, piece, given.height)
     rows = _in_order(requests, reduced)
     for table, request in enumerate(requests):
         if request.out is not None:
             rows[table] = _placed(rows[table], request, call)
     if both.fallible:
         confess(wire, _NAME, call)
-    sizes = both.numbers[:, ROWS] + (wire.size - 2) * np.array(counts, np.int64)
-    bound = float((sizes * (space.row + 4)).sum()) / wire.size
+    received = both.numbers[:, ROWS] + (wire.size - 2) * np.array(counts, np.int64)
+    bound = float((received * (space.row + 4)).sum()) / wire.size
     return Coalesced(algorithm, rows, sum(own.counts), int(both.numbers[:, ROWS].sum()), bound)
 
 

@@ -64,16 +64,22 @@ class Joint:
         self.error = None if bad is None else f"table {start + bad}: {requests[bad].error}"
         self.requests, self.numbered = requests, range(start, start + len(requests))
         requests = requests[:bad]
-        self.lines = [
-            line(
-                request.rows.indices.dtype,
-                request.rows.values.dtype,
-                request.rows.height,
-                UNKNOWN if request.fields["row shape"] is None else request.fields["row shape"],
-                request.dtype,
+        self.lines: list[str] = []
+        for before, request in pairwise([None, *requests]):
+            assert request is not None
+            if before is not None and before.fields is request.fields:  # what is in it, is there
+                self.lines.append(self.lines[-1])
+                continue
+            shape = request.fields["row shape"]
+            self.lines.append(
+                line(
+                    request.rows.indices.dtype,
+                    request.rows.values.dtype,
+                    request.rows.height,
+                    UNKNOWN if shape is None else shape,
+                    request.dtype,
+                )
             )
-            for request in requests
-        ]
         given = [request.rows.indices.numel() for request in requests]
         order = [table for table in layout(self.lines) if given[table]]
         self._order: list[int] = []  # none, where something is wrong
@@ -118,6 +124,11 @@ class Joint:
         """Of each row what its table has in `starts`."""
         return torch.from_numpy(np.repeat(starts, np.diff(self._firsts)))
 
+    @property
+    def own(self) -> Tensor:
+        """Their keys, int64, in the space of this rank alone."""
+        return self._distinct.indices
+
     def indices(self) -> Tensor:
         """In the order in which rows are laid out; int32 if all fit."""
         own = self._distinct.indices - self._offset(self._starts)
@@ -140,14 +151,28 @@ class Joint:
             joined = joined.sort().values
         return Header.of(joined, rank, digest=False)
 
-    def statement(self, memory: Tensor, op: Op, rank: int, *, eager: bool) -> Tables:
-        """What to say of them: with the rows, if they may travel in it and fit."""
-        said = Tables(self.lines, self.numbers, fallible=self.fallible)
+    def statement(
+        self, memory: Tensor, op: Op, rank: int, *, eager: bool, lends: bool, described: bool
+    ) -> Tables:
+        """What to say of them: with the rows, if they may travel in it and fit.
+
+        Args:
+            memory: for the values.
+            op: how duplicates are combined.
+            rank: this one.
+            eager: whether rows may travel in it.
+            lends: whether this rank can lend rows to all others.
+            described: whether rows that do not travel in it have a header though it can.
+        """
+        said = Tables(self.lines, self.numbers, fallible=self.fallible, lends=lends)
         if eager and self.size <= BODY:
             rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
             if rows.fits:
                 self.values(memory, op)
                 return rows
+        if lends and not described:
+            self.values(memory, op)  # now: a peer reads as soon as it hears where
+            return replace(said, lent=(self.own.data_ptr(), memory.data_ptr()))
         return replace(said, header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:

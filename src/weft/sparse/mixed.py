@@ -23,7 +23,7 @@ from ..wire.memory import fresh, typed
 from .call import Call, row_bytes
 from .stream import SUMS, VALUES, IndexLists, Own, Ring, Source, merge_blocks, send_rows
 
-__all__ = ["NAMES", "Extents", "Stack", "Stacked", "gather", "split", "widened"]
+__all__ = ["NAMES", "Extents", "Merge", "Stack", "Stacked", "gather", "split", "widened"]
 
 
 NAMES = ("gather", "split")
@@ -81,11 +81,15 @@ class Extents:
     """Where the rows of each stack lie among sorted keys, and their bytes in a stream of rows."""
 
     def __init__(self, keys: Tensor, stacks: Sequence[Stack]) -> None:
+        if len(stacks) == 1:
+            count, size = keys.numel(), stacks[0].row
+            self.rows, self._sizes, self.bytes = [0, count], [size], [0, count * size]
+            return
         ends = keys.new_tensor([stack.end - 1 for stack in stacks])
-        self.rows: list[int] = [0, *torch.searchsorted(keys, ends, right=True).tolist()]
+        self.rows = [0, *torch.searchsorted(keys, ends, right=True).tolist()]
         counts = [high - low for low, high in pairwise(self.rows)]
         self._sizes = [stack.row for stack in stacks]
-        self.bytes: list[int] = [
+        self.bytes = [
             0, *accumulate(n * size for n, size in zip(counts, self._sizes, strict=True))
         ]  # fmt: skip
 
@@ -144,7 +148,7 @@ def gather(rows: Stacked, call: Call, stacks: Sequence[Stack]) -> Stacked:
         streams = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         ring = Ring(as_bytes, dict(enumerate(streams)), VALUES)
         ring.send(rows.values)
-        merge = _Merge(call, stacks, runs, extents)
+        merge = Merge(call, stacks, runs, extents)
         values = fresh((merge.extents.bytes[-1],), torch.uint8)
         streams[wire.rank] = rows.values
 
@@ -181,7 +185,7 @@ def split(rows: Stacked, call: Call, stacks: Sequence[Stack], cuts: Sequence[int
     with wire.lease(starts[-1]) as memory:
         streams = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         inbound = {peer: _Inbound(as_bytes, peer, streams[peer]) for peer in peers}
-        merge = _Merge(call, stacks, runs, extents)
+        merge = Merge(call, stacks, runs, extents)
         sums = IndexLists(call, dict.fromkeys(peers, merge.keys), peers)
 
         # now everybody knows the result's keys, and the place of every owner's sums in it
@@ -215,7 +219,7 @@ def _of_bytes(call: Call) -> Call:
     return plain
 
 
-class _Merge:
+class Merge:
     """The merge of several runs of rows, stack by stack."""
 
     def __init__(

@@ -25,13 +25,13 @@ from .call import Call
 from .owners import parts
 from .stream import Own, merge_blocks
 
-__all__ = ["split_near"]
+__all__ = ["Lent", "lent_of", "read_all", "say_read", "split_near", "told"]
 
 _SAID = struct.Struct("<?7x3q")
 _MOST = 48 << 20  # bytes of sums at a rank, of which there is a copy for a moment
 
 
-class _Lent(NamedTuple):
+class Lent(NamedTuple):
     """What a rank says of rows that a peer may read.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Lent(NamedTuple):
 class _There:
     """A peer's rows, as a source: read block by block, each in the place of the one before."""
 
-    def __init__(self, call: Call, peer: int, lent: _Lent, memory: Tensor) -> None:
+    def __init__(self, call: Call, peer: int, lent: Lent, memory: Tensor) -> None:
         self._call, self._peer, self._lent, self._memory = call, peer, lent, memory
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
@@ -57,7 +57,7 @@ class _There:
         for first in range(start, stop, call.chunk_rows):
             count = min(call.chunk_rows, stop - first)
             piece = self._memory[: count * row]
-            _read(call.wire, self._peer, self._lent.values + first * row, piece)
+            read_all(call.wire, self._peer, self._lent.values + first * row, piece)
             yield typed(piece, (count, *call.row_shape), call.dtype)
 
 
@@ -79,7 +79,7 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
     part = parts(indices, call.header, wire.size)
     able = all(map(wire.lends, peers))
     mine = {peer: (indices[part[peer]], rows.values[part[peer]]) for peer in peers}
-    lent = _told(wire, {peer: _lent(able, *mine[peer]) for peer in peers})
+    lent = told(wire, {peer: lent_of(able, *mine[peer]) for peer in peers})
     if not (able and all(each.able for each in lent.values())):
         wire.near = False
         return None
@@ -103,7 +103,7 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
             pass
 
         # the result, from the sums of all
-        summed = _told(wire, dict.fromkeys(peers, _lent(able, union.indices, sums)))
+        summed = told(wire, dict.fromkeys(peers, lent_of(able, union.indices, sums)))
         wire.count([(peer, each) for peer in peers for each in (union.indices, sums)])
         counts = [count if rank == me else summed[rank].rows for rank in order]
         result = call.result(sum(counts))
@@ -113,24 +113,32 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
                 result.values[low:high] = sums
             else:
                 result.indices[low:high] = _read_indices(call, rank, summed[rank])
-                _read(wire, rank, summed[rank].values, as_bytes(result.values[low:high]))
-        wire.post_small([(peer, _NOTHING) for peer in peers], [(peer, 0) for peer in peers]).wait()
+                read_all(wire, rank, summed[rank].values, as_bytes(result.values[low:high]))
+        say_read(wire)
     return result
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _lent(able: bool, indices: Tensor, values: Tensor) -> _Lent:
-    return _Lent(able, len(indices), indices.data_ptr(), values.data_ptr())
+def say_read(wire: Wire) -> None:
+    """Tell all that this rank has read what they lent, and hear that they have."""
+    peers = wire.peers
+    wire.post_small([(peer, _NOTHING) for peer in peers], [(peer, 0) for peer in peers]).wait()
 
 
-def _read(wire: Wire, peer: int, address: int, into: Tensor) -> None:
+def lent_of(able: bool, indices: Tensor, values: Tensor) -> Lent:
+    """What to say of rows that are lent."""
+    return Lent(able, len(indices), indices.data_ptr(), values.data_ptr())
+
+
+def read_all(wire: Wire, peer: int, address: int, into: Tensor) -> None:
+    """Fill `into` from what a peer lends, or raise."""
     if into.numel() and not wire.read(peer, address, into):
         wire.unread(peer, into)
 
 
-def _told(wire: Wire, said: Mapping[int, _Lent]) -> dict[int, _Lent]:
+def told(wire: Wire, said: Mapping[int, Lent]) -> dict[int, Lent]:
     """What each peer tells this rank, which tells it what is `said`."""
     messages = [
         (peer, torch.frombuffer(bytearray(_SAID.pack(*lent)), dtype=torch.uint8))
@@ -138,14 +146,14 @@ def _told(wire: Wire, said: Mapping[int, _Lent]) -> dict[int, _Lent]:
     ]
     pending = wire.post_small(messages, [(peer, _SAID.size) for peer in said])
     heard = {
-        peer: _Lent(*_SAID.unpack_from(message.numpy().data))
+        peer: Lent(*_SAID.unpack_from(message.numpy().data))
         for peer, message in zip(said, pending.wait(), strict=True)
     }
     pending.release()
     return heard
 
 
-def _read_indices(call: Call, peer: int, lent: _Lent) -> Tensor:
+def _read_indices(call: Call, peer: int, lent: Lent) -> Tensor:
     indices = torch.empty(lent.rows, dtype=call.wire_index)
-    _read(call.wire, peer, lent.indices, as_bytes(indices))
+    read_all(call.wire, peer, lent.indices, as_bytes(indices))
     return indices

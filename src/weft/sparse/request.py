@@ -100,6 +100,10 @@ class Request:
         before: Request | None,
     ) -> Request:
         """The same but for the indices; `before` is of the table before it, if it is in a list."""
+        if before is not None and out is None:
+            like = before._like(rows)
+            if like is not None:
+                return like
         request = cls()
         with request._stating():
             request._take_rows(rows)
@@ -114,6 +118,41 @@ class Request:
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
         return request
+
+    def _like(self, rows: object) -> Request | None:
+        """This request for other rows, if their checks would say the same."""
+        if self.error is not None or self.out is not None or self.restore is not _pair:
+            return None
+        if type(rows) is not tuple or len(rows) != 2:
+            return None
+        indices, values = rows
+        if not (type(indices) is type(values) is Tensor):
+            return None
+        own, count = self.rows, indices.numel()
+        same = (
+            indices.dtype is own.indices.dtype
+            and values.dtype is own.values.dtype
+            and indices.dim() == 1
+            and count > 0
+            and own.indices.numel() > 0
+            and values.shape == (count, *own.values.shape[1:])
+            and values.layout is torch.strided
+            and indices.is_cpu
+            and values.is_cpu
+            and not values.requires_grad
+            and is_plain(values)
+        )
+        if not same:
+            return None
+        return Request(
+            rows=Rows(indices, values),
+            op=self.op,
+            algorithm=self.algorithm,
+            dtype=self.dtype,
+            rounded=self.rounded,
+            fields=self.fields,
+            restore=_pair,
+        )
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
@@ -291,6 +330,8 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         indices, values = given
         if isinstance(indices, Tensor) and isinstance(values, Tensor):
             device = values.device
+            if device.type == "cpu":
+                return Rows(indices, values), _pair
             return Rows(indices, values), lambda rows: (
                 rows.indices.to(device),
                 rows.values.to(device),
@@ -299,6 +340,10 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
         "weft.Rows"
     )
+
+
+def _pair(rows: Rows) -> tuple[Tensor, Tensor]:
+    return rows.indices, rows.values
 
 
 def outside(low: int, high: int, height: int | None) -> str | None:

@@ -45,7 +45,9 @@ UNKNOWN = "?"
 """In place of a row shape: this rank has no rows."""
 
 _LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
-_FIXED = struct.Struct("<4q2?6x")  # tables, bytes of: lines, trouble, index; with rows, fallible
+# tables, bytes of: lines, trouble, index; what comes with it, fallible, lends; where it lies
+_FIXED = struct.Struct("<4qB2?5x2q")
+_HEADER, _ROWS, _LENT = range(3)
 _AROUND = 128  # bytes for alignment, and before a statement of calls that queued up
 COLUMNS = 5
 """How many numbers a table has:"""
@@ -69,7 +71,9 @@ class Tables:
         numbers: `[tables, 5]`, see `ROWS` and following.
         trouble: how ranks differ, or "".
         fallible: somebody passed a function, which may raise.
-        header: of all tables' rows together; None where the rows are here.
+        lends: this rank can lend its rows to all others (`near_tables`), and so does if asked.
+        lent: where its keys and its rows lie, if they are neither described nor here.
+        header: of all tables' rows together; None where the rows are here, or lent.
         index: bytes of the indices, in `layout` order; int32 or int64 by their number.
         values: bytes of the values, in `layout` order.
     """
@@ -78,6 +82,8 @@ class Tables:
     numbers: Longs
     trouble: str = ""
     fallible: bool = False
+    lends: bool = False
+    lent: tuple[int, int] | None = None
     header: Header | None = None
     index: Tensor | None = None
     values: Tensor | None = None
@@ -97,9 +103,10 @@ class Tables:
     def pack(self) -> Tensor:
         """The statement as bytes."""
         lines, trouble = "\n".join(self.lines).encode(), self.trouble.encode()
-        rows = self.header is None
+        kind = _LENT if self.lent else _ROWS if self.header is None else _HEADER
         index = 0 if self.index is None else self.index.numel()
-        fixed = _FIXED.pack(len(self.lines), len(lines), len(trouble), index, rows, self.fallible)
+        sizes, flags = (len(lines), len(trouble), index), (self.fallible, self.lends)
+        fixed = _FIXED.pack(len(self.lines), *sizes, kind, *flags, *(self.lent or (0, 0)))
         parts = [np.frombuffer(fixed, np.uint8), self.numbers.reshape(-1).view(np.uint8)]
         parts += [np.frombuffer(text, np.uint8) for text in (lines, trouble)]
         if self.header is not None:
@@ -116,7 +123,8 @@ class Tables:
     def unpack(cls, body: Tensor) -> Tables:
         """A statement from bytes; the rows are views of them."""
         raw = body.numpy()
-        tables, lines, trouble, index, rows, fallible = _FIXED.unpack_from(raw.data)
+        fixed = _FIXED.unpack_from(raw.data)
+        tables, lines, trouble, index, kind, fallible, lends, *where = fixed
         sizes = (_FIXED.size, tables * COLUMNS * 8, lines, trouble)
         starts = np.cumsum([0] + [_aligned(size) for size in sizes]).tolist()
         numbers, said, differ = (
@@ -128,9 +136,11 @@ class Tables:
             numbers.view(np.int64).reshape(tables, COLUMNS).copy(),
             bytes(differ).decode(),
             fallible,
-            None if rows else Header.unpack(rest),
-            rest[:index] if rows else None,
-            rest[_aligned(index) :] if rows else None,
+            lends,
+            (where[0], where[1]) if kind == _LENT else None,
+            Header.unpack(rest) if kind == _HEADER else None,
+            rest[:index] if kind == _ROWS else None,
+            rest[_aligned(index) :] if kind == _ROWS else None,
         )
 
     def described(self, rank: int) -> Tables:
@@ -180,7 +190,8 @@ class Tables:
             trouble = trouble or one.trouble
         headers = [one.header for one in said if one.header is not None]
         header = Header.together(headers) if len(headers) == len(said) else None
-        return cls(lines, numbers, trouble, any(one.fallible for one in said), header)
+        fallible, lends = any(one.fallible for one in said), all(one.lends for one in said)
+        return cls(lines, numbers, trouble, fallible, lends, header=header)
 
 
 def _reconciled(lines: list[str], numbers: Longs, other: Tables) -> str:
@@ -220,7 +231,8 @@ def layout(lines: Sequence[str]) -> list[int]:
 
     Tables without rows, whose row shape is not known, may be anywhere.
     """
-
+    if lines and lines.count(lines[0]) == len(lines):
+        return list(range(len(lines)))
     return sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table))
 
 

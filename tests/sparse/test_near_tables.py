@@ -1,0 +1,241 @@
+"""Lists among ranks that read each other's memory: the same bits, in one exchange less."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.errors import WireError
+from weft.sparse import coalesced, last_call, near_tables
+from weft.sparse.joint import Joint
+from weft.testing import processes
+from weft.wire import lent, process_group
+
+RANKS = 3
+
+needs_reading = pytest.mark.skipif(
+    lent._read() is None or ((lent.yama() or 0) > 0 and not lent.may_trace()),
+    reason="this machine does not let processes read each other's memory",
+)
+
+ALIKE = [((24,), torch.float32, 4000), ((24,), torch.float32, None), ((24,), torch.float32, 2**40)]
+MIXED = [
+    *ALIKE,
+    ((2, 30), torch.float64, 5000),
+    ((), torch.bfloat16, None),
+    ((0,), torch.float32, 700),
+    ((7,), torch.int8, 10**6),
+]
+
+
+def tables(rank, kinds, count):
+    """Some tables, one of them empty on one rank and one on all."""
+    draw = torch.Generator().manual_seed(rank)
+    made = []
+    for number, (shape, dtype, height) in enumerate(kinds):
+        rows = count * (number != rank) * (number != 5)
+        indices = torch.randint(min(height or 10**4, 10**4), (rows,), generator=draw)
+        values = torch.randn(rows, *shape, generator=draw).mul(50).to(dtype)
+        made.append(weft.Rows(indices, values, height))
+    return made
+
+
+def keep_left(left, right):
+    return left - right
+
+
+CALLS = [
+    (ALIKE, 3000, {}),
+    (MIXED, 2000, {}),
+    (ALIKE, 3000, {"op": "avg"}),
+    (MIXED, 2000, {"op": "max"}),
+    (MIXED[:5], 3000, {"op": keep_left}),
+    (MIXED[:4], 3000, {"wire_dtype": torch.bfloat16}),
+    (ALIKE[:1], 5000, {}),
+]
+
+
+def started():
+    dist.init_process_group("gloo")
+    return process_group.of_group(None)
+
+
+def counted(module, name):
+    """How often a function of a module was called."""
+    calls, real = [], getattr(module, name)
+
+    def function(*args, **options):
+        calls.append(name)
+        return real(*args, **options)
+
+    setattr(module, name, function)
+    return calls
+
+
+def same(ours, theirs):
+    return all(
+        torch.equal(mine.indices, other.indices) and torch.equal(mine.values, other.values)
+        for mine, other in zip(ours, theirs, strict=True)
+    )
+
+
+def both_ways(calls):
+    """For each call whether reading gave what sending does, and what all else was as it should."""
+    wire = started()
+    if wire.rank == 1:  # late: its rows are ready before anybody hears where they are
+        real = Joint.values
+
+        def values(self, memory, op):
+            if self._values is None:
+                memory.zero_()
+                time.sleep(0.05)
+            return real(self, memory, op)
+
+        Joint.values = values
+    reads, found = counted(near_tables, "split"), []
+    for kinds, count, options in calls:
+        for few in (False, True):  # rows that fit in the opening, on one rank
+            rows = tables(wire.rank, kinds, 5 if few and wire.rank == 2 else count)
+            said = weft.explain(rows, group=wire, **options)
+            before = len(reads), wire.sequence
+            made = weft.sparse_all_reduce(rows, group=wire, **options)
+            once = len(reads) - before[0], wire.sequence - before[1]
+            name = last_call(wire).algorithm
+            sent = weft.sparse_all_reduce(rows, group=wire, algorithm="gather", **options)
+            fallible = callable(options.get("op"))
+            found.append(
+                (same(made, sent), once == (1, 1 + fallible), said.chosen == name == "split")
+            )
+    dist.destroy_process_group()
+    return found
+
+
+@needs_reading
+def test_what_is_read_has_the_bits_of_what_is_sent():
+    for found in processes(RANKS, both_ways, CALLS, timeout=120.0):
+        assert found == [(True, True, True)] * (2 * len(CALLS))
+
+
+def moved():
+    """Bytes that a rank read in a call, and what the call's record says that it sent."""
+    wire = started()
+    rows = tables(wire.rank, MIXED, 2000)
+    weft.sparse_all_reduce(rows, group=wire)
+    read, real = [], type(wire).read
+
+    def noted(self, peer, address, into):
+        read.append(into.nbytes)
+        return real(self, peer, address, into)
+
+    type(wire).read = noted
+    weft.sparse_all_reduce(rows, group=wire)
+    dist.destroy_process_group()
+    return sum(read), last_call(wire).sent_bytes
+
+
+@needs_reading
+def test_what_is_read_counts_as_sent():
+    read, sent = map(sum, zip(*processes(RANKS, moved, timeout=120.0), strict=True))
+    said = RANKS * (RANKS - 1) * 2000  # statements, and where sums are
+    assert read > 10 * said and read < sent < read + said
+
+
+def one_cannot(how):
+    """One rank cannot lend: whether results are right, and the openings of each call."""
+    wire = started()
+    near_tables._PAUSE = 6
+    if wire.rank == 1:
+        if how == "large":
+            near_tables._MOST = 1000
+        else:
+            wire.lends = lambda peer: False
+    reads, openings, right = counted(near_tables, "split"), [], []
+    for _ in range(6):
+        rows = tables(wire.rank, ALIKE, 3000)
+        before = wire.sequence
+        made = weft.sparse_all_reduce(rows, group=wire)
+        openings.append(wire.sequence - before)
+        right.append(same(made, weft.sparse_all_reduce(rows, group=wire, algorithm="gather")))
+    dist.destroy_process_group()
+    return right, openings, len(reads)
+
+
+@needs_reading
+@pytest.mark.parametrize("how", ["large", "hidden"])
+def test_where_one_rank_cannot_lend_all_open_again_and_rest(how):
+    for right, openings, reads in processes(RANKS, one_cannot, how, timeout=120.0):
+        assert all(right) and reads == 0
+        # two openings; then two calls of these, and some of others, that do not try it
+        assert openings == [2, 1, 1, 2, 1, 1]
+
+
+def gives_up(how):
+    """Rank 0 lends nothing any more when the others are about to read: what they raise."""
+    wire = started()
+    rows = tables(wire.rank, ALIKE, 3000)
+    weft.sparse_all_reduce(rows, group=wire)
+    real = near_tables.told
+
+    def told(told_wire, said):
+        if wire.rank == 0 and how == "wipes":
+            wire._connections.mover._guard.wipe()
+        heard = real(told_wire, said)
+        if wire.rank == 0 and how == "raises":
+            raise RuntimeError("enough")
+        return heard
+
+    near_tables.told = told
+    culprit = None
+    try:
+        weft.sparse_all_reduce(rows, group=wire)
+    except WireError as error:
+        culprit = error.culprit
+    except RuntimeError:
+        culprit = "own"
+    dist.destroy_process_group()
+    return culprit
+
+
+@needs_reading
+@pytest.mark.parametrize(("how", "culprits"), [("raises", ["own", 0, 0]), ("wipes", [0, 0, 0])])
+def test_a_rank_that_lends_nothing_any_more_is_named_by_all(how, culprits):
+    assert processes(RANKS, gives_up, how, timeout=120.0) == culprits
+
+
+def errs(what):
+    """One rank errs, or differs: what all say, and whether the next call works."""
+    wire = started()
+    rows = tables(wire.rank, ALIKE, 3000)
+    wrong = list(rows)
+    if wire.rank == 1 and what == "index":
+        wrong[2] = weft.Rows(torch.tensor([5, -3]), torch.ones(2, 24), 2**40)
+    elif wire.rank == 1:
+        wrong[2] = weft.Rows(torch.arange(3000), torch.ones(3000, 7), 2**40)
+    reads = counted(coalesced.near_tables, "split")
+    said = ""
+    try:
+        weft.sparse_all_reduce(wrong, group=wire)
+    except weft.WeftError as error:
+        said = str(error)
+    count = len(reads)
+    made = weft.sparse_all_reduce(rows, group=wire)
+    right = same(made, weft.sparse_all_reduce(rows, group=wire, algorithm="gather"))
+    dist.destroy_process_group()
+    return said, right, count
+
+
+@needs_reading
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("index", "rank 1: table 2: index -3 is negative: indices count from 0"),
+        ("shape", "the ranks differ in table 2: rank 0 has rows of shape (24,), rank 1 has rows "
+                  "of shape (7,); pass the same on every rank"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_before_anybody_reads(what, text):
+    assert processes(RANKS, errs, what, timeout=120.0) == [(text, True, 0)] * RANKS
