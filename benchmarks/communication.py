@@ -1,14 +1,15 @@
 """What the communication routines cost beside what a person would write instead.
 
     python benchmarks/communication.py [--ranks 4] [--rounds 5] [--elements 25000000]
+    python benchmarks/communication.py --tensors 0 --call all_to_all --bytes 262144 --rounds 40
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/communication.py
 
 Each table is checked first and then measured in turns in the same run: `sync_params` and
 `sync_grads` of a model of many small tensors, and of one of the same number that are larger, beside
 SAR's way (one `all_reduce` for each tensor) and gloo's fastest (one for all of them, flattened);
 `all_to_all` beside gloo's `all_to_all_single`, which needs to be told the sizes, and the exchange
-of sizes besides; `all_reduce` beside gloo's. Times are medians over the rounds, of the slowest
-rank.
+of sizes besides; `all_reduce` beside gloo's. `--call` and `--bytes` choose among the last two and
+their sizes. Times are medians over the rounds, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import functools
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -34,6 +35,7 @@ from weft.wire.base import Wire
 SMALL = 1000  # elements of a small tensor
 SIZES = (8, *(1 << power for power in range(10, 26, 2)))  # bytes that each sends to each
 QUICK = 1 << 17  # bytes up to which a call is made often enough for one time to be steady
+CALLS = ("all_to_all", "all_reduce")
 
 Rows = list[list[str]]
 
@@ -130,53 +132,67 @@ def synchronise(
     return shown
 
 
-def exchange(wire: Wire, group: dist.ProcessGroup, rounds: int, largest: int) -> Rows:
+def tensors(
+    wire: Wire, group: dist.ProcessGroup, rounds: int, names: Sequence[str], sizes: Sequence[int]
+) -> Rows:
+    """The calls that move one tensor, or one for each rank, of so many bytes each."""
+    ways = {"all_to_all": exchange, "all_reduce": reduce}
     shown: Rows = []
-    for nbytes in (size for size in SIZES if size <= largest):
-        inputs = [
-            torch.full((nbytes,), wire.rank * wire.size + to, dtype=torch.uint8)
-            for to in range(wire.size)
-        ]
-        source = torch.cat(inputs)
-        result = torch.empty_like(source)
-        sizes = torch.tensor([tensor.numel() for tensor in inputs])
-
-        def known(result: torch.Tensor = result, source: torch.Tensor = source) -> None:
-            dist.all_to_all_single(result, source, group=group)
-
-        def fresh(source: torch.Tensor = source) -> None:
-            dist.all_to_all_single(torch.empty_like(source), source, group=group)
-
-        def unknown(source: torch.Tensor = source, sizes: torch.Tensor = sizes) -> torch.Tensor:
-            coming = torch.empty_like(sizes)
-            dist.all_to_all_single(coming, sizes, group=group)
-            result = source.new_empty(int(coming.sum()))
-            dist.all_to_all_single(result, source, coming.tolist(), sizes.tolist(), group=group)
-            return result
-
-        found = weft.all_to_all(inputs)
-        known()
-        assert torch.equal(torch.cat(found), result) and torch.equal(unknown(), result)
-        for rank, tensor in enumerate(found):
-            assert tensor.eq(rank * wire.size + wire.rank).all()
-        contenders = {
-            "weft": lambda inputs=inputs: weft.all_to_all(inputs),
-            "gloo, sizes discovered": unknown,
-            "gloo, sizes known": fresh,
-            "gloo, sizes known, memory reused": known,
-        }
-        calls = 20 if nbytes <= QUICK else 1
-        timed = measure(wire, rounds, contenders, calls)
-        shown += [["all_to_all", f"{nbytes} B", *row] for row in timed]
-        tensor = torch.ones(max(1, nbytes // 4))
-        assert weft.all_reduce(tensor).eq(wire.size).all()
-        contenders = {
-            "weft": lambda tensor=tensor: weft.all_reduce(tensor),
-            "gloo": lambda tensor=tensor: dist.all_reduce(tensor.clone(), group=group),
-        }
-        timed = measure(wire, rounds, contenders, calls)
-        shown += [["all_reduce", f"{nbytes} B", *row] for row in timed]
+    for nbytes in sizes:
+        for name in names:
+            contenders = ways[name](wire, group, nbytes)
+            # a short call often enough for its time to be steady
+            timed = measure(wire, rounds, contenders, 20 if nbytes <= QUICK else 1)
+            shown += [[name, f"{nbytes} B", *row] for row in timed]
     return shown
+
+
+def exchange(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
+    """Ways of `all_to_all`, checked."""
+    inputs = [
+        torch.full((nbytes,), wire.rank * wire.size + to, dtype=torch.uint8)
+        for to in range(wire.size)
+    ]
+    source = torch.cat(inputs)
+    result = torch.empty_like(source)
+    sizes = torch.tensor([tensor.numel() for tensor in inputs])
+
+    def known() -> None:
+        dist.all_to_all_single(result, source, group=group)
+
+    def fresh() -> None:
+        dist.all_to_all_single(torch.empty_like(source), source, group=group)
+
+    def unknown() -> torch.Tensor:
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes, group=group)
+        result = source.new_empty(int(coming.sum()))
+        dist.all_to_all_single(result, source, coming.tolist(), sizes.tolist(), group=group)
+        return result
+
+    found = weft.all_to_all(inputs)
+    known()
+    assert torch.equal(torch.cat(found), result) and torch.equal(unknown(), result)
+    for rank, tensor in enumerate(found):
+        assert tensor.eq(rank * wire.size + wire.rank).all()
+    return {
+        "weft": lambda: weft.all_to_all(inputs),
+        "gloo, sizes discovered": unknown,
+        "gloo, sizes known": fresh,
+        "gloo, sizes known, memory reused": known,
+    }
+
+
+def reduce(wire: Wire, group: dist.ProcessGroup, nbytes: int) -> dict[str, Callable[[], object]]:
+    """Ways of `all_reduce`, checked. Gloo's is in place; summing zeros leaves them so."""
+    tensor = torch.ones(max(1, nbytes // 4))
+    assert weft.all_reduce(tensor).eq(wire.size).all()
+    place = torch.zeros_like(tensor)
+    return {
+        "weft": lambda: weft.all_reduce(tensor),
+        "gloo": lambda: dist.all_reduce(tensor.clone(), group=group),
+        "gloo, in place": lambda: dist.all_reduce(place, group=group),
+    }
 
 
 def rank(arguments: argparse.Namespace) -> Rows:
@@ -189,7 +205,8 @@ def rank(arguments: argparse.Namespace) -> Rows:
         rows: Rows = []
         for each in (SMALL, arguments.elements // arguments.tensors) if arguments.tensors else ():
             rows += synchronise(wire, group, arguments.rounds, arguments.tensors, each)
-        rows += exchange(wire, group, arguments.rounds, arguments.largest)
+        sizes = arguments.bytes or [size for size in SIZES if size <= arguments.largest]
+        rows += tensors(wire, group, arguments.rounds, arguments.call or CALLS, sizes)
     dist.destroy_process_group()
     return rows
 
@@ -212,6 +229,8 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=200, help="of a model; 0: none")
     parser.add_argument("--elements", type=int, default=25_000_000, help="of all tensors")
     parser.add_argument("--largest", type=int, default=1 << 24, help="bytes of an exchange")
+    parser.add_argument("--bytes", type=int, action="append", help="of an exchange, instead")
+    parser.add_argument("--call", choices=CALLS, action="append", help="of those that move tensors")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         rows = rank(arguments)

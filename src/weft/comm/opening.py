@@ -13,16 +13,16 @@ import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..agree import BODY, Private, agree, is_direct
+from ..agree import BODY, Agreement, Private, agree, is_direct
 from ..errors import WeftError
 from ..wire.base import Pending, Wire
 
-__all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "opened"]
+__all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "following", "opened"]
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
@@ -68,6 +68,7 @@ class Opening:
         own: what each rank stated of its own, in rank order; empty where statements are not
             direct. Valid inside of `opened`.
         private: what each rank said to this one alone, its own not included; as `own`.
+        bodies, fingerprints: of the statements, in rank order; as `own`.
     """
 
     fields: dict[str, str]
@@ -77,6 +78,8 @@ class Opening:
     mask: Tensor
     own: list[memoryview]
     private: list[memoryview]
+    bodies: list[memoryview] = field(default_factory=list)
+    fingerprints: list[bytes] = field(default_factory=list)
 
 
 @contextmanager
@@ -131,27 +134,38 @@ def opened(
     body = bytearray().join(parts)
     agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
     try:
-        heard = agreement.said
-        said = [_SAID.unpack_from(each) for each in heard]
-        recorder, without, limit, lowest, highest = map(min, zip(*said, strict=True))
-        if recorder != _NOBODY and without != _NOBODY:
-            raise WeftError(
-                f"rank {recorder} records gradients of {name}, rank {without} is under "
-                "torch.no_grad(): call it under the same mode on every rank"
-            )
-        rests = [each[_SAID.size :] for each in heard]
-        masks = (torch.frombuffer(each, dtype=torch.uint8) for each in rests if each)
-        yield Opening(
-            agreement.fields,
-            recorder != _NOBODY,
-            limit,
-            lowest == ~highest,
-            functools.reduce(_or, masks) if mask is not None and rests[0] else _NO_MASK,
-            rests if is_direct(wire) else [],
-            agreement.private,
-        )
+        yield following(wire, name, agreement, masks=mask is not None)
     finally:
         agreement.release()
+
+
+def following(wire: Wire, name: str, agreement: Agreement, *, masks: bool = False) -> Opening:
+    """What follows from an agreement, in which what is said of its own may be masks.
+
+    Raises:
+        WeftError: some ranks record gradients and others are under `torch.no_grad()`.
+    """
+    heard = agreement.said
+    said = [_SAID.unpack_from(each) for each in heard]
+    recorder, without, limit, lowest, highest = map(min, zip(*said, strict=True))
+    if recorder != _NOBODY and without != _NOBODY:
+        raise WeftError(
+            f"rank {recorder} records gradients of {name}, rank {without} is under "
+            "torch.no_grad(): call it under the same mode on every rank"
+        )
+    rests = [each[_SAID.size :] for each in heard]
+    bits = (torch.frombuffer(each, dtype=torch.uint8) for each in rests if each)
+    return Opening(
+        agreement.fields,
+        recorder != _NOBODY,
+        limit,
+        lowest == ~highest,
+        functools.reduce(_or, bits) if masks and rests[0] else _NO_MASK,
+        rests if is_direct(wire) else [],
+        agreement.private,
+        heard,
+        agreement.fingerprints,
+    )
 
 
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:

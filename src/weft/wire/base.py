@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, Self, TypeGuard
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -118,6 +118,7 @@ class Wire(abc.ABC):
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         inbox: memory for what each peer says in the opening of a call, where calls keep one.
         answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
+        habits: calls that were made before, by what they were made with (`weft.comm.habit`).
         near: whether to ask all ranks if all can read each other's memory; the same on each.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
@@ -140,6 +141,7 @@ class Wire(abc.ABC):
         self.hosts: Hosts | None = None
         self.inbox: dict[int, Tensor] = {}
         self.answers: dict[int, Tensor] = {}
+        self.habits: dict[Hashable, Any] = {}
         self.near = False
         self.entered: object | None = None
         self._worker: Worker | None = None

@@ -1,0 +1,118 @@
+"""Habits: what ranks say in a call that they made before just so is only compared.
+
+An iteration of a training loop makes the calls of the one before, of tensors of the same shapes.
+From the third such call on, what a rank says is put together already, but for the values, and so is
+what it expects to hear. If it does hear that, what follows is known; else the statements are read,
+as ever. What is said is what would be said without, so a rank needs no habit that others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..agree import CAP, concluded, is_direct, opening_of
+from ..wire.base import Wire
+from .opening import Opening, following
+
+__all__ = ["Habit", "learn"]
+
+_MANY = 64  # habits of one wire that are kept
+
+Told = Mapping[int, tuple[bytes, int]]
+"""What is said to each peer, or by it: what is always the same, and bytes of what follows."""
+
+
+class Habit:
+    """One call, as all ranks are used to make it.
+
+    Attributes:
+        records: as `Opening.records`.
+        told: the bytes that are the same each time, by peer, of what this rank says.
+        heard: the same of what the peers say.
+        tails: what followed these (uint8, 1-D), by peer; valid until the next call.
+    """
+
+    def __init__(self, wire: Wire, name: str, said: Opening, told: Told, heard: Told) -> None:
+        self.records = said.records
+        self.told = {peer: always for peer, (always, _) in told.items()}
+        self.heard = {peer: always for peer, (always, _) in heard.items()}
+        self.tails: dict[int, Tensor] = {}
+        self._wire, self._name = wire, name
+
+        def head(rank: int, always: bytes, tail: int) -> bytes:
+            body = bytes(said.bodies[rank])
+            private = len(always) + tail
+            opening = opening_of(said.fingerprints[rank], rank, body, len(body), private)
+            return b"".join([opening, bytes(-len(body) % 16), always])
+
+        self._mine = head(wire.rank, b"", 0)
+        self._heads = [(peer, head(wire.rank, *told[peer])) for peer in wire.peers]
+        self._expected = []
+        for peer in wire.peers:
+            inbox = wire.inbox.setdefault(peer, torch.empty(CAP, dtype=torch.uint8))
+            expected = head(peer, *heard[peer])
+            start = 8 + len(expected)
+            self._expected.append((inbox[:start].numpy().data, expected))
+            self.tails[peer] = inbox[start : start + heard[peer][1]]
+        self._exchange = wire.persistent([(peer, wire.inbox[peer]) for peer in wire.peers])
+
+    def exchange(self, tails: Mapping[int, bytes], meanwhile: Callable[[], object]) -> bool:
+        """Say what is expected and hear the others; collective.
+
+        Args:
+            tails: by peer, what follows what is always the same.
+            meanwhile: work to do while the statements are under way.
+
+        Returns:
+            Whether all is as expected. Else `news` has what followed instead.
+
+        Raises:
+            WireError: a peer or a link failed.
+        """
+        wire = self._wire
+        wire.sequence += 1
+        number = wire.sequence.to_bytes(8, "little")
+        pending = self._exchange.start(
+            [bytearray().join((number, head, tails[peer])) for peer, head in self._heads]
+        )
+        meanwhile()
+        pending.wait()
+        # not the views themselves, which are compared item by item
+        return all(raw.tobytes() == number + expected for raw, expected in self._expected)
+
+    def news(self) -> Opening:
+        """What follows from what was heard instead of what was expected.
+
+        Raises:
+            WeftError: somebody's arguments are wrong, or do not go with the others'.
+        """
+        wire = self._wire
+        number = wire.sequence.to_bytes(8, "little")
+        mine = torch.frombuffer(bytearray(number + self._mine), dtype=torch.uint8)
+        said = [mine if rank == wire.rank else wire.inbox[rank] for rank in range(wire.size)]
+        return following(wire, self._name, concluded(wire, said))
+
+
+def learn(wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard: Told) -> None:
+    """Remember a call; the second time it becomes a habit.
+
+    Args:
+        wire: among whom.
+        key: what this rank brought, but for the values.
+        name: of the call.
+        said: what all said; inside of `opened`.
+        told: what this rank said to each peer.
+        heard: what each peer said to this rank.
+    """
+    if wire.size == 1 or not is_direct(wire):
+        return
+    habits = wire.habits
+    if key in habits:
+        habits[key] = Habit(wire, name, said, told, heard)
+        return
+    if len(habits) >= _MANY:
+        habits.clear()
+    habits[key] = None
