@@ -120,6 +120,7 @@ class Wire(abc.ABC):
         answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
         habits: calls that were made before, by what they were made with (`weft.comm.habit`).
         near: whether to ask all ranks if all can read each other's memory; the same on each.
+        together: whether all have said that all can; the same on each.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
@@ -142,7 +143,7 @@ class Wire(abc.ABC):
         self.inbox: dict[int, Tensor] = {}
         self.answers: dict[int, Tensor] = {}
         self.habits: dict[Hashable, Any] = {}
-        self.near = False
+        self.near = self.together = False
         self.entered: object | None = None
         self._worker: Worker | None = None
 

@@ -4,7 +4,8 @@ Small tensors go from each to all and every rank reduces them itself: one round.
 cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
 goes to all, round the ring of ranks if parts are large. A rank receives 2 (P-1)/P of the tensor's
 bytes, whatever P is. They go in chunks, so that one chunk is reduced while the next is on its way,
-and goes on to the right while the next is reduced.
+and goes on to the right while the next is reduced. Ranks that can read each other's memory need
+none of that (`near`).
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
 Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
@@ -18,12 +19,13 @@ bits; half precision is accumulated in float32 and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
+from . import near
+from .arithmetic import OPS, Combine, arithmetic, cut, grain, reduce, reduce_parts, refuses
 from .base import Pending, Wire, flattened
 from .hosts import Hosts
 from .memory import Lease, typed
@@ -46,29 +48,8 @@ _SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 _CHUNK = 1 << 17  # bytes of a part that are worth a message of their own, and the ring
 _CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
-_BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
-_ALIGN = 64  # bytes that parts are multiples of
 
 _SCATTER, _GATHER = 1 << 16, 1 << 17  # channels that nobody else uses
-
-_Combine = Callable[..., Tensor]
-
-OPS: dict[str, _Combine] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
-# torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
 
 
 def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = None) -> Pending:
@@ -86,7 +67,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
     """
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {wire.rank}: {reason}")
-    combine, flat = _arithmetic(op, flattened(tensor))
+    combine, flat = arithmetic(op, flattened(tensor))
     small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
     if source is not None and small:
         tensor.copy_(source)
@@ -95,50 +76,9 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
     if small:
         return _Whole(wire, tensor, flat, combine)
     given = flat if source is None else flattened(source).view(flat.dtype)
+    if wire.near:
+        return _Near(wire, tensor, flat, combine, given)
     return _Parts(wire, tensor, flat, combine, given)
-
-
-def cut(flat: Tensor, ranks: int) -> int:
-    """Elements of the part of a 1-D tensor that each rank reduces; of the last ones it may be
-    less."""
-    grain = _grain(flat)
-    each = -(-len(flat) // ranks)
-    return -(-each // grain) * grain
-
-
-def _grain(flat: Tensor) -> int:
-    """Elements of which parts and chunks hold whole multiples, so that they are aligned."""
-    return max(1, _ALIGN // flat.element_size())
-
-
-def refuses(op: str, dtype: torch.dtype) -> str | None:
-    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
-    if op not in OPS:
-        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
-    combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
-    try:
-        combine(nothing, nothing)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        return f"op {op} does not apply to {dtype}: {error}"
-    return None
-
-
-def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-    """What `all_reduce` makes of contributions, where they all are here.
-
-    Args:
-        parts: 1-D, of the dtype and size of `out`, in rank order; the first is overwritten.
-        op: one of `OPS`.
-        out: contiguous; may be one of the parts.
-    """
-    combine, flat = _arithmetic(op, flattened(out))
-    seen = [part.view(flat.dtype) for part in parts]
-    if not len(flat):
-        return
-    if len(seen) == 1:
-        flat.copy_(seen[0])
-    else:
-        reduce_parts(seen, combine, flat)
 
 
 def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
@@ -177,42 +117,6 @@ def _chunk(ranks: int, part: float) -> int:
     return min(SCRATCH // (ranks - 1), max(_CHUNK, math.ceil(part / _CHUNKS)))
 
 
-def _arithmetic(op: str, flat: Tensor) -> tuple[_Combine, Tensor]:
-    """How two contributions combine, and the tensor seen in the dtype in which they do."""
-    combine, dtype = OPS[op], flat.dtype
-    if dtype in _SIGNED:
-        signed = flat.view(_SIGNED[dtype])
-        if op not in ("min", "max"):
-            return combine, signed
-        top = torch.iinfo(signed.dtype).min  # flipping the top bit turns one order into the other
-
-        def ordered(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-            return torch.bitwise_xor(combine(left ^ top, right ^ top), top, out=out)
-
-        return ordered, signed
-    if dtype is torch.bool:
-        combine = {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, combine)
-    return combine, flat
-
-
-def reduce_parts(parts: Sequence[Tensor], combine: _Combine, out: Tensor) -> None:
-    """Combine in the order given, into `out`, which may be one of the parts; overwrites the first.
-
-    In place, since memory that is fresh for each step costs more than the arithmetic.
-    """
-    if out.dtype.is_floating_point and out.dtype.itemsize <= 2:
-        for start in range(0, len(out), _BLOCK):
-            target, *blocks = (each[start : start + _BLOCK] for each in (out, *parts))
-            wide = blocks[0].float()
-            for block in blocks[1:]:
-                combine(wide, block.float(), out=wide)
-            target.copy_(wide)
-        return
-    for part in parts[1:-1]:
-        combine(parts[0], part, out=parts[0])
-    combine(parts[0], parts[-1], out=out)
-
-
 class _Done(Pending):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -227,7 +131,7 @@ class _Done(Pending):
 class _Whole(Pending):
     """From each to all, then everyone reduces the same."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine) -> None:
+    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine) -> None:
         self._tensor, self._flat, self._combine, self._done = tensor, flat, combine, False
         self._own = flat.view(torch.uint8)
         self._pending = wire.small_all_gather(self._own, len(self._own))
@@ -244,6 +148,29 @@ class _Whole(Pending):
         return None
 
 
+class _Near(Pending):
+    """All ranks read each other's contributions and sums, if they find that all can."""
+
+    def __init__(
+        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine, given: Tensor
+    ) -> None:
+        self._of, self._done = (wire, tensor, flat, combine, given), False
+
+    def wait(self) -> list[Tensor]:
+        wire, tensor, flat, combine, given = self._of
+        if not self._done:
+            places = near.told(wire, given, flat)
+            if places is None:
+                _Parts(wire, tensor, flat, combine, given).wait()
+            else:
+                near.all_reduce(wire, flat, combine, given, places)
+            self._done = True
+        return [tensor]
+
+    def release(self) -> None:
+        return None
+
+
 class _Parts(Pending):
     """Each rank reduces its part and sends it to all, chunk by chunk.
 
@@ -254,17 +181,17 @@ class _Parts(Pending):
     """
 
     def __init__(
-        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: _Combine, given: Tensor
+        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine, given: Tensor
     ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
         self._given = given
-        grain = _grain(flat)
+        aligned = grain(flat)
         self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
         ring = ring_chunk(wire.size, nbytes, wire.hosts)
         self._rings = ring is not None
         chunk = (ring or SCRATCH // (wire.size - 1)) // flat.element_size()
-        self._step = max(grain, chunk // grain * grain)
+        self._step = max(aligned, chunk // aligned * aligned)
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)

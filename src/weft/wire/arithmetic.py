@@ -1,0 +1,119 @@
+"""The arithmetic of dense reductions: how contributions combine, and how a tensor is cut for it.
+
+What belongs here needs no wire. Half precision is accumulated in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import flattened
+
+__all__ = ["OPS", "Combine", "arithmetic", "cut", "grain", "reduce", "reduce_parts", "refuses"]
+
+_BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
+_ALIGN = 64  # bytes that parts are multiples of
+
+Combine = Callable[..., Tensor]
+
+OPS: dict[str, Combine] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+# torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def cut(flat: Tensor, ranks: int) -> int:
+    """Elements of the part of a 1-D tensor that each rank reduces; of the last ones it may be
+    less."""
+    each, aligned = -(-len(flat) // ranks), grain(flat)
+    return -(-each // aligned) * aligned
+
+
+def grain(flat: Tensor) -> int:
+    """Elements of which parts and chunks hold whole multiples, so that they are aligned."""
+    return max(1, _ALIGN // flat.element_size())
+
+
+def refuses(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
+    if op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
+    combine, nothing = arithmetic(op, torch.empty(0, dtype=dtype))
+    try:
+        combine(nothing, nothing)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"op {op} does not apply to {dtype}: {error}"
+    return None
+
+
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """What `all_reduce` makes of contributions, where they all are here.
+
+    Args:
+        parts: 1-D, of the dtype and size of `out`, in rank order; left as they are, or overwritten
+            as by `reduce_parts`.
+        op: one of `OPS`.
+        out: contiguous; may be one of the parts.
+    """
+    combine, flat = arithmetic(op, flattened(out))
+    seen = [part.view(flat.dtype) for part in parts]
+    if not len(flat):
+        return
+    if len(seen) == 1:
+        flat.copy_(seen[0])
+    else:
+        reduce_parts(seen, combine, flat)
+
+
+def arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
+    """How two contributions combine, and the tensor seen in the dtype in which they do."""
+    combine, dtype = OPS[op], flat.dtype
+    if dtype in _SIGNED:
+        signed = flat.view(_SIGNED[dtype])
+        if op not in ("min", "max"):
+            return combine, signed
+        top = torch.iinfo(signed.dtype).min  # flipping the top bit turns one order into the other
+
+        def ordered(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+            return torch.bitwise_xor(combine(left ^ top, right ^ top), top, out=out)
+
+        return ordered, signed
+    if dtype is torch.bool:
+        combine = {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, combine)
+    return combine, flat
+
+
+def reduce_parts(parts: Sequence[Tensor], combine: Combine, out: Tensor) -> None:
+    """Combine in the order given, into `out`, which may be one of the parts.
+
+    The others are left as they are, but if `out` is the third or a later one, the first is
+    overwritten: memory that is fresh for each step costs more than the arithmetic.
+    """
+    if out.dtype.is_floating_point and out.dtype.itemsize <= 2:
+        for start in range(0, len(out), _BLOCK):
+            target, *blocks = (each[start : start + _BLOCK] for each in (out, *parts))
+            wide = blocks[0].float()
+            for block in blocks[1:]:
+                combine(wide, block.float(), out=wide)
+            target.copy_(wide)
+        return
+    first, second, *rest = parts
+    into = first if any(part.data_ptr() == out.data_ptr() for part in rest) else out
+    for part in rest:
+        first, second = combine(first, second, out=into), part
+    combine(first, second, out=out)
