@@ -131,3 +131,72 @@ def test_whether_gradients_are_recorded_is_decided_by_all(wire):
         pytest.raises(weft.WeftError, match=r"rank 1 records gradients .* rank 0 is under"),
     ):
         weft.all_to_all([torch.ones(4, requires_grad=True)] * 2)
+
+
+REDUCED = {"eager": 7, "read whole": 20_000, "read in parts": 700_001}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+@spmd(2, 4)
+def test_all_reduce_again(wire, name):
+    """Every way a tensor may go, in the first call and in later ones, with the same bits."""
+    wire.habits.clear()
+    wire.together, count, kept = False, REDUCED[name], []
+    terms = [
+        torch.randn(count, generator=torch.Generator().manual_seed(rank))
+        for rank in range(wire.size)
+    ]
+    for call in range(5):
+        for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("max", torch.uint16)):
+            parts = [(term * 9 + call).abs().to(dtype) for term in terms]
+            mine = parts[wire.rank].clone()
+            found = weft.all_reduce(mine, op)
+            assert torch.equal(mine, parts[wire.rank])
+            mine.zero_()  # nobody reads it any more
+            if op == "max":
+                right = torch.stack([part.long() for part in parts]).amax(0).to(dtype)
+            else:
+                wide = [part.div(wire.size) if op == "avg" else part for part in parts]
+                right = wide[0].float()
+                for part in wide[1:]:
+                    right = right + part.float()
+            assert torch.equal(found, right.to(dtype)), (op, call)
+            kept.append((found, found.clone()))
+    for found, copy in kept:
+        assert torch.equal(found, copy)
+    lends = all(map(wire.lends, wire.peers))
+    if type(wire).__name__ == "ProcessGroupWire":
+        assert wire.near == lends and wire.together == (lends and name != "eager")
+        assert len(habits(wire)) == (3 if lends or name == "eager" else 0)
+
+
+@spmd(3)
+def test_an_all_reduce_that_differs_is_told_and_the_next_works(wire):
+    for count in (5, 50_000):
+        for call in range(6):
+            found = weft.all_reduce(torch.full((count,), float(wire.rank + call)))
+            assert found.eq(3 + 3 * call).all()
+            if call == 3:
+                with pytest.raises(weft.WeftError, match=r"shape: .* rank 1 has"):
+                    weft.all_reduce(torch.ones(count + (wire.rank == 1)))
+                with pytest.raises(weft.WeftError, match="rank 2: op 'mean' is unknown"):
+                    weft.all_reduce(torch.ones(count), "mean" if wire.rank == 2 else "sum")
+
+
+@spmd(3, on=("processes",))
+def test_ranks_that_cannot_all_be_read_find_out_together(wire):
+    wire.habits.clear()
+    lends, wire.together = wire.lends, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(wire), "lends", lambda self, peer: self.rank != 1 and lends(peer))
+        for call in range(5):
+            mine = torch.full((50_000,), float(wire.rank + call))
+            assert weft.all_reduce(mine).eq(3 + 3 * call).all()
+            wire.dense_all_reduce(mine, "sum").wait()
+            assert mine.eq(3 + 3 * call).all()
+            assert not wire.near and not wire.together
+            if call == 2:
+                wire.near = True  # as if nobody had asked
+                wire.dense_all_reduce(mine, "max").wait()
+                assert mine.eq(9).all() and not wire.near
+    wire.near = True

@@ -141,7 +141,13 @@ class Scatter:
         """`run`, for plain tensors and inside of a call whose turn it is."""
         wire, like = self.wire, tensors[self.wire.rank]
         key: Hashable = None
-        if self.error is None and self.limit in (None, NO_LIMIT) and on_host(like):
+        # backward calls name the call that they belong to, so none is made twice
+        if (
+            " " not in self.name
+            and self.error is None
+            and self.limit in (None, NO_LIMIT)
+            and on_host(like)
+        ):
             shapes = tuple([tensor.shape for tensor in tensors])
             key = self.name, like.dtype, mode, *self.fields.values(), shapes
         habit = wire.habits.get(key)

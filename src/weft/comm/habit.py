@@ -59,7 +59,11 @@ class Habit:
             self.tails[peer] = inbox[start : start + heard[peer][1]]
         self._exchange = wire.persistent([(peer, wire.inbox[peer]) for peer in wire.peers])
 
-    def exchange(self, tails: Mapping[int, bytes], meanwhile: Callable[[], object]) -> bool:
+    def exchange(
+        self,
+        tails: Mapping[int, bytes | memoryview],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> bool:
         """Say what is expected and hear the others; collective.
 
         Args:
