@@ -36,7 +36,7 @@ __all__ = ["all_reduce"]
 
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
-_NEAR = 32 << 10  # the same where all can read each other's memory
+_NEAR = 16 << 10  # the same where all can read each other's memory
 
 
 def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:

@@ -32,6 +32,7 @@ from .opening import NO_LIMIT, Mode, Opening, opened
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
+_NEAR = 16 << 10  # the same where the other rank can rather read it
 _APART, _HERE, _LENT = range(3)  # where a tensor is: not in the statement, in it, to be read
 _DIMS = 64  # as many as torch's tensors may have
 _CAP = 8 + 8 * _DIMS + 8  # bytes of a shape on its own
@@ -264,10 +265,10 @@ def _stated(
     tensor: Tensor, eager: int, to: int, loans: Loans | None
 ) -> tuple[bytes, bytes | memoryview]:
     """A tensor's shape, with its bytes if they are few, or with where it lies if `to` can read."""
+    if tensor.nbytes > _NEAR and loans is not None and loans.wire.lends(to):
+        return _shape(tensor, _LENT), loans.ticket(to, tensor)
     if tensor.nbytes <= eager:
         return _shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data
-    if loans is not None and loans.wire.lends(to):
-        return _shape(tensor, _LENT), loans.ticket(to, tensor)
     return _shape(tensor, _APART), b""
 
 
