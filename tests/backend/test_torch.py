@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft.backend import collectives
 from weft.testing import run
 from weft.wire import process_group
 
@@ -71,6 +72,38 @@ def sparse(wire, backend, meeting):
         assert dist.group.WORLD.wire is process_group.of_group(None)
         indices, _ = weft.sparse_all_reduce((torch.tensor([me]), torch.ones(1)), group=None)
         assert indices.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_dense_all_reduce_goes_by_reading_where_all_ranks_can(tmp_path, apart):
+    run(3, dense, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+
+
+def dense(wire, backend, meeting, apart):
+    calls = []
+    with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
+        world = dist.group.WORLD
+        lends = type(world.wire).lends
+        if apart:  # one rank's memory is not to be read, and all follow
+            patch.setattr(
+                type(world.wire), "lends", lambda self, peer: self.rank != 1 and lends(self, peer)
+            )
+        served = collectives.all_reduce
+        patch.setattr(collectives, "all_reduce", lambda *given: calls.append(1) or served(*given))
+        for count in (3, 40_000):
+            for op, right in (("SUM", 6.0), ("PRODUCT", 6.0), ("MAX", 3.0)):
+                works = []
+                for later in (False, True):
+                    mine = torch.full((count,), float(me + 1))
+                    work = dist.all_reduce(mine, getattr(dist.ReduceOp, op), async_op=later)
+                    works += [(mine, work)]
+                for mine, work in works:
+                    if work is not None:
+                        work.wait()
+                    assert mine.eq(right).all()
+        readable = not apart and all(world.wire.lends(peer) for peer in world.wire.peers)
+        assert world._together == readable
+        assert len(calls) == (12 if readable else 0)
 
 
 def test_uneven_lists(ranks):

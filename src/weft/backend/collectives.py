@@ -40,6 +40,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "scatter",
+    "together",
 ]
 
 EAGER = 1 << 13
@@ -70,6 +71,16 @@ def op_name(op: object) -> str:
         if op == member:  # an object of ReduceOp equals its member, but does not tell its name
             return _OPS.get(name, name)
     return str(op)
+
+
+def together(wire: Wire) -> bool:
+    """Whether all ranks can read each other's memory, asked before an all-reduce; collective."""
+    able = wire.near and all(map(wire.lends, wire.peers))
+    said = torch.tensor([able], dtype=torch.uint8)
+    agreement = agree(wire, "all_reduce", {}, None, said, torch.minimum)
+    wire.near = wire.together = all(bool(body[0]) for body in agreement.bodies)
+    agreement.release()
+    return wire.together
 
 
 def barrier(wire: Wire) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """Backend "weft": gloo's collectives, with those served by weft that gloo lacks or is slow at.
 
 Sparse `all_reduce`, `all_gather` into a list (of equal sizes or not) and `reduce_scatter` of a list
-go over weft's wire for the group; all else goes to the gloo group inside. Which of the two serves a
-call depends on the kind of call alone, never on one rank's sizes.
+go over weft's wire for the group, and so does dense `all_reduce` where all ranks can read each
+other's memory, which they ask each other at the first. All else goes to the gloo group inside.
+Which of the two serves a call depends on that and the kind of call, never on one rank's sizes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class WeftGroup(PythonGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._together: bool | None = None  # can all read each other's memory: once asked
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -58,8 +60,17 @@ class WeftGroup(PythonGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given = listed(tensors)
         if all(tensor.layout == torch.strided for tensor in given):
-            return self._gloo.allreduce(given, *([] if opts is None else [opts]))
+            return self._dense_all_reduce(given, opts)
         return sparse_all_reduce(self.wire, given, opts)
+
+    def _dense_all_reduce(self, given: list[Tensor], opts: Any) -> Any:
+        wire, op = self.wire, op_of(opts)
+        if self._together is None:
+            self._together = wire.worker.call("all_reduce", lambda: collectives.together(wire))
+        if self._together:
+            job = functools.partial(collectives.all_reduce, wire, given, op)
+            return started(wire, "all_reduce", job, opts)
+        return self._gloo.allreduce(given, *([] if opts is None else [opts]))
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         wire, mine, places = self.wire, listed(ins)[0], nested(outs)[0]
