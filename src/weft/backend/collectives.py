@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..agree import agree, is_direct
 from ..errors import WeftError
-from ..wire import dense
+from ..wire import dense, near
+from ..wire.arithmetic import arithmetic
 from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain, plain
 from ..wire.memory import Lease, typed
 
@@ -94,14 +95,21 @@ def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
     fields = {"op": op, **_said(tensors)}
     error = _reason(tensors, op)
     eager = error is None and len(tensors) == 1 and _eager(wire, tensors[0].nbytes)
-    payload = _flat(tensors[0]) if eager else None
+    reads = wire.together and not eager and error is None and len(tensors) == 1 and is_direct(wire)
+    flats = [_flat(tensor) for tensor in tensors] if error is None else []
+    payload = flats[0] if eager else None
+    if reads:
+        combine, seen = arithmetic(_sum(op), flats[0])
+        payload = torch.frombuffer(bytearray(near.places_of(seen, seen)), dtype=torch.uint8)
     with _opened(wire, "all_reduce", fields, error, payload) as bodies:
-        for tensor in tensors:
-            flat = _flat(tensor)
+        for flat, tensor in zip(flats, tensors, strict=True):
             if eager:
                 # copies, since a statement is aligned to 8 bytes only, and parts are overwritten
                 parts = [typed(body, (flat.numel(),), flat.dtype).clone() for body in bodies]
                 dense.reduce(parts, _sum(op), flat)
+            elif reads:
+                places = {peer: near.places_in(bodies[peer].numpy().data) for peer in wire.peers}
+                near.all_reduce(wire, seen, combine, seen, places)
             else:
                 pending = wire.dense_all_reduce(flat, _sum(op))
                 pending.wait()
