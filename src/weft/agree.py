@@ -23,8 +23,19 @@ from torch import Tensor
 
 from .errors import WeftError
 from .wire.base import Pending, Wire
+from .wire.routine import Rooms
 
-__all__ = ["BODY", "CAP", "DIRECT", "Agreement", "agree", "concluded", "is_direct", "opening_of"]
+__all__ = [
+    "BODY",
+    "CAP",
+    "DIRECT",
+    "Agreement",
+    "agree",
+    "concluded",
+    "is_direct",
+    "opening_of",
+    "rooms",
+]
 
 DIRECT = 16
 """Up to this many ranks exchange statements directly."""
@@ -199,6 +210,12 @@ def agree(
         meanwhile()
         said = [_combining(wire, mine.numbered(), combine)]
     return _agreed(wire, known, mine, said, release)
+
+
+def rooms(wire: Wire) -> Rooms:
+    """Memory of a wire for whole statements of its peers, which routines on it share."""
+    kept: Rooms = wire.kept.setdefault("statements", Rooms(CAP))
+    return kept
 
 
 def opening_of(fingerprint: bytes, named: int, body: bytes, size: int, private: int) -> bytes:

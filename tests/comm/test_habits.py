@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft.comm.habit import Habit
+from weft.comm.habit import Habit, known
 from weft.testing import spmd
 
 SMALL, LARGE = 5, 70_000
@@ -35,13 +35,13 @@ def called(wire, sizes, call, dtype=torch.float32, **options):
 
 
 def habits(wire):
-    return [each for each in wire.habits.values() if isinstance(each, Habit)]
+    return [each for each in known(wire).values() if isinstance(each, Habit)]
 
 
 @pytest.mark.parametrize("name", SIZES)
 @spmd(2, 3, 4)
 def test_later_calls_give_what_the_first_does(wire, name):
-    wire.habits.clear()  # a group serves several tests
+    known(wire).clear()  # a group serves several tests
     kept = []
     for call in range(5):
         for dtype in (torch.float32, torch.complex128, torch.bool):
@@ -81,7 +81,7 @@ def test_a_rank_that_brings_something_else(wire, name):
 
         called(wire, sizes, call)
         if call == 9 and wire.rank == 2:
-            wire.habits.clear()  # what the others expect does not depend on it
+            known(wire).clear()  # what the others expect does not depend on it
 
 
 @spmd(3)
@@ -140,7 +140,7 @@ REDUCED = {"eager": 7, "read whole": 20_000, "read in parts": 700_001}
 @spmd(2, 4)
 def test_all_reduce_again(wire, name):
     """Every way a tensor may go, in the first call and in later ones, with the same bits."""
-    wire.habits.clear()
+    known(wire).clear()
     wire.together, count, kept = False, REDUCED[name], []
     terms = [
         torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -185,7 +185,7 @@ def test_an_all_reduce_that_differs_is_told_and_the_next_works(wire):
 
 @spmd(3, on=("processes",))
 def test_ranks_that_cannot_all_be_read_find_out_together(wire):
-    wire.habits.clear()
+    known(wire).clear()
     lends, wire.together = wire.lends, False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(wire), "lends", lambda self, peer: self.rank != 1 and lends(peer))

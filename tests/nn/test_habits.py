@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import weft
 from weft import nn
+from weft.kernels import cpu_talk, talk_table
+from weft.kernels.compile import compiler
 from weft.nn import habit
 from weft.nn.habit import Habit
 from weft.testing import spmd
@@ -117,6 +120,7 @@ def test_what_is_read_is_added_in_the_order_of_a_first_call(wire, name):
 
 
 def check_bits(layer, rank, shape, dtype):
+    compiler.make(cpu_talk.KEY)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(shape or (0,), generator=generator).to(dtype)
     before, after = [], []
@@ -135,22 +139,71 @@ def check_bits(layer, rank, shape, dtype):
     assert all(each.lends for each in kept)
 
 
+CROSSINGS = {  # what each lends: all of it, boxes of it, its part of a sum
+    "whole": lambda: nn.AllGather(P(3), 0),
+    "boxes": lambda: nn.Repartition(P((3, 1)), P((1, 3))),
+    "sum": lambda: nn.AllSumReduce(P(3), 0),
+}
+
+
+@pytest.mark.parametrize("how", ["torch", "steps", "steps, later"])
 @pytest.mark.parametrize("elements", [70_000, 200_000])
+@pytest.mark.parametrize("name", CROSSINGS)
 @spmd(3, on=("processes",))
-def test_what_cannot_be_read_is_sent(wire, elements):
-    layer = nn.AllSumReduce(P(3), 0)
-    x = torch.arange(elements) + wire.rank
-    real, tried = type(wire).read, []
+def test_what_cannot_be_read_is_sent(wire, name, elements, how):
+    compiler.make(cpu_talk.KEY)
+    layer = CROSSINGS[name]()
+    x = (torch.arange(elements) + wire.rank).view(-1, 10)
+    right = layer(x)
+    real, lender, tried, asked = type(wire).read, type(wire).lender, [], []
+
+    def may(self, peer):
+        return (peer + self.rank) % 2 == 1
 
     def read(self, peer, address, into):
         tried.append(peer)
-        return (peer + self.rank) % 2 == 1 and real(self, peer, address, into)
+        return may(self, peer) and real(self, peer, address, into)
+
+    def record(self, peer):
+        if how == "torch":
+            return None
+        asked.append(peer)
+        found = lender(self, peer).copy()
+        late = how == "steps, later" and len(asked) <= len(self.peers)
+        found[talk_table.GUARD + 1] += not (may(self, peer) or late)
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(wire), "read", read)
-        for _ in range(4):
-            assert torch.equal(layer(x), 3 * torch.arange(elements) + 3)
-    assert tried
+        patch.setattr(type(wire), "lender", record)
+        for _ in range(5):
+            assert torch.equal(layer(x), right)
+    if wire.rank != 1:  # which may read all; later only the parts of a sum are refused
+        assert bool(tried) == (how != "steps, later" or name == "sum")
+    assert bool(asked) == (how != "torch")
+    for _ in range(3):
+        assert torch.equal(layer(x), right)
+
+
+@spmd(4, on=("processes",))
+def test_habits_are_carried_out_by_machine_code(wire):
+    compiler.make(cpu_talk.KEY)
+    ran, real = [], cpu_talk.Talk.run
+
+    def run(self, *arguments):
+        came = real(self, *arguments)
+        ran.append(came)
+        return came
+
+    layers = [nn.AllGather(P(4), 0), nn.HaloExchange(P((4, 1)), (1, 0)), nn.AllSumReduce(P(4), 0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_talk.Talk, "run", run)
+        for layer, size in itertools.product(layers, (16, 200, 20_000)):
+            x = torch.randn(size, 8)
+            results = [layer(x) for _ in range(4)]
+            assert all(torch.equal(each, results[0]) for each in results)
+    # two calls of each are habits; those that read what is lent say so, and a sum twice
+    assert len(ran) >= 2 * len(layers) * 3 + 4
 
 
 @spmd(3, on=("processes",))

@@ -28,7 +28,7 @@ from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
 from ..wire.memory import fresh
 from .differentiable import applied
-from .habit import learn
+from .habit import known, learn
 from .movement import host, on_host
 from .opening import Mode, Opening, opened
 
@@ -156,7 +156,7 @@ class _Reduction:
                 place.copy_(given)
                 wire.dense_all_reduce(place, op).wait()
 
-        habit = wire.habits.get(key)
+        habit = known(wire).get(key)
         if habit is not None:
             if habit.exchange(dict.fromkeys(wire.peers, told)):
                 ended([habit.tails.get(rank, given) for rank in range(wire.size)], True)

@@ -25,7 +25,7 @@ from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
 from ..wire.loans import Loans
 from .differentiable import applied
-from .habit import Habit, learn
+from .habit import Habit, known, learn
 from .movement import STAGED, empty, host, moved, on_host, rounds_of
 from .opening import NO_LIMIT, Mode, Opening, opened
 
@@ -151,7 +151,7 @@ class Scatter:
         ):
             shapes = tuple([tensor.shape for tensor in tensors])
             key = self.name, like.dtype, mode, *self.fields.values(), shapes
-        habit = wire.habits.get(key)
+        habit = known(wire).get(key)
         if habit is not None:
             return self._again(habit, tensors)
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 from torch import Tensor
 
-from ..agree import CAP, concluded, is_direct, opening_of
+from ..agree import concluded, is_direct, opening_of, rooms
+from ..kernels.cpu_talk import Came
 from ..wire.base import Wire
+from ..wire.routine import NUMBER, Script
 from .opening import Opening, following
 
-__all__ = ["Habit", "learn"]
+__all__ = ["Habit", "known", "learn"]
 
 _MANY = 64  # habits of one wire that are kept
 
@@ -40,7 +42,7 @@ class Habit:
         self.told = {peer: always for peer, (always, _) in told.items()}
         self.heard = {peer: always for peer, (always, _) in heard.items()}
         self.tails: dict[int, Tensor] = {}
-        self._wire, self._name = wire, name
+        self._name = name
 
         def head(rank: int, always: bytes, tail: int) -> bytes:
             body = bytes(said.bodies[rank])
@@ -49,15 +51,16 @@ class Habit:
             return b"".join([opening, bytes(-len(body) % 16), always])
 
         self._mine = head(wire.rank, b"", 0)
-        self._heads = [(peer, head(wire.rank, *told[peer])) for peer in wire.peers]
-        self._expected = []
-        for peer in wire.peers:
-            inbox = wire.inbox.setdefault(peer, torch.empty(CAP, dtype=torch.uint8))
-            expected = head(peer, *heard[peer])
-            start = 8 + len(expected)
-            self._expected.append((inbox[:start].numpy().data, expected))
-            self.tails[peer] = inbox[start : start + heard[peer][1]]
-        self._exchange = wire.persistent([(peer, wire.inbox[peer]) for peer in wire.peers])
+        expects = {peer: head(peer, *heard[peer]) for peer in wire.peers}
+        lengths = {peer: len(expected) + heard[peer][1] for peer, expected in expects.items()}
+        says = {peer: head(wire.rank, *told[peer]) for peer in wire.peers}
+        messages = {peer: each + bytes(told[peer][1]) for peer, each in says.items()}
+        self._routine = wire.routine(Script(messages, expects, lengths, rooms(wire)))
+        self._tails = {peer: self._routine.said[peer][len(each) :] for peer, each in says.items()}
+        for peer, expected in expects.items():
+            self.tails[peer] = self._routine.heard[peer][
+                NUMBER + len(expected) : NUMBER + lengths[peer]
+            ]
 
     def exchange(
         self,
@@ -76,16 +79,16 @@ class Habit:
         Raises:
             WireError: a peer or a link failed.
         """
-        wire = self._wire
+        routine, wire = self._routine, self._routine.wire
         wire.sequence += 1
-        number = wire.sequence.to_bytes(8, "little")
-        pending = self._exchange.start(
-            [bytearray().join((number, head, tails[peer])) for peer, head in self._heads]
-        )
+        for peer, place in self._tails.items():
+            place[:] = tails[peer]
+        came = routine.run(wire.sequence, meanwhile=meanwhile)
+        if came is not None:
+            return came is Came.ALL
+        routine.start(wire.sequence)
         meanwhile()
-        pending.wait()
-        # not the views themselves, which are compared item by item
-        return all(raw.tobytes() == number + expected for raw, expected in self._expected)
+        return routine.finish()
 
     def news(self) -> Opening:
         """What follows from what was heard instead of what was expected.
@@ -93,11 +96,17 @@ class Habit:
         Raises:
             WeftError: somebody's arguments are wrong, or do not go with the others'.
         """
-        wire = self._wire
+        wire, heard = self._routine.wire, self._routine.heard
         number = wire.sequence.to_bytes(8, "little")
         mine = torch.frombuffer(bytearray(number + self._mine), dtype=torch.uint8)
-        said = [mine if rank == wire.rank else wire.inbox[rank] for rank in range(wire.size)]
+        said = [mine if rank == wire.rank else heard[rank] for rank in range(wire.size)]
         return following(wire, self._name, concluded(wire, said))
+
+
+def known(wire: Wire) -> dict[Hashable, Habit | None]:
+    """The calls that were made on a wire before, by what they were made with."""
+    found: dict[Hashable, Habit | None] = wire.kept.setdefault("calls", {})
+    return found
 
 
 def learn(wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard: Told) -> None:
@@ -113,7 +122,7 @@ def learn(wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard
     """
     if wire.size == 1 or not is_direct(wire):
         return
-    habits = wire.habits
+    habits = known(wire)
     if key in habits:
         habits[key] = Habit(wire, name, said, told, heard)
         return

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, meter, reference
+from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
@@ -408,7 +408,7 @@ def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[st
         for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype))
     ]
     # these are for every dtype, and fewest calls need them
-    return list(dict.fromkeys([*sets, cpu_copy.KEY, cpu_shares.KEY]))
+    return list(dict.fromkeys([*sets, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY]))
 
 
 def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:

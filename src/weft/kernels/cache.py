@@ -39,6 +39,8 @@ _SOURCES = (
     "gap_loops.py",
     "index_loops.py",
     "share_loops.py",
+    "talk_loops.py",
+    "talk_table.py",
     "value_loops.py",
 )
 _NOTE = "complete"  # a file

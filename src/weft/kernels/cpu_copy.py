@@ -12,7 +12,7 @@ from torch import Tensor
 from . import pool
 from .compile import Key, compiler
 
-__all__ = ["KEY", "LEAST", "copy"]
+__all__ = ["KEY", "LEAST", "Span", "copy", "spans"]
 
 KEY: Key = ("copy",)
 """The one set of loops for all dtypes."""
@@ -28,8 +28,8 @@ def copy(out: Tensor, values: Tensor) -> bool:
     alike = out.dtype == values.dtype and out.shape == values.shape
     if not alike or out.is_neg() != values.is_neg() or out.is_conj() != values.is_conj():
         return False
-    found = _rows(out, values)
-    loops = compiler.loops(KEY) if found is not None else None
+    found = spans(out, values)
+    loops = compiler.loops(KEY) if found is not None and found[0] > _NARROW else None
     if found is None or loops is None:
         return False
     width, (height, out_row, row), (planes, out_plane, plane) = found
@@ -49,14 +49,17 @@ def copy(out: Tensor, values: Tensor) -> bool:
     return True
 
 
-_Step = tuple[int, int, int]
+Span = tuple[int, int, int]
 """How many, and how many bytes apart in the one tensor and in the other."""
 
 
-def _rows(out: Tensor, values: Tensor) -> tuple[int, _Step, _Step] | None:
-    """Both tensors as planes of rows: (bytes of a row, rows, planes); None: they are not such."""
+def spans(out: Tensor, values: Tensor) -> tuple[int, Span, Span] | None:
+    """Two tensors of one shape and dtype as planes of rows: (bytes of a row, rows, planes).
+
+    None: they are not such.
+    """
     size = values.element_size()
-    steps: list[_Step] = [(size, 1, 1)]  # innermost first
+    steps: list[Span] = [(size, 1, 1)]  # innermost first
     for count, to, source in zip(
         reversed(values.shape), reversed(out.stride()), reversed(values.stride()), strict=True
     ):
@@ -66,4 +69,4 @@ def _rows(out: Tensor, values: Tensor) -> tuple[int, _Step, _Step] | None:
         elif count > 1:
             steps.append((count, to * size, source * size))
     width, *outer = steps[0][0], *steps[1:], (1, 0, 0), (1, 0, 0)
-    return (width, outer[0], outer[1]) if len(steps) <= 3 and width > _NARROW else None
+    return (width, outer[0], outer[1]) if len(steps) <= 3 else None

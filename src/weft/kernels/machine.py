@@ -18,13 +18,23 @@ from numba.extending import intrinsic
 
 __all__ = [
     "KINDS",
+    "MONOTONIC",
+    "NOT_NOW",
     "SIZES",
     "apply",
+    "clock_gettime",
     "count_ones",
     "fence",
     "load",
     "lowest_one",
+    "memcmp",
+    "memcpy",
+    "memset",
     "prefetch",
+    "process_vm_readv",
+    "recv",
+    "sched_yield",
+    "send",
     "store",
     "stream",
 ]
@@ -46,6 +56,32 @@ KINDS: dict[str, tuple[Any, Any]] = {  # what lies in memory, what the loop comp
 
 SIZES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1}
 """Bytes of one number of each kind."""
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library; addresses are integers."""
+    return types.ExternalFunction(name, result(*arguments))
+
+
+recv = _function("recv", types.int64, types.int32, types.int64, types.int64, types.int32)
+send = _function("send", types.int64, types.int32, types.int64, types.int64, types.int32)
+memcmp = _function("memcmp", types.int32, types.int64, types.int64, types.int64)
+memcpy = _function("memcpy", types.int64, types.int64, types.int64, types.int64)
+memset = _function("memset", types.int64, types.int64, types.int32, types.int64)
+process_vm_readv = _function(
+    "process_vm_readv",
+    types.int64,
+    types.int32,
+    *(types.int64, types.uint64, types.int64, types.uint64, types.uint64),
+)
+sched_yield = _function("sched_yield", types.int32)
+clock_gettime = _function("clock_gettime", types.int32, types.int32, types.int64)
+
+NOT_NOW = 0x4040
+"""Flags of `recv` and `send`: MSG_DONTWAIT and MSG_NOSIGNAL, as Linux has them."""
+
+MONOTONIC = 1
+"""The clock that only goes on, as Linux numbers them."""
 
 
 def _word(typing: Callable[..., Any]) -> Any:

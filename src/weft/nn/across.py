@@ -14,21 +14,27 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..grid import Box
 from ..plan import Plan
+from ..wire.arithmetic import cut, reduce_parts
 from ..wire.base import Wire
-from ..wire.dense import cut, reduce_parts
 from ..wire.loans import TICKET, Loans
 from ..wire.memory import Lease, fresh, typed
 from .carry import BITS, Result, order_of_addition, packed, place_for, split
-from .habit import TICKETS, Habit
 from .opening import Opening
 
-__all__ = ["exchanged"]
+if TYPE_CHECKING:
+    from .habit import Habit
+
+__all__ = ["TICKETS", "Boxes", "Sum", "exchanged", "flat", "in_parts"]
+
+TICKETS = 2 * TICKET
+"""Bytes in which a rank says to another where it may read."""
 
 _WHOLE = 512 << 10  # bytes up to which each rank rather reads all of what all want the sum of
 
@@ -42,14 +48,18 @@ def exchanged(habit: Habit, wire: Wire, x: Tensor) -> Opening | Tensor:
         x: this rank's tensor: of the CPU, plain.
     """
     bits = x.view(BITS.get(x.dtype, x.dtype))
-    in_parts = habit.plan.hint == "all_reduce" and x.nbytes > _WHOLE
-    in_parts = in_parts and x.dtype is not torch.complex32
-    crossing = (_Sum if in_parts else _Boxes)(habit.plan, bits, wire)
+    crossing = (Sum if in_parts(habit.plan, x) else Boxes)(habit.plan, bits, wire)
     news = habit.exchange(wire, x, crossing.begin, crossing.tickets)
-    found = crossing.ended(habit.boxes(wire)).view(x.dtype) if news is None else news
+    found = crossing.ended(habit.boxes).view(x.dtype) if news is None else news
     for lease in crossing.leases:
         lease.release()
     return found
+
+
+def in_parts(plan: Plan, x: Tensor) -> bool:
+    """Whether each rank makes a part of a sum that all want."""
+    large = plan.hint == "all_reduce" and x.nbytes > _WHOLE
+    return large and x.dtype is not torch.complex32
 
 
 class _Crossing(abc.ABC):
@@ -74,16 +84,16 @@ class _Crossing(abc.ABC):
         """The result, given the tickets that the others told."""
 
 
-class _Boxes(_Crossing):
+class Boxes(_Crossing):
     """Each box from its rank to those that want it."""
 
     def __init__(self, plan: Plan, x: Tensor, wire: Wire) -> None:
         super().__init__(plan, x, wire)
-        self._local, self._loans = plan.local(wire.rank), Loans(wire)
+        self._local, self.loans = plan.local(wire.rank), Loans(wire)
         self._order = order_of_addition(plan, wire.rank, x.dtype)
         self._into: Result | None = None
         for peer, takes in self._local.sends.items():
-            ticket = self._loans.ticket(peer, packed(x, takes, wire, self.leases))
+            ticket = self.loans.ticket(peer, packed(x, takes, wire, self.leases))
             self.tickets[peer] = ticket + bytes(TICKETS - TICKET)
 
     def begin(self) -> None:
@@ -113,7 +123,7 @@ class _Boxes(_Crossing):
             if peer in recvs
         }
         for peer, (place, _) in places.items():
-            self._loans.take(peer, told[peer][:TICKET].numpy().data, place)
+            self.loans.take(peer, told[peer][:TICKET].numpy().data, place)
 
         def add() -> None:
             for number, rank in enumerate(self._order):
@@ -124,24 +134,24 @@ class _Boxes(_Crossing):
                     for put, values in split(places[rank][0], recvs[rank], x.dtype):
                         self._into.write(put.slices, values)
 
-        self._loans.settle(add)
+        self.loans.settle(add)
         return x.new_empty(0) if self._into is None else self._into.done(x.dtype)
 
 
-class _Sum(_Crossing):
+class Sum(_Crossing):
     """A sum that all want: each rank adds up one part of it."""
 
-    def __init__(self, plan: Plan, x: Tensor, wire: Wire) -> None:
+    def __init__(self, plan: Plan, x: Tensor, wire: Wire, y: Tensor | None = None) -> None:
         super().__init__(plan, x, wire)
         self._ranks = plan.ranks
-        self._y = fresh(tuple(x.shape), x.dtype)
-        self._from, self._to = (_flat(tensor) for tensor in (x, self._y))
+        self._y = fresh(tuple(x.shape), x.dtype) if y is None else y
+        self._from, self._to = (flat(tensor) for tensor in (x, self._y))
         self._part = cut(self._to, len(self._ranks))
-        self._terms, self._sums = Loans(wire), Loans(wire)
+        self.terms, self.sums = Loans(wire), Loans(wire)
         self._own = self._piece(self._to, wire.rank)
         for peer in self._peers:
-            term = self._terms.ticket(peer, self._piece(self._from, peer))
-            self.tickets[peer] = term + self._sums.ticket(peer, self._own)
+            term = self.terms.ticket(peer, self._piece(self._from, peer))
+            self.tickets[peer] = term + self.sums.ticket(peer, self._own)
 
     @property
     def _peers(self) -> list[int]:
@@ -161,18 +171,22 @@ class _Sum(_Crossing):
         slots = typed(self.leases[-1].tensor, (len(peers), len(own)), own.dtype)
         terms = dict(zip(peers, slots, strict=True)) | {self._wire.rank: own}
         for peer in peers:
-            self._terms.take(peer, told[peer][:TICKET].numpy().data, terms[peer])
+            self.terms.take(peer, told[peer][:TICKET].numpy().data, terms[peer])
 
         def add() -> None:
             reduce_parts([terms[rank] for rank in self._ranks], torch.add, own)
 
-        self._terms.settle(add, opens=True)
-        for peer in peers:
-            self._sums.take(peer, told[peer][TICKET:].numpy().data, self._piece(self._to, peer))
-        self._sums.settle()
+        self.terms.settle(add, opens=True)
+        return self.shared(told)
+
+    def shared(self, told: Mapping[int, Tensor]) -> Tensor:
+        """The result, once all have made their parts of it."""
+        for peer in self._peers:
+            self.sums.take(peer, told[peer][TICKET:].numpy().data, self._piece(self._to, peer))
+        self.sums.settle()
         return self._y
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """The elements one after the other, complex ones as two numbers."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

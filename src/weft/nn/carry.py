@@ -27,6 +27,7 @@ __all__ = [
     "Result",
     "assembled",
     "begun",
+    "blanks",
     "carried",
     "ended",
     "has_addition",
@@ -34,6 +35,7 @@ __all__ = [
     "packed",
     "place_for",
     "split",
+    "widened",
 ]
 
 _CHANNEL = 8  # that no other room uses
@@ -192,6 +194,24 @@ def order_of_addition(plan: Plan, rank: int, dtype: torch.dtype) -> list[int]:
     return order
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """In what values of this type are added up."""
+    return _WIDE.get(dtype, dtype)
+
+
+def blanks(local: Local, first: Box | None, nbytes: int) -> tuple[list[Box], bool]:
+    """What to fill with zeros before a result of so many bytes is written, `first` first.
+
+    And whether what comes first is then copied, where values add up.
+    """
+    assert local.result is not None
+    if not local.adds:
+        return local.gaps, False
+    if first is not None and first.shape != local.result and nbytes < _WORTH:
+        first = None
+    return _around(local.result, first), first is not None
+
+
 @functools.lru_cache(maxsize=512)
 def _around(shape: Shape, box: Box | None) -> list[Box]:
     """What a box leaves of a tensor."""
@@ -205,12 +225,9 @@ class Result:
         """Room for a result; `first` is the box that is written first, if that is known."""
         assert local.result is not None
         self._adds = local.adds
-        wide = _WIDE.get(dtype, dtype) if self._adds else dtype
-        self.tensor = fresh(local.result, wide)
-        if first is not None and first.shape != local.result and self.tensor.nbytes < _WORTH:
-            first = None
-        self._blank = self._adds and first is not None  # so that what comes first is copied
-        for gap in _around(local.result, first) if self._adds else local.gaps:
+        self.tensor = fresh(local.result, widened(dtype) if self._adds else dtype)
+        gaps, self._blank = blanks(local, first, self.tensor.nbytes)
+        for gap in gaps:
             self.tensor[gap.slices] = 0
 
     def write(self, put: tuple[slice, ...], values: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire, plain
+from ..wire.base import Wire, is_plain, plain
 from .across import exchanged
 from .carry import Result, assembled, begun, carried, ended, has_addition
 from .habit import Habit, learn
@@ -33,8 +33,13 @@ from .opening import Opening, Statement, host_of, opened, payload_of
 __all__ = ["Call", "moved"]
 
 
-def moved(movement: Movement, x: Tensor) -> Tensor:
+def moved(movement: Movement, x: Tensor, nothing: Shape = (0,)) -> Tensor:
     """What a layer gives for a tensor; collective among the ranks that it concerns.
+
+    Args:
+        movement: what the layer does.
+        x: the tensor.
+        nothing: the shape of the result where a rank that takes part has none.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; the same text on
@@ -45,7 +50,7 @@ def moved(movement: Movement, x: Tensor) -> Tensor:
     ranks = movement.groups.get(wire.rank)
     if ranks is None:
         return _outside(movement, wire, x)
-    return _applied(Call(movement, wire, ranks), x)
+    return _applied(Call(movement, wire, ranks, nothing=nothing), x)
 
 
 def _outside(movement: Movement, wire: Wire, x: Any) -> Tensor:
@@ -98,7 +103,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        return self.movement.name + " backward" * (self.order % 2)
+        return self.movement.names[self.order % 2]
 
     def opened(self, x: Any, mode: str = "", needs: bool | None = None) -> Call:
         """Hear what all bring; collective.
@@ -178,30 +183,39 @@ class Call:
 
     def _again(self, habit: Habit, key: object, x: Tensor) -> Call:
         """Hear what all bring, who are expected to bring what they did before; collective."""
-        wire, plan = self.wire, habit.plan
-        local = plain(_typed(x, habit.opening.dtype))
+        wire, nothing = self.wire, self.nothing
+        as_is = x.dtype is habit.opening.dtype and is_plain(x)
+        local = x if as_is else plain(_typed(x, habit.opening.dtype))
 
         def job() -> Opening | Tensor | None:
-            if habit.lends:
-                return exchanged(habit, wire, local)
-            if habit.takes is None:
-                news = habit.exchange(wire, local)
-                if news is not None or not habit.eager:
-                    return news
-                return assembled(plan, habit.tensors(wire, local), wire.rank, local)
-            into: list[Result | None] = []
-            news = habit.exchange(wire, local, lambda: into.append(begun(plan, local, wire.rank)))
-            return news or ended(plan, into[0], habit.boxes(wire), wire.rank, local)
+            found = habit.at_once(wire, local, nothing)
+            return self._by_torch(habit, local.detach()) if found is None else found
 
         # a range as torch.profiler.record_function makes it, for a fiftieth of the time
-        with _RecordFunctionFast(f"weft::{self.name}"):
+        with _RecordFunctionFast(self.movement.ranges[self.order % 2]):
             found = wire.worker.call(self.name, job)
         if isinstance(found, Opening):
             return self._following(found, key)
-        if found is not None and wire.rank not in plan.want.shapes:
-            found = found.new_empty(self.nothing)
-        self.plan, self.opening, self.ready = plan, habit.opening, found
+        self.plan, self.opening, self.ready = habit.plan, habit.opening, found
         return self
+
+    def _by_torch(self, habit: Habit, local: Tensor) -> Opening | Tensor | None:
+        """What `_again` has to do, by operations of torch; None: the rest is for `run`."""
+        wire, plan = self.wire, habit.plan
+        found: Opening | Tensor | None
+        if habit.lends:
+            found = exchanged(habit, wire, local)
+        elif habit.takes is not None:
+            into: list[Result | None] = []
+            found = habit.exchange(wire, local, lambda: into.append(begun(plan, local, wire.rank)))
+            found = found or ended(plan, into[0], habit.boxes, wire.rank, local)
+        else:
+            found = habit.exchange(wire, local)
+            if found is None and habit.eager:
+                found = assembled(plan, habit.tensors(wire, local), wire.rank, local)
+        if isinstance(found, Tensor) and wire.rank not in plan.want.shapes:
+            found = found.new_empty(self.nothing)
+        return found
 
     def _spelled(self) -> str:
         """The name of the call, for the other ranks."""
@@ -235,7 +249,7 @@ class Call:
         plan, opening, wire = self.plan, self.opening, self.wire
         local = _typed(x, opening.dtype).cpu().resolve_conj().resolve_neg()
         tensors = opening.tensors(plan.have.shapes)
-        with _RecordFunctionFast(f"weft::{self.name}"):
+        with _RecordFunctionFast(self.movement.ranges[self.order % 2]):
             if tensors is not None:
                 y = assembled(plan, tensors, wire.rank, local)
             else:

@@ -70,6 +70,16 @@ class Movement(abc.ABC):
         return {name: value for name, value in self.__dict__.items() if name != "habits"}
 
     @functools.cached_property
+    def names(self) -> tuple[str, str]:
+        """What its calls are called, on the way forward and backward."""
+        return self.name, f"{self.name} backward"
+
+    @functools.cached_property
+    def ranges(self) -> tuple[str, str]:
+        """What traces call them."""
+        return f"weft::{self.names[0]}", f"weft::{self.names[1]}"
+
+    @functools.cached_property
     def arguments(self) -> str:
         """`settings`, shortened to a digest where they are long."""
         found = self.settings()

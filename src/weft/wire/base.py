@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import torch
@@ -35,11 +35,13 @@ from .counted import Traffic
 from .memory import Lease, Pool
 
 if TYPE_CHECKING:
+    from ..kernels.cpu_talk import Lender
     from .hosts import Hosts
     from .link import Link
+    from .routine import Routine, Script
     from .worker import Worker
 
-__all__ = ["Pending", "Persistent", "Recv", "Send", "Wire"]
+__all__ = ["Pending", "Recv", "Send", "Wire"]
 
 _SMALL = 1 << 18  # the channel of small messages, where they have no lane of their own
 
@@ -76,29 +78,6 @@ class Pending(abc.ABC):
         return []
 
 
-class Persistent:
-    """Small messages that go again and again between the same ranks, into the same memory.
-
-    As MPI's persistent requests: what each exchange needs anew is made once, where a wire can.
-    """
-
-    def __init__(self, wire: Wire, recvs: Sequence[tuple[int, Tensor]]) -> None:
-        """Prepare to hear from peers, each into a tensor of its own (uint8, 1-D)."""
-        self._wire, self._recvs = wire, recvs
-
-    def start(self, messages: Sequence[bytearray]) -> Pending:
-        """`Wire.post_small` of one message to each of those peers, and one from each.
-
-        Raises:
-            WireError: the wire is broken or closed.
-        """
-        sends = [
-            (peer, torch.frombuffer(message, dtype=torch.uint8))
-            for (peer, _), message in zip(self._recvs, messages, strict=True)
-        ]
-        return self._wire.post_small(sends, self._recvs)
-
-
 class Wire(abc.ABC):
     """The transport of one group of ranks.
 
@@ -116,9 +95,7 @@ class Wire(abc.ABC):
         link: figures of the network, once measured (`weft.wire.link`).
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
-        inbox: memory for what each peer says in the opening of a call, where calls keep one.
-        answers: memory for what each peer says once it has read what was lent (`weft.wire.loans`).
-        habits: calls that were made before, by what they were made with (`weft.comm.habit`).
+        kept: what those who use this wire keep with it, by names of their own.
         near: whether to ask all ranks if all can read each other's memory; the same on each.
         together: whether all have said that all can; the same on each.
         entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
@@ -140,9 +117,7 @@ class Wire(abc.ABC):
         self.link: Link | None = None
         self.priced = 0
         self.hosts: Hosts | None = None
-        self.inbox: dict[int, Tensor] = {}
-        self.answers: dict[int, Tensor] = {}
-        self.habits: dict[Hashable, Any] = {}
+        self.kept: dict[object, Any] = {}
         self.near = self.together = False
         self.entered: object | None = None
         self._worker: Worker | None = None
@@ -233,9 +208,11 @@ class Wire(abc.ABC):
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         return self._post(sends, recvs, _SMALL)
 
-    def persistent(self, recvs: Sequence[tuple[int, Tensor]]) -> Persistent:
+    def routine(self, script: Script) -> Routine:
         """Prepare an exchange of small messages that is made again and again."""
-        return Persistent(self, recvs)
+        from .routine import Routine  # here, since it is given a wire
+
+        return Routine(self, script)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
@@ -253,6 +230,10 @@ class Wire(abc.ABC):
     def lends(self, peer: int) -> bool:
         """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
         return False
+
+    def lender(self, peer: int) -> Lender | None:
+        """What machine code needs to read a peer's memory, if it can."""
+        return None
 
     def read(self, peer: int, address: int, into: Tensor) -> bool:
         """Fill `into` (contiguous, CPU) from memory that a peer lends.

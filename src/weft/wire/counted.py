@@ -35,10 +35,16 @@ class Traffic:
         self.to: dict[int, int] = {}
 
     def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
-        for peer, message in sends:
-            nbytes = message.nbytes
-            self.messages += 1
+        """Add messages, each given with the peer it goes to."""
+        self.add([(peer, message.nbytes) for peer, message in sends])
+
+    def add(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Add messages of so many bytes, each given with the peer it goes to."""
+        to = self.to
+        for peer, nbytes in sizes:
             self.bytes += nbytes
-            self.to[peer] = self.to.get(peer, 0) + nbytes
-            if self._trace:
+            to[peer] = to.get(peer, 0) + nbytes
+        self.messages += len(sizes)
+        if self._trace:
+            for peer, nbytes in sizes:
                 print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..kernels.cpu_talk import lender
+
 __all__ = ["LEAST", "Guard", "Reach", "address_of", "may_trace", "yama"]
 
 LEAST = 1 << 17
@@ -53,12 +55,17 @@ class Guard:
 
 
 class Reach:
-    """Reads the memory of one peer."""
+    """Reads the memory of one peer.
+
+    Attributes:
+        record: the same for machine code.
+    """
 
     SIZE = _CARD.size
 
     def __init__(self, guard: bytes, address: int, process: int) -> None:
         self._guard, self._address, self._process = guard, address, process
+        self.record = lender(process, address, guard)
 
     @classmethod
     def of(cls, card: bytes, host: bytes) -> Reach | None:

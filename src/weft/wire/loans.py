@@ -13,21 +13,23 @@ its guard first (`lent`), so what is read from it afterwards counts as not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .base import Wire
+from .routine import NUMBER, Rooms, Routine, Script
 
-__all__ = ["TICKET", "Loans"]
+__all__ = ["TICKET", "Loans", "closing"]
 
 TICKET = 8
 """Bytes of a ticket."""
 
 _CHANNEL = 1 << 15  # that nobody else uses
 _NOT_READ, _READ, _LATE = range(3)  # the last: read, but what I lend next is not there yet
-_SAID = [torch.tensor([kind], dtype=torch.uint8) for kind in range(3)]
+_HERE = torch.ones(1, dtype=torch.uint8)  # what is lent next is there now
+_KEPT = "loans"  # what a wire keeps by that name: memory for what is heard
 
 
 class Loans:
@@ -69,19 +71,28 @@ class Loans:
             opens: whether it makes what peers, with tickets for it, take next. Then it is done
                 before they go on; otherwise while others still read.
         """
-        wire, late = self.wire, bool(self._declined)
+        late = bool(self._declined)
         if opens and not late:
             then()
         owners = [*self._read, *self._declined]
-        read = _LATE if opens and late else _READ
-        pending = wire.post_small(
-            [(peer, _SAID[_NOT_READ if peer in self._declined else read]) for peer in owners],
-            [(peer, self._heard(peer)) for peer in self._lent],
-        )
-        if not (opens or late):
-            then()
-        pending.wait()
-        kinds = {peer: int(self._heard(peer)) for peer in self._lent}
+        routine = self._routine(owners)
+        for peer in owners:
+            read = _LATE if opens and late else _READ
+            routine.said[peer][0] = _NOT_READ if peer in self._declined else read
+        meanwhile = _nothing if opens or late else then
+        if routine.run(0, meanwhile=meanwhile) is None:
+            routine.start(0)
+            meanwhile()
+            routine.finish()
+        self.heard(routine, then, opens=opens)
+
+    def heard(
+        self, routine: Routine, then: Callable[[], object] = lambda: None, *, opens: bool = False
+    ) -> None:
+        """The rest of `settle`, once each side has said whether it has read."""
+        wire, late = self.wire, bool(self._declined)
+        owners = [*self._read, *self._declined]
+        kinds = {peer: int(routine.heard[peer][NUMBER]) for peer in self._lent}
         again = [each for each in self._lent.items() if kinds[each[0]] == _NOT_READ]
         wire.count([each for each in self._lent.items() if kinds[each[0]] != _NOT_READ])
         if again or late:
@@ -89,11 +100,33 @@ class Loans:
         if late:
             then()
         if opens:
-            ready = [(peer, _SAID[_READ]) for peer in owners * late]
-            waited = [(peer, self._heard(peer)) for peer, kind in kinds.items() if kind != _READ]
+            ready = [(peer, _HERE) for peer in owners * late]
+            waited = [(peer, len(_HERE)) for peer, kind in kinds.items() if kind != _READ]
             if ready or waited:
-                wire.post_small(ready, waited).wait()
+                pending = wire.post_small(ready, waited)
+                pending.wait()
+                pending.release()
 
-    def _heard(self, peer: int) -> Tensor:
-        """Memory for what a peer says at the end; kept, since making it would take longer."""
-        return self.wire.answers.setdefault(peer, torch.empty(1, dtype=torch.uint8))
+    def took(self, peers: Iterable[int]) -> None:
+        """What these lend was read by other means."""
+        self._read += peers
+
+    def _routine(self, owners: Sequence[int]) -> Routine:
+        """As `closing`; kept, since making it would take longer than using it."""
+        kept, key = self.wire.kept, (_KEPT, tuple(owners), tuple(self._lent))
+        if key not in kept:
+            kept[key] = closing(self.wire, owners, self._lent)
+        routine: Routine = kept[key]
+        return routine
+
+
+def closing(wire: Wire, owners: Iterable[int], readers: Iterable[int]) -> Routine:
+    """To tell owners that all they lent was read, and to hear it from those that read here."""
+    read, readers = bytes([_READ]), list(readers)
+    rooms = wire.kept.setdefault(_KEPT, Rooms(NUMBER + 1))
+    expects, lengths = dict.fromkeys(readers, read), dict.fromkeys(readers, len(read))
+    return wire.routine(Script(dict.fromkeys(owners, read), expects, lengths, rooms))
+
+
+def _nothing() -> None:
+    return None

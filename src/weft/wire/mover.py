@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ..kernels.cpu_talk import Came, Lender, Talk
 from .lent import Guard
 from .line import Line, Order
 from .small import SmallLine
@@ -30,6 +31,7 @@ __all__ = ["Lost", "Mover", "Order"]
 _TICK = 0.004  # seconds between two looks of the thread
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
+_LOOKS = 500_000  # nanoseconds that machine code does so
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -100,6 +102,11 @@ class Mover:
         reach = self.lines[peer].reach
         return reach is not None and reach.read(address, into)
 
+    def lender(self, peer: int) -> Lender | None:
+        """The record of a peer whose memory can be read."""
+        reach = self.lines[peer].reach
+        return None if reach is None else reach.record
+
     def post(
         self,
         lines: Mapping[int, Line] | Mapping[int, SmallLine],
@@ -150,6 +157,55 @@ class Mover:
                     changed[line.fd] = line
                 orders.append((line, order))
         return orders
+
+    def talk(
+        self,
+        talk: Talk,
+        lines: Sequence[SmallLine],
+        number: int,
+        at: tuple[int, int, int],
+        meanwhile: Callable[[], object] | None,
+    ) -> Came | None:
+        """`Talk.run` over these lines; None: nothing was done, since that is not possible now."""
+        with self._turn:
+            if self._closed:
+                return None
+            ahead = False
+            for line in lines:
+                if line.asked or line.unsent or line.lost:
+                    return None
+                ahead |= line.end > 0
+            if not (talk.bound or talk.bind([line.fd for line in lines])):
+                return None
+            for row, line in enumerate(lines if ahead else ()):
+                if line.end and talk.places[row]:
+                    talk.came(row, line.give(talk.places[row]))
+            return talk.run(number, _LOOKS, at, meanwhile)
+
+    def resume(
+        self, talk: Talk, lines: Sequence[SmallLine], into: Sequence[memoryview | None]
+    ) -> list[Posted]:
+        """Leave to the lines what was not said or heard by then; as `post` returns it.
+
+        Args:
+            talk: what was not as expected.
+            lines: of its peers.
+            into: where to put what each says, if it says something.
+        """
+        asked: list[Posted] = []
+        told: list[Posted] = []
+        with self._turn:
+            for line, buffer, frame, place, (sent, got) in zip(
+                lines, into, talk.frames, talk.places, talk.left(), strict=True
+            ):
+                if frame:
+                    told.append((line, Order(memoryview(frame))))
+                    line.go_on(told[-1][1], sent)
+                if buffer is not None:
+                    asked.append((line, Order(buffer)))
+                    line.take_up(asked[-1][1], place[:got])
+                self._changed[line.fd] = line
+        return asked + told
 
     def finish(self, orders: Iterable[Posted], limit: float, at: Callable[[int], None]) -> None:
         """Move messages until all of these are through.

@@ -21,17 +21,21 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from ..kernels.cpu_talk import Came, Lender, Program, Talk
 from . import dense
-from .base import Pending, Persistent, Recv, Send, Wire, as_bytes
+from .base import Pending, Recv, Send, Wire, as_bytes
 from .hosts import digest_of
 from .joined import Joined
 from .memory import Lease
-from .mover import Lost, Message
+from .mover import Lost, Message, Mover
+from .routine import Routine, Script
 from .verdict import Verdict
 from .watch import Watch
 
 __all__ = ["ProcessGroupWire"]
 
+_NOBODY, _NOTHING = bytearray(), memoryview(b"")
+_SHORT = 60 << 10  # bytes of a message up to which it is read ahead whole, wherever it begins
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
 
 
@@ -74,8 +78,13 @@ class ProcessGroupWire(Wire):
         mover = self._connections.mover if self._connections is not None else None
         return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
 
-    def persistent(self, recvs: Sequence[tuple[int, Tensor]]) -> Persistent:
-        return super().persistent(recvs) if self._connections is None else _Persistent(self, recvs)
+    def routine(self, script: Script) -> Routine:
+        self._check_peers([*script.says, *script.expects])
+        mover = self._connections.mover if self._connections is not None else None
+        short = max(script.lengths.values(), default=0) <= _SHORT
+        if not isinstance(mover, Mover) or not short:
+            return Routine(self, script)
+        return _Routine(mover, self, script)
 
     def _posted(
         self,
@@ -85,8 +94,8 @@ class ProcessGroupWire(Wire):
         channel: int,
     ) -> _Posted:
         self._check()
-        self._check_peers(sends)
-        self._check_peers(recvs)
+        self._check_peers([peer for peer, _ in sends])
+        self._check_peers([peer for peer, _ in recvs])
         posted = _Posted(self, sends, recvs)
         if self._connections is not None:
             same: dict[int, memoryview] = {}  # what goes to several is looked at once
@@ -98,8 +107,8 @@ class ProcessGroupWire(Wire):
             self._begin(posted, lines, outgoing, incoming, channel)
         return posted
 
-    def _check_peers(self, messages: Sequence[Send] | Sequence[Recv]) -> None:
-        for peer, _ in messages:
+    def _check_peers(self, peers: Sequence[int]) -> None:
+        for peer in peers:
             if peer == self.rank or not 0 <= peer < self.size:
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
 
@@ -122,6 +131,10 @@ class ProcessGroupWire(Wire):
     def lends(self, peer: int) -> bool:
         self._check()
         return self._connections is not None and self._connections.mover.lends(peer)
+
+    def lender(self, peer: int) -> Lender | None:
+        mover = self._connections.mover if self._connections is not None else None
+        return mover.lender(peer) if isinstance(mover, Mover) else None
 
     def read(self, peer: int, address: int, into: Tensor) -> bool:
         self._check()
@@ -293,28 +306,59 @@ class _Posted(Pending):
         return f"while rank {rank} {waits} for {seconds:.2f} s{wire._call()}"
 
 
-class _Persistent(Persistent):
-    """An exchange over the lane for small messages, whose memory is looked at once."""
+class _Routine(Routine):
+    """A routine that machine code carries out, over the lane for small messages.
 
-    def __init__(self, wire: ProcessGroupWire, recvs: Sequence[tuple[int, Tensor]]) -> None:
-        wire._check_peers(recvs)
-        self._wire: ProcessGroupWire = wire
-        self._recvs = recvs
-        self._peers = [peer for peer, _ in recvs]
-        self._tensors = [tensor for _, tensor in recvs]
-        self._incoming = [(peer, _bytes(tensor)) for peer, tensor in recvs]
+    It does the common thing: all that is said goes out whole, and what is heard is there in a
+    moment, and as expected. Whatever else happens is left to the lines, and to the mover.
+    """
 
-    def start(self, messages: Sequence[bytearray]) -> Pending:
-        wire = self._wire
+    def __init__(self, mover: Mover, wire: ProcessGroupWire, script: Script) -> None:
+        super().__init__(wire, script)
+        peers = list(dict.fromkeys((*script.says, *script.expects)))
+        places, models = self._places(), self._models()
+        self._talk = Talk(
+            [self._frames.get(peer, _NOBODY) for peer in peers],
+            [places.get(peer, _NOTHING) for peer in peers],
+            [models.get(peer, b"") for peer in peers],
+        )
+        self._mover, self._lines = mover, [mover.small[peer] for peer in peers]
+        incoming = {peer: _bytes(tensor) for peer, tensor in self._recvs}
+        self._incoming = [incoming.get(peer) for peer in peers]
+
+    def follow(self, program: Program) -> None:
+        self._talk.follow(program)
+
+    def run(
+        self,
+        number: int,
+        at: tuple[int, int, int] = (0, 0, 0),
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Came | None:
+        wire, talk = self.wire, self._talk
+        assert isinstance(wire, ProcessGroupWire)
         wire._check()
-        outgoing = [
-            (peer, memoryview(message)) for peer, message in zip(self._peers, messages, strict=True)
-        ]
-        wire.traffic.count(outgoing)
-        assert wire._connections is not None
-        posted = _Posted(wire, outgoing, self._recvs, self._tensors)
-        wire._begin(posted, wire._connections.mover.small, outgoing, self._incoming, 0)
-        return posted
+        came = self._mover.talk(talk, self._lines, number, at, meanwhile)
+        if came is None:
+            return self._by_lines(number, at, meanwhile) if talk.bound else None
+        wire.traffic.add(self._sizes)
+        if came is not Came.OTHER:
+            return came
+        posted = _Posted(wire, self._sends, self._recvs, list(self.heard.values()))
+        posted.orders = self._mover.resume(talk, self._lines, self._incoming)
+        posted.wait()
+        return talk.carry(2, at) if self._as_expected(number) else Came.OTHER
+
+    def _by_lines(
+        self, number: int, at: tuple[int, int, int], meanwhile: Callable[[], object] | None
+    ) -> Came:
+        """`run` while other messages are under way."""
+        self._talk.carry(0, at)
+        self.start(number)
+        self._talk.carry(1, at)
+        if meanwhile is not None:
+            meanwhile()
+        return self._talk.carry(2, at) if self.finish() else Came.OTHER
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -31,6 +31,7 @@ class SmallLine:
         lost: why nothing moves here any more, or "".
         asked: the receives that are not through, in order.
         unsent: the messages that are not through, each with what is left of it.
+        end: bytes that were read ahead.
     """
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -39,7 +40,7 @@ class SmallLine:
         self.asked: deque[Order] = deque()
         self.unsent: deque[tuple[Order, memoryview]] = deque()
         self._ahead = memoryview(bytearray(_AHEAD))
-        self._start = self._end = 0  # what was read ahead and not looked at
+        self._start = self.end = 0  # what was read ahead and not looked at
         self._into: memoryview | None = None  # what is still missing of the message that comes
 
     @property
@@ -51,6 +52,30 @@ class SmallLine:
     def writes(self) -> bool:
         """Whether to wait until the socket takes more."""
         return bool(self.unsent) and not self.lost
+
+    def give(self, place: memoryview) -> int:
+        """Move what was read ahead to where another goes on; how many bytes fit there."""
+        count = min(self.end, len(place))
+        place[:count] = self._ahead[:count]
+        rest = self.end - count
+        self._ahead[:rest] = bytes(self._ahead[count : self.end])
+        self.end = rest
+        return count
+
+    def go_on(self, order: Order, sent: int) -> None:
+        """Send the rest of a message, and of its length, of which another has sent so much."""
+        if sent < len(order.buffer):
+            self.unsent.append((order, order.buffer[sent:]))
+        else:
+            order.done = True
+
+    def take_up(self, order: Order, came: memoryview) -> None:
+        """Receive a message of which so much came to another, with its length."""
+        self.asked.append(order)
+        ahead = bytes(came) + bytes(self._ahead[: self.end])
+        self.end = len(ahead)
+        self._ahead[: self.end] = ahead
+        self._take()
 
     def send(self, order: Order) -> None:
         """Send a message behind those sent before, as far as the socket takes it now."""
@@ -96,10 +121,10 @@ class SmallLine:
         """Read what is asked for, as far as it is there; whether anything came."""
         if not self.asked or self.lost:
             return False
-        if self._end and self._take():
+        if self.end and self._take():
             return True
         try:
-            count = self.sock.recv_into(self._ahead[self._end :] if self._end else self._ahead)
+            count = self.sock.recv_into(self._ahead[self.end :] if self.end else self._ahead)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -108,7 +133,7 @@ class SmallLine:
         if not count:
             self.lost = "the connection was closed"
             return False
-        if not self._end and self._into is None and count >= _HEAD:
+        if not self.end and self._into is None and count >= _HEAD:
             (size,) = _SIZE.unpack_from(self._ahead)
             order = self.asked[0]
             if count == _HEAD + size and size <= len(order.buffer):
@@ -116,7 +141,7 @@ class SmallLine:
                 order.done = True
                 self.asked.popleft()
                 return True
-        self._end += count
+        self.end += count
         self._take()
         return True
 
@@ -125,7 +150,7 @@ class SmallLine:
         while self.asked and not self.lost:
             order = self.asked[0]
             if self._into is None:
-                if self._end - self._start < _HEAD:
+                if self.end - self._start < _HEAD:
                     break
                 (size,) = _SIZE.unpack_from(self._ahead, self._start)
                 if size > len(order.buffer):
@@ -134,7 +159,7 @@ class SmallLine:
                     return False
                 self._start += _HEAD
                 self._into = order.buffer[:size]
-            here = min(self._end - self._start, len(self._into))
+            here = min(self.end - self._start, len(self._into))
             self._into[:here] = self._ahead[self._start : self._start + here]
             self._start += here
             if here < len(self._into):
@@ -145,7 +170,7 @@ class SmallLine:
             self.asked.popleft()
         if not self._start:
             return False
-        rest = self._end - self._start
-        self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
-        self._start, self._end = 0, rest
+        rest = self.end - self._start
+        self._ahead[:rest] = bytes(self._ahead[self._start : self.end])
+        self._start, self.end = 0, rest
         return True

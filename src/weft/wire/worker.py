@@ -53,7 +53,8 @@ class Worker:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._turns = threading.Condition()
+        self._lock = threading.Lock()
+        self._turns = threading.Condition(self._lock)
         self._tickets = 0  # drawn so far
         self._serving = 0  # the ticket whose turn it is
         self._left: set[int] = set()  # tickets whose callers were interrupted before their turn
@@ -77,7 +78,7 @@ class Worker:
             WeftError: made from inside another call on this wire, or after `stop()`.
             Exception: whatever the job raises.
         """
-        with self._turns:
+        with self._lock:  # which takes less than the condition itself
             ticket = self._draw(name)
             try:
                 while self._serving != ticket:
@@ -157,7 +158,8 @@ class Worker:
         while self._serving in self._left:
             self._left.remove(self._serving)
             self._serving += 1
-        self._turns.notify_all()
+        if self._serving != self._tickets:
+            self._turns.notify_all()
 
     def _run(self, name: str, job: Callable[[], T]) -> T:
         """Run a job whose turn it is."""
@@ -173,7 +175,7 @@ class Worker:
             wire.abort(_text(error))
             raise
         finally:
-            with self._turns:
+            with self._lock:
                 wire.doing = ""
                 self._owner = None
                 self._advance()

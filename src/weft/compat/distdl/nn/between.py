@@ -46,9 +46,9 @@ class Broadcast(nn.Broadcast):
         self.scale_backward, self._by = scale_backward, divisor(P_y, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input)
-        y = kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y
-        return scaled(y, self._by)
+        if not self.preserve_batch:
+            return scaled(super().forward(input), self._by)
+        return scaled(kept_batch(self, self.P_x, self.P_y, input), self._by)
 
 
 class SumReduce(nn.SumReduce):
@@ -74,8 +74,9 @@ class SumReduce(nn.SumReduce):
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
 
     def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input)
-        return kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y
+        if not self.preserve_batch:
+            return super().forward(input)
+        return kept_batch(self, self.P_x, self.P_y, input)
 
 
 class Repartition(nn.Repartition):
@@ -103,5 +104,6 @@ class Repartition(nn.Repartition):
     def forward(self, input: Tensor) -> Tensor:
         if same(self.P_x, self.P_y):
             return input.clone()
-        y = super().forward(input)
-        return kept_batch(input, y, self.P_x, self.P_y) if self.preserve_batch else y
+        if not self.preserve_batch:
+            return super().forward(input)
+        return kept_batch(self, self.P_x, self.P_y, input)

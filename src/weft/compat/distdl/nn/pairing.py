@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ....errors import WeftError
+from ....nn.door import moved
+from ....nn.layer import Layer
 from ....nn.partition import Partition, normal_dims
 from ..partition import MPIPartition
 
@@ -83,9 +85,13 @@ def same(P_x: MPIPartition, P_y: MPIPartition) -> bool:
     return P_x._grid == P_y._grid
 
 
-def kept_batch(x: Tensor, y: Tensor, P_x: MPIPartition, P_y: MPIPartition) -> Tensor:
-    """A result; where there is none, but an input, without elements and with its size of batch."""
-    return y.reshape(x.shape[0], 0) if x.dim() and _only_brings(P_x, P_y) else y
+def kept_batch(layer: Layer, P_x: MPIPartition, P_y: MPIPartition, x: Tensor) -> Tensor:
+    """A layer's result; where there is none, but an input, one with its size of batch."""
+    if not isinstance(x, Tensor) or not x.dim() or not _only_brings(P_x, P_y):
+        return Layer.forward(layer, x)
+    if torch.compiler.is_compiling():
+        return Layer.forward(layer, x).reshape(x.shape[0], 0)
+    return moved(layer.movement, x, (x.shape[0], 0))
 
 
 def divisor(P_x: MPIPartition, scale: Any) -> Any:

@@ -1,0 +1,252 @@
+"""The compiled loops that say and hear small messages over sockets; see `cpu_talk`.
+
+Made and called like `value_loops`: all arguments are int64. They never sleep, and raise nothing:
+whoever calls them looks at what the table says then, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from numba.extending import register_jitable
+
+from .machine import (
+    MONOTONIC,
+    NOT_NOW,
+    clock_gettime,
+    load,
+    memcmp,
+    memcpy,
+    memset,
+    process_vm_readv,
+    recv,
+    sched_yield,
+    send,
+    store,
+)
+from .talk_table import (
+    ADD,
+    COPY,
+    COUNTS,
+    FD,
+    FRAME,
+    FROM,
+    GOT,
+    GUARD,
+    IN_X,
+    IN_Y,
+    IN_Z,
+    LENDER,
+    LIKE,
+    MODEL,
+    PLACE,
+    READ,
+    ROW,
+    SEEN,
+    SENT,
+    SIZE,
+    SPANS,
+    STEP,
+    TELL,
+    TO,
+    WANT,
+    WIDTH,
+    ZERO,
+)
+
+LOOPS = ("carry", "talk")
+
+__all__ = ["LOOPS", *LOOPS]
+
+_HEAD = 16  # bytes of a frame's length and number
+_SECOND = 10**9  # nanoseconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _part(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function a part of the loops that call it."""
+    part: Callable[P, R] = register_jitable(function)
+    return part
+
+
+def _adding(kind: str) -> Callable[[int, int, int], None]:
+    """Adds numbers of that kind to others."""
+
+    def add(here: int, there: int, count: int) -> None:
+        for at in range(count):
+            store(kind, here, at, load(kind, here, at) + load(kind, there, at))
+
+    return _part(add)
+
+
+_add_f32, _add_f64, _add_i32, _add_i64 = map(_adding, ("f32", "f64", "i32", "i64"))
+
+
+def carry() -> Callable[..., int]:
+    """Carry out steps, one after the other, between tensors at x, y and z, and frames.
+
+    Returns how many were not, since something could not be read.
+    """
+
+    def loop(steps: int, count: int, x: int, y: int, z: int) -> int:
+        return _carry(steps, count, x, y, z)
+
+    return loop
+
+
+def talk() -> Callable[..., int]:
+    """Say a frame to each peer and hear one of each, with the steps that go with it.
+
+    Whoever comes late is looked for again and again, for `awake` nanoseconds at most; between two
+    looks whoever else wants the core has it. Nothing is read behind a frame.
+
+    Args of the loop, besides the table and the number of the call: whether to say (1), to hear (2)
+    or both (3); steps before anything is said, while it is under way, and once all was heard.
+
+    Returns how many peers did not say what is expected, or not in time; then the last steps are
+    still to be carried out, and frames may be sent in part. Below 0: so many of the last steps are.
+    """
+
+    def loop(
+        table: int,
+        peers: int,
+        number: int,
+        what: int,
+        awake: int,
+        steps: int,
+        before: int,
+        meanwhile: int,
+        after: int,
+        x: int,
+        y: int,
+        z: int,
+    ) -> int:
+        if what & 1:
+            _carry(steps, before, x, y, z)
+            _say(table, peers, number)
+            _carry(steps + 8 * STEP * before, meanwhile, x, y, z)
+        if what == 1:
+            return 0
+        clock = table + 8 * ROW * peers
+        until = _now(clock) + awake
+        while _missing(table, peers) and _now(clock) < until:
+            sched_yield()
+        other = 0
+        for peer in range(peers):
+            row = table + 8 * ROW * peer
+            place, model = load("i64", row, PLACE), load("i64", row, MODEL)
+            if load("i64", row, WANT) == 0:
+                continue
+            alike = load("i64", row, GOT) == load("i64", row, WANT)
+            alike = alike and load("i64", place, 0) == load("i64", model, 0)
+            alike = alike and load("i64", place, 1) == number
+            like = load("i64", row, LIKE) - _HEAD
+            alike = alike and memcmp(place + _HEAD, model + _HEAD, like) == 0
+            other += not alike
+        if other == 0:
+            for peer in range(peers):
+                store("i64", table + 8 * ROW * peer, GOT, 0)
+            return -_carry(steps + 8 * STEP * (before + meanwhile), after, x, y, z)
+        return other
+
+    return loop
+
+
+@_part
+def _say(table: int, peers: int, number: int) -> None:
+    for peer in range(peers):
+        row = table + 8 * ROW * peer
+        frame, size = load("i64", row, FRAME), load("i64", row, SIZE)
+        if size:
+            store("i64", frame, 1, number)
+            store("i64", row, SENT, max(0, send(load("i64", row, FD), frame, size, NOT_NOW)))
+
+
+@_part
+def _now(clock: int) -> int:
+    clock_gettime(MONOTONIC, clock)
+    return int(load("i64", clock, 0) * _SECOND + load("i64", clock, 1))
+
+
+@_part
+def _missing(table: int, peers: int) -> int:
+    """Receive what is there; how many frames are not whole."""
+    missing = 0
+    for peer in range(peers):
+        row = table + 8 * ROW * peer
+        got, want = load("i64", row, GOT), load("i64", row, WANT)
+        if got < want:
+            came = recv(load("i64", row, FD), load("i64", row, PLACE) + got, want - got, NOT_NOW)
+            got += max(0, came)
+            store("i64", row, GOT, got)
+            missing += got < want
+    return missing
+
+
+@_part
+def _carry(steps: int, count: int, x: int, y: int, z: int) -> int:
+    """How many steps were not done, since something could not be read."""
+    for number in range(count):
+        step = steps + 8 * STEP * number
+        source = _at(step, FROM, x, y, z)
+        to = _at(step, TO, x, y, z)
+        what, width = load("i64", step, 0), load("i64", step, WIDTH)
+        outer, middle = load("i64", step, COUNTS), load("i64", step, COUNTS + 1)
+        if what == TELL:
+            store("i64", to, 0, source)
+            continue
+        if what == READ:
+            address = load("i64", source, 0) + load("i64", step, FROM + 2)
+            if _read(load("i64", step, LENDER), address, to, width) == 0:
+                return count - number
+            continue
+        for i in range(outer):
+            for j in range(middle):
+                here = to + i * load("i64", step, TO + 2) + j * load("i64", step, TO + 3)
+                there = source + i * load("i64", step, FROM + 2) + j * load("i64", step, FROM + 3)
+                if what == COPY:
+                    memcpy(here, there, width)
+                elif what == ZERO:
+                    memset(here, 0, width)
+                elif what == ADD:
+                    _add_f32(here, there, width)
+                elif what == ADD + 1:
+                    _add_f64(here, there, width)
+                elif what == ADD + 2:
+                    _add_i32(here, there, width)
+                elif what == ADD + 3:
+                    _add_i64(here, there, width)
+    return 0
+
+
+@_part
+def _at(step: int, side: int, x: int, y: int, z: int) -> int:
+    where, at = load("i64", step, side), load("i64", step, side + 1)
+    if where == IN_X:
+        at += x
+    elif where == IN_Y:
+        at += y
+    elif where == IN_Z:
+        at += z
+    return int(at)
+
+
+@_part
+def _read(lender: int, address: int, to: int, count: int) -> int:
+    """Read another process's memory, and its guard behind it; whether it still lent it then."""
+    spans = lender + 8 * SPANS
+    store("i64", spans, 0, to)
+    store("i64", spans, 1, count)
+    store("i64", spans, 2, lender + 8 * SEEN)
+    store("i64", spans, 3, 16)
+    store("i64", spans, 4, address)
+    store("i64", spans, 5, count)
+    store("i64", spans, 6, load("i64", lender, GUARD))
+    store("i64", spans, 7, 16)
+    came = process_vm_readv(load("i64", lender, 0), spans, 2, spans + 32, 2, 0)
+    alike = load("i64", lender, SEEN) == load("i64", lender, GUARD + 1)
+    alike = alike and load("i64", lender, SEEN + 1) == load("i64", lender, GUARD + 2)
+    return int(came == count + 16 and alike)
