@@ -188,12 +188,13 @@ class _Boxes(Crossing):
                 continue
             ticket, lender, behind = told[rank][:TICKET], self._lender(rank), 0
             for view in views[rank]:
-                if view.is_contiguous() and not local.adds:
+                adds = into.adds()
+                if view.is_contiguous() and not adds:
                     _need(into.steps.read((IN_Y, view), ticket, lender, behind))
                     behind += view.numel() * size
                     continue
                 parts = torch.split(view.view(-1), piece) if view.is_contiguous() else (view,)
-                bring = into.operation()
+                bring = into.steps.add if adds else into.steps.copy
                 for part in parts:
                     place = IN_Z, slot[: part.numel()].view(part.shape)
                     _need(into.steps.read(place, ticket, lender, behind))

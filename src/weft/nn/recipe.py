@@ -6,12 +6,13 @@ the bits are the same. Where there is no step for something, they do it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..grid import Box, Shape
+from ..kernels.cpu_copy import LEAST
 from ..kernels.cpu_talk import HERE, IN_X, IN_Y, Place, Program, Steps
 from ..plan import Local, Plan
 from .carry import BITS, blanks, widened
@@ -44,6 +45,8 @@ def recipe(
     local = plan.local(rank)
     if local.adds and widened(dtype) != dtype:
         return None
+    if model(local.result, dtype).nbytes >= LEAST:
+        return None  # `carry` copies with stores that leave the cache out
     x = model(plan.have.shapes.get(rank), dtype)
     steps, fine = Steps(), True
     fine &= written(steps, payloads, x)
@@ -96,13 +99,14 @@ class Making:
 
     def write(self, put: Box, values: Place) -> None:
         """Steps that copy values there, or add them to what is there already."""
-        self.fine &= self.operation()((IN_Y, self.y[put.slices]), values)
+        do = self.steps.add if self.adds() else self.steps.copy
+        self.fine &= do((IN_Y, self.y[put.slices]), values)
 
-    def operation(self) -> Callable[[Place, Place], bool]:
-        """The step for what is written next, whole or in pieces."""
+    def adds(self) -> bool:
+        """Whether what is written next, whole or in pieces, is added to what is there already."""
         adds = self._adds and not self._blank
         self._blank = False
-        return self.steps.add if adds else self.steps.copy
+        return adds
 
 
 def model(shape: Shape | None, dtype: torch.dtype) -> Tensor:
