@@ -49,10 +49,11 @@ def _nothing_left() -> Iterator[None]:
 
     before = held()
     yield
-    until = time.monotonic() + 5.0
-    while held() - before and time.monotonic() < until:
-        time.sleep(0.05)  # a thread that loads machine code reads files meanwhile
-    assert held() - before == set()
+    until = time.monotonic() + 20.0
+    # looked at once each time: a thread that loads machine code opens files meanwhile
+    while (left := held() - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == set()
 
 
 @pytest.fixture
