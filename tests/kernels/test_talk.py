@@ -16,6 +16,7 @@ from weft.wire.line import Order
 from weft.wire.pipe import PipeLine
 
 SECOND = 10**9
+MORE = BYTES * 5 // 8  # bytes of which a pipe has room for once, not twice
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128]
 
 
@@ -123,7 +124,7 @@ def pair(says, hears, model=None):
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     frame = bytearray((8 + len(says)).to_bytes(8, "big") + bytes(8) + says)
-    place = memoryview(bytearray(1 << 16))[: 16 + len(hears)]
+    place = memoryview(bytearray(16 + len(hears)))
     model = hears if model is None else model
     talk = Talk([frame], [place], [(8 + len(hears)).to_bytes(8, "big") + bytes(8) + model])
     assert talk.bind([(ours.fileno(), 0, 0)])
@@ -159,7 +160,7 @@ def told(line, text, number):
 
 def heard(line):
     """The next message that the other end said, or what of it is there."""
-    order = Order(memoryview(bytearray(60_000)))
+    order = Order(memoryview(bytearray(MORE + 16)))
     line.asked.append(order)
     line.receive()
     line.asked.clear()
@@ -231,7 +232,7 @@ def test_what_came_before_is_counted_in():
 
 def test_frames_go_through_pipes_round_and_round(piped):
     talk, ours, theirs = piped(b"hello" * 999, b"you there" * 999, b"you")
-    for number in range(40):  # several times the length of a pipe
+    for number in range(3 * BYTES // 5000):  # round a pipe about three times
         told(theirs, b"you there" * 999, number)
         assert talk.run(number, SECOND) is Came.ALL
         assert bytes(talk.places[0][16:]) == b"you there" * 999
@@ -252,9 +253,9 @@ def test_what_is_said_through_a_pipe_wakes_who_sleeps(piped):
 
 
 def test_room_in_a_pipe_wakes_who_waits_for_it(piped):
-    talk, _, theirs = piped(b"hello", bytes(40_000))
-    told(theirs, bytes(40_000), 1)
-    told(theirs, bytes(40_000), 2)  # more than there is room for
+    talk, _, theirs = piped(b"hello", bytes(MORE))
+    told(theirs, bytes(MORE), 1)
+    told(theirs, bytes(MORE), 2)  # more than there is room for
     assert theirs.writes
     theirs.sleep()
     assert talk.run(1, SECOND) is Came.ALL
@@ -285,11 +286,11 @@ def test_what_is_not_as_expected_stays_in_the_pipe(piped, text):
 
 
 def test_a_pipe_that_is_full_is_left_to_the_line(piped):
-    talk, ours, theirs = piped(bytes(40_000), b"you")
+    talk, ours, theirs = piped(bytes(MORE), b"you")
     for number in (1, 2):
         assert talk.run(number, 0) is Came.OTHER
         ((sent, _),) = talk.left()
-        assert sent == (40_016 if number == 1 else 0)
+        assert sent == (MORE + 16 if number == 1 else 0)
     mine = Order(memoryview(talk.frames[0]))
     ours.go_on(mine, sent)
     assert not mine.done and ours._out[0] - ours._out[8] == BYTES

@@ -55,7 +55,7 @@ def turn(*lines):
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([0, 1, 7, 8, 9, 4096, 65520, 65528, 65536, 65537, 200_000]),
+            st.sampled_from([0, 1, 7, 8, 9, 4096, 65520, 65528, 65536, 65537, 300_000]),
             st.sampled_from([0, 1, 70_000]),  # by how much the receive is larger
         ),
         max_size=12,

@@ -63,7 +63,7 @@ TAKEN, SLEEPS = (
     9,
 )  # bytes that were ever taken out; whether who takes them sleeps, for want of any
 PIPE = 128  # bytes of that; behind it lie
-BYTES = 1 << 16  # those under way: byte n at n modulo this. Each message begins at a multiple of 8
+BYTES = 1 << 18  # those under way: byte n at n modulo this. Each message begins at a multiple of 8
 
 # what a step has: what to do, from where to where, and how much
 COPY, ZERO, TELL, READ, ADD = range(5)  # the last, and those behind it: in each of `_ADDED`

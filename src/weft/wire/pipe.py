@@ -34,7 +34,7 @@ from .small import SIZE, SmallLine
 __all__ = ["MOST", "WORKS", "PipeLine", "mapped", "memory"]
 
 MOST = 16
-"""Ranks of a group up to which it has pipes: each two of a host share 128 KiB."""
+"""Ranks of a group up to which it has pipes: each two of a host share 512 KiB."""
 
 WORKS = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether there are pipes."""
