@@ -271,14 +271,17 @@ class Mover:
     def _step(self, seconds: float) -> None:
         """Wait until something can be moved, for so long at most, and move it."""
         more = list(self._more.values())
-        for fd, _ in self._look() if more else self._ready(seconds):
-            self._move(self._by_fd[fd])
+        for fd, event in self._look() if more else self._ready(seconds):
+            ready = self._by_fd[fd]
+            if event and isinstance(ready, PipeLine):
+                ready.hear()
+            self._move(ready)
         for line in more:
             if line.fd in self._more:
                 self._move(line)
 
     def _look(self, seconds: float = 0.0) -> list[tuple[int, int]]:
-        """What something can be moved on, waiting for sockets so long."""
+        """What something can be moved on, or a socket has news of; waits so long for the latter."""
         stirs = [(fd, 0) for fd, line in self._pipes.items() if line.stirs]
         return stirs or self._poll.poll(seconds * 1e3)
 
@@ -392,6 +395,8 @@ class Mover:
         try:
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
+                if isinstance(line, PipeLine):
+                    line.hear()
             self._let_go()
             self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:

@@ -86,6 +86,7 @@ class PipeLine(SmallLine):
         self._out, self._room = _parts(outward)
         self._in, self._ready = _parts(inward)
         self._into: memoryview | None = None  # what is still missing of the message that comes
+        self._end = ""  # how the connection ended
         self._lock = threading.Lock()
 
     @property
@@ -142,22 +143,22 @@ class PipeLine(SmallLine):
             self.unsent.popleft()
             order.done = True
 
+    def hear(self) -> None:
+        """Read what the socket brings: bells, which have rung by now, or the end."""
+        try:
+            if not self.sock.recv(_BELLS):
+                self._end = "the connection was closed"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end = str(error)
+
     def receive(self) -> bool:
         if self.lost:
             return False
-        if self.asked and self._take():
-            return True
-        try:
-            rung = self.sock.recv(_BELLS)
-            error = "the connection was closed"
-        except BlockingIOError:
-            return False
-        except OSError as reason:
-            rung, error = b"", str(reason)
-        # what the peer put in before it rang, or went, is there by now
         came = bool(self.asked) and self._take()
-        if not rung and not came:
-            self.lost = self.lost or error
+        if not came and self._end:  # what the peer put in before it went was there by then
+            self.lost = self.lost or self._end
         return came
 
     def _send(self, order: Order, message: bytes) -> None:
