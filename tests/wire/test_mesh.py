@@ -137,9 +137,10 @@ def test_without_memory_there_are_sockets(listeners, monkeypatch):
     assert shared_by(meshes(listeners, time.monotonic() + 10.0)) == set()
 
 
-def test_large_groups_share_no_memory(listeners, monkeypatch):
+@needs_pipes
+def test_of_many_ranks_of_a_host_the_lowest_share_memory(listeners, monkeypatch):
     monkeypatch.setattr(pipe, "MOST", 2)
-    assert shared_by(meshes(listeners, time.monotonic() + 10.0)) == set()
+    assert shared_by(meshes(listeners, time.monotonic() + 10.0)) == {(0, 1), (1, 0)}
 
 
 @needs_pipes

@@ -113,18 +113,22 @@ class Listener:
         """
         made: dict[tuple[int, int], socket.socket] = {}
         shared: dict[int, Tensor] = {}
-        piped = len(doors) < pipe.MOST
+        near: set[int] = set()  # lower ranks to which there is a Unix socket
         try:
             for peer, door in doors.items():
                 for lane in range(len(lanes) if peer < rank else 0):
-                    near = _connected_near(door, deadline) if lanes[lane] == small else None
-                    made[peer, lane] = near or self._connect(door, deadline)
-                    words = door.token + _WHO.pack(rank, lane)
-                    memory = _offered(near, words) if near is not None and piped else None
-                    if memory is not None:
-                        shared[peer] = memory
-                    else:
-                        made[peer, lane].sendall(words)
+                    beside = _connected_near(door, deadline) if lanes[lane] == small else None
+                    made[peer, lane] = beside or self._connect(door, deadline)
+                    if beside is not None:
+                        near.add(peer)
+            for (peer, lane), sock in made.items():
+                words = doors[peer].token + _WHO.pack(rank, lane)
+                offers = lanes[lane] == small and peer in near and len(near) < pipe.MOST
+                memory = _offered(sock, words) if offers else None
+                if memory is None:
+                    sock.sendall(words)
+                else:
+                    shared[peer] = memory
             above = {(peer, lane) for peer in doors if peer > rank for lane in range(len(lanes))}
             self._accept(made, shared, above, deadline)
             for peer in [peer for peer in shared if peer < rank]:

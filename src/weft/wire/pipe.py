@@ -34,7 +34,7 @@ from .small import SIZE, SmallLine
 __all__ = ["MOST", "WORKS", "PipeLine", "mapped", "memory"]
 
 MOST = 16
-"""Ranks of a group up to which it has pipes: each two of a host share 512 KiB."""
+"""Ranks of a host that have pipes at the most, the lowest: each two of them share 512 KiB."""
 
 WORKS = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether there are pipes."""
