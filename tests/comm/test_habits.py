@@ -7,7 +7,11 @@ import torch
 
 import weft
 from weft.comm.habit import Habit, known
+from weft.kernels import cpu_talk, talk_table
+from weft.kernels.compile import compiler
+from weft.kernels.cpu_talk import Came
 from weft.testing import spmd
+from weft.wire.mover import Mover
 
 SMALL, LARGE = 5, 70_000
 SIZES = {
@@ -67,7 +71,7 @@ def test_what_is_expected_is_what_is_heard(wire):
             called(wire, SIZES["small"], call)
             weft.exchange(torch.ones(3, 2), [torch.tensor([0, 2])] * 3)
     if wire.rank == 0:  # ranks that are threads share the class
-        assert len(heard) >= 6 and all(heard)
+        assert len(heard) >= 6 and Came.OTHER not in heard
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -131,6 +135,90 @@ def test_whether_gradients_are_recorded_is_decided_by_all(wire):
         pytest.raises(weft.WeftError, match=r"rank 1 records gradients .* rank 0 is under"),
     ):
         weft.all_to_all([torch.ones(4, requires_grad=True)] * 2)
+
+
+@pytest.mark.parametrize("how", ["steps", "some steps", "torch"])
+@pytest.mark.parametrize("name", ["large", "mixed"])
+@spmd(3, 4, on=("processes",))
+def test_what_cannot_be_read_is_sent(wire, name, how):
+    """By machine code, by Python, or in neither way; by every rank, or by some."""
+    compiler.make(cpu_talk.KEY)
+    known(wire).clear()
+    lender, read, tried = type(wire).lender, type(wire).read, []
+
+    def record(self, peer):
+        if how == "torch":
+            return None
+        found = lender(self, peer).copy()
+        found[talk_table.GUARD + 1] += how == "steps" or self.rank == 1
+        return found
+
+    def may(self, peer, address, into):
+        tried.append(peer)
+        return (peer + self.rank) % 2 == 1 and read(self, peer, address, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(wire), "lender", record)
+        patch.setattr(type(wire), "read", may)
+        for call in range(6):
+            if call == 2:
+                tried.clear()  # from here on by habit
+            called(wire, SIZES[name], call)
+    refused = how != "some steps" or wire.rank == 1
+    lent = name == "large" or any(SIZES[name](peer, wire.rank) == LARGE for peer in wire.peers)
+    assert bool(tried) == (refused and lent)
+    for call in range(3):
+        called(wire, SIZES[name], call)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@spmd(3, on=("processes",))
+def test_machine_code_carries_them_out(wire, name):
+    compiler.make(cpu_talk.KEY)
+    known(wire).clear()
+    came, real = [], cpu_talk.Talk.run
+
+    def run(self, *arguments):
+        came.append(real(self, *arguments))
+        return came[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_talk.Talk, "run", run)
+        for call in range(6):
+            if call == 2:
+                came.clear()
+            called(wire, SIZES[name], call)
+    # these four are habits; a rank that lends or borrows says in each when it has done so
+    others = [pair for peer in wire.peers for pair in ((peer, wire.rank), (wire.rank, peer))]
+    closes = any(SIZES[name](*pair) >= LARGE for pair in others)
+    assert len(came) == 4 * (1 + closes)
+    assert Came.UNREAD not in came
+
+
+@pytest.mark.parametrize("when", ["opens", "closes"])
+@spmd(3, on=("processes",))
+def test_a_call_in_which_machine_code_can_do_nothing(wire, when):
+    """As while other small messages are under way."""
+    compiler.make(cpu_talk.KEY)
+    known(wire).clear()
+    for call in range(3):
+        called(wire, SIZES["large"], call)
+    real, calls = Mover.talk, []
+
+    def talk(self, talk, lines, number, *rest):
+        calls.append(number)
+        if (number == 0) == (when == "closes"):
+            talk.bound = False
+            return None
+        return real(self, talk, lines, number, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mover, "talk", talk)
+        for call in range(3):
+            called(wire, SIZES["large"], call)
+    assert len(calls) >= 6
+    for call in range(3):
+        called(wire, SIZES["large"], call)
 
 
 REDUCED = {"eager": 7, "read whole": 20_000, "read in parts": 700_001}

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from ..agree import is_direct
+from ..kernels.cpu_talk import Came
 from ..sparse.request import op_name
 from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
@@ -158,7 +159,7 @@ class _Reduction:
 
         habit = known(wire).get(key)
         if habit is not None:
-            if habit.exchange(dict.fromkeys(wire.peers, told)):
+            if habit.exchange(dict.fromkeys(wire.peers, told)) is not Came.OTHER:
                 ended([habit.tails.get(rank, given) for rank in range(wire.size)], True)
                 return bool(habit.records)
             opening: AbstractContextManager[Opening] = nullcontext(habit.news())

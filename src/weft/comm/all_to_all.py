@@ -11,6 +11,7 @@ The adjoint of sending tensors is sending their gradients back: the same collect
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
 from ..wire.loans import Loans
+from .delivery import Coming, Delivery
 from .differentiable import applied
 from .habit import Habit, known, learn
 from .movement import STAGED, empty, host, moved, on_host, rounds_of
@@ -171,7 +173,7 @@ class Scatter:
         )
         with opening as said:
             if key is not None and private is not None:
-                self._learn(key, said, private)
+                self._learn(key, said, private, tensors)
             told = {peer: private[peer][0][0] if private else _APART for peer in wire.peers}
             return self._moved(tensors, said, told, loans)
 
@@ -218,47 +220,37 @@ class Scatter:
                 tails[peer] = loans.ticket(peer, tensor)
             else:
                 tails[peer] = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        results = list(tensors)
-        lent: list[tuple[int, Tensor]] = []
-        here: list[tuple[int, tuple[int, ...]]] = []
-
-        def prepare() -> None:
-            results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
-            for peer, always in habit.heard.items():
-                where, shape, _ = _read(always)
-                if where == _LENT:
-                    results[peer] = empty(shape, like)
-                    lent.append((peer, results[peer]))
-                else:
-                    here.append((peer, shape))
-
-        if not habit.exchange(tails, prepare):
+        results = habit.delivery.ended(habit, tails, like, loans)
+        if results is None:
             told = {peer: always[0] for peer, always in habit.told.items()}
             return self._moved(tensors, habit.news(), told, loans)
         self._number = wire.sequence
-        for peer, into in lent:
-            loans.take(peer, habit.tails[peer].numpy().data, into)
-
-        def copy() -> None:
-            for peer, shape in here:
-                results[peer] = habit.tails[peer].view(like.dtype).view(shape).clone()
-
-        loans.settle(copy)
         return results, habit.records
 
     def _learn(
-        self, key: Hashable, said: Opening, private: Sequence[tuple[bytes, bytes | memoryview]]
+        self,
+        key: Hashable,
+        said: Opening,
+        private: Sequence[tuple[bytes, bytes | memoryview]],
+        tensors: Sequence[Tensor],
     ) -> None:
         """Remember a call in which all that is not lent is told at once."""
-        peers = self.wire.peers
-        told = {peer: (private[peer][0], len(private[peer][1])) for peer in peers}
-        heard = {}
-        for peer in peers:
-            always = len(said.private[peer]) - len(_read(said.private[peer])[2])
-            heard[peer] = bytes(said.private[peer][:always]), len(said.private[peer]) - always
+        wire, like = self.wire, tensors[self.wire.rank]
+        told = {peer: (private[peer][0], len(private[peer][1])) for peer in wire.peers}
+        heard: dict[int, tuple[bytes, int]] = {}
+        coming = {wire.rank: Coming(tuple(like.shape), like.nbytes)}
+        for peer in wire.peers:
+            where, shape, tail = _read(said.private[peer])
+            heard[peer] = bytes(said.private[peer][: -len(tail) or None]), len(tail)
+            nbytes = math.prod(shape) * like.itemsize
+            coming[peer] = Coming(shape, nbytes, where == _LENT)
         every = [always[0] for always, _ in (*told.values(), *heard.values())]
-        if said.limit == NO_LIMIT and _APART not in every:
-            learn(self.wire, key, self.name, said, told, heard)
+        if said.limit != NO_LIMIT or _APART in every:
+            return
+        habit = learn(wire, key, self.name, said, told, heard)
+        if habit is not None:
+            lends = {peer: tensors[peer].nbytes for peer in wire.peers if told[peer][0][0] == _LENT}
+            habit.delivery = Delivery(wire, habit, lends, coming)
 
 
 def _stated(

@@ -9,15 +9,19 @@ as ever. What is said is what would be said without, so a rank needs no habit th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..agree import concluded, is_direct, opening_of, rooms
-from ..kernels.cpu_talk import Came
+from ..kernels.cpu_talk import Came, Program
 from ..wire.base import Wire
 from ..wire.routine import NUMBER, Script
 from .opening import Opening, following
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
 
 __all__ = ["Habit", "known", "learn"]
 
@@ -35,7 +39,10 @@ class Habit:
         told: the bytes that are the same each time, by peer, of what this rank says.
         heard: the same of what the peers say.
         tails: what followed these (uint8, 1-D), by peer; valid until the next call.
+        delivery: of an `all_to_all`, what becomes of them.
     """
+
+    delivery: Delivery
 
     def __init__(self, wire: Wire, name: str, said: Opening, told: Told, heard: Told) -> None:
         self.records = said.records
@@ -43,6 +50,7 @@ class Habit:
         self.heard = {peer: always for peer, (always, _) in heard.items()}
         self.tails: dict[int, Tensor] = {}
         self._name = name
+        self._steps = False
 
         def head(rank: int, always: bytes, tail: int) -> bytes:
             body = bytes(said.bodies[rank])
@@ -62,19 +70,27 @@ class Habit:
                 NUMBER + len(expected) : NUMBER + lengths[peer]
             ]
 
+    def follow(self, program: Program) -> None:
+        """Carry out these steps with every `exchange`, where there is machine code for the wire."""
+        self._routine.follow(program)
+        self._steps = True
+
     def exchange(
         self,
         tails: Mapping[int, bytes | memoryview],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> bool:
+        x: int = 0,
+    ) -> Came:
         """Say what is expected and hear the others; collective.
 
         Args:
             tails: by peer, what follows what is always the same.
-            meanwhile: work to do while the statements are under way.
+            meanwhile: work to do while the statements are under way, if there are no steps.
+            x: the address of the tensor that steps are about.
 
         Returns:
-            Whether all is as expected. Else `news` has what followed instead.
+            ALL: all is as expected, and all steps were carried out. UNREAD: all is as expected,
+            but there are no steps, or not all of them were. OTHER: `news` has what followed.
 
         Raises:
             WireError: a peer or a link failed.
@@ -83,12 +99,12 @@ class Habit:
         wire.sequence += 1
         for peer, place in self._tails.items():
             place[:] = tails[peer]
-        came = routine.run(wire.sequence, meanwhile=meanwhile)
-        if came is not None:
-            return came is Came.ALL
-        routine.start(wire.sequence)
-        meanwhile()
-        return routine.finish()
+        came = routine.run(wire.sequence, (x, 0, 0), None if self._steps else meanwhile)
+        if came is None:
+            routine.start(wire.sequence)
+            meanwhile()
+            came = Came.UNREAD if routine.finish() else Came.OTHER
+        return Came.UNREAD if came is Came.ALL and not self._steps else came
 
     def news(self) -> Opening:
         """What follows from what was heard instead of what was expected.
@@ -109,7 +125,9 @@ def known(wire: Wire) -> dict[Hashable, Habit | None]:
     return found
 
 
-def learn(wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard: Told) -> None:
+def learn(
+    wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard: Told
+) -> Habit | None:
     """Remember a call; the second time it becomes a habit.
 
     Args:
@@ -119,13 +137,17 @@ def learn(wire: Wire, key: Hashable, name: str, said: Opening, told: Told, heard
         said: what all said; inside of `opened`.
         told: what this rank said to each peer.
         heard: what each peer said to this rank.
+
+    Returns:
+        What it became, if it did.
     """
     if wire.size == 1 or not is_direct(wire):
-        return
+        return None
     habits = known(wire)
     if key in habits:
-        habits[key] = Habit(wire, name, said, told, heard)
-        return
+        habits[key] = habit = Habit(wire, name, said, told, heard)
+        return habit
     if len(habits) >= _MANY:
         habits.clear()
     habits[key] = None
+    return None
