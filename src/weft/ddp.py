@@ -174,7 +174,7 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
 
     if gradient.layout == torch.sparse_coo:
         call = QueuedCall(
-            lambda: Request.of(staged, "avg", state.algorithm, state.wire_dtype, None)
+            lambda: Request.unsorted(staged, "avg", state.algorithm, state.wire_dtype)
         )
         name = "ddp sparse bucket"
         return run_queued(

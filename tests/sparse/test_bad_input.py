@@ -51,6 +51,13 @@ WRONG = {
     ),
     "algorithm": (lambda: {"algorithm": "split"}, r"algorithm: .* auto, rank \d+ has split"),
     "unknown op": (lambda: {"op": "median"}, "op 'median' is unknown: use one of sum, avg"),
+    "unknown op of many rows": (  # which do not fit in what a rank says of itself
+        lambda: {
+            "rows": weft.Rows(torch.arange(10**5), torch.ones(10**5, 4), None),
+            "op": "median",
+        },
+        "op 'median' is unknown: use one of sum, avg",
+    ),
     "unknown algorithm": (
         lambda: {"algorithm": "magic"},
         f"'magic' is unknown: use auto or one of {', '.join(sorted(ALGORITHMS))}",

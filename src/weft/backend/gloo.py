@@ -126,7 +126,7 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
     def request_of(tensor: Tensor) -> Request:
         # entries of one index are its summands, which only a sum may take one by one
         one_by_one = op in ("sum", "avg") or not _in_range(tensor)
-        return Request.of(tensor if one_by_one else tensor.coalesce(), op, "auto", None, None)
+        return Request.unsorted(tensor if one_by_one else tensor.coalesce(), op, "auto", None)
 
     blocks = not getattr(opts, "asyncOp", True)
     calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]

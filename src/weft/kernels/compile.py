@@ -1,9 +1,10 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
 A *set* is the loops that are made together, named by a key: `("index", kind)`, `("gaps", kind)`,
-`("share",)`, `("copy",)`, `("talk",)` or `("value", src, dst, op, total)`. `Compiler.loops` gives a
-set that is there, at once; if it is not, one background thread starts to make it, and the caller
-does without. So no collective waits for a compiler. `Compiler.make` makes a set now.
+`("list",)`, `("share",)`, `("copy",)`, `("talk",)` or `("value", src, dst, op, total)`.
+`Compiler.loops` gives a set that is there, at once; if it is not, one background thread starts to
+make it, and the caller does without. So no collective waits for a compiler. `Compiler.make` makes a
+set now.
 """
 
 from __future__ import annotations
@@ -141,12 +142,21 @@ class Compiler:
 def _members(key: Key) -> dict[str, Callable[..., Any]]:
     """The loops of a set, still as Python."""
     # which import numba
-    from . import copy_loops, gap_loops, index_loops, share_loops, talk_loops, value_loops
+    from . import (
+        copy_loops,
+        gap_loops,
+        index_loops,
+        list_loops,
+        share_loops,
+        talk_loops,
+        value_loops,
+    )
 
     name, *kinds = key
     modules = {
         "index": index_loops,
         "gaps": gap_loops,
+        "list": list_loops,
         "share": share_loops,
         "copy": copy_loops,
         "talk": talk_loops,

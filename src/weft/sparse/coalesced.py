@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import kernels
 from ..agree import agree, is_direct
 from ..errors import WeftError
+from ..kernels.lists import parted
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
@@ -404,8 +405,12 @@ def _handed_out(
 ) -> Coalesced:
     """Each table's part of the result, where its caller wants it."""
     wire, requests = call.wire, own.requests
-    ends = torch.searchsorted(result.keys, result.keys.new_tensor(space.starts - 1), right=True)
-    part = dict(zip(space.tables, pairwise(ends.tolist()), strict=True))
+    wanted = {requests[table].rows.indices.dtype for table in space.tables}
+    of_dtype: dict[torch.dtype, Tensor] = {}
+    ends: list[int] = []
+    for dtype in wanted:
+        of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
+    part = dict(zip(space.tables, pairwise([0, *ends]), strict=True))
     counts = [
         part[table][1] - part[table][0] if table in part else 0 for table in range(len(requests))
     ]
@@ -414,10 +419,6 @@ def _handed_out(
             whose = both.numbers[table, WHOSE]
             raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
 
-    found = [counts[table] for table in space.tables]
-    indices = result.keys - torch.from_numpy(np.repeat(space.starts[:-1], found)).to(space.index)
-    wanted = {requests[table].rows.indices.dtype for table in space.tables}
-    of_dtype = {dtype: indices.to(dtype) for dtype in wanted}
     reduced: dict[int, Rows] = {}
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):

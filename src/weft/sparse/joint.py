@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
+from ..kernels.lists import joined
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
@@ -94,27 +95,20 @@ class Joint:
         ]
         self.numbers[:, [WHOSE, WHO]] = rank
         if order:
-            indices = torch.cat([requests[table].rows.indices for table in order]).long().numpy()
-            highs = np.maximum.reduceat(indices, self._begins[:-1])
-            lows = np.minimum.reduceat(indices, self._begins[:-1])
+            keys, lows, highs = joined([requests[table].rows.indices for table in order])
             self.error = _wrong(requests, order, lows, highs, start) or self.error
             if self.error is None:
                 self._order = order
-                self._sort(indices, highs)
+                self._sort(keys, highs)
         self.counts: list[int] = self.numbers[:, ROWS].tolist()
         self._row = [row_bytes(request.rows.row_shape, request.dtype) for request in requests]
         self.size = sum(self.counts[table] * self._row[table] for table in self._order)
         self.fallible = any(request.fallible for request in requests)
 
-    def _sort(self, indices: Longs, highs: Longs) -> None:
+    def _sort(self, keys: Tensor, highs: Longs) -> None:
         heights = highs + 1
         self._starts = np.cumsum(heights) - heights
-        parts = [self.requests[table].distinct for table in self._order]
-        if all(len(part.indices) for part in parts):  # calls that queued up: each is sorted already
-            self._distinct = _joined(parts, self._starts.tolist(), self._begins.tolist())
-        else:
-            keys = indices + np.repeat(self._starts, np.diff(self._begins))
-            self._distinct = kernels.distinct(torch.from_numpy(keys))
+        self._distinct = kernels.distinct(keys)
         found = self._distinct.indices.numpy()
         self._firsts = np.append(np.searchsorted(found, self._starts), len(found))
         self.numbers[self._order, ROWS] = np.diff(self._firsts)
@@ -201,38 +195,6 @@ class Joint:
     def _kind(self, table: int) -> tuple[torch.dtype, torch.dtype, tuple[int, ...]]:
         request = self.requests[table]
         return request.dtype, request.rows.values.dtype, tuple(request.rows.row_shape)
-
-
-def _joined(
-    parts: Sequence[kernels.Distinct], starts: Sequence[int], begins: Sequence[int]
-) -> kernels.Distinct:
-    """What sorting all of these together gives.
-
-    Args:
-        parts: of each table.
-        starts: what is added to a table's indices, so that tables do not meet.
-        begins: how many rows the tables before have, and at the end all.
-    """
-    indices = torch.cat(
-        [part.indices.long() + start for part, start in zip(parts, starts, strict=True)]
-    )
-    order = firsts = None
-    if any(part.order is not None for part in parts):
-        order = torch.cat(
-            [
-                torch.arange(begin, end) if part.order is None else part.order + begin
-                for part, (begin, end) in zip(parts, pairwise(begins), strict=True)
-            ]
-        )
-    if any(part.starts is not None for part in parts):
-        firsts = torch.cat(
-            [
-                torch.arange(begin, end) if part.starts is None else part.starts[:-1] + begin
-                for part, (begin, end) in zip(parts, pairwise(begins), strict=True)
-            ]
-            + [torch.tensor(begins[-1:])]
-        )
-    return kernels.Distinct(indices, order, firsts)
 
 
 def _wrong(

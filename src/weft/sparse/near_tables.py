@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.lists import List, cut, moved
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh
 from .call import Call
-from .header import NO_LIMIT, Header
 from .mixed import Extents, Merge, Stacked, widened
 from .near import lent_of, read_all, say_read, told
-from .owners import cuts
 from .space import Space
-from .tables import HIGHEST, ROWS, Longs, Tables
+from .tables import HIGHEST, ROWS, Tables
 
 __all__ = ["CHUNK", "NAME", "lends", "pause", "split"]
 
@@ -36,7 +35,6 @@ NAME = "split"
 
 _MOST = 16 << 20  # bytes of a rank's rows; for more a header, by which to choose, costs little
 _PAUSE = 64  # openings of all calls until ranks that could not all lend try it again
-_POINTS = 128  # of each rank
 CHUNK = 1 << 22
 """Bytes of rows that are merged at once."""
 
@@ -88,22 +86,22 @@ def split(
     """
     wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
     order = range(wire.size)
-    lists = [_List.of(wire, rank, keys, said, space) for rank, said in enumerate(everyone)]
-    header = _header(lists, space)
-    edges = [0, *cuts(header, wire.size, _sizes(header, space)), space.end]
+    lists = [_list_of(wire, rank, keys, said, space) for rank, said in enumerate(everyone)]
+    sizes = None if len(stacks) == 1 else space.row[space.tables]
+    ranges = cut(lists, space.starts, sizes)
     if everyone[me].lent is not None:  # what the owners of its rows read here
-        ends = list(map(lists[me].bytes_before, lists[me].find(edges)))
+        ends = _bytes_before(lists[me], space, ranges[me])
         wire.count([(peer, keys) for peer in peers])
         wire.count([(peer, values[ends[peer] : ends[peer + 1]]) for peer in peers])
     runs, spans = [], []
-    for each in lists:
-        first, last = each.find(edges[me : me + 2])
-        runs.append(each.part(first, last))
-        spans.append((each.bytes_before(first), each.bytes_before(last)))
+    for one, ends in zip(lists, ranges, strict=True):
+        first, last = ends[me : me + 2]
+        runs.append(moved(one, space.starts, first, last, space.index))
+        spans.append(_bytes_before(one, space, (first, last)))
     extents = [Extents(run, stacks) for run in runs]
     given = [values if rank == me else everyone[rank].values for rank in order]
-    sizes = [0 if given[rank] is not None else extents[rank].bytes[-1] for rank in order]
-    starts = [0, *accumulate(-(-size // 8) * 8 for size in sizes)]
+    come = [0 if given[rank] is not None else extents[rank].bytes[-1] for rank in order]
+    starts = [0, *accumulate(-(-size // 8) * 8 for size in come)]
     merge = Merge(call, stacks, runs, extents)
     with wire.lease(starts[-1]) as memory, wire.lease(merge.extents.bytes[-1]) as sums:
         streams: list[Tensor] = []
@@ -115,7 +113,7 @@ def split(
                 comes.append(None)
                 continue
             assert lent is not None
-            stream = memory[starts[rank] : starts[rank] + sizes[rank]]
+            stream = memory[starts[rank] : starts[rank] + come[rank]]
             streams.append(stream)
             comes.append(_There(wire, rank, lent[1] + low, stream).come)
         for _ in merge.into(sums, streams, comes):
@@ -131,9 +129,9 @@ def split(
                 result[low:high] = merge.keys
             else:
                 read_all(wire, rank, summed[rank].indices, as_bytes(result[low:high]))
-        found = Extents(result, stacks)
-        out = fresh((found.bytes[-1],), torch.uint8)
-        for rank, (low, high) in enumerate(pairwise(map(found.at, places))):
+        whole = Extents(result, stacks)
+        out = fresh((whole.bytes[-1],), torch.uint8)
+        for rank, (low, high) in enumerate(pairwise(map(whole.at, places))):
             if rank == me:
                 out[low:high] = sums
             else:
@@ -142,85 +140,24 @@ def split(
     return widened(Stacked(result, out), stacks)
 
 
-class _List:
-    """The keys of one rank's rows, sorted, as that rank numbers them: in a space of its own."""
-
-    def __init__(self, keys: Longs, rows: Longs, heights: Longs, space: Space) -> None:
-        self.keys, self._space = keys, space
-        self._ends = np.cumsum(rows)  # of each table's rows
-        self._starts = np.cumsum(heights) - heights  # of each table's keys
-        self._heights = heights
-        self._shift = space.starts[:-1] - self._starts
-
-    @classmethod
-    def of(cls, wire: Wire, rank: int, own: Tensor, said: Tables, space: Space) -> _List:
-        """That of a rank: read, if it did not come along."""
-        numbers = said.numbers[space.tables]
-        rows, heights = numbers[:, ROWS], numbers[:, HIGHEST] + 1
-        if said.lent is None:
-            starts = np.cumsum(heights) - heights
-            keys = said.own_indices().numpy() + np.repeat(starts, rows)
-        elif rank == wire.rank:
-            keys = own.numpy()
-        else:
-            into = torch.empty(int(rows.sum()), dtype=torch.int64)
-            read_all(wire, rank, said.lent[0], as_bytes(into))
-            keys = into.numpy()
-        return cls(keys, rows, heights, space)
-
-    def points(self) -> tuple[Longs, Longs]:
-        """Keys in the space of all that cut these in equal shares, and those."""
-        count = len(self.keys)
-        parts = min(_POINTS, count)
-        shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
-        at = shares[:-1]
-        return self.keys[at] + self._shift[self._ends.searchsorted(at, "right")], np.diff(shares)
-
-    def find(self, edges: Sequence[int]) -> list[int]:
-        """How many of these lie below each key of the space of all."""
-        starts = self._space.starts[:-1]
-        tables = starts.searchsorted(edges, "right") - 1
-        into = np.minimum(edges - starts[tables], self._heights[tables])
-        found: list[int] = self.keys.searchsorted(self._starts[tables] + into).tolist()
-        return found
-
-    def part(self, first: int, last: int) -> Tensor:
-        """Some of these in the space of all."""
-        moved = self.keys[first:last] + np.repeat(self._shift, self._rows(first, last))
-        return torch.from_numpy(moved).to(self._space.index)
-
-    def bytes_before(self, row: int) -> int:
-        """Bytes of the rows before this one."""
-        if len(self._space.stacks) == 1:
-            return row * self._space.stacks[0].row
-        return int((self._rows(0, row) * self._space.row[self._space.tables]).sum())
-
-    def _rows(self, first: int, last: int) -> Longs:
-        """Of each table the rows that are among these."""
-        ends = self._ends.clip(first, last)
-        rows = ends.copy()
-        rows[1:] -= ends[:-1]
-        rows[0] -= first
-        return rows
+def _list_of(wire: Wire, rank: int, own: Tensor, said: Tables, space: Space) -> List:
+    """The keys of a rank's rows: read, if they did not come along."""
+    numbers = said.numbers[space.tables]
+    rows, heights = numbers[:, ROWS], numbers[:, HIGHEST] + 1
+    if said.lent is None:
+        shift = np.repeat(np.cumsum(heights) - heights, rows)
+        keys = said.own_indices() + torch.from_numpy(shift)
+    elif rank == wire.rank:
+        keys = own
+    else:
+        keys = torch.empty(int(rows.sum()), dtype=torch.int64)
+        read_all(wire, rank, said.lent[0], as_bytes(keys))
+    return List(keys, rows, heights)
 
 
-def _header(lists: Sequence[_List], space: Space) -> Header:
-    """As much of a header of all ranks' rows as cuts are computed from."""
-    counts = [len(each.keys) for each in lists]
-    points, weights = map(np.concatenate, zip(*(each.points() for each in lists), strict=True))
-    order = np.argsort(points, kind="stable")
-    return Header(
-        *(sum(counts), max(counts), min(counts), space.end - 1, NO_LIMIT, 0, False, False),
-        sketch=np.empty(0, np.int64),
-        points=points[order],
-        weights=weights[order],
-    )
-
-
-def _sizes(header: Header, space: Space) -> Longs | None:
-    """Bytes of the row at each point; None where all are alike."""
+def _bytes_before(one: List, space: Space, rows: Sequence[int]) -> list[int]:
+    """Bytes of a list's rows before each of these."""
     if len(space.stacks) == 1:
-        return None
-    ends = [stack.end for stack in space.stacks]
-    rows = np.array([stack.row for stack in space.stacks], np.int64)
-    return rows[np.searchsorted(ends, header.points, side="right")]
+        return [row * space.stacks[0].row for row in rows]
+    ends, sizes = np.cumsum(one.rows), space.row[space.tables]
+    return [int((np.diff(ends.clip(max=row), prepend=0) * sizes).sum()) for row in rows]

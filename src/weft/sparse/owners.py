@@ -3,10 +3,8 @@
 What an owner of a range does grows with the rows it receives for it, one from each rank that has
 the index, and with the sums it sends, one to each other rank. The second is the larger part, so
 equal numbers of input rows are not equal work: at the head of a Zipf distribution every rank has
-the same few rows. Both numbers are estimated from the points in the combined header, bin by bin.
-
-The cuts decide what is sent where, so they are computed in integers, or in floating-point
-operations that every machine rounds alike.
+the same few rows. Both numbers are estimated from the points in the combined header
+(`kernels.lists.even_cuts`).
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, searchsorted
 
+from ..kernels.lists import even_cuts
 from .header import Header
 
 __all__ = ["cuts", "parts"]
-
-_BINS = 64
 
 
 def cuts(header: Header, ranks: int, sizes: NDArray[np.int64] | None = None) -> list[int]:
@@ -32,35 +29,8 @@ def cuts(header: Header, ranks: int, sizes: NDArray[np.int64] | None = None) -> 
     """
     if header.total == 0:
         return [0] * (ranks - 1)
-    count = len(header.points)
-    bins = min(_BINS, count)
-    starts = np.arange(bins, dtype=np.int64) * count // bins
-    edges = np.append(header.points[starts], header.highest + 1)
-    rows = np.add.reduceat(header.weights, starts)
-    width = np.maximum(np.diff(edges), 1)
-
-    # rows of `ranks` ranks, thrown into `width` places independently, meet in so many of them
-    missing = np.maximum(1.0 - rows / (width * float(ranks)), 0.0)
-    nobody = np.ones_like(missing)
-    power = ranks
-    while power:  # by multiplications alone: pow() is not the same everywhere
-        if power & 1:
-            nobody = nobody * missing
-        missing = missing * missing
-        power >>= 1
-    union = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
-    work = rows + (ranks - 1) * np.maximum(union, 1)
-    if sizes is not None:
-        work = work * np.maximum(np.add.reduceat(header.weights * sizes, starts) // rows, 1)
-
-    done = np.concatenate([[0], np.cumsum(work)])
-    result = []
-    for rank in range(1, ranks):
-        goal = int(done[-1]) * rank // ranks
-        bin_ = int(np.searchsorted(done, goal, side="right")) - 1
-        into = (goal - int(done[bin_])) * int(edges[bin_ + 1] - edges[bin_]) // int(work[bin_])
-        result.append(int(edges[bin_]) + into)
-    return result
+    end = header.highest + 1
+    return even_cuts(header.points, header.weights, end, ranks, sizes)
 
 
 def parts(indices: Tensor, header: Header, ranks: int) -> list[slice]:

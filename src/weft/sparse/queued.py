@@ -45,7 +45,7 @@ class QueuedCall:
     """One table to be reduced.
 
     Attributes:
-        make: makes its request, when its turn comes or before.
+        make: makes its request (`Request.unsorted`), when its turn comes or before.
         blocks: its caller waits for it, so that nothing will come behind it.
         request: what it made.
         result: once `done`, in the form of the request.
@@ -179,6 +179,7 @@ def _serve(wire: Wire, queue: _Queue, first: QueuedCall) -> None:
             call.result, call.done = request.restore(rows), True
         queue.forget(together)
         return
+    first.asked().sort()
     first.result, first.record = reduce_now(wire, first.asked())
     first.done = True
     queue.forget([first])
@@ -203,10 +204,8 @@ def _together(wire: Wire, queue: _Queue, first: QueuedCall) -> list[QueuedCall]:
 
 def _is_social(request: Request) -> bool:
     """Whether a call may be served with others at all."""
-    indices = request.distinct.indices
     known = request.error is None and request.algorithm == "auto"
-    low = not len(indices) or int(indices[-1]) < _HIGHEST
-    return known and low and not request.fallible and request.out is None
+    return known and request.highest < _HIGHEST and not request.fallible and request.out is None
 
 
 def _kind(request: Request) -> _Kind:

@@ -51,6 +51,7 @@ class Request:
         rows: what is to be reduced, on the CPU.
         distinct: its indices, sorted, and their duplicates; of a table of a list, that is left to
             `joint`, and so are the checks of indices.
+        highest: the largest index, of a call that is `unsorted` and has rows; else -1.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -63,6 +64,7 @@ class Request:
 
     rows: Rows = NOTHING
     distinct: kernels.Distinct = _NONE
+    highest: int = -1
     op: Op = OPS["sum"]
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
@@ -83,10 +85,30 @@ class Request:
     ) -> Request:
         """Check the arguments of a call."""
         request = cls.of_table(rows, op, algorithm, wire_dtype, out, None)
-        if request.error is None:
+        request.sort()
+        return request
+
+    def sort(self) -> None:
+        """Find what is distinct among the indices, and check them, if that was not done before."""
+        indices = self.rows.indices
+        if self.error is None and indices.numel() and not self.distinct.indices.numel():
+            with self._stating():
+                self.distinct = kernels.distinct(indices)
+                self._check_range(self.distinct.indices)
+
+    @classmethod
+    def unsorted(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
+        """Check the arguments of a call that may be served with others: they are sorted together.
+
+        Whoever serves it alone calls `sort`.
+        """
+        request = cls.of_table(rows, op, algorithm, wire_dtype, None, None)
+        if request.error is None and request.rows.indices.numel():
             with request._stating():
-                request.distinct = kernels.distinct(request.rows.indices)
-                request._check_range(request.distinct.indices)
+                low, high = (int(end) for end in request.rows.indices.aminmax())
+                request.highest = high
+                if error := outside(low, high, request.rows.height):
+                    raise _WrongError(error)
         return request
 
     @classmethod

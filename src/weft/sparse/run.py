@@ -157,7 +157,9 @@ class _Own:
         if self._values is None:
             distinct, values = self.request.distinct, self.request.rows.values
             ready = distinct.order is None and distinct.starts is None and self._call.wide is None
-            if self.request.error is not None or ready:
+            if self.request.error is not None:  # which is what is stated, and no rows
+                self._values = values[:0]
+            elif ready:
                 self._values = values.contiguous()
             else:
                 shape = (distinct.indices.numel(), *values.shape[1:])

@@ -344,12 +344,15 @@ def merge_blocks(
         out: `[U, *row_shape]` in the dtype of the result.
     """
     step, total = call.chunk_rows, union.indices.numel()
-    starts = torch.arange(0, total, step)
-    first_keys = union.indices[starts]
-    bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
+    starts = range(0, total, step)
+    if len(starts) == 1:
+        bounds = [[0, run.numel()] for run in runs]
+    else:
+        first_keys = union.indices[torch.arange(0, total, step)]
+        bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
     direct = call.partial == call.dtype
     with call.wire.lease(0 if direct else step * call.load.partial) as memory:
-        for block, start in enumerate(starts.tolist()):
+        for block, start in enumerate(starts):
             stop = min(start + step, total)
             final = out[start:stop]
             sums = final if direct else typed(memory, tuple(final.shape), call.partial)
