@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import nn
@@ -16,6 +18,12 @@ P = weft.Partition
 
 def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def gather(dims=0, **options):
@@ -65,6 +73,30 @@ WRONG = {
         ones(2, 2).to_sparse(),
         ones(2, 2),
         "rank 3: AllGather takes dense tensors, and this one is sparse_coo: use weft.sparse_all",
+    ),
+    "without values": (
+        lambda: gather((0, 1)),
+        torch.ones(2, 2, device="meta"),
+        ones(2, 2),
+        "rank 3: AllGather takes dense tensors, and this one is on the meta device.*: materialize",
+    ),
+    "large, without values": (
+        lambda: gather((0, 1)),
+        FakeTensorMode().from_tensor(torch.ones(200, 200)),
+        ones(200, 200),
+        "rank 3: AllGather .* this one is a FakeTensor, which cannot be read .*: pass a plain",
+    ),
+    "nested": (
+        lambda: gather((0, 1)),
+        nested(),
+        ones(2, 2),
+        "rank 3: AllGather takes dense tensors, and this one is nested: pass its parts",
+    ),
+    "not yet made": (
+        lambda: gather((0, 1)),
+        torch.nn.UninitializedParameter(),
+        ones(2, 2),
+        "rank 3: AllGather .* this one is a UninitializedParameter, which cannot be read",
     ),
     "no tensor": (
         lambda: gather((0, 1)),
