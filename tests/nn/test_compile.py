@@ -65,6 +65,30 @@ def test_a_length_that_changes_is_compiled_as_any(wire):
 
 
 @spmd(2, on=("processes",), timeout=40.0)
+def test_functions_and_losses_that_not_every_rank_has(wire):
+    partition = weft.Partition(2)
+
+    def model(x):
+        total = weft.nn.functional.sum_reduce(x.sin(), partition, 0, shape=(3,))
+        return weft.nn.functional.zero_volume_corrector(total.sum() if total.numel() else total)
+
+    code = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = data(wire, 3).requires_grad_()
+    for _ in range(2):
+        before = wire.calls
+        loss = code(x)
+        assert loss.shape == () and torch.equal(loss, model(x))
+        (grad,) = torch.autograd.grad(loss, x)
+        torch.testing.assert_close(grad, x.cos())
+        assert wire.calls - before >= 3
+    nothing = torch.compile(weft.nn.ZeroVolumeCorrector(), fullgraph=True, backend="aot_eager")(
+        weft.nn.zero_volume_tensor()
+    )
+    nothing.backward()  # also where nothing led there that requires a gradient
+    assert nothing.item() == 0
+
+
+@spmd(2, on=("processes",), timeout=40.0)
 def test_what_compiled_code_cannot_know(wire):
     partition = weft.Partition(2)
     with pytest.raises(Exception, match=r"AllGather under torch.compile needs shape="):
