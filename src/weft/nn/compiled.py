@@ -23,6 +23,7 @@ from torch.fx.node import has_side_effect
 
 from ..errors import WeftError
 from ..grid import Shape
+from ..wire.modes import without_modes
 from .door import Call
 from .movement import Movement, planned
 
@@ -80,6 +81,7 @@ def compiled(key: int, x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("weft::move", mutates_args=())
+@without_modes
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire
@@ -96,6 +98,7 @@ def _move(x: Tensor, key: int, needs: bool) -> Tensor:
 
 
 @torch.library.custom_op("weft::move_back", mutates_args=())
+@without_modes
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire

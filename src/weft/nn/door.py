@@ -24,6 +24,7 @@ from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, as_bytes, is_plain, plain
+from ..wire.modes import without_modes
 from .across import exchanged
 from .carry import Result, assembled, begun, carried, ended, has_addition
 from .habit import Habit, learn
@@ -318,6 +319,7 @@ def _typed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
 
 
+@without_modes
 def _applied(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
     """The result of a call, recorded for autograd; collective.
 
