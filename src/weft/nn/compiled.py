@@ -81,8 +81,12 @@ def compiled(key: int, x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("weft::move", mutates_args=())
-@without_modes
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
+    return _there(x, key, needs)
+
+
+@without_modes
+def _there(x: Tensor, key: int, needs: bool) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)
@@ -98,8 +102,12 @@ def _move(x: Tensor, key: int, needs: bool) -> Tensor:
 
 
 @torch.library.custom_op("weft::move_back", mutates_args=())
-@without_modes
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
+    return _back(grad, key, shape)
+
+
+@without_modes
+def _back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)
