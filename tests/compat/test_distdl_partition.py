@@ -94,6 +94,9 @@ def test_a_partition_of_an_mpi4py_communicator():
         def Get_rank(self):
             return self.rank
 
+        def __bool__(self):
+            return self.rank >= 0
+
         def allgather(self, value):
             said[self.rank] = 0 if self.same else value
             meet.wait(20)
@@ -105,6 +108,8 @@ def test_a_partition_of_an_mpi4py_communicator():
         P = MPIPartition(Comm((wire.rank + 1) % 3))
         with pytest.raises(weft.WeftError, match=r"are ranks \[0, 0, 0\] of weft's group: start"):
             MPIPartition(Comm(wire.rank, same=True))
+        with pytest.raises(weft.WeftError, match=f"rank {wire.rank}: MPI.COMM_NULL tells nothing"):
+            MPIPartition(Comm(-1))
         return P.rank, P.grid.ranks
 
     assert run(3, program) == [(1, (2, 0, 1)), (2, (2, 0, 1)), (0, (2, 0, 1))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import nn
@@ -16,6 +18,12 @@ P = weft.Partition
 
 def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def gather(dims=0, **options):
@@ -65,6 +73,30 @@ WRONG = {
         ones(2, 2).to_sparse(),
         ones(2, 2),
         "rank 3: AllGather takes dense tensors, and this one is sparse_coo: use weft.sparse_all",
+    ),
+    "without values": (
+        lambda: gather((0, 1)),
+        torch.ones(2, 2, device="meta"),
+        ones(2, 2),
+        "rank 3: AllGather takes dense tensors, and this one is on the meta device.*: materialize",
+    ),
+    "large, without values": (
+        lambda: gather((0, 1)),
+        FakeTensorMode().from_tensor(torch.ones(200, 200)),
+        ones(200, 200),
+        "rank 3: AllGather .* this one is a FakeTensor, which cannot be read .*: pass a plain",
+    ),
+    "nested": (
+        lambda: gather((0, 1)),
+        nested(),
+        ones(2, 2),
+        "rank 3: AllGather takes dense tensors, and this one is nested: pass its parts",
+    ),
+    "not yet made": (
+        lambda: gather((0, 1)),
+        torch.nn.UninitializedParameter(),
+        ones(2, 2),
+        "rank 3: AllGather .* this one is a UninitializedParameter, which cannot be read",
     ),
     "no tensor": (
         lambda: gather((0, 1)),
@@ -243,6 +275,20 @@ def test_grids_that_are_none(wire):
         ),
         (lambda: nn.SumReduce(P(1), P((1, 3))), "does not broadcast"),
         (lambda: nn.AllToAll(P(3), (1, 1)), "pass two different dimensions"),
+        (lambda: nn.AllToAll(P(3), (0, -1)), "of the tensor, counted from its first, which is 0"),
+        (lambda: nn.AllToAll(P(3), 0), r"dims is \(0,\): pass two"),
+        (
+            lambda: nn.AllGather([0, 1, 2], 0),
+            "AllGather works on a grid, not on a list: pass a weft",
+        ),
+        (lambda: nn.Repartition(P(3), 3), "Repartition works on a grid, not on a int"),
+        (lambda: P(3).union(3), "union works on a grid"),
+        (lambda: P.from_mesh("cpu"), "a str is no DeviceMesh"),
+        (lambda: nn.AllGather(P(3), 0, shape=(-1, 3)), "none may be left open"),
+        (lambda: nn.AllGather(P(3), 0, shape=(1.5, 3)), r"shape is \(1.5, 3\): pass integers"),
+        (lambda: nn.AllGather(P(3), 0, shape=5), "shape has 5 where it needs several integers"),
+        (lambda: nn.ReduceScatter(P(3), 0, lengths=(1, 1, 1)), "lengths has 1 where it needs sev"),
+        (lambda: nn.ReduceScatter(P(3), 0, lengths=3), "lengths is 3: pass for each dimension"),
         (lambda: nn.HaloExchange(P(3), -1), "pass a width of at least 0"),
         (lambda: nn.HaloExchange(P(3), [1, 1]), "pass a width of at least 0 for each"),
         (lambda: nn.HaloExchange(P(3), 1.5), "pass an integer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import weft
 from weft.testing import spmd
@@ -41,6 +42,50 @@ def test_a_compiled_model_does_what_it_does_eagerly(wire):
     with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         first.sum().backward()
+
+
+@spmd(2, on=("processes",), timeout=40.0)
+def test_a_length_that_changes_is_compiled_as_any(wire):
+    """The second time torch.compile sees another length, it compiles for all at once."""
+    partition = weft.Partition(2)
+    layers = torch.nn.Sequential(
+        weft.nn.ReduceScatter(partition, 0),
+        weft.nn.HaloExchange(partition, 1),
+        weft.nn.AllSumReduce(partition, ()),
+    )
+    seen = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    code = torch.compile(layers, fullgraph=True, backend=seen)
+    for length in (5, 6, 7, 12):
+        x = data(wire, length, 2).requires_grad_()
+        y = code(x)
+        assert torch.equal(y, layers(x))
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(found, torch.autograd.grad(layers(x).square().sum(), x)[0])
+    assert seen.frame_count == 2
+
+
+@spmd(2, on=("processes",), timeout=40.0)
+def test_functions_and_losses_that_not_every_rank_has(wire):
+    partition = weft.Partition(2)
+
+    def model(x):
+        total = weft.nn.functional.sum_reduce(x.sin(), partition, 0, shape=(3,))
+        return weft.nn.functional.zero_volume_corrector(total.sum() if total.numel() else total)
+
+    code = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = data(wire, 3).requires_grad_()
+    for _ in range(2):
+        before = wire.calls
+        loss = code(x)
+        assert loss.shape == () and torch.equal(loss, model(x))
+        (grad,) = torch.autograd.grad(loss, x)
+        torch.testing.assert_close(grad, x.cos())
+        assert wire.calls - before >= 3
+    nothing = torch.compile(weft.nn.ZeroVolumeCorrector(), fullgraph=True, backend="aot_eager")(
+        weft.nn.zero_volume_tensor()
+    )
+    nothing.backward()  # also where nothing led there that requires a gradient
+    assert nothing.item() == 0
 
 
 @spmd(2, on=("processes",), timeout=40.0)

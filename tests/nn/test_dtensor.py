@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -232,6 +233,11 @@ def faults(wire, path):
             grid,
         )
         fails(
+            "rank 1: AllGather takes .* this one is a DTensor: pass the shard that weft.nn.from_dt",
+            nn.AllGather(grid, 0),
+            x if wire.rank == 1 else x.to_local(),
+        )
+        fails(
             "dimension 0 has 4 and is cut into 4 parts, which lengths",
             nn.from_dtensor,
             x,
@@ -277,6 +283,8 @@ def group_of_its_own(wire, path):
         y = nn.to_dtensor(x, grid, column, [Replicate()])
         assert torch.equal(y.to_local(), torch.arange(4))
         assert torch.equal(nn.from_dtensor(y, grid), x)
+        awaited = all_reduce(x, "sum", group)  # a subclass that can be read
+        assert nn.AllGather(grid, 0)(awaited).tolist() == [2, 4, 2, 4]
         with pytest.raises(weft.WeftError, match="ranks 0 and 2 of the default group"):
             nn.to_dtensor(x, grid, mesh, [Replicate(), Replicate()])
 

@@ -131,3 +131,13 @@ def test_the_adjoint_of_large_padded_tensors(monkeypatch):
         right[1:-1] = 1
         right[1 if rank else -2] = 2
         assert torch.equal(grad, right)
+
+
+@spmd(2, on=("threads",))
+def test_widths_may_be_an_array(wire):
+    grid = weft.Partition((2, 1))
+    expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).movement
+    for kind in (np.array, torch.tensor):
+        assert nn.HaloExchange(grid, kind([[1, 2], [0, 1]])).movement == expected
+        by_cell = nn.HaloExchange(grid, lambda cell, kind=kind: kind([[1, 2], [0, 1]]))
+        assert by_cell.movement == expected

@@ -237,6 +237,33 @@ def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
     on_processes(2, many_at_once, str(tmp_path / "store"))
 
 
+def one_group_a_thread():
+    """Each rank waits in another order, at the one store that torch has for all groups."""
+    dist.init_process_group("gloo")
+    one, other = dist.new_group(), dist.new_group()
+    failures = []
+
+    def make(group):
+        try:
+            talk(of_group(group, timeout=9.0))
+        except BaseException as error:
+            failures.append(error)
+
+    order = (one, other) if dist.get_rank() else (other, one)
+    threads = [threading.Thread(target=make, args=(group,)) for group in order]
+    for thread in threads:
+        thread.start()
+        thread.join(0.5)  # until it waits
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    dist.destroy_process_group()
+
+
+def test_threads_do_not_keep_each_other_from_the_store():
+    processes(2, one_group_a_thread)
+
+
 # surroundings
 
 

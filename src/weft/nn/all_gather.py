@@ -20,7 +20,7 @@ from ..plan import Plan, between
 from .along import FromShards, ToShards, given, shards, told
 from .layer import Layer
 from .movement import Lengths, fitting
-from .partition import Partition, normal_dims
+from .partition import Partition, are_grids, normal_dims
 
 __all__ = ["AllGather", "Gathering", "ReduceScatter", "SummedScattering"]
 
@@ -94,6 +94,7 @@ class AllGather(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
+        are_grids("AllGather", partition)
         found = normal_dims(dims, partition.dim)
         super().__init__(Gathering(partition, found, told(shape)))
 
@@ -132,5 +133,6 @@ class ReduceScatter(Layer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
+        are_grids("ReduceScatter", partition)
         found = normal_dims(dims, partition.dim)
         super().__init__(SummedScattering(partition, found, told(shape), given(lengths)))

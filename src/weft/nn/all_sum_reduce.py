@@ -16,7 +16,7 @@ from ..plan import Plan, between
 from .along import Along, told
 from .layer import Layer
 from .movement import fitting
-from .partition import Partition, normal_dims
+from .partition import Partition, are_grids, normal_dims
 
 __all__ = ["AllSumReduce", "AllSumming"]
 
@@ -65,5 +65,6 @@ class AllSumReduce(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
+        are_grids("AllSumReduce", partition)
         found = normal_dims(dims, partition.dim)
         super().__init__(AllSumming(partition, found, told(shape)))

@@ -18,7 +18,7 @@ from ..plan import Plan, between
 from .along import Along, given, told
 from .layer import Layer
 from .movement import fitting, parts
-from .partition import Partition, normal_dims
+from .partition import Partition, are_grids, integers, normal_dims
 
 __all__ = ["AllToAll", "Turning"]
 
@@ -114,10 +114,13 @@ class AllToAll(Layer):
         shape: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        if len(dims) != 2 or dims[0] == dims[1] or min(dims) < 0:
-            raise WeftError(f"AllToAll: dims is {tuple(dims)}: pass two different dimensions")
-        axis = normal_dims(dims[0] if along is None else along, partition.dim)
+        are_grids("AllToAll", partition)
+        both = integers("AllToAll", "dims", dims)
+        if len(both) != 2 or both[0] == both[1] or min(both) < 0:
+            raise WeftError(
+                f"AllToAll: dims is {both}: pass two different dimensions of the tensor, counted "
+                "from its first, which is 0"
+            )
+        axis = normal_dims(both[0] if along is None else along, partition.dim)
         cut = given([lengths])
-        super().__init__(
-            Turning(partition, axis, told(shape), dims[0], dims[1], cut[0] if cut else None)
-        )
+        super().__init__(Turning(partition, axis, told(shape), *both, cut[0] if cut else None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import WeftError
 from ..grid import Box, Shape, balanced
 from .movement import Lengths, Movement, group_of, parts, slices
-from .partition import Partition
+from .partition import Partition, integers
 
 __all__ = ["Along", "cut", "evenly", "given", "shards", "told"]
 
@@ -118,12 +118,36 @@ def evenly(partition: Partition, dims: Sequence[int], shape: Shape) -> dict[int,
 
 
 def told(shape: Sequence[int] | None) -> Shape | None:
-    """A shape as a value."""
-    return None if shape is None else tuple(map(int, shape))
+    """A shape as a value.
+
+    Raises:
+        WeftError: it is none.
+    """
+    return None if shape is None else _extents("shape", shape)
 
 
 def given(lengths: Lengths) -> tuple[tuple[int, ...] | None, ...] | None:
-    """Lengths as a value."""
+    """Lengths as a value.
+
+    Raises:
+        WeftError: they are not such.
+    """
     if lengths is None:
         return None
-    return tuple(None if each is None else tuple(map(int, each)) for each in lengths)
+    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        raise WeftError(
+            f"lengths is {lengths!r}: pass for each dimension those of its parts, or None"
+        )
+    return tuple(None if each is None else _extents("lengths", each) for each in lengths)
+
+
+def _extents(what: str, found: Sequence[int]) -> Shape:
+    """Lengths as integers, each at least 0."""
+    if not isinstance(found, Iterable):
+        raise WeftError(
+            f"{what} has {found!r} where it needs several integers: pass a tuple of them"
+        )
+    extents = integers(what, what, found)
+    if min(extents, default=0) < 0:
+        raise WeftError(f"{what} is {extents}: pass integers of at least 0; none may be left open")
+    return extents

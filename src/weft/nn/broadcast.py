@@ -21,7 +21,7 @@ from ..plan import Plan, Side, between
 from .along import told
 from .layer import Layer
 from .movement import Movement, fitting, group_of
-from .partition import Partition, normal_dims
+from .partition import Partition, are_grids, normal_dims
 
 __all__ = ["Broadcast", "Broadcasting", "SumReduce", "Summing", "first_along"]
 
@@ -193,6 +193,7 @@ class Broadcast(Layer):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
+        are_grids("Broadcast", partition)
         if isinstance(target, Partition):
             small, large = partition, target
         else:
@@ -212,7 +213,7 @@ class SumReduce(Layer):
         partition: the source grid; or the only one, if `target` names dimensions.
         target: the grid to add up on, each of whose dimensions is the source's or 1; or dimensions
             of `partition`, along which its first cells are the target.
-        shape: the shape of the tensors, if it is known; checked.
+        shape: the shape of the tensors, if it is known; checked, and needed under torch.compile.
 
     Raises:
         WeftError: the grids do not match; when called: shapes differ, or the dtype has no addition.
@@ -231,6 +232,7 @@ class SumReduce(Layer):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
+        are_grids("SumReduce", partition)
         if isinstance(target, Partition):
             large, small = partition, target
         else:

@@ -23,6 +23,7 @@ from torch.fx.node import has_side_effect
 
 from ..errors import WeftError
 from ..grid import Shape
+from ..wire.modes import without_modes
 from .door import Call
 from .movement import Movement, planned
 
@@ -81,6 +82,11 @@ def compiled(key: int, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("weft::move", mutates_args=())
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
+    return _there(x, key, needs)
+
+
+@without_modes
+def _there(x: Tensor, key: int, needs: bool) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)
@@ -97,6 +103,11 @@ def _move(x: Tensor, key: int, needs: bool) -> Tensor:
 
 @torch.library.custom_op("weft::move_back", mutates_args=())
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
+    return _back(grad, key, shape)
+
+
+@without_modes
+def _back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
     movement = _movement(key)
     wire = movement.partitions[0].wire
     ranks = movement.groups.get(wire.rank)

@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire, is_plain, plain
+from ..wire.base import Wire, as_bytes, is_plain, plain
+from ..wire.modes import without_modes
 from .across import exchanged
 from .carry import Result, assembled, begun, carried, ended, has_addition
 from .habit import Habit, learn
@@ -165,7 +166,7 @@ class Call:
 
     def _key(self, x: Any) -> object:
         """All that this rank says, but for the values; None where that would take long to tell."""
-        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or self.fault is not None:
+        if type(x) not in _PLAIN or not x.is_cpu or x.is_nested or self.fault is not None:
             return None
         records = torch.is_grad_enabled()
         return (
@@ -227,6 +228,8 @@ class Call:
             return self.fault
         if not isinstance(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
+        if (trouble := _unreadable(x)) is not None:
+            return f"{self.name} takes dense tensors, and this one is {trouble}"
         if x.layout != torch.strided or x.is_quantized:
             kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
             return (
@@ -288,12 +291,35 @@ class Call:
         )
 
 
+def _unreadable(x: Tensor) -> str | None:
+    """What a tensor is whose values cannot be read here, and what to do; None: they can."""
+    if x.is_nested:
+        return "nested: pass its parts, or to_padded_tensor()"
+    if x.is_meta:
+        return "on the meta device, where there are no values: materialize it first"
+    if x.layout != torch.strided or type(x) in _PLAIN:
+        return None  # other layouts are told of by themselves
+    kind = type(x).__name__
+    if kind == "DTensor":
+        return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
+    try:
+        as_bytes(plain(x.detach().cpu()))[:1].numpy()
+    except Exception as error:  # whatever the subclass has to say
+        reason = f"{error}".partition("\n")[0].rstrip(".")
+        return f"a {kind}, which cannot be read ({reason}): pass a plain tensor"
+    return None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _typed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor without its history, of the dtype that was agreed on."""
     # if that is another, the tensor has no volume, so that its own said nothing
     return x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
 
 
+@without_modes
 def _applied(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
     """The result of a call, recorded for autograd; collective.
 

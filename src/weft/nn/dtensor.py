@@ -339,7 +339,7 @@ def _anchor(call: Call, x: Tensor) -> Tensor | None:
     """What makes the result require a gradient where others need one, so that all take part."""
     assert call.opening is not None
     needed = call.opening.needs and not x.requires_grad
-    return torch.zeros((), requires_grad=True) if needed else None
+    return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
 def _local(x: DTensor) -> Tensor:

@@ -25,7 +25,7 @@ from ..plan import Piece, Plan, Side, between
 from .along import evenly, shards, told
 from .layer import Layer
 from .movement import Movement, fitting, group_of
-from .partition import Partition
+from .partition import Partition, are_grids
 
 __all__ = ["Boundary", "HaloExchange", "Haloing"]
 
@@ -246,6 +246,7 @@ class HaloExchange(Layer):
         shape: Sequence[int] | None = None,
         padded: bool = False,
     ) -> None:
+        are_grids("HaloExchange", partition)
         if boundary not in get_args(Boundary):
             raise WeftError(
                 f"HaloExchange: boundary {boundary!r} is unknown: use zero, periodic or reflect"
@@ -264,6 +265,7 @@ def _widths(partition: Partition, width: Any) -> Widths:
     Raises:
         WeftError: that is not what was given.
     """
+    width = getattr(width, "tolist", lambda: width)()  # of NumPy, or a tensor
     try:
         if isinstance(width, Sequence):
             pairs = [each if isinstance(each, Sequence) else (each, each) for each in width]

@@ -25,7 +25,7 @@ from ..wire.base import Wire
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Partition", "normal_dims"]
+__all__ = ["Partition", "are_grids", "integers", "normal_dims"]
 
 _NAMED = 16  # ranks that are named in full
 
@@ -72,7 +72,7 @@ class Partition:
     ) -> None:
         wire = default.resolve(group)
         me = f"rank {wire.rank}"
-        extents = _integers(me, "shape", shape)
+        extents = integers(me, "shape", shape)
         if any(extent < 1 for extent in extents):
             raise WeftError(f"{me}: a grid of {extents} has a dimension without cells")
         count = math.prod(extents)
@@ -83,7 +83,7 @@ class Partition:
                     "start more ranks, or make it smaller"
                 )
             ranks = range(count)
-        chosen = _integers(me, "ranks", ranks)
+        chosen = integers(me, "ranks", ranks)
         if len(chosen) != count:
             raise WeftError(f"{me}: {len(chosen)} ranks for the {count} cells of a grid {extents}")
         for number, rank in enumerate(chosen):
@@ -118,7 +118,12 @@ class Partition:
         """The grid of a `torch.distributed` DeviceMesh, in the default group.
 
         The ranks of a mesh are those of torch's default group, which must be weft's, too.
+
+        Raises:
+            WeftError: it is no mesh, or has ranks that the default group has not.
         """
+        if not hasattr(mesh, "mesh"):
+            raise WeftError(f"a {type(mesh).__name__} is no DeviceMesh: pass one")
         return cls(tuple(mesh.mesh.shape), ranks=mesh.mesh.flatten().tolist())
 
     def to_mesh(
@@ -210,7 +215,7 @@ class Partition:
         Raises:
             WeftError: there is no such cell, or it is named twice.
         """
-        numbers = _integers("subset", "positions", positions)
+        numbers = integers("subset", "positions", positions)
         if len(set(numbers)) < len(numbers) or not all(0 <= at < self.size for at in numbers):
             raise WeftError(f"{list(numbers)} are not distinct cells of the {self.size} there are")
         if not numbers:
@@ -223,7 +228,7 @@ class Partition:
         Raises:
             WeftError: the shape has more cells than this grid.
         """
-        extents = _integers("reshape", "shape", shape)
+        extents = integers("reshape", "shape", shape)
         count = math.prod(extents)
         if any(extent < 1 for extent in extents) or count > self.size:
             raise WeftError(f"a grid of {extents} cannot be made of {self.size} ranks")
@@ -235,6 +240,7 @@ class Partition:
         Raises:
             WeftError: they count in different groups.
         """
+        are_grids("union", *others)
         for other in others:
             if other.group is not self.group and other.group != self.group:
                 raise WeftError("grids of different groups have no union")
@@ -369,13 +375,28 @@ def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partitio
     return other
 
 
+def are_grids(name: str, *given: object) -> None:
+    """See that these are partitions, as one that came from a DeviceMesh may not be.
+
+    Raises:
+        WeftError: one is not.
+    """
+    for each in given:
+        if not isinstance(each, Partition):
+            is_mesh = type(each).__name__ == "DeviceMesh"
+            remedy = "weft.Partition.from_mesh(mesh)" if is_mesh else "a weft.Partition"
+            raise WeftError(
+                f"{name} works on a grid, not on a {type(each).__name__}: pass {remedy}"
+            )
+
+
 def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid") -> Shape:
     """Dimensions as non-negative numbers.
 
     Raises:
         WeftError: one is out of range, or there twice.
     """
-    given = _integers("dims", "dims", dims)
+    given = integers("dims", "dims", dims)
     for dim in given:
         if not -count <= dim < count:
             raise WeftError(f"dim {dim} is out of range: {what} has {count} dimensions")
@@ -385,7 +406,12 @@ def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid"
     return found
 
 
-def _integers(who: str, what: str, given: Any) -> tuple[int, ...]:
+def integers(who: str, what: str, given: Any) -> tuple[int, ...]:
+    """One integer or several as a tuple.
+
+    Raises:
+        WeftError: they are none.
+    """
     try:
         one = operator.index(given)
     except TypeError:

@@ -17,7 +17,7 @@ from ..plan import Plan, between
 from .along import cut, evenly, given, shards, told
 from .layer import Layer
 from .movement import Lengths, Movement, fitting, group_of
-from .partition import Partition
+from .partition import Partition, are_grids
 
 __all__ = ["Repartition", "Repartitioning"]
 
@@ -106,6 +106,7 @@ class Repartition(Layer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
+        are_grids("Repartition", source, target)
         if source.group is not target.group and source.group != target.group:
             raise WeftError("Repartition: the two grids count ranks in different groups")
         super().__init__(Repartitioning(source, target, told(shape), given(lengths)))

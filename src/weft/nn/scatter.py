@@ -16,7 +16,7 @@ from .along import FromShards, ToShards, given, shards, told
 from .broadcast import first_along
 from .layer import Layer
 from .movement import Lengths, fitting
-from .partition import Partition, normal_dims
+from .partition import Partition, are_grids, normal_dims
 
 __all__ = ["Collecting", "Distributing", "Gather", "Scatter"]
 
@@ -92,6 +92,7 @@ class Scatter(Layer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
+        are_grids("Scatter", partition)
         found = normal_dims(dims, partition.dim)
         super().__init__(Distributing(partition, found, told(shape), given(lengths)))
 
@@ -123,5 +124,6 @@ class Gather(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
+        are_grids("Gather", partition)
         found = normal_dims(dims, partition.dim)
         super().__init__(Collecting(partition, found, told(shape)))

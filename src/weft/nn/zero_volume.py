@@ -44,8 +44,15 @@ def zero_volume_corrector(x: Tensor) -> Tensor:
         return x.clone()
     zero = x.sum()
     if torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()):
-        zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+        if not torch.compiler.is_compiling():
+            zero = zero + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+        elif not zero.requires_grad:
+            zero = zero + (_ANCHOR * 0).to(x.device, x.dtype)
     return zero
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""For compiled code, which cannot make a tensor that requires a gradient; its gradient is zero."""
 
 
 class ZeroVolumeCorrector(torch.nn.Module):

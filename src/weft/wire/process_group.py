@@ -91,7 +91,7 @@ def connect(
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        connections = join(space, rank, size, timeout)
+        connections = join(_apart(space), rank, size, timeout)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = error
     else:
@@ -105,6 +105,19 @@ def connect(
         rank=rank,
         culprit=absent[0] if absent else None,
     ) from failure
+
+
+def _apart(store: dist.Store) -> dist.Store:
+    """The same store for one thread to wait at.
+
+    While a thread waits at a TCPStore, no other can as much as write to it. Two threads that make
+    a wire each, in another order than a peer's, would wait for each other until the deadline.
+    """
+    shared: Any = store  # torch's stubs do not know that it can be cloned
+    try:
+        return cast(dist.Store, shared.clone())
+    except RuntimeError:  # a store that is written in Python, which lets others in
+        return store
 
 
 def of(group: object) -> ProcessGroupWire:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from ..errors import Error, StillRunning, WeftError
+from .modes import without_modes
 
 if TYPE_CHECKING:
     from .base import Wire
@@ -71,6 +72,7 @@ class Worker:
         """How many calls were made so far, those that wait for their turn included."""
         return self._tickets
 
+    @without_modes
     def call(self, name: str, job: Callable[[], T]) -> T:
         """Run `job` in this thread, once all calls made before it are done; return its result.
 

@@ -64,7 +64,7 @@ class Communicator:
         """
         line = self._line
         if line.active:
-            nn.AllSumReduce(line, 0)(torch.zeros(()))
+            nn.AllSumReduce(line, 0)(torch.zeros((), device="cpu"))
 
     @property
     def _line(self) -> Partition:
@@ -100,13 +100,19 @@ def line_of(comm: Any) -> Partition:
             takes; or a communicator of mpi4py, which is asked for its ranks: collective in it.
 
     Raises:
-        WeftError: it is none of these, or one of mpi4py whose processes are not weft's ranks.
+        WeftError: it is none of these, or mpi4py's COMM_NULL, or a communicator whose processes are
+            not weft's ranks.
     """
     if comm is None:
         return _everybody()
     if isinstance(comm, Communicator):
         return _everybody() if comm.line is None else comm.line
     if hasattr(comm, "Get_rank") and hasattr(comm, "allgather"):
+        if not comm:  # as mpi4py's COMM_NULL is, which has nobody to ask
+            raise WeftError(
+                f"rank {_world().rank}: MPI.COMM_NULL tells nothing of the workers of a partition: "
+                "make it on all of them, by create_partition_inclusive of MPIPartition()"
+            )
         ranks = [int(rank) for rank in comm.allgather(_world().rank)]
         if len(set(ranks)) < len(ranks):
             raise WeftError(

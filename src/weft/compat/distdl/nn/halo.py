@@ -102,7 +102,7 @@ def _told(P_x: MPICartesianPartition, recv: Any, send: Any) -> dict[Shape, list[
 
 def _widths(recv: Any, send: Any, dim: int) -> Tensor:
     """What this worker receives and sends, [2, dim, 2]."""
-    found = torch.full((2, dim, 2), _WRONG, dtype=torch.int64)
+    found = torch.full((2, dim, 2), _WRONG, dtype=torch.int64, device="cpu")
     for place, given in enumerate((recv, send)):
         if given is None:
             found[place] = _UNKNOWN if place else _WRONG
