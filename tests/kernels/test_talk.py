@@ -1,5 +1,6 @@
 """Small messages by machine code: steps against torch, frames against sockets, reads and guards."""
 
+import contextlib
 import os
 import socket
 
@@ -9,8 +10,13 @@ import torch
 from weft.kernels import cpu_talk
 from weft.kernels.compile import compiler
 from weft.kernels.cpu_talk import HERE, IN_X, IN_Y, IN_Z, Came, Steps, Talk
+from weft.kernels.talk_table import BYTES
+from weft.wire import pipe
+from weft.wire.line import Order
+from weft.wire.pipe import PipeLine
 
 SECOND = 10**9
+MORE = BYTES * 5 // 8  # bytes of which a pipe has room for once, not twice
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128]
 
 
@@ -113,16 +119,52 @@ def test_memory_is_read_where_its_ticket_says_while_its_guard_stands():
     assert talk.run(1, 0, at(x, x, z)) is Came.UNREAD
 
 
-def pair(says, hears, model=None, *, room=100):
+def pair(says, hears, model=None):
     """A talk with one peer, and the peer's socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     frame = bytearray((8 + len(says)).to_bytes(8, "big") + bytes(8) + says)
-    place = memoryview(bytearray(room))[: 16 + len(hears)]
+    place = memoryview(bytearray(16 + len(hears)))
     model = hears if model is None else model
     talk = Talk([frame], [place], [(8 + len(hears)).to_bytes(8, "big") + bytes(8) + model])
-    assert talk.bind([ours.fileno()])
+    assert talk.bind([(ours.fileno(), 0, 0)])
     return talk, ours, theirs
+
+
+@pytest.fixture
+def piped():
+    """`piped(says, hears, model)`: a talk with one peer through pipes, its line and the peer's."""
+    if not pipe.WORKS:
+        pytest.skip("needs Linux on x86-64, where alone there are pipes")
+    with contextlib.ExitStack() as stack:
+
+        def make(says, hears, model=None):
+            talk, *socks = pair(says, hears, model)
+            fd = pipe.memory()
+            lines = []
+            for rank, sock in enumerate(socks):
+                stack.callback(sock.close)
+                sock.setblocking(False)
+                lines.append(PipeLine(1 - rank, sock, pipe.mapped(fd), first=rank == 0))
+            os.close(fd)
+            assert talk.bind([lines[0].path])
+            return talk, *lines
+
+        yield make
+
+
+def told(line, text, number):
+    """A message to the other end: the body of a frame with that number."""
+    line.send(Order(memoryview(number.to_bytes(8, "little") + text)))
+
+
+def heard(line):
+    """The next message that the other end said, or what of it is there."""
+    order = Order(memoryview(bytearray(MORE + 16)))
+    line.asked.append(order)
+    line.receive()
+    line.asked.clear()
+    return (bytes(order.buffer[:8]), bytes(order.buffer[8:]).rstrip(b"\0")) if order.done else None
 
 
 def framed(number, text):
@@ -186,3 +228,73 @@ def test_what_came_before_is_counted_in():
         talk.came(0, 11)
         theirs.send(frame[11:])
         assert talk.run(9, SECOND, meanwhile=lambda: None) is Came.ALL
+
+
+def test_frames_go_through_pipes_round_and_round(piped):
+    talk, ours, theirs = piped(b"hello" * 999, b"you there" * 999, b"you")
+    for number in range(3 * BYTES // 5000):  # round a pipe about three times
+        told(theirs, b"you there" * 999, number)
+        assert talk.run(number, SECOND) is Came.ALL
+        assert bytes(talk.places[0][16:]) == b"you there" * 999
+        assert heard(theirs) == (number.to_bytes(8, "little"), b"hello" * 999)
+    assert not ours.stirs and not theirs.stirs
+    for line in (ours, theirs):  # nobody slept, so nobody was woken
+        with pytest.raises(BlockingIOError):
+            line.sock.recv(1)
+
+
+def test_what_is_said_through_a_pipe_wakes_who_sleeps(piped):
+    talk, _, theirs = piped(b"hello", b"you there")
+    theirs.asked.append(Order(memoryview(bytearray(100))))
+    theirs.sleep()
+    told(theirs, b"you there", 1)
+    assert talk.run(1, SECOND) is Came.ALL
+    assert len(theirs.sock.recv(10)) == 1 and theirs.stirs
+
+
+def test_room_in_a_pipe_wakes_who_waits_for_it(piped):
+    talk, _, theirs = piped(b"hello", bytes(MORE))
+    told(theirs, bytes(MORE), 1)
+    told(theirs, bytes(MORE), 2)  # more than there is room for
+    assert theirs.writes
+    theirs.sleep()
+    assert talk.run(1, SECOND) is Came.ALL
+    assert len(theirs.sock.recv(10)) == 1 and theirs.stirs
+    theirs.flush()
+    assert not theirs.writes
+    assert talk.run(2, SECOND) is Came.ALL
+
+
+@pytest.mark.parametrize("text", [b"YOU there", b"you there and more", b"you", b"", None])
+def test_what_is_not_as_expected_stays_in_the_pipe(piped, text):
+    talk, ours, theirs = piped(b"hello", b"you there")
+    if text is not None:
+        told(theirs, text, 1)
+    assert talk.run(1, 1000) is Came.OTHER
+    ((sent, got),) = talk.left()
+    assert sent == 21 and got == (25 if text == b"YOU there" else 0)
+    order, mine = Order(memoryview(bytearray(100))), Order(memoryview(talk.frames[0]))
+    ours.take_up(order, talk.places[0][:got])
+    ours.go_on(mine, sent)
+    assert mine.done and order.done == (text is not None)
+    if text is not None:
+        assert bytes(order.buffer).rstrip(b"\0") == (b"\1" + bytes(7) + text).rstrip(b"\0")
+    assert heard(theirs) == (b"\1" + bytes(7), b"hello")
+    ours.asked.clear()
+    told(theirs, b"you there", 2)
+    assert talk.run(2, SECOND) is Came.ALL  # and the next time is as the first
+
+
+def test_a_pipe_that_is_full_is_left_to_the_line(piped):
+    talk, ours, theirs = piped(bytes(MORE), b"you")
+    for number in (1, 2):
+        assert talk.run(number, 0) is Came.OTHER
+        ((sent, _),) = talk.left()
+        assert sent == (MORE + 16 if number == 1 else 0)
+    mine = Order(memoryview(talk.frames[0]))
+    ours.go_on(mine, sent)
+    assert not mine.done and ours._out[0] - ours._out[8] == BYTES
+    assert heard(theirs) is not None
+    ours.flush()
+    assert mine.done
+    assert heard(theirs)[0] == b"\2" + bytes(7)

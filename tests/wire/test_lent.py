@@ -26,7 +26,7 @@ def movers(*hosts):
     bulk, small = socket.socketpair(), socket.socketpair()
     for sock in (*bulk, *small):
         sock.setblocking(False)
-    made = [Mover({1 - rank: bulk[rank]}, {1 - rank: small[rank]}) for rank in (0, 1)]
+    made = [Mover(rank, {1 - rank: bulk[rank]}, {1 - rank: small[rank]}, {}) for rank in (0, 1)]
     for mover, host in zip(made, hosts, strict=True):
         mover.introduce(host)
     for mover in made * 2:

@@ -23,7 +23,7 @@ def pair():
     bulk, small = socket.socketpair(), socket.socketpair()
     for sock in (*bulk, *small):
         sock.setblocking(False)
-    movers = [Mover({1 - rank: bulk[rank]}, {1 - rank: small[rank]}) for rank in (0, 1)]
+    movers = [Mover(rank, {1 - rank: bulk[rank]}, {1 - rank: small[rank]}, {}) for rank in (0, 1)]
     yield movers
     for mover in movers:
         mover.close()

@@ -9,12 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.wire.line import Order
-from weft.wire.small import SmallLine
+from weft.wire.pipe import PipeLine
+from weft.wire.small import SocketLine
+
+KINDS = [SocketLine, PipeLine]
+
+
+@pytest.fixture(params=KINDS)
+def pair(connection, request):
+    """Both ends of a connection of each kind."""
+    with connection(request.param) as made:
+        yield made
 
 
 @pytest.fixture
-def pair(connection):
-    with connection(SmallLine) as made:
+def sockets(connection):
+    with connection(SocketLine) as made:
         yield made
 
 
@@ -40,19 +50,20 @@ def turn(*lines):
             return
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([0, 1, 7, 8, 9, 4096, 65520, 65528, 65536, 65537, 200_000]),
+            st.sampled_from([0, 1, 7, 8, 9, 4096, 65520, 65528, 65536, 65537, 300_000]),
             st.sampled_from([0, 1, 70_000]),  # by how much the receive is larger
         ),
         max_size=12,
     ),
     st.integers(0, 12),  # how many are awaited before they are sent
 )
-def test_what_is_sent_arrives_in_order(connection, messages, early):
-    with connection(SmallLine, 8192) as (left, right):
+def test_what_is_sent_arrives_in_order(connection, kind, messages, early):
+    with connection(kind, 8192) as (left, right):
         payloads = [bytes([n + 1]) * size for n, (size, _) in enumerate(messages)]
         receives = [awaited(right, size + more) for size, more in messages[:early]]
         sends = [sent(left, payload) for payload in payloads]
@@ -66,8 +77,8 @@ def test_what_is_sent_arrives_in_order(connection, messages, early):
             assert bytes(order.buffer[: len(payload)]) == payload
 
 
-def test_bytes_that_come_one_by_one_are_put_together(pair):
-    left, right = pair
+def test_bytes_that_come_one_by_one_are_put_together(sockets):
+    left, right = sockets
     orders = [awaited(right, 3), awaited(right, 2)]
     for byte in struct.pack("!Q", 3) + b"abc" + struct.pack("!Q", 2) + b"de":
         assert not all(order.done for order in orders)
@@ -101,8 +112,8 @@ def test_a_message_that_is_too_long_is_said(pair, before):
     assert not right.reads
 
 
-def test_an_end_in_the_middle_of_a_message_is_seen(pair):
-    left, right = pair
+def test_an_end_in_the_middle_of_a_message_is_seen(sockets):
+    left, right = sockets
     order = awaited(right, 9)
     left.sock.send(struct.pack("!Q", 9) + b"half")
     left.sock.close()
@@ -112,8 +123,21 @@ def test_an_end_in_the_middle_of_a_message_is_seen(pair):
 
 
 def test_what_came_before_the_end_is_not_lost(pair):
-    """What this rank sends meets a closed door; the message it awaits lies there."""
     left, right = pair
+    first = awaited(right, 50_000)
+    sent(left, b"x" * 50_000)
+    left.sock.close()
+    last = awaited(right, 1)
+    if isinstance(right, PipeLine):
+        right.hear()
+    while right.receive():
+        assert not right.lost
+    assert right.lost and not last.done
+    assert first.done and bytes(first.buffer) == b"x" * 50_000
+
+
+def test_what_came_before_a_send_that_fails_is_not_lost(sockets):
+    left, right = sockets
     first = awaited(right, 100_000)
     sent(left, b"x" * 100_000)
     left.sock.close()

@@ -1,4 +1,4 @@
-"""Small messages over sockets, many at once: what `weft.wire.routine` says and hears them with.
+"""Small messages, many at once: what `weft.wire.routine` says and hears them with.
 
 The one thing here that is no arithmetic. It is here since machine code is made here: a few small
 messages cost ten times as much in Python as in the system calls that move them, and so does
@@ -32,8 +32,10 @@ from .talk_table import (
     IN_X,
     IN_Y,
     IN_Z,
+    INWARD,
     LIKE,
     MODEL,
+    OUTWARD,
     PLACE,
     READ,
     RECORD,
@@ -55,6 +57,7 @@ __all__ = [
     "KEY",
     "Came",
     "Lender",
+    "Path",
     "Place",
     "Program",
     "Steps",
@@ -71,6 +74,10 @@ _WORKS = sys.platform == "linux" and sys.byteorder == "little"  # whose numbers 
 Place = tuple[int, Tensor]
 """Where a view of a tensor lies: `HERE`, or of a model of a tensor that is given with each call, of
 its shape, dtype and contiguous: `IN_X`, `IN_Y`, `IN_Z`."""
+
+Path = tuple[int, int, int]
+"""How a peer is reached: by a socket that does not block, and addresses of a pipe to it and of one
+from it, whose bell the socket is then; 0: by the socket alone."""
 
 Lender = NDArray[np.int64]
 """The record of a process whose memory may be read."""
@@ -191,7 +198,7 @@ class Talk:
         frames: what to send to each, if anything; what it is numbered is written into it.
         places: where to receive from each that sends something; the length of one is that of the
             frame that is expected.
-        bound: whether it was told over which sockets it goes.
+        bound: whether it was told how these are reached.
     """
 
     def __init__(
@@ -215,10 +222,10 @@ class Talk:
         self._loops: Loops = {}
         self._program, self._steps, self._counts = _NO_STEPS, 0, _NO_STEPS.counts
 
-    def bind(self, sockets: Sequence[int]) -> bool:
-        """Go over these, which do not block; False: there is no machine code to do it with."""
+    def bind(self, paths: Sequence[Path]) -> bool:
+        """Take these ways; False: there is no machine code to do it with."""
         self._loops = (compiler.loops(KEY) if _WORKS else None) or {}
-        self._rows[:, FD] = sockets
+        self._rows[:, [FD, OUTWARD, INWARD]] = np.array(paths, np.int64).reshape(-1, 3)
         self.bound = bool(self._loops)
         return self.bound
 

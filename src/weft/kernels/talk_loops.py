@@ -1,4 +1,4 @@
-"""The compiled loops that say and hear small messages over sockets; see `cpu_talk`.
+"""The compiled loops that say and hear small messages, over sockets and pipes; see `cpu_talk`.
 
 Made and called like `value_loops`: all arguments are int64. They never sleep, and raise nothing:
 whoever calls them looks at what the table says then, and goes on from there.
@@ -15,6 +15,7 @@ from .machine import (
     MONOTONIC,
     NOT_NOW,
     clock_gettime,
+    fence,
     load,
     memcmp,
     memcpy,
@@ -27,6 +28,7 @@ from .machine import (
 )
 from .talk_table import (
     ADD,
+    BYTES,
     COPY,
     COUNTS,
     FD,
@@ -37,19 +39,26 @@ from .talk_table import (
     IN_X,
     IN_Y,
     IN_Z,
+    INWARD,
     LENDER,
     LIKE,
     MODEL,
+    OUTWARD,
+    PIPE,
     PLACE,
+    PUT,
     READ,
     ROW,
     SEEN,
     SENT,
     SIZE,
+    SLEEPS,
     SPANS,
     STEP,
+    TAKEN,
     TELL,
     TO,
+    WAITS,
     WANT,
     WIDTH,
     ZERO,
@@ -162,7 +171,10 @@ def _say(table: int, peers: int, number: int) -> None:
         frame, size = load("i64", row, FRAME), load("i64", row, SIZE)
         if size:
             store("i64", frame, 1, number)
-            store("i64", row, SENT, max(0, send(load("i64", row, FD), frame, size, NOT_NOW)))
+            if load("i64", row, OUTWARD):
+                store("i64", row, SENT, _put(row, frame, size))
+            else:
+                store("i64", row, SENT, max(0, send(load("i64", row, FD), frame, size, NOT_NOW)))
 
 
 @_part
@@ -178,12 +190,72 @@ def _missing(table: int, peers: int) -> int:
     for peer in range(peers):
         row = table + 8 * ROW * peer
         got, want = load("i64", row, GOT), load("i64", row, WANT)
-        if got < want:
+        if got < want and load("i64", row, INWARD):
+            missing += _take(row, want)
+        elif got < want:
             came = recv(load("i64", row, FD), load("i64", row, PLACE) + got, want - got, NOT_NOW)
             got += max(0, came)
             store("i64", row, GOT, got)
             missing += got < want
     return missing
+
+
+@_part
+def _put(row: int, frame: int, size: int) -> int:
+    """Put a frame into the pipe of a row if there is room for all of it; how many bytes were.
+
+    What is stored in one order is seen in that order by the other side: that is so on x86-64, where
+    alone there are pipes. Only a load may pass a store before it, so there are fences where the
+    other side is asked whether it sleeps.
+    """
+    pipe = load("i64", row, OUTWARD)
+    put = load("i64", pipe, PUT)
+    if size > BYTES - put + load("i64", pipe, TAKEN):
+        return 0
+    at = put % BYTES
+    first = min(size, BYTES - at)
+    memcpy(pipe + PIPE + at, frame, first)
+    memcpy(pipe + PIPE, frame + first, size - first)
+    fence()
+    store("i64", pipe, PUT, put + (size + 7) // 8 * 8)
+    _ring(row, pipe, SLEEPS)
+    return size
+
+
+@_part
+def _take(row: int, want: int) -> int:
+    """Take the frame that is expected out of the pipe of a row; 1 if it is not there yet.
+
+    A message of another length stays where it is.
+    """
+    pipe, place = load("i64", row, INWARD), load("i64", row, PLACE)
+    taken = load("i64", pipe, TAKEN)
+    ready = load("i64", pipe, PUT) - taken
+    if ready == 0:
+        return 1
+    fence()
+    at = taken % BYTES
+    if load("i64", pipe + PIPE + at, 0) != load("i64", load("i64", row, MODEL), 0):
+        return 0
+    if ready < want:
+        return 1
+    first = min(want, BYTES - at)
+    memcpy(place, pipe + PIPE + at, first)
+    memcpy(place + first, pipe + PIPE, want - first)
+    fence()
+    store("i64", pipe, TAKEN, taken + (want + 7) // 8 * 8)
+    _ring(row, pipe, WAITS)
+    store("i64", row, GOT, want)
+    return 0
+
+
+@_part
+def _ring(row: int, pipe: int, whether: int) -> None:
+    """Wake the other side if it sleeps; it looks once more between saying so and sleeping."""
+    fence()
+    if load("i64", pipe, whether):
+        store("i64", pipe, whether, 0)
+        send(load("i64", row, FD), row, 1, NOT_NOW)  # a socket that is full wakes it, too
 
 
 @_part

@@ -2,13 +2,15 @@
 
 A *frame* is a message as it travels: 8 bytes of its length, 8 that number the call, and the rest.
 A *table* has a row for each peer and two numbers more, which are scratch. A *step* moves one box of
-a tensor. A *record* says how to read the memory of another process.
+a tensor. A *record* says how to read the memory of another process. A *pipe* is memory that two
+processes share: one puts bytes into it, the other takes them out (`weft.wire.pipe`).
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ADD",
+    "BYTES",
     "COPY",
     "COUNTS",
     "FD",
@@ -17,23 +19,30 @@ __all__ = [
     "GOT",
     "GUARD",
     "HERE",
+    "INWARD",
     "IN_X",
     "IN_Y",
     "IN_Z",
     "LENDER",
     "LIKE",
     "MODEL",
+    "OUTWARD",
+    "PIPE",
     "PLACE",
+    "PUT",
     "READ",
     "RECORD",
     "ROW",
     "SEEN",
     "SENT",
     "SIZE",
+    "SLEEPS",
     "SPANS",
     "STEP",
+    "TAKEN",
     "TELL",
     "TO",
+    "WAITS",
     "WANT",
     "WIDTH",
     "ZERO",
@@ -44,7 +53,17 @@ FD = 0  # the number of the socket, which does not block
 FRAME, SIZE, SENT = 1, 2, 3  # the frame to send: its address and bytes; bytes that were sent
 PLACE, WANT, GOT = 4, 5, 6  # where to receive one, bytes that are expected; bytes that came
 MODEL, LIKE = 7, 8  # address of what is expected to come, and for how many bytes
-ROW = 9
+OUTWARD, INWARD = 9, 10  # addresses of the pipes to this peer and from it; 0: over the socket
+ROW = 11
+
+# what a pipe begins with; each side writes its own half, in a line of the caches of its own
+PUT, WAITS = 0, 1  # bytes that were ever put in; whether who puts them in sleeps, for want of room
+TAKEN, SLEEPS = (
+    8,
+    9,
+)  # bytes that were ever taken out; whether who takes them sleeps, for want of any
+PIPE = 128  # bytes of that; behind it lie
+BYTES = 1 << 18  # those under way: byte n at n modulo this. Each message begins at a multiple of 8
 
 # what a step has: what to do, from where to where, and how much
 COPY, ZERO, TELL, READ, ADD = range(5)  # the last, and those behind it: in each of `_ADDED`

@@ -5,7 +5,8 @@ above; both ends know a token of the listener's, so strangers are turned away.
 
 Lanes for small messages are Unix sockets between ranks that share a machine and its network: they
 cost a third of the time. A rank listens on one, too, under a name made of its token; where nobody
-is found under that name, the connection is TCP.
+is found under that name, the connection is TCP. Who connects sends memory for pipes along, and is
+told whether the other could map it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
 
+from torch import Tensor
+
+from . import pipe
 from .verdict import names
 
-__all__ = ["Door", "Listener"]
+__all__ = ["Door", "Listener", "Mesh"]
 
 _TOKEN = 16  # bytes
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
@@ -41,6 +45,14 @@ class Door:
     host: str
     port: int
     token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What joins a rank to the others: sockets by lane and peer, and memory for pipes to some."""
+
+    lanes: dict[str, dict[int, socket.socket]]
+    shared: dict[int, Tensor]
 
 
 class Listener:
@@ -86,7 +98,7 @@ class Listener:
         lanes: Sequence[str],
         deadline: float,
         small: str = "",
-    ) -> dict[str, dict[int, socket.socket]]:
+    ) -> Mesh:
         """A socket to each peer on each lane: to lower ranks made here, from higher ones accepted.
 
         Args:
@@ -94,20 +106,34 @@ class Listener:
             doors: of each other rank.
             lanes: their names, the same on every rank.
             deadline: as `time.monotonic` tells it.
-            small: the lane that may be Unix sockets.
+            small: the lane that may be Unix sockets, with pipes beside them.
 
         Raises:
             OSError: somebody could not be reached, or did not come in time.
         """
         made: dict[tuple[int, int], socket.socket] = {}
+        shared: dict[int, Tensor] = {}
+        near: set[int] = set()  # lower ranks to which there is a Unix socket
         try:
             for peer, door in doors.items():
                 for lane in range(len(lanes) if peer < rank else 0):
-                    near = _connected_near(door, deadline) if lanes[lane] == small else None
-                    made[peer, lane] = near or self._connect(door, deadline)
-                    made[peer, lane].sendall(door.token + _WHO.pack(rank, lane))
+                    beside = _connected_near(door, deadline) if lanes[lane] == small else None
+                    made[peer, lane] = beside or self._connect(door, deadline)
+                    if beside is not None:
+                        near.add(peer)
+            for (peer, lane), sock in made.items():
+                words = doors[peer].token + _WHO.pack(rank, lane)
+                offers = lanes[lane] == small and peer in near and len(near) < pipe.MOST
+                memory = _offered(sock, words) if offers else None
+                if memory is None:
+                    sock.sendall(words)
+                else:
+                    shared[peer] = memory
             above = {(peer, lane) for peer in doors if peer > rank for lane in range(len(lanes))}
-            self._accept(made, above, deadline)
+            self._accept(made, shared, above, deadline)
+            for peer in [peer for peer in shared if peer < rank]:
+                if not _taken(made[peer, lanes.index(small)], deadline):
+                    del shared[peer]
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -116,7 +142,9 @@ class Listener:
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return {name: {peer: made[peer, lane] for peer in doors} for lane, name in enumerate(lanes)}
+        by_lane = enumerate(lanes)
+        sockets = {name: {peer: made[peer, lane] for peer in doors} for lane, name in by_lane}
+        return Mesh(sockets, shared)
 
     def _connect(self, door: Door, deadline: float) -> socket.socket:
         while True:
@@ -145,11 +173,12 @@ class Listener:
     def _accept(
         self,
         made: dict[tuple[int, int], socket.socket],
+        shared: dict[int, Tensor],
         missing: set[tuple[int, int]],
         deadline: float,
     ) -> None:
         """Take in those that know the token; strangers are turned away and hold nobody up."""
-        said: dict[socket.socket, bytes] = {}
+        guests: dict[socket.socket, _Guest] = {}
         listening = [self._sock] if self._near is None else [self._sock, self._near]
         with selectors.DefaultSelector() as selector:
             for each in listening:
@@ -166,30 +195,96 @@ class Listener:
                         if sock in listening:
                             new, _ = sock.accept()
                             new.setblocking(False)
-                            said[new] = b""
+                            guests[new] = _Guest(new)
                             selector.register(new, selectors.EVENT_READ)
                             continue
-                        chunk = _heard(sock, _TOKEN + _WHO.size - len(said[sock]))
-                        said[sock] += chunk
-                        if chunk and len(said[sock]) < _TOKEN + _WHO.size:
+                        if not guests[sock].heard():
                             continue
                         selector.unregister(sock)
-                        who = self._who(said.pop(sock))
-                        if who in missing:
-                            made[who] = sock
-                            missing.discard(who)
-                        else:
-                            sock.close()
+                        guest = guests.pop(sock)
+                        who = guest.who(self.door.token)
+                        if who not in missing:
+                            guest.turn_away()
+                            continue
+                        made[who] = sock
+                        missing.discard(who)
+                        memory = guest.memory()
+                        if memory is not None:
+                            shared[who[0]] = memory
             finally:
-                for sock in said:
-                    sock.close()
+                for guest in guests.values():
+                    guest.turn_away()
 
-    def _who(self, said: bytes) -> tuple[int, int]:
+
+class _Guest:
+    """Who was let in, as long as it is not known who it is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._said = sock, b""
+        self._fds: list[int] = []
+
+    def heard(self) -> bool:
+        """Listen; whether there is no more to be heard."""
+        missing = _TOKEN + _WHO.size - len(self._said)
+        try:
+            if self._sock.family == socket.AF_UNIX:
+                said, fds, _, _ = socket.recv_fds(self._sock, missing, 1, socket.MSG_CMSG_CLOEXEC)
+                self._fds += fds
+            else:
+                said = self._sock.recv(missing)
+        except OSError:  # the other end is gone
+            return True
+        self._said += said
+        return not said or len(said) == missing
+
+    def who(self, token: bytes) -> tuple[int, int]:
         """The rank that introduced itself and its lane, or what is nobody."""
-        if len(said) < _TOKEN + _WHO.size or not compare_digest(said[:_TOKEN], self.door.token):
+        said = self._said
+        if len(said) < _TOKEN + _WHO.size or not compare_digest(said[:_TOKEN], token):
             return -1, -1
         rank, lane = _WHO.unpack(said[_TOKEN:])
         return rank, lane
+
+    def memory(self) -> Tensor | None:
+        """What it sent for pipes, if it did, and it could be mapped here; it is told so."""
+        if not self._fds:
+            return None
+        memory = pipe.mapped(self._fds[0])
+        self._forget()
+        self._sock.send(b"\0" if memory is None else b"\1")
+        return memory
+
+    def turn_away(self) -> None:
+        """Nobody is awaited who is like that."""
+        self._forget()
+        self._sock.close()
+
+    def _forget(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _offered(sock: socket.socket, words: bytes) -> Tensor | None:
+    """Memory for pipes, sent along with these words; None: nothing was sent."""
+    fd = pipe.memory()
+    if fd is None:
+        return None
+    try:
+        memory = pipe.mapped(fd)
+        if memory is not None:
+            socket.send_fds(sock, [words], [fd])
+        return memory
+    finally:
+        os.close(fd)
+
+
+def _taken(sock: socket.socket, deadline: float) -> bool:
+    """Whether a peer has mapped the memory that it was sent."""
+    sock.settimeout(_remaining(deadline))
+    answer = sock.recv(1)
+    if not answer:
+        raise ConnectionError("a peer went away while it was connected to")
+    return answer == b"\1"
 
 
 def _listening_near(token: bytes, backlog: int) -> socket.socket | None:
@@ -228,14 +323,6 @@ def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
 def _name_of(token: bytes) -> str:
     """Where the rank with that token listens for those beside it; everybody may see the name."""
     return f"\0weft-{hashlib.blake2b(token, digest_size=16).hexdigest()}"
-
-
-def _heard(sock: socket.socket, most: int) -> bytes:
-    """What came in, nothing if the other end is gone."""
-    try:
-        return sock.recv(most)
-    except OSError:
-        return b""
 
 
 def _remaining(deadline: float) -> float:

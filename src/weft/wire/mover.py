@@ -1,4 +1,4 @@
-"""Moves the messages of one rank over its sockets to all others.
+"""Moves the messages of one rank to all others, over its sockets and pipes.
 
 Whoever waits for a message moves all that can be moved meanwhile, so nothing is handed from thread
 to thread. While nobody waits and large messages are under way, such as in the arithmetic between
@@ -21,10 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torch import Tensor
+
 from ..kernels.cpu_talk import Came, Lender, Talk
 from .lent import Guard
 from .line import Line, Order
-from .small import SmallLine
+from .pipe import PipeLine
+from .small import SmallLine, SocketLine
 
 __all__ = ["Lost", "Mover", "Order"]
 
@@ -52,16 +55,26 @@ class Mover:
     """
 
     def __init__(
-        self, bulk: Mapping[int, socket.socket], small: Mapping[int, socket.socket]
+        self,
+        rank: int,
+        bulk: Mapping[int, socket.socket],
+        small: Mapping[int, socket.socket],
+        shared: Mapping[int, Tensor],
     ) -> None:
-        """Take over connected, non-blocking sockets, by rank."""
+        """Take over connected, non-blocking sockets, by rank, and memory for pipes to some."""
         self.lines = {peer: Line(peer, sock) for peer, sock in bulk.items()}
-        self.small = {peer: SmallLine(peer, sock) for peer, sock in small.items()}
+        self.small: dict[int, SmallLine] = {
+            peer: PipeLine(peer, sock, shared[peer], first=rank < peer)
+            if peer in shared
+            else SocketLine(peer, sock)
+            for peer, sock in small.items()
+        }
         self._all: list[Line | SmallLine] = [*self.lines.values(), *self.small.values()]
         self._by_fd = {line.fd: line for line in self._all}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line | SmallLine] = {}  # to be seen to before somebody waits
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
+        self._pipes: dict[int, PipeLine] = {}  # those that wait for something
         self._guard = Guard()
         self._poll = select.poll()
         # reentrant: a collection of garbage may close a wire in the middle of anything
@@ -175,7 +188,7 @@ class Mover:
                 if line.asked or line.unsent or line.lost:
                     return None
                 ahead |= line.end > 0
-            if not (talk.bound or talk.bind([line.fd for line in lines])):
+            if not (talk.bound or talk.bind([line.path for line in lines])):
                 return None
             for row, line in enumerate(lines if ahead else ()):
                 if line.end and talk.places[row]:
@@ -258,26 +271,43 @@ class Mover:
     def _step(self, seconds: float) -> None:
         """Wait until something can be moved, for so long at most, and move it."""
         more = list(self._more.values())
-        for fd, _ in self._poll.poll(0) if more else self._ready(seconds):
-            self._move(self._by_fd[fd])
+        for fd, event in self._look() if more else self._ready(seconds):
+            ready = self._by_fd[fd]
+            if event and isinstance(ready, PipeLine):
+                ready.hear()
+            self._move(ready)
         for line in more:
             if line.fd in self._more:
                 self._move(line)
 
+    def _look(self, seconds: float = 0.0) -> list[tuple[int, int]]:
+        """What something can be moved on, or a socket has news of; waits so long for the latter."""
+        stirs = [(fd, 0) for fd, line in self._pipes.items() if line.stirs]
+        return stirs or self._poll.poll(seconds * 1e3)
+
     def _ready(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait for sockets that something can be moved on: awake at first, then asleep.
+        """Wait until something can be moved on a line: awake at first, then asleep.
 
         The peers of a collective call come within moments of each other, and waking a process costs
         more than many looks. Between two of these whoever else wants the core has it.
         """
         now = time.monotonic()
         awake = now + min(seconds, _AWAKE)
-        ready = self._poll.poll(0)
+        ready = self._look()
         while not ready and now < awake:
             os.sched_yield()
-            ready = self._poll.poll(0)
+            ready = self._look()
             now = time.monotonic()
-        return ready or self._poll.poll(seconds * 1e3)
+        if ready or seconds <= 0:
+            return ready
+        pipes = list(self._pipes.values())
+        for line in pipes:
+            line.sleep()
+        try:
+            return self._look(seconds)
+        finally:
+            for line in pipes:
+                line.wake()
 
     def _move(self, line: Line | SmallLine) -> None:
         """Move what can be moved on a line. What it reads may allow it to write.
@@ -302,7 +332,10 @@ class Mover:
     def _watch(self, line: Line | SmallLine) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
         fd = line.fd
-        wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes
+        if isinstance(line, PipeLine):  # what it waits for is rung for
+            wanted = select.POLLIN * (line.reads or line.writes)
+        else:
+            wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes
         if wanted == self._polled.get(fd, 0):
             return
         if wanted:
@@ -310,6 +343,11 @@ class Mover:
         else:
             self._poll.unregister(fd)
         self._polled[fd] = wanted
+        if isinstance(line, PipeLine):
+            if wanted:
+                self._pipes[fd] = line
+            else:
+                del self._pipes[fd]
 
     def _rouse(self) -> None:
         """Have the thread look in."""
@@ -357,6 +395,8 @@ class Mover:
         try:
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
+                if isinstance(line, PipeLine):
+                    line.hear()
             self._let_go()
             self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:

@@ -478,8 +478,8 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnecti
                 f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
                 "belong together: start them with the mpirun of the MPI that mpi4py finds"
             )
-        lanes = listener.mesh(rank, doors, ("side",), deadline)
-    return MpiConnections(world, context, places, lanes["side"], timeout)
+        mesh = listener.mesh(rank, doors, ("side",), deadline)
+    return MpiConnections(world, context, places, mesh.lanes["side"], timeout)
 
 
 def _after_fork() -> None:

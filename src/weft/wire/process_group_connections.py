@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 import weakref
 from datetime import timedelta
@@ -17,7 +16,7 @@ from ..errors import WeftError
 from .files import make_room
 from .interface import own_address
 from .joined import Joined
-from .mesh import Door, Listener
+from .mesh import Door, Listener, Mesh
 from .mover import Mover
 
 __all__ = ["Connections"]
@@ -32,9 +31,9 @@ class Connections(Joined):
 
     mover: Mover
 
-    def __init__(self, lanes: dict[str, dict[int, socket.socket]]) -> None:
-        super().__init__(lanes["side"])
-        self.mover = Mover(lanes["bulk"], lanes["small"])
+    def __init__(self, rank: int, mesh: Mesh) -> None:
+        super().__init__(mesh.lanes["side"])
+        self.mover = Mover(rank, mesh.lanes["bulk"], mesh.lanes["small"], mesh.shared)
         _made.add(self)
 
     @classmethod
@@ -56,7 +55,7 @@ class Connections(Joined):
             for peer, said in _met(store, rank, size, door, deadline).items():
                 host, port, token = said["door"]
                 doors[peer] = Door(host, port, bytes.fromhex(token))
-            return cls(listener.mesh(rank, doors, _LANES, deadline, small="small"))
+            return cls(rank, listener.mesh(rank, doors, _LANES, deadline, small="small"))
 
     def introduce(self, host: bytes) -> None:
         """Let peers on the host of that 16-byte name read long messages where they lie."""

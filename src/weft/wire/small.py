@@ -1,27 +1,31 @@
-"""One connection of the lane for small messages: what is under way on it, and its framing.
+"""The lane for small messages: what is under way on one connection of it, over a socket.
 
 As in `line`, nothing here waits. Small calls cost what this code costs, so it does the common thing
 first: a message goes out at once and whole, and the one that is asked for lies there, alone and
-whole. Messages stay in the socket until they are asked for, in the order they were sent; a
-message is preceded by its length.
+whole. Messages stay where they came until they are asked for, in the order they were sent; a
+message is preceded by its length. Between ranks of one host they may go through memory (`pipe`).
 """
 
 from __future__ import annotations
 
+import abc
 import socket
 import struct
 from collections import deque
 
+from ..kernels.cpu_talk import Path
 from .line import Order
 
-__all__ = ["SmallLine"]
+__all__ = ["SIZE", "SmallLine", "SocketLine"]
 
-_SIZE = struct.Struct("!Q")
-_HEAD = _SIZE.size
+SIZE = struct.Struct("!Q")
+"""What a message is preceded by."""
+
+_HEAD = SIZE.size
 _AHEAD = 1 << 16  # bytes read at a time
 
 
-class SmallLine:
+class SmallLine(abc.ABC):
     """One end of a connection.
 
     Attributes:
@@ -39,22 +43,62 @@ class SmallLine:
         self.fd = sock.fileno()
         self.asked: deque[Order] = deque()
         self.unsent: deque[tuple[Order, memoryview]] = deque()
-        self._ahead = memoryview(bytearray(_AHEAD))
-        self._start = self.end = 0  # what was read ahead and not looked at
-        self._into: memoryview | None = None  # what is still missing of the message that comes
+        self.end = 0
 
     @property
     def reads(self) -> bool:
-        """Whether to wait until the socket has something to read."""
+        """Whether to wait until there is something to read."""
         return bool(self.asked) and not self.lost
 
     @property
     def writes(self) -> bool:
-        """Whether to wait until the socket takes more."""
+        """Whether to wait until more can be sent."""
         return bool(self.unsent) and not self.lost
 
+    @property
+    @abc.abstractmethod
+    def path(self) -> Path:
+        """How machine code reaches the peer."""
+
+    @abc.abstractmethod
+    def send(self, order: Order) -> None:
+        """Send a message behind those sent before, as far as it can be sent now."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Send what is left, as far as it can be sent now."""
+
+    @abc.abstractmethod
+    def receive(self) -> bool:
+        """Read what is asked for, as far as it is there; whether anything came."""
+
+    @abc.abstractmethod
     def give(self, place: memoryview) -> int:
         """Move what was read ahead to where another goes on; how many bytes fit there."""
+
+    @abc.abstractmethod
+    def go_on(self, order: Order, sent: int) -> None:
+        """Send the rest of a message, and of its length, of which another has sent so much."""
+
+    @abc.abstractmethod
+    def take_up(self, order: Order, came: memoryview) -> None:
+        """Receive a message of which so much came to another, with its length."""
+
+
+class SocketLine(SmallLine):
+    """One end of a connection over its socket."""
+
+    def __init__(self, peer: int, sock: socket.socket) -> None:
+        super().__init__(peer, sock)
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._start = 0  # of what was read ahead and not looked at
+        self._into: memoryview | None = None  # what is still missing of the message that comes
+
+    @property
+    def path(self) -> Path:
+        return self.fd, 0, 0
+
+    def give(self, place: memoryview) -> int:
         count = min(self.end, len(place))
         place[:count] = self._ahead[:count]
         rest = self.end - count
@@ -63,14 +107,12 @@ class SmallLine:
         return count
 
     def go_on(self, order: Order, sent: int) -> None:
-        """Send the rest of a message, and of its length, of which another has sent so much."""
         if sent < len(order.buffer):
             self.unsent.append((order, order.buffer[sent:]))
         else:
             order.done = True
 
     def take_up(self, order: Order, came: memoryview) -> None:
-        """Receive a message of which so much came to another, with its length."""
         self.asked.append(order)
         ahead = bytes(came) + bytes(self._ahead[: self.end])
         self.end = len(ahead)
@@ -78,8 +120,7 @@ class SmallLine:
         self._take()
 
     def send(self, order: Order) -> None:
-        """Send a message behind those sent before, as far as the socket takes it now."""
-        message = b"".join((_SIZE.pack(len(order.buffer)), order.buffer))
+        message = b"".join((SIZE.pack(len(order.buffer)), order.buffer))
         if not self.unsent and not self.lost:
             try:
                 sent = self.sock.send(message)
@@ -95,7 +136,6 @@ class SmallLine:
         self.unsent.append((order, memoryview(message)))
 
     def flush(self) -> None:
-        """Send what is left, as far as the socket takes it."""
         while self.unsent and not self.lost:
             order, rest = self.unsent[0]
             try:
@@ -118,7 +158,6 @@ class SmallLine:
         self.lost = self.lost or str(error)
 
     def receive(self) -> bool:
-        """Read what is asked for, as far as it is there; whether anything came."""
         if not self.asked or self.lost:
             return False
         if self.end and self._take():
@@ -134,7 +173,7 @@ class SmallLine:
             self.lost = "the connection was closed"
             return False
         if not self.end and self._into is None and count >= _HEAD:
-            (size,) = _SIZE.unpack_from(self._ahead)
+            (size,) = SIZE.unpack_from(self._ahead)
             order = self.asked[0]
             if count == _HEAD + size and size <= len(order.buffer):
                 order.buffer[:size] = self._ahead[_HEAD:count]
@@ -152,7 +191,7 @@ class SmallLine:
             if self._into is None:
                 if self.end - self._start < _HEAD:
                     break
-                (size,) = _SIZE.unpack_from(self._ahead, self._start)
+                (size,) = SIZE.unpack_from(self._ahead, self._start)
                 if size > len(order.buffer):
                     most = len(order.buffer)
                     self.lost = f"{size} bytes came where at most {most} were expected"

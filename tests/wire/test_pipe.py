@@ -1,0 +1,196 @@
+"""`weft.wire.pipe`: who sleeps is woken, an end is seen, and both see one memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from weft.kernels.talk_table import BYTES, PIPE
+from weft.wire import pipe
+from weft.wire.line import Order
+from weft.wire.mover import Lost, Mover
+from weft.wire.pipe import PipeLine
+
+
+@pytest.fixture
+def pair(connection):
+    with connection(PipeLine) as made:
+        yield made
+
+
+def sent(line, payload):
+    order = Order(memoryview(payload))
+    line.send(order)
+    return order
+
+
+def awaited(line, size):
+    order = Order(memoryview(bytearray(size)))
+    line.asked.append(order)
+    return order
+
+
+def bells(line):
+    """How many bytes came to wake a line up."""
+    try:
+        return len(line.sock.recv(100))
+    except BlockingIOError:
+        return 0
+
+
+def test_who_sleeps_is_woken_once(pair):
+    left, right = pair
+    sent(right, b"0")
+    assert bells(left) == 0  # it is not known to sleep
+    orders = [awaited(left, 1) for _ in range(4)]
+    assert left.stirs and left.receive() and not left.stirs
+    left.sleep()
+    sent(right, b"1")
+    sent(right, b"2")
+    assert bells(left) == 1 and left.stirs
+    left.wake()
+    assert left.receive()
+    left.sleep()
+    left.wake()
+    sent(right, b"3")
+    assert bells(left) == 0 and left.receive()
+    assert [bytes(order.buffer) for order in orders] == [b"0", b"1", b"2", b"3"]
+
+
+def test_who_sleeps_until_there_is_room_is_woken(pair):
+    left, right = pair
+    full, last = sent(left, bytes(BYTES - 8)), sent(left, b"behind it")
+    assert full.done and not last.done and left.writes and not left.stirs
+    left.sleep()
+    assert bells(left) == 0
+    order = awaited(right, BYTES)
+    assert right.receive() and order.done
+    assert bells(left) == 1 and left.stirs
+    left.wake()
+    left.flush()
+    assert last.done and not left.writes
+    order = awaited(right, 9)
+    assert right.receive() and bytes(order.buffer) == b"behind it"
+    assert bells(left) == 0
+
+
+def test_what_is_put_in_before_an_end_is_heard(pair):
+    left, right = pair
+    order, more = awaited(left, 1), awaited(left, 1)
+    assert not left.receive()
+    sent(right, b"x")
+    right.sock.close()
+    left.hear()
+    assert left.receive() and order.done and not left.lost
+    assert not left.receive() and not more.done
+    assert left.lost == "the connection was closed"
+
+
+def test_a_bell_is_no_news(pair):
+    left, right = pair
+    order = awaited(left, 1)
+    right.sock.send(b"\0\0")
+    left.hear()
+    assert bells(left) == 0 and not left.receive() and not left.lost
+    right._ring(right._out, 1)  # nobody said that it sleeps
+    assert bells(left) == 0 and not order.done
+
+
+def test_both_go_on_without_a_bell_that_the_socket_has_no_room_for(pair):
+    left, right = pair
+    while True:
+        try:
+            right.sock.send(bytes(1 << 16))
+        except BlockingIOError:
+            break
+    order = awaited(left, 5)
+    left.sleep()
+    assert sent(right, b"hello").done
+    left.wake()
+    assert left.receive() and bytes(order.buffer) == b"hello"
+
+
+def test_memory_is_seen_by_both_and_holds_no_file(nothing_left):
+    with nothing_left():
+        fd = pipe.memory()
+        first, second = pipe.mapped(fd), pipe.mapped(fd)
+        os.close(fd)
+        first[7] = 9
+        assert second[7] == 9 and len(second) == 2 * (PIPE + BYTES) and second.sum() == 9
+
+
+def test_a_file_of_another_size_is_no_memory(tmp_path):
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(100)
+        assert pipe.mapped(file.fileno()) is None
+
+
+@pytest.fixture
+def movers(connection):
+    """The movers of two ranks, with pipes for small messages."""
+    with connection(PipeLine) as (left, right), connection(lambda _, sock: sock) as bulk:
+        made = [
+            Mover(rank, {1 - rank: sock}, {1 - rank: line.sock}, {1 - rank: line._shared})
+            for rank, (sock, line) in enumerate(zip(bulk, (left, right), strict=True))
+        ]
+        yield made
+        for mover in made:
+            mover.close()
+
+
+def swap(mover, payload, size, limit=20.0):
+    (peer,) = mover.small
+    place = memoryview(bytearray(size))
+    orders = mover.post(mover.small, [(peer, memoryview(payload))], [(peer, place)], 0)
+    mover.finish(orders, limit, lambda number: None)
+    return bytes(place)
+
+
+def test_nobody_sleeps_for_ever(movers):
+    """Two threads swap messages; now one is late, now the other, by just about a look."""
+    rounds, failures = 1500, []
+
+    def run(rank):
+        late = random.Random(rank)
+        sizes = random.Random(5)  # the same on both
+        try:
+            for number in range(rounds):
+                size = sizes.choice((0, 8, 100, 5000, 3 * BYTES))
+                time.sleep(late.choice((0.0, 0.0, 40e-6, 60e-6, 200e-6)))
+                got = swap(movers[rank], bytes([number % 256]) * size, size)
+                assert got == bytes([number % 256]) * size
+        except BaseException as error:  # told below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_peer_that_goes_ends_a_wait_and_what_it_said_is_heard(movers):
+    left, right = movers
+    right.post(right.small, [(0, memoryview(b"farewell"))], (), 0)
+    right.close()
+    place, more = memoryview(bytearray(8)), memoryview(bytearray(8))
+    left.finish(left.post(left.small, (), [(1, place)], 0), 10.0, lambda number: None)
+    assert bytes(place) == b"farewell"
+    orders = left.post(left.small, (), [(1, more)], 0)
+    with pytest.raises(Lost, match="closed"):
+        left.finish(orders, 10.0, lambda number: None)
+
+
+def test_a_peer_that_goes_ends_a_wait_for_room(movers):
+    left, right = movers
+    orders = left.post(left.small, [(1, memoryview(bytes(2 * BYTES)))], (), 0)
+    timer = threading.Timer(0.2, right.close)
+    timer.start()
+    with pytest.raises(Lost, match="closed"):
+        left.finish(orders, 10.0, lambda number: None)
+    timer.join()
