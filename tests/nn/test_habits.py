@@ -15,6 +15,7 @@ from weft.kernels.compile import compiler
 from weft.nn import habit
 from weft.nn.habit import Habit
 from weft.testing import spmd
+from weft.wire.mover import Mover
 
 P = weft.Partition
 
@@ -183,6 +184,32 @@ def test_what_cannot_be_read_is_sent(wire, name, elements, how):
     assert bool(asked) == (how != "torch")
     for _ in range(3):
         assert torch.equal(layer(x), right)
+
+
+@pytest.mark.parametrize("elements", [70_000, 200_000])
+@pytest.mark.parametrize("name", CROSSINGS)
+@spmd(3, on=("processes",))
+def test_a_loan_that_machine_code_cannot_end(wire, name, elements):
+    """As while other small messages are under way, the first time that it is asked to."""
+    compiler.make(cpu_talk.KEY)
+    layer, right, ended, real = CROSSINGS[name](), [], [], Mover.talk
+
+    def talk(self, talk, lines, number, *rest):
+        if number:
+            return real(self, talk, lines, number, *rest)
+        ended.append(number)
+        talk.bound = False
+        return None
+
+    for call in range(6):
+        x = (torch.arange(elements) + wire.rank + call).view(-1, 10)
+        with pytest.MonkeyPatch.context() as patch:
+            if call > 2:
+                patch.setattr(Mover, "talk", talk)
+            y = layer(x)
+        x.zero_()  # nobody reads it any more
+        right.append(y - call * (3 if name == "sum" else 1))
+    assert ended and all(torch.equal(each, right[0]) for each in right)
 
 
 @spmd(4, on=("processes",))

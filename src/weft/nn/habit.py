@@ -168,8 +168,13 @@ class Habit:
         stage = 0
         while came is Came.ALL and stage < len(across.closes):
             stage += 1
-            came = across.closes[stage - 1].run(0, at) or Came.ALL
-            if came is not Came.OTHER:
+            ends = across.closes[stage - 1]
+            ran = ends.run(0, at)
+            came = ran or Came.OTHER
+            if ran is None:  # nothing was done: `go_on` looks at what is heard
+                ends.start(0)
+                ends.finish()
+            elif ran is not Came.OTHER:
                 wire.traffic.add(across.lent[stage - 1])
         if came is Came.ALL:
             return y
