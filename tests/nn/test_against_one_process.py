@@ -154,6 +154,13 @@ CASES = {
             parts(cat([x[0], x[2], x[4]]), (2, 1, 1), 1)
         ),
     ),
+    "all_to_all, from the last dimensions": (
+        lambda: nn.AllToAll(P((1, 3), ranks=[0, 2, 4]), (-2, -1), along=-1),
+        [(2, 4), N, (3, 4), N, (0, 4)],
+        lambda x: (lambda y: [y[0], N, y[1], N, y[2]])(
+            parts(cat([x[0], x[2], x[4]]), (2, 1, 1), 1)
+        ),
+    ),
     "repartition": (
         lambda: nn.Repartition(P((4, 1)), P((1, 4))),
         [(2, 5), (1, 5), (0, 5), (3, 5)],

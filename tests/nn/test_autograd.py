@@ -174,6 +174,14 @@ def test_transforms(wire):
     assert jacobian.shape == (6, 3) and torch.allclose(mine.diagonal(), 4 * x)
 
 
+@spmd(2, on=THREADS)
+@pytest.mark.parametrize("shape", [None, (4, 6)])
+def test_vmap_along_dimensions_counted_from_the_last(wire, shape):
+    layer = nn.AllToAll(weft.Partition(2), (-2, -1), along=0, shape=shape)
+    x = data(wire, 5, 2, 6)
+    assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
+
+
 @spmd(3, on=THREADS)
 def test_vmap_where_ranks_have_nothing(wire):
     scatter = nn.Scatter(weft.Partition(2), 0, shape=(4,))

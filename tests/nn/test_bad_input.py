@@ -207,7 +207,13 @@ WRONG = {
         lambda: nn.AllToAll(P(4), (0, 1)),
         ones(2),
         ones(2),
-        "dimension 1 is to be cut, and the tensor has 1 dimensions",
+        r"dims is \(0, 1\), and the tensor has 1 dimensions: pass two different ones",
+    ),
+    "all to all, one dimension named twice": (
+        lambda: nn.AllToAll(P(4), (0, -2)),
+        ones(2, 3),
+        ones(2, 3),
+        r"dims is \(0, -2\), and the tensor has 2 dimensions: pass two different ones",
     ),
     "repartition": (
         lambda: nn.Repartition(P((2, 2)), P(4)),
@@ -275,7 +281,6 @@ def test_grids_that_are_none(wire):
         ),
         (lambda: nn.SumReduce(P(1), P((1, 3))), "does not broadcast"),
         (lambda: nn.AllToAll(P(3), (1, 1)), "pass two different dimensions"),
-        (lambda: nn.AllToAll(P(3), (0, -1)), "of the tensor, counted from its first, which is 0"),
         (lambda: nn.AllToAll(P(3), 0), r"dims is \(0,\): pass two"),
         (
             lambda: nn.AllGather([0, 1, 2], 0),

@@ -9,7 +9,7 @@ arXiv:2309.14509).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..errors import WeftError
@@ -17,7 +17,7 @@ from ..grid import Box, Shape, boxes
 from ..plan import Plan, between
 from .along import Along, given, told
 from .layer import Layer
-from .movement import fitting, parts
+from .movement import Movement, fitting, parts
 from .partition import Partition, are_grids, integers, normal_dims
 
 __all__ = ["AllToAll", "Turning"]
@@ -42,30 +42,50 @@ class Turning(Along):
         if self.shape is None:
             return None
         cells = self._cells(self.groups[rank])
-        count = len(cells)
-        if self.gathered >= len(self.shape):
+        both = self._from_first(len(self.shape))
+        if both is None:
             return None  # the plan says what is wrong
+        gathered, _ = both
         lengths = [
-            parts(self.name, extent, count, None, dim) if dim == self.gathered else (extent,)
+            parts(self.name, extent, len(cells), None, dim) if dim == gathered else (extent,)
             for dim, extent in enumerate(self.shape)
         ]
         return {r: box.shape for r, box in self._along(cells, lengths).items()}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self._cells(list(shapes))
-        places = {rank: self._place(cell, self.gathered) for rank, cell in cells.items()}
-        lengths = fitting(self.name, places, shapes, (self.gathered,))
-        if self.scattered >= len(lengths):
+        ndim = len(shapes[min(shapes)])
+        both = self._from_first(ndim)
+        if both is None:
             raise WeftError(
-                f"{self.name}: dimension {self.scattered} is to be cut, and the tensor has "
-                f"{len(lengths)} dimensions"
+                f"{self.name}: dims is {(self.gathered, self.scattered)}, and the tensor has "
+                f"{ndim} dimensions: pass two different ones of these"
             )
+        gathered, scattered = both
+        places = {rank: self._place(cell, gathered) for rank, cell in cells.items()}
+        lengths = fitting(self.name, places, shapes, (gathered,))
         whole: list[Shape] = [(sum(each),) for each in lengths]
         there = list(whole)
-        there[self.scattered] = parts(
-            self.name, sum(lengths[self.scattered]), len(cells), self.lengths, self.scattered
+        there[scattered] = parts(
+            self.name, sum(lengths[scattered]), len(cells), self.lengths, scattered
         )
         return between(self._along(cells, lengths), self._along(cells, there))
+
+    def batched(self, extent: int) -> Movement:
+        """What is batched comes behind the other dimensions, so the last of these moves on."""
+        further = replace(
+            self,
+            gathered=self.gathered - (self.gathered < 0),
+            scattered=self.scattered - (self.scattered < 0),
+        )
+        return super(Turning, further).batched(extent)
+
+    def _from_first(self, ndim: int) -> Shape | None:
+        """The two dimensions counted from the first of so many; None: they are not two of these."""
+        both = self.gathered, self.scattered
+        if any(not -ndim <= dim < ndim for dim in both) or (both[0] - both[1]) % ndim == 0:
+            return None
+        return both[0] % ndim, both[1] % ndim
 
     def _place(self, cell: Shape, dim: int) -> Shape:
         return (0,) * dim + (cell[self.dims[0]],)
@@ -84,9 +104,10 @@ class AllToAll(Layer):
 
     Args:
         partition: the grid.
-        dims: the dimension of the tensor that is gathered, and the one that is cut; not negative,
-            since the number of the tensor's dimensions is not known here.
-        along: the dimension of the grid whose ranks exchange; None: `dims[0]`.
+        dims: the dimension of the tensor that is gathered, and the one that is cut; negative ones
+            count from the tensor's last.
+        along: the dimension of the grid whose ranks exchange; None: `dims[0]`, where that is
+            negative counted from the last of the grid.
         shape: the shape of the tensor of a slice, if it is known and cut evenly; checked, and
             needed under torch.compile.
         lengths: the lengths of the parts along `dims[1]`, or None: balanced.
@@ -116,10 +137,9 @@ class AllToAll(Layer):
     ) -> None:
         are_grids("AllToAll", partition)
         both = integers("AllToAll", "dims", dims)
-        if len(both) != 2 or both[0] == both[1] or min(both) < 0:
+        if len(both) != 2 or both[0] == both[1]:
             raise WeftError(
-                f"AllToAll: dims is {both}: pass two different dimensions of the tensor, counted "
-                "from its first, which is 0"
+                f"AllToAll: dims is {both}: pass two different dimensions of the tensor"
             )
         axis = normal_dims(both[0] if along is None else along, partition.dim)
         cut = given([lengths])
