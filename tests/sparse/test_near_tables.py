@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft import kernels
 from weft.errors import WireError
+from weft.kernels.compile import compiler
 from weft.sparse import coalesced, last_call, near_tables
 from weft.sparse.joint import Joint
 from weft.testing import processes
@@ -59,9 +61,20 @@ CALLS = [
 ]
 
 
-def started():
+HOW = ["machine code", "torch", "both"]
+
+
+def started(how="torch"):
+    """The wire; machine code reads what peers lend on all ranks, on none, or on rank 1 not."""
     dist.init_process_group("gloo")
-    return process_group.of_group(None)
+    wire = process_group.of_group(None)
+    if how == "machine code" or (how == "both" and wire.rank != 1):
+        for key in (kernels.lent.KEY, kernels.lists.KEY):
+            compiler.make(key)
+            assert compiler.made(key)
+    else:
+        wire.lender = lambda peer: None
+    return wire
 
 
 def counted(module, name):
@@ -83,9 +96,9 @@ def same(ours, theirs):
     )
 
 
-def both_ways(calls):
+def both_ways(calls, how):
     """For each call whether reading gave what sending does, and what all else was as it should."""
-    wire = started()
+    wire = started(how)
     if wire.rank == 1:  # late: its rows are ready before anybody hears where they are
         real = Joint.values
 
@@ -115,8 +128,9 @@ def both_ways(calls):
 
 
 @needs_reading
-def test_what_is_read_has_the_bits_of_what_is_sent():
-    for found in processes(RANKS, both_ways, CALLS, timeout=120.0):
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_read_has_the_bits_of_what_is_sent(how):
+    for found in processes(RANKS, both_ways, CALLS, how, timeout=120.0):
         assert found == [(True, True, True)] * (2 * len(CALLS))
 
 
@@ -173,9 +187,9 @@ def test_where_one_rank_cannot_lend_all_open_again_and_rest(how):
         assert openings == [2, 1, 1, 2, 1, 1]
 
 
-def gives_up(how):
+def gives_up(how, by):
     """Rank 0 lends nothing any more when the others are about to read: what they raise."""
-    wire = started()
+    wire = started(by)
     rows = tables(wire.rank, ALIKE, 3000)
     weft.sparse_all_reduce(rows, group=wire)
     real = near_tables.told
@@ -201,9 +215,13 @@ def gives_up(how):
 
 
 @needs_reading
-@pytest.mark.parametrize(("how", "culprits"), [("raises", ["own", 0, 0]), ("wipes", [0, 0, 0])])
-def test_a_rank_that_lends_nothing_any_more_is_named_by_all(how, culprits):
-    assert processes(RANKS, gives_up, how, timeout=120.0) == culprits
+@pytest.mark.parametrize("by", HOW)
+@pytest.mark.parametrize(
+    ("how", "culprits"),
+    [("raises", ["own", 0, 0]), ("wipes", [0, 0, 0])],
+)
+def test_a_rank_that_lends_nothing_any_more_is_named_by_all(how, culprits, by):
+    assert processes(RANKS, gives_up, how, by, timeout=120.0) == culprits
 
 
 def errs(what):

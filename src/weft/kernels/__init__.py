@@ -20,7 +20,8 @@ The vocabulary:
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `pick` finds those of a run's rows whose places some run was given; `put` brings rows to places.
 * `copy`, `take`, `quantiles`, `sketch`: see each.
-* `lists` does the keys of several tables at once; see there.
+* `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
+  there.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
@@ -39,7 +40,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, lists, meter, reference
+from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, lent, lists, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
 from .ops import OPS, Op
@@ -60,6 +61,7 @@ __all__ = [
     "finish",
     "gap_code",
     "hashed",
+    "lent",
     "lists",
     "merge",
     "pack_gaps",
@@ -410,7 +412,7 @@ def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[st
         for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype))
     ]
     # these are for every dtype, and fewest calls need them
-    common = lists.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY
+    common = lists.KEY, lent.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY
     return list(dict.fromkeys([*sets, *common]))
 
 

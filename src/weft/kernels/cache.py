@@ -38,6 +38,7 @@ _SOURCES = (
     "copy_loops.py",
     "gap_loops.py",
     "index_loops.py",
+    "lent_loops.py",
     "list_loops.py",
     "share_loops.py",
     "talk_loops.py",

@@ -1,7 +1,8 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
 A *set* is the loops that are made together, named by a key: `("index", kind)`, `("gaps", kind)`,
-`("list",)`, `("share",)`, `("copy",)`, `("talk",)` or `("value", src, dst, op, total)`.
+`("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)` or
+`("value", src, dst, op, total)`.
 `Compiler.loops` gives a set that is there, at once; if it is not, one background thread starts to
 make it, and the caller does without. So no collective waits for a compiler. `Compiler.make` makes a
 set now.
@@ -146,6 +147,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         copy_loops,
         gap_loops,
         index_loops,
+        lent_loops,
         list_loops,
         share_loops,
         talk_loops,
@@ -156,6 +158,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
     modules = {
         "index": index_loops,
         "gaps": gap_loops,
+        "lent": lent_loops,
         "list": list_loops,
         "share": share_loops,
         "copy": copy_loops,

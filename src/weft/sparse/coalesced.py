@@ -236,7 +236,6 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
         if opening.eager:
             algorithm, result = EAGER, _merged(opening.everyone, call, space)
         elif opening.lends:
-            call.load = _lent(call, both, space)
             values = own.values(opening.memory, call.op)
             algorithm = near_tables.NAME
             result = near_tables.split(values, own.own, opening.everyone, call, space)
@@ -335,16 +334,6 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         index=space.index.itemsize,
         places=space.end,
         in_order=not call.op.builtin,
-    )
-
-
-def _lent(call: Call, both: Tables, space: Space) -> Load:
-    """As much of a load as reading and merging must know."""
-    total = int(both.numbers[:, ROWS].sum())
-    row = max((stack.row for stack in space.stacks), default=0)
-    return Load(
-        *(call.wire.size, total, total, total, total, space.end, row, row, space.index.itemsize),
-        chunk=near_tables.CHUNK,
     )
 
 

@@ -220,7 +220,14 @@ def _of_bytes(call: Call) -> Call:
 
 
 class Merge:
-    """The merge of several runs of rows, stack by stack."""
+    """The merge of several runs of rows, stack by stack.
+
+    Attributes:
+        stacks: of rows of one kind.
+        unions: of each stack, of the keys of all runs.
+        keys: of the result.
+        extents: of the result.
+    """
 
     def __init__(
         self,
@@ -229,7 +236,7 @@ class Merge:
         runs: Sequence[Tensor],
         extents: Sequence[Extents],
     ) -> None:
-        self._call, self._stacks, self._extents = call, stacks, extents
+        self._call, self.stacks, self._extents = call, stacks, extents
         self._runs = [
             [
                 run[slice(*extent.rows[stack : stack + 2])]
@@ -237,8 +244,8 @@ class Merge:
             ]
             for stack in range(len(stacks))
         ]
-        self._unions = [kernels.union(parts) for parts in self._runs]
-        self.keys = torch.cat([union.indices for union in self._unions])
+        self.unions = [kernels.union(parts) for parts in self._runs]
+        self.keys = torch.cat([union.indices for union in self.unions])
         self.extents = Extents(self.keys, stacks)
 
     def into(
@@ -248,7 +255,7 @@ class Merge:
         comes: Sequence[Callable[[int], None] | None],
     ) -> Iterator[int]:
         """Merge the streams of all ranks into `out`; yields how many of its bytes are final."""
-        for number, stack in enumerate(self._stacks):
+        for number, stack in enumerate(self.stacks):
             call = copy.copy(self._call)
             call.row_shape, call.dtype, call.wide = stack.row_shape, stack.dtype, stack.wide
             partial = row_bytes(stack.row_shape, call.partial)
@@ -262,7 +269,7 @@ class Merge:
                 sources.append(
                     Own(values) if come is None else _Coming(come, start, values, stack.row)
                 )
-            union, begin = self._unions[number], self.extents.bytes[number]
+            union, begin = self.unions[number], self.extents.bytes[number]
             into = stack.typed(out, union.indices.numel(), begin)
             for _, stop in merge_blocks(call, self._runs[number], sources, union, into):
                 yield begin + stop * stack.row

@@ -11,7 +11,7 @@ Rows that are few came in the statement itself, and are taken from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
@@ -19,24 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import kernels
+from ..kernels import lent
 from ..kernels.lists import List, cut, moved
-from ..wire.base import Wire, as_bytes
-from ..wire.memory import fresh
-from .call import Call
+from ..wire.base import Wire
+from ..wire.memory import fresh, typed
+from .call import Call, partial_dtype
 from .mixed import Extents, Merge, Stacked, widened
-from .near import lent_of, read_all, say_read, told
+from .near import lent_of, say_read, told
 from .space import Space
 from .tables import HIGHEST, ROWS, Tables
 
-__all__ = ["CHUNK", "NAME", "lends", "pause", "split"]
+__all__ = ["NAME", "lends", "pause", "split"]
 
 NAME = "split"
 """What it is in records: the same owners, messages and sums, described by another opening."""
 
 _MOST = 16 << 20  # bytes of a rank's rows; for more a header, by which to choose, costs little
 _PAUSE = 64  # openings of all calls until ranks that could not all lend try it again
-CHUNK = 1 << 22
-"""Bytes of rows that are merged at once."""
+_PIECE = 1 << 18  # bytes of rows that are read at once, to be added while they are in the cache
+
+_Source = Tensor | int
+"""The bytes of a rank's rows, or where they lie in its memory."""
 
 _resting: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
 
@@ -57,21 +61,6 @@ def pause(wire: Wire) -> None:
     _resting[wire] = wire.sequence + _PAUSE
 
 
-class _There:
-    """A part of a peer's rows, read as far as it is asked for."""
-
-    def __init__(self, wire: Wire, peer: int, address: int, memory: Tensor) -> None:
-        self._wire, self._peer, self._address, self._memory = wire, peer, address, memory
-        self._here = 0
-
-    def come(self, nbytes: int) -> None:
-        """Read so many bytes, less those that were read before."""
-        if nbytes > self._here:
-            piece = self._memory[self._here : nbytes]
-            read_all(self._wire, self._peer, self._address + self._here, piece)
-            self._here = nbytes
-
-
 def split(
     values: Tensor, keys: Tensor, everyone: Sequence[Tables], call: Call, space: Space
 ) -> Stacked:
@@ -81,12 +70,12 @@ def split(
         values: the bytes of this rank's rows, as they travel.
         keys: where they belong, in the space of keys of this rank alone.
         everyone: what each rank said.
-        call: with a load, of which the size of chunks matters.
+        call: what every rank knows of it.
         space: the keys of all ranks.
     """
     wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
     order = range(wire.size)
-    lists = [_list_of(wire, rank, keys, said, space) for rank, said in enumerate(everyone)]
+    lists = _lists(wire, keys, everyone, space)
     sizes = None if len(stacks) == 1 else space.row[space.tables]
     ranges = cut(lists, space.starts, sizes)
     if everyone[me].lent is not None:  # what the owners of its rows read here
@@ -99,60 +88,90 @@ def split(
         runs.append(moved(one, space.starts, first, last, space.index))
         spans.append(_bytes_before(one, space, (first, last)))
     extents = [Extents(run, stacks) for run in runs]
-    given = [values if rank == me else everyone[rank].values for rank in order]
-    come = [0 if given[rank] is not None else extents[rank].bytes[-1] for rank in order]
-    starts = [0, *accumulate(-(-size // 8) * 8 for size in come)]
     merge = Merge(call, stacks, runs, extents)
-    with wire.lease(starts[-1]) as memory, wire.lease(merge.extents.bytes[-1]) as sums:
-        streams: list[Tensor] = []
-        comes: list[Callable[[int], None] | None] = []
+    with wire.lease(merge.extents.bytes[-1]) as sums:
+        sources: list[_Source] = []
         for rank, (low, high) in enumerate(spans):
-            own, lent = given[rank], everyone[rank].lent
-            if own is not None:
-                streams.append(own[low:high])
-                comes.append(None)
-                continue
-            assert lent is not None
-            stream = memory[starts[rank] : starts[rank] + come[rank]]
-            streams.append(stream)
-            comes.append(_There(wire, rank, lent[1] + low, stream).come)
-        for _ in merge.into(sums, streams, comes):
-            pass
+            here = values if rank == me else everyone[rank].values
+            address = (everyone[rank].lent or (0, 0))[1] + low
+            sources.append(address if here is None else here[low:high])
+        for number in range(len(stacks)):
+            _sum(call, merge, number, sources, extents, sums)
 
         summed = told(wire, dict.fromkeys(peers, lent_of(True, merge.keys, sums)))
         wire.count([(peer, each) for peer in peers for each in (merge.keys, sums)])
         counts = [merge.keys.numel() if rank == me else summed[rank].rows for rank in order]
         places = [0, *accumulate(counts)]
         result = torch.empty(places[-1], dtype=space.index)
-        for rank, (low, high) in enumerate(pairwise(places)):
-            if rank == me:
-                result[low:high] = merge.keys
-            else:
-                read_all(wire, rank, summed[rank].indices, as_bytes(result[low:high]))
+        spots = [result[low:high] for low, high in pairwise(places)]
+        spots[me].copy_(merge.keys)
+        reads = [(peer, summed[peer].indices, spots[peer]) for peer in peers]
+        if len(stacks) > 1:  # whose extents depend on what these are
+            wire.read_all(reads)
+            reads = []
         whole = Extents(result, stacks)
         out = fresh((whole.bytes[-1],), torch.uint8)
-        for rank, (low, high) in enumerate(pairwise(map(whole.at, places))):
-            if rank == me:
-                out[low:high] = sums
-            else:
-                read_all(wire, rank, summed[rank].values, out[low:high])
+        parts = [out[low:high] for low, high in pairwise(map(whole.at, places))]
+        wire.read_all(reads + [(peer, summed[peer].values, parts[peer]) for peer in peers])
+        parts[me].copy_(sums)
         say_read(wire)
     return widened(Stacked(result, out), stacks)
 
 
-def _list_of(wire: Wire, rank: int, own: Tensor, said: Tables, space: Space) -> List:
-    """The keys of a rank's rows: read, if they did not come along."""
-    numbers = said.numbers[space.tables]
-    rows, heights = numbers[:, ROWS], numbers[:, HIGHEST] + 1
-    if said.lent is None:
-        shift = np.repeat(np.cumsum(heights) - heights, rows)
-        keys = said.own_indices() + torch.from_numpy(shift)
-    elif rank == wire.rank:
-        keys = own
-    else:
-        keys = torch.empty(int(rows.sum()), dtype=torch.int64)
-        read_all(wire, rank, said.lent[0], as_bytes(keys))
-    return List(keys, rows, heights)
+def _lists(wire: Wire, own: Tensor, everyone: Sequence[Tables], space: Space) -> list[List]:
+    """The keys of all ranks' rows: read, where they did not come along."""
+    found: list[List] = []
+    reads: list[tuple[int, int, Tensor]] = []
+    for rank, said in enumerate(everyone):
+        numbers = said.numbers[space.tables]
+        rows, heights = numbers[:, ROWS], numbers[:, HIGHEST] + 1
+        if said.lent is None:
+            shift = np.repeat(np.cumsum(heights) - heights, rows)
+            keys = said.own_indices() + torch.from_numpy(shift)
+        elif rank == wire.rank:
+            keys = own
+        else:
+            keys = torch.empty(int(rows.sum()), dtype=torch.int64)
+            reads.append((rank, said.lent[0], keys))
+        found.append(List(keys, rows, heights))
+    wire.read_all(reads)
+    return found
+
+
+def _sum(
+    call: Call,
+    merge: Merge,
+    number: int,
+    sources: Sequence[_Source],
+    extents: Sequence[Extents],
+    sums: Tensor,
+) -> None:
+    """Add up the rows of one stack, in the order of ranks, in its part of `sums`."""
+    wire, stack, union = call.wire, merge.stacks[number], merge.unions[number]
+    total = stack.typed(sums, union.indices.numel(), merge.extents.bytes[number])
+    partial = partial_dtype(call.op, stack.dtype, stack.wide)
+    wider = total.numel() * partial.itemsize if partial != stack.dtype else 0
+    with wire.lease(max(_PIECE, stack.row)) as scratch, wire.lease(wider) as memory:
+        into = typed(memory, tuple(total.shape), partial) if wider else total
+        for rank, (source, extent) in enumerate(zip(sources, extents, strict=True)):
+            slots, start = union.slots[rank], extent.bytes[number]
+            count = slots.numel() if stack.row else 0
+            if isinstance(source, Tensor):
+                kernels.combine(into, slots, stack.typed(source, slots.numel(), start), call.op)
+                continue
+            at, done = source + start, None
+            lender = wire.lender(rank) if into is total and count else None
+            if lender is not None:
+                done = lent.combine(into, slots, lender, at, call.op, scratch)
+            if done is False:
+                wire.unread(rank, scratch)
+            step = scratch.numel() // max(1, stack.row)
+            for first in range(0, count, step) if done is None else ():
+                rows = stack.typed(scratch, min(step, count - first), 0)
+                wire.read_all([(rank, at + first * stack.row, rows)])
+                kernels.combine(into, slots[first : first + step], rows, call.op)
+        if into is not total or call.divisor != 1:
+            kernels.finish(into, total, call.divisor)
 
 
 def _bytes_before(one: List, space: Space, rows: Sequence[int]) -> list[int]:

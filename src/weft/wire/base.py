@@ -242,6 +242,16 @@ class Wire(abc.ABC):
         """
         return False
 
+    def read_all(self, reads: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Fill tensors (contiguous, CPU) from memory that peers lend: `(peer, address, into)`.
+
+        Raises:
+            WireError: some could not be read.
+        """
+        for peer, address, into in reads:
+            if into.numel() and not self.read(peer, address, into):
+                self.unread(peer, into)
+
     def unread(self, peer: int, into: Tensor) -> NoReturn:
         """Raise why that could not be read, where there is no other way to have it."""
         raise WireError(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from ..kernels import lent
 from ..kernels.cpu_talk import Came, Lender, Program, Talk
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
@@ -140,6 +141,22 @@ class ProcessGroupWire(Wire):
         self._check()
         assert self._connections is not None
         return self._connections.mover.read(peer, address, _bytes(into))
+
+    def read_all(self, reads: Sequence[tuple[int, int, Tensor]]) -> None:
+        self._check()
+        wanted = [each for each in reads if each[2].numel()]
+        lenders = {peer: self.lender(peer) for peer, _, _ in wanted}
+        known = [
+            (lender, address, into)
+            for peer, address, into in wanted
+            if (lender := lenders[peer]) is not None
+        ]
+        done = lent.fetch(known) if len(known) == len(wanted) else None
+        if done is None:
+            super().read_all(wanted)
+        elif done < len(wanted):
+            peer, _, into = wanted[done]
+            self.unread(peer, into)
 
     def unread(self, peer: int, into: Tensor) -> NoReturn:
         self._fail(_Posted(self, (), [(peer, into)]), "its memory cannot be read any more")
