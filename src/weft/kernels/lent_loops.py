@@ -1,18 +1,19 @@
 """The compiled loop that reads the memory of other processes; see `lent`.
 
-Made and called like `value_loops`: all arguments are int64, addresses and counts.
+Made and called like `value_loops`: all arguments are int64, addresses and counts. The steps of
+`talk_loops` read by `read`, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .machine import load, process_vm_readv, store
+from .machine import load, part, process_vm_readv, store
 from .talk_table import GUARD, SEEN, SPANS
 
 LOOPS = ("fetch",)
 
-__all__ = ["LOOPS", *LOOPS]
+__all__ = ["LOOPS", "read", *LOOPS]
 
 
 def fetch() -> Callable[..., int]:
@@ -25,21 +26,27 @@ def fetch() -> Callable[..., int]:
     def loop(table: int, count: int) -> int:
         for number in range(count):
             row = table + 32 * number
-            lender, nbytes = load("i64", row, 0), load("i64", row, 3)
-            spans = lender + 8 * SPANS
-            store("i64", spans, 0, load("i64", row, 2))
-            store("i64", spans, 1, nbytes)
-            store("i64", spans, 2, lender + 8 * SEEN)
-            store("i64", spans, 3, 16)
-            store("i64", spans, 4, load("i64", row, 1))
-            store("i64", spans, 5, nbytes)
-            store("i64", spans, 6, load("i64", lender, GUARD))
-            store("i64", spans, 7, 16)
-            came = process_vm_readv(load("i64", lender, 0), spans, 2, spans + 32, 2, 0)
-            alike = load("i64", lender, SEEN) == load("i64", lender, GUARD + 1)
-            alike = alike and load("i64", lender, SEEN + 1) == load("i64", lender, GUARD + 2)
-            if came != nbytes + 16 or not alike:
+            lender, address, to = load("i64", row, 0), load("i64", row, 1), load("i64", row, 2)
+            if read(lender, address, to, load("i64", row, 3)) == 0:
                 return count - number
         return 0
 
     return loop
+
+
+@part
+def read(lender: int, address: int, to: int, count: int) -> int:
+    """Read another process's memory, and its guard behind it; whether it still lent it then."""
+    spans = lender + 8 * SPANS
+    store("i64", spans, 0, to)
+    store("i64", spans, 1, count)
+    store("i64", spans, 2, lender + 8 * SEEN)
+    store("i64", spans, 3, 16)
+    store("i64", spans, 4, address)
+    store("i64", spans, 5, count)
+    store("i64", spans, 6, load("i64", lender, GUARD))
+    store("i64", spans, 7, 16)
+    came = process_vm_readv(load("i64", lender, 0), spans, 2, spans + 32, 2, 0)
+    alike = load("i64", lender, SEEN) == load("i64", lender, GUARD + 1)
+    alike = alike and load("i64", lender, SEEN + 1) == load("i64", lender, GUARD + 2)
+    return int(came == count + 16 and alike)

@@ -10,11 +10,11 @@ even when it is stored. Importing this module imports numba.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "KINDS",
@@ -30,6 +30,7 @@ __all__ = [
     "memcmp",
     "memcpy",
     "memset",
+    "part",
     "prefetch",
     "process_vm_readv",
     "recv",
@@ -56,6 +57,16 @@ KINDS: dict[str, tuple[Any, Any]] = {  # what lies in memory, what the loop comp
 
 SIZES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1}
 """Bytes of one number of each kind."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def part(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function a part of the loops that call it."""
+    made: Callable[P, R] = register_jitable(function)
+    return made
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:

@@ -7,10 +7,8 @@ whoever calls them looks at what the table says then, and goes on from there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
-from numba.extending import register_jitable
-
+from .lent_loops import read
 from .machine import (
     MONOTONIC,
     NOT_NOW,
@@ -20,7 +18,7 @@ from .machine import (
     memcmp,
     memcpy,
     memset,
-    process_vm_readv,
+    part,
     recv,
     sched_yield,
     send,
@@ -35,7 +33,6 @@ from .talk_table import (
     FRAME,
     FROM,
     GOT,
-    GUARD,
     IN_X,
     IN_Y,
     IN_Z,
@@ -49,11 +46,9 @@ from .talk_table import (
     PUT,
     READ,
     ROW,
-    SEEN,
     SENT,
     SIZE,
     SLEEPS,
-    SPANS,
     STEP,
     TAKEN,
     TELL,
@@ -71,15 +66,6 @@ __all__ = ["LOOPS", *LOOPS]
 _HEAD = 16  # bytes of a frame's length and number
 _SECOND = 10**9  # nanoseconds
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _part(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function a part of the loops that call it."""
-    part: Callable[P, R] = register_jitable(function)
-    return part
-
 
 def _adding(kind: str) -> Callable[[int, int, int], None]:
     """Adds numbers of that kind to others."""
@@ -88,7 +74,7 @@ def _adding(kind: str) -> Callable[[int, int, int], None]:
         for at in range(count):
             store(kind, here, at, load(kind, here, at) + load(kind, there, at))
 
-    return _part(add)
+    return part(add)
 
 
 _add_f32, _add_f64, _add_i32, _add_i64 = map(_adding, ("f32", "f64", "i32", "i64"))
@@ -164,7 +150,7 @@ def talk() -> Callable[..., int]:
     return loop
 
 
-@_part
+@part
 def _say(table: int, peers: int, number: int) -> None:
     for peer in range(peers):
         row = table + 8 * ROW * peer
@@ -177,13 +163,13 @@ def _say(table: int, peers: int, number: int) -> None:
                 store("i64", row, SENT, max(0, send(load("i64", row, FD), frame, size, NOT_NOW)))
 
 
-@_part
+@part
 def _now(clock: int) -> int:
     clock_gettime(MONOTONIC, clock)
     return int(load("i64", clock, 0) * _SECOND + load("i64", clock, 1))
 
 
-@_part
+@part
 def _missing(table: int, peers: int) -> int:
     """Receive what is there; how many frames are not whole."""
     missing = 0
@@ -200,7 +186,7 @@ def _missing(table: int, peers: int) -> int:
     return missing
 
 
-@_part
+@part
 def _put(row: int, frame: int, size: int) -> int:
     """Put a frame into the pipe of a row if there is room for all of it; how many bytes were.
 
@@ -222,7 +208,7 @@ def _put(row: int, frame: int, size: int) -> int:
     return size
 
 
-@_part
+@part
 def _take(row: int, want: int) -> int:
     """Take the frame that is expected out of the pipe of a row; 1 if it is not there yet.
 
@@ -249,7 +235,7 @@ def _take(row: int, want: int) -> int:
     return 0
 
 
-@_part
+@part
 def _ring(row: int, pipe: int, whether: int) -> None:
     """Wake the other side if it sleeps; it looks once more between saying so and sleeping."""
     fence()
@@ -258,7 +244,7 @@ def _ring(row: int, pipe: int, whether: int) -> None:
         send(load("i64", row, FD), row, 1, NOT_NOW)  # a socket that is full wakes it, too
 
 
-@_part
+@part
 def _carry(steps: int, count: int, x: int, y: int, z: int) -> int:
     """How many steps were not done, since something could not be read."""
     for number in range(count):
@@ -272,7 +258,7 @@ def _carry(steps: int, count: int, x: int, y: int, z: int) -> int:
             continue
         if what == READ:
             address = load("i64", source, 0) + load("i64", step, FROM + 2)
-            if _read(load("i64", step, LENDER), address, to, width) == 0:
+            if read(load("i64", step, LENDER), address, to, width) == 0:
                 return count - number
             continue
         for i in range(outer):
@@ -294,7 +280,7 @@ def _carry(steps: int, count: int, x: int, y: int, z: int) -> int:
     return 0
 
 
-@_part
+@part
 def _at(step: int, side: int, x: int, y: int, z: int) -> int:
     where, at = load("i64", step, side), load("i64", step, side + 1)
     if where == IN_X:
@@ -304,21 +290,3 @@ def _at(step: int, side: int, x: int, y: int, z: int) -> int:
     elif where == IN_Z:
         at += z
     return int(at)
-
-
-@_part
-def _read(lender: int, address: int, to: int, count: int) -> int:
-    """Read another process's memory, and its guard behind it; whether it still lent it then."""
-    spans = lender + 8 * SPANS
-    store("i64", spans, 0, to)
-    store("i64", spans, 1, count)
-    store("i64", spans, 2, lender + 8 * SEEN)
-    store("i64", spans, 3, 16)
-    store("i64", spans, 4, address)
-    store("i64", spans, 5, count)
-    store("i64", spans, 6, load("i64", lender, GUARD))
-    store("i64", spans, 7, 16)
-    came = process_vm_readv(load("i64", lender, 0), spans, 2, spans + 32, 2, 0)
-    alike = load("i64", lender, SEEN) == load("i64", lender, GUARD + 1)
-    alike = alike and load("i64", lender, SEEN + 1) == load("i64", lender, GUARD + 2)
-    return int(came == count + 16 and alike)
