@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import socket
 import stat
@@ -153,11 +155,28 @@ def test_a_file_system_without_links_will_do(
     assert claim(path, replace(mine, pid=13)) == mine
 
 
+def rewrite(path: Path, **part: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **part}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
         (lambda path: path.write_text("{"), "is not a file of a rendezvous"),
         (lambda path: path.write_text('{"port": 1}'), "is not a file of a rendezvous"),
+        *[
+            (functools.partial(rewrite, **part), "is not a file of a rendezvous")
+            for part in (
+                {"addresses": [3]},
+                {"addresses": "127.0.0.1"},  # its characters
+                {"nonce": "no hexadecimal"},
+                {"nonce": 7},
+                {"port": 70000},
+                {"port": "x"},
+                {"written": "x"},
+                {"written": 1e300},
+            )
+        ],
         (lambda path: path.chmod(0o622), "may be written by others .mode 622."),
         (lambda path: (path.rename(f"{path}x"), path.symlink_to(f"{path}x")), "is a link, and may"),
         (lambda path: (path.unlink(), path.mkdir()), "is no regular file"),

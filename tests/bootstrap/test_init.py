@@ -273,7 +273,8 @@ MISFITS = [  # what rank 1 has in its environment, what both say
     ({"RANK": ""}, "^a process without a rank .*RANK='', which is no whole number"),
     ({"WEFT_INTERFACE": "nothing7"}, "^rank 1 .*WEFT_INTERFACE=nothing7 names no interface"),
     ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
-    ({"BACKEND": "ucc"}, "^a process without a rank .*'ucc' is not in this build"),
+    ({"BACKEND": "ucc"}, "^rank 1 .*'ucc' is not in this build"),
+    ({"FIRST": "ucc"}, "^rank 0 .*'ucc' is not in this build"),
     ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
 ]
 
@@ -293,6 +294,8 @@ def misfitting(url: str) -> list[str]:
         if right["RANK"] == "1":
             os.environ.update(change)
             weft.__version__ = change.get("VERSION", version)
+        elif "FIRST" in change:
+            os.environ["BACKEND"] = change["FIRST"]
         with pytest.raises(WeftError) as info:
             init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=20)
         said.append(str(info.value))
@@ -304,6 +307,22 @@ def misfitting(url: str) -> list[str]:
         assert rows_of() == [0, 1, 9]
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     return said
+
+
+@pytest.mark.parametrize("named", ["^docker,veth", "nosuch7,lo", "127.0.0.1", " lo", "lo,lo"])
+def test_gloo_is_told_what_it_does_not_understand(named: str) -> None:
+    """weft reads more than names of interfaces in gloo's own variable."""
+    meet = {**QUICK, "GLOO_SOCKET_IFNAME": named}
+    assert launch(2, naming, [named], env=meet) == [[0, 1, 9]] * 2
+
+
+def naming(named: str) -> list[int]:
+    with init(timeout=20):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo,lo" if named == "lo,lo" else "lo")
+        assert total(1.0) == 2.0
+        found = rows_of()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == named
+    return found
 
 
 def waiting() -> None:

@@ -57,6 +57,24 @@ def test_more_ranks_than_state_directly(wire):
             same(result, sent(source, wire.rank))
 
 
+@spmd(2)
+def test_dtypes_that_torch_does_not_copy_are_refused(wire):
+    """Its shells of dtypes, whose tensors only other libraries fill."""
+    shell = torch.zeros(3, dtype=torch.uint8).view(torch.uint4)
+    module = torch.nn.Module()
+    module.register_buffer("shell", shell if wire.rank else torch.zeros(3))
+    calls = [
+        lambda given: weft.all_to_all([given] * 2),
+        lambda given: weft.exchange(given, [torch.tensor([0])] * 2),
+        lambda given: weft.sync_params(module),
+    ]
+    for call in calls:
+        for wrong in (shell, shell.view(torch.int2)):
+            with pytest.raises(weft.WeftError, match=r"rank 1: .*, which torch does not copy"):
+                call(wrong if wire.rank else torch.zeros(3))
+    assert len(weft.all_to_all([shell.view(torch.uint8)] * 2)) == 2
+
+
 @spmd(3)
 def test_shapes_need_not_agree(wire):
     shapes = [(), (0, 5), (2, 3, 4)]

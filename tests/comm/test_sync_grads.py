@@ -125,6 +125,41 @@ def test_sparse_here_and_dense_there(wire):
     assert module.weight.grad.tolist() == [[2.0]] * 4
 
 
+def picked(*cells):
+    """A gradient that is sparse in both dimensions, as that of `gather(sparse_grad=True)`."""
+    return torch.sparse_coo_tensor(
+        list(zip(*cells, strict=True)), torch.ones(len(cells)), (4, 3), check_invariants=True
+    )
+
+
+@spmd(3)
+def test_gradients_that_are_sparse_in_every_dimension(wire):
+    module = nn.ParameterDict({name: torch.zeros(4, 3) for name in ("all", "some", "mixed")})
+    module["all"].grad = picked((0, 1), (3, wire.rank))
+    if wire.rank == 1:  # the others count as zero
+        module["some"].grad = picked((2, 2))
+    module["mixed"].grad = picked((1, 0)) if wire.rank else torch.eye(4, 3).to_sparse(1)
+    weft.sync_grads(module, average=False)
+    found = {name: module[name].grad for name in module}
+    assert found["all"].sparse_dim() == found["some"].sparse_dim() == 2
+    assert found["all"].to_dense().tolist() == [[0, 3, 0], [0] * 3, [0] * 3, [1, 1, 1]]
+    assert found["some"].to_dense().equal(picked((2, 2)).to_dense())
+    assert found["mixed"].equal(torch.eye(4, 3) + 2 * picked((1, 0)).to_dense())
+
+
+@spmd(2)
+def test_complex_sparse_gradients_become_dense(wire):
+    module = nn.ParameterDict({"weight": torch.zeros(4, 2, dtype=torch.complex64)})
+    module["weight"].grad = torch.sparse_coo_tensor(
+        [[wire.rank, 3, 3]],
+        torch.ones(3, 2, dtype=torch.complex64),
+        (4, 2),
+        check_invariants=True,
+    )
+    weft.sync_grads(module, average=False)
+    assert module["weight"].grad.real.tolist() == [[1, 1], [1, 1], [0, 0], [4, 4]]
+
+
 @spmd(2)
 def test_gradients_that_are_not_what_their_memory_says(wire):
     """An element of stride 0, and conjugations and signs that torch has not yet applied."""
@@ -275,6 +310,33 @@ def test_accumulating_takes_a_pause(wire):
     with pytest.raises(weft.WeftError, match=rf"rank {wire.rank}: the gradient of .* changes"):
         module(batch).sum().backward()
     weft.sync_grads(module, average=False)
+
+
+@spmd(2)
+def test_overlap_does_not_pass_over_parameters_that_were_replaced(wire):
+    module = nn.Linear(2, 1)
+    overlap = weft.overlap_grads(module)
+    module.weight = nn.Parameter(torch.ones(1, 2))
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(weft.WeftError, match=r"other parameters than when overlap_grads was"):
+        weft.sync_grads(module)
+    overlap.remove()
+    weft.overlap_grads(module)
+    module(torch.ones(1, 2)).sum().backward()  # accumulates
+    weft.sync_grads(module)
+    assert module.weight.grad.tolist() == [[2, 2]]
+
+
+@spmd(2)
+def test_another_average_is_refused_when_all_is_reduced_already(wire):
+    module = nn.Linear(2, 1)
+    weft.overlap_grads(module)
+    module(torch.ones(1, 2)).sum().backward()
+    weft.barrier()  # which waits for what backward has started
+    with pytest.raises(weft.WeftError, match=rf"rank {wire.rank}: sync_grads has another group"):
+        weft.sync_grads(module, average=False)
+    module(torch.ones(1, 2)).sum().backward()
+    weft.sync_grads(module)
 
 
 @spmd(2)

@@ -162,6 +162,13 @@ WRONG = {
     "rank 1: recv_sizes is [2, 2, 1], and the ranks send [2, 2, 2]: leave it out": (
         lambda rank, send: sar.exchange_tensors(send, [2, 2, 1] if rank == 1 else None)
     ),
+    "rank 2: recv_sizes is 2: pass a length for each rank, or leave it out": (
+        lambda rank, send: sar.exchange_tensors(send, 2 if rank == 2 else None)
+    ),
+    "rank 1: recv_tensors[2] is expanded, its elements share memory: pass one that can be "
+    "written": lambda rank, send: sar.all_to_all(
+        [*recv_of((2,), (2,)), torch.ones(1).expand(2) if rank == 1 else torch.ones(2)], send
+    ),
     "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
         sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
     ),

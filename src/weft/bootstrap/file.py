@@ -10,6 +10,7 @@ user. Rank 0 takes it away when all have come.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -68,9 +69,16 @@ class Invitation:
         """
         try:
             found = json.loads(text)
-            return cls(**{**found, "addresses": tuple(found["addresses"])})
-        except (KeyError, TypeError) as error:
+            made = cls(**{**found, "addresses": tuple(found["addresses"])})
+            for address in made.addresses:
+                ipaddress.ip_address(address.partition("%")[0])
+            bytes.fromhex(made.nonce)
+            str(made)
+            if not 0 < made.port < 65536:
+                raise ValueError(f"port {made.port}")
+        except (AttributeError, KeyError, OverflowError, TypeError) as error:
             raise ValueError("no invitation") from error
+        return made
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))

@@ -45,7 +45,8 @@ class _Running:
 
 
 _running: _Running | None = None
-_named: list[str] = []  # the interface that weft named to gloo
+_GLOO = "GLOO_SOCKET_IFNAME"
+_named: list[tuple[str, str | None]] = []  # the interface that weft named to gloo; what was there
 
 
 def init(
@@ -110,10 +111,15 @@ def init(
         try:
             launch = launchers.detect()
             place = meeting.place(launch, rendezvous)
-            if backend is not None:
-                backends.spec(backend)
         except WeftError as error:
             raise _told(error, rendezvous) from error
+        if backend is not None:
+            try:
+                backends.spec(backend)
+            except WeftError as error:
+                if place is None:
+                    raise
+                raise _refused(error, launch, place, backend, limit) from error
         load = kernels.prepare()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
@@ -199,15 +205,22 @@ def _alone(spec: str, timeout: float) -> None:
 
 
 def _together(
-    launch: launchers.Launch, place: meeting.Place, backend: str | None, timeout: float
+    launch: launchers.Launch,
+    place: meeting.Place,
+    backend: str | None,
+    timeout: float,
+    error: str = "",
 ) -> None:
-    """Meet the other ranks, see that all fit together, and set up the default group."""
+    """Meet the other ranks, see that all fit together, and set up the default group.
+
+    With an error of this rank's all of them raise that instead.
+    """
     deadline = time.monotonic() + timeout
     try:
         with meeting.at(place, launch, deadline) as (there, times):
             decision, space = roll.call(
                 dist.PrefixStore(_space(times), there.store),
-                _entry(launch, backend, there.store),
+                _entry(launch, backend, there.store, error),
                 max(deadline - time.monotonic(), 0.001),
                 where=place.where,
                 hosts=there.hosts,
@@ -228,15 +241,37 @@ def _together(
             world_size=launch.size,
             timeout=timedelta(seconds=timeout),
         )
-    except (RuntimeError, OSError) as error:  # torch's store and gloo errors are RuntimeErrors
-        if isinstance(error, WireError):
+    except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
+        if isinstance(failed, WireError):
             raise
         raise WireError(
             f"rank {launch.rank}: the {launch.size} ranks did not meet at {place.where} within "
             f"{timeout:g} s: are all of them started, and is that address reachable? "
-            f"({str(error).splitlines()[0]})",
+            f"({str(failed).splitlines()[0]})",
             rank=launch.rank,
-        ) from error
+        ) from failed
+
+
+def _refused(
+    error: WeftError,
+    launch: launchers.Launch,
+    place: meeting.Place,
+    backend: str | None,
+    timeout: float,
+) -> WeftError:
+    """Come to the meeting only to say why this rank cannot take part: else the others wait.
+
+    Returns:
+        What all raise; the error itself if nobody came.
+    """
+    _log.warning("rank %d: %s", launch.rank, error)  # now: the others may be long in coming
+    try:
+        _together(launch, place, backend, timeout, str(error))
+    except WeftError as agreed:
+        return agreed
+    except WireError:  # they did not come: only this rank raises
+        pass
+    return error
 
 
 def _space(times: int) -> str:
@@ -277,12 +312,14 @@ def _is_elastic() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _entry(launch: launchers.Launch, backend: str | None, store: dist.Store) -> roll.Entry:
+def _entry(
+    launch: launchers.Launch, backend: str | None, store: dist.Store, error: str = ""
+) -> roll.Entry:
     """What this rank says at the roll call; if it cannot take part, why."""
     try:
-        address, error = own_address(store), ""
+        address = own_address(store)
     except OSError as wrong:
-        address, error = "", str(wrong)
+        address, error = "", error or str(wrong)
     return roll.Entry.mine(launch.rank, launch.size, backend=backend, address=address, error=error)
 
 
@@ -314,18 +351,27 @@ def _told(error: WeftError, rendezvous: str | None) -> WeftError:
 
 
 def _name_interface(store: dist.Store) -> None:
-    """Let gloo listen where weft does: by itself it takes what the host's name means."""
-    name = interface_of(own_address(store))
-    if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        _named.append(name)
-        _log.info("network interface %s", name)
+    """Let gloo listen where weft does: by itself it takes what the host's name means.
+
+    What gloo understands itself, a list of names, is left to it.
+    """
+    name, there = interface_of(own_address(store)), os.environ.get(_GLOO)
+    names = {each for _, each in socket.if_nameindex()}
+    if name is None or (there is not None and names.issuperset(there.split(","))):
+        return
+    os.environ[_GLOO] = name
+    _named.append((name, there))
+    _log.info("network interface %s", name)
 
 
 def _unname_interface() -> None:
     while _named:
-        if os.environ.get("GLOO_SOCKET_IFNAME") == _named.pop():
-            del os.environ["GLOO_SOCKET_IFNAME"]
+        name, before = _named.pop()
+        if os.environ.get(_GLOO) == name:
+            if before is None:
+                del os.environ[_GLOO]
+            else:
+                os.environ[_GLOO] = before
 
 
 @contextlib.contextmanager

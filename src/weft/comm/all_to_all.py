@@ -28,7 +28,7 @@ from ..wire.loans import Loans
 from .delivery import Coming, Delivery
 from .differentiable import applied
 from .habit import Habit, known, learn
-from .movement import STAGED, empty, host, moved, on_host, rounds_of
+from .movement import STAGED, empty, host, is_movable, moved, on_host, rounds_of
 from .opening import NO_LIMIT, Mode, Opening, opened
 
 __all__ = ["Scatter", "all_to_all", "check_round"]
@@ -96,6 +96,8 @@ def _wrong(inputs: object, size: int) -> str | None:
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:
                 return f"inputs[{to}] has {what} {this}, inputs[0] has {first}: pass one {what}"
+        if not is_movable(tensor.dtype):
+            return f"inputs[{to}] is {tensor.dtype}, which torch does not copy: view another dtype"
     if len(inputs) != size:
         return f"inputs has {len(inputs)} tensors for {size} ranks: pass one for each"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
+from .movement import is_movable
 from .opening import NO_LIMIT
 
 __all__ = ["exchange"]
@@ -79,6 +80,8 @@ def _wrong(rows: object, to: object, size: int) -> str | None:
     if not isinstance(rows, Tensor) or rows.layout != torch.strided or rows.dim() == 0:
         what = rows.layout if isinstance(rows, Tensor) else type(rows).__name__
         return f"rows is {what} without rows: pass a strided tensor of at least one dimension"
+    if not is_movable(rows.dtype):
+        return f"rows is {rows.dtype}, which torch does not copy: view another dtype"
     if not isinstance(to, list | tuple) or len(to) != size:
         count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
         return f"to is {count} for {size} ranks: pass a list with indices for each"

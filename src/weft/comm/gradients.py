@@ -10,7 +10,7 @@ few large buckets and sparse ones in one `sparse_all_reduce`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import WeftError
+from ..kernels.ops import DTYPES
 from ..sparse.api import list_job
 from ..wire import default, dense
 from ..wire.base import Pending, Wire, flattened, is_plain
@@ -40,7 +41,10 @@ __all__ = ["NAME", "Synchronised", "overlapping", "sync_grads"]
 
 NAME = "sync_grads"
 
-DENSE, SPARSE = 1, 2  # what a rank states of a gradient; both together are a dense one
+_DENSE = 1
+_SPARSE_DIMS = 7
+"""What a rank states of a gradient: this if it is dense, `1 << d` if d dimensions of it are sparse,
+at most so many. What ranks state differently of one gradient is reduced as a dense one."""
 
 _ALONE = 1 << 18  # bytes of a gradient that is reduced where it is
 _BUCKET = 8 << 20  # bytes of gradients that are reduced together
@@ -53,7 +57,8 @@ def sync_grads(module: torch.nn.Module, average: bool = True, group: Any = None)
         module: its parameters are matched by name; dtype and shape of a name are the same on every
             rank. A parameter without a gradient counts as zero, on a rank that has no parameter of
             that name, too; where all have none it is left alone. Gradients are dense or sparse COO;
-            a parameter whose gradient is sparse on some ranks and dense on others gets a dense one.
+            a parameter whose gradient is sparse on some ranks and dense on others gets a dense one,
+            and so does one that is sparse and complex.
             Of a DTensor each rank must have the same shard: pass the group of a mesh dimension
             along which it is replicated.
         average: divide by the size of the group; else the sum.
@@ -162,8 +167,11 @@ class Synchronised:
         states = dict(zip(here, said.mask.tolist(), strict=True))
         if first is not None and some_ready:
             states = {name: states[name] for name in here[:first]}
-        self._reduce_sparse([n for n, state in states.items() if state == SPARSE], described)
-        self._reduce_dense([n for n, state in states.items() if state & DENSE], described)
+        sparse = {
+            n: s.bit_length() - 1 for n, s in states.items() if s > _DENSE and not s & (s - 1)
+        }
+        self._reduce_sparse(sparse, described)
+        self._reduce_dense([n for n, s in states.items() if s and n not in sparse], described)
         return some_ready
 
     def _agree(
@@ -186,7 +194,7 @@ class Synchronised:
         for number, name in enumerate(names):
             gradient = self._gradient(name)
             if gradient is not None:
-                states[number] = SPARSE if gradient.layout == torch.sparse_coo else DENSE
+                states[number] = _state(gradient)
         return torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0).byte()
 
     def _gradient(self, name: str) -> Tensor | None:
@@ -214,24 +222,25 @@ class Synchronised:
                 return f"the gradient of {name!r}: {reason}"
         return None
 
-    def _reduce_sparse(self, names: Sequence[str], described: Manifest) -> None:
+    def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
+        """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
         if not names:
             return
-        tables = [self._sparse(name, described) for name in names]
+        tables = [self._sparse(name, dims, described) for name, dims in names.items()]
         results = list_job(self._wire, tables, self._op, "auto", None, None)()
         for name, result in zip(names, results, strict=True):
             if name in self._of:
                 self._of[name].grad = result
 
-    def _sparse(self, name: str, described: Manifest) -> Tensor:
+    def _sparse(self, name: str, dims: int, described: Manifest) -> Tensor:
         """A sparse gradient, without rows where this rank has none."""
         gradient = self._gradient(name)
         if gradient is not None:
             return gradient
         like = self._like(name, described)
         return torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64, device=like.device),
-            like.new_empty((0, *like.shape[1:])),
+            torch.empty((dims, 0), dtype=torch.int64, device=like.device),
+            like.new_empty((0, *like.shape[dims:])),
             like.shape,
             is_coalesced=True,
             check_invariants=False,
@@ -285,6 +294,13 @@ class Synchronised:
             under_way = following
         if under_way is not None:
             under_way.finish()
+
+
+def _state(gradient: Tensor) -> int:
+    """What a rank states of a gradient it has; one that sparse calls do not take is a dense one."""
+    if gradient.layout != torch.sparse_coo or gradient.dtype not in DTYPES:
+        return _DENSE
+    return 1 << gradient.sparse_dim() if gradient.sparse_dim() <= _SPARSE_DIMS else _DENSE
 
 
 class _Bucket:

@@ -7,6 +7,7 @@ time: so staging never takes more than a round, however large the tensors are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..wire.base import Wire, plain
 from ..wire.memory import fresh
 
-__all__ = ["STAGED", "empty", "host", "moved", "on_host", "rounds_of"]
+__all__ = ["STAGED", "empty", "host", "is_movable", "moved", "on_host", "rounds_of"]
 
 STAGED = 128 << 20
 """Bytes that a rank whose tensors are on another device sends and receives in one round."""
@@ -27,6 +28,16 @@ _QUICK = 512 << 10  # bytes of a piece that goes on the lane where no receiver i
 def on_host(tensor: Tensor) -> bool:
     """Whether the wire can take a tensor from where it is."""
     return tensor.device.type == "cpu"
+
+
+@functools.cache
+def is_movable(dtype: torch.dtype) -> bool:
+    """Whether torch can copy tensors of this dtype; quantised ones are more than their elements."""
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire
 from .all_to_all import Scatter
+from .movement import is_movable
 from .opening import Mode
 
 __all__ = [
@@ -68,6 +69,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
         if place.layout != torch.strided or place.device.type == "meta":
             what = "on the meta device" if place.is_meta else f"of layout {place.layout}"
             return [], {}, f"{kind} {name!r} is {what}: only strided tensors with memory can move"
+        if not is_movable(place.dtype):
+            return [], {}, f"{kind} {name!r} is {place.dtype}, which torch does not copy"
         # what has no memory is told apart by itself; `place` is gone after this round
         key = _memory(place) if place.numel() else id(tensor)
         text = f"a {kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"

@@ -210,6 +210,15 @@ class Overlap:
 
         return job
 
+    def _is_replaced(self) -> bool:
+        """Whether some of the module's parameters are not those whose gradients are seen."""
+        module = self._module()
+        there = dict(module.named_parameters(remove_duplicate=False)) if module else {}
+        known = self._synchronised
+        return len(there) != len(known.manifest) or any(
+            there.get(name) is not known.parameter(name) for name in known.names
+        )
+
     def _finish(self, wire: Wire, average: bool) -> None:
         """What `sync_grads` does with this module."""
         works = self._works
@@ -218,12 +227,19 @@ class Overlap:
                 self._synchronised.error = (
                     "sync_grads has another group or average than overlap_grads had: pass the same"
                 )
+            elif self._is_replaced():
+                self._synchronised.error = (
+                    "the module has other parameters than when overlap_grads was called: remove() "
+                    "that and call it again"
+                )
             bucket, more = len(works), True
             while bucket < len(self._ends) and more:
                 more = self._wire.worker.call(NAME, self._step(bucket, ready=False))
                 bucket += 1
             for work in works:
                 work.wait()
+            if self._synchronised.error is not None:  # and backward had started all there is
+                raise WeftError(f"rank {self._wire.rank}: {self._synchronised.error}")
         finally:
             self._synchronised.error = None
             self._restart()

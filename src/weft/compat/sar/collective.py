@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import comm
+from ...comm.named import expanded_dims
 from ...comm.opening import opened
 from ...wire import default
 from .config import Config
@@ -132,9 +133,13 @@ def exchange_tensors(
         if recv_sizes is None:
             return None
         lengths = [tensor.shape[0] if tensor.dim() else 1 for tensor in came]
-        if list(recv_sizes) == lengths:
+        try:
+            expected = [int(length) for length in recv_sizes]
+        except (TypeError, ValueError):
+            return f"recv_sizes is {recv_sizes!r}: pass a length for each rank, or leave it out"
+        if expected == lengths:
             return None
-        return f"recv_sizes is {list(recv_sizes)}, and the ranks send {lengths}: leave it out"
+        return f"recv_sizes is {expected}, and the ranks send {lengths}: leave it out"
 
     return _sent("exchange_tensors", tensors, check)
 
@@ -167,6 +172,8 @@ def _unfit(name: str, place: object, source: int, came: Tensor) -> str | None:
             f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
             "make it as large, or use exchange_tensors, which needs no sizes"
         )
+    if expanded_dims(place):
+        return f"{name} is expanded, its elements share memory: pass one that can be written"
     return None
 
 
