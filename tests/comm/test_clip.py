@@ -35,6 +35,13 @@ def test_as_torch_does(p, most):
             torch.testing.assert_close(mine.grad.to_dense(), theirs.grad)
 
 
+def test_the_largest_may_be_named():
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, -4.0, 2.0])
+    assert weft.clip_grad_norm_(parameter, 2.0, "inf").item() == 4.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.5, -2.0, 1.0]))
+
+
 def test_half_precision_does_not_overflow_and_dtypes_mix():
     half, full = nn.Parameter(torch.ones(4).half()), nn.Parameter(torch.ones(1).double())
     half.grad, full.grad = torch.full((4,), 3e4).half(), torch.full((1,), 8e4).double()
@@ -50,6 +57,6 @@ def test_nothing_and_what_is_wrong():
     with pytest.raises(weft.WeftError, match="the norm of the gradients is inf"):
         weft.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
     assert parameter.grad.tolist() == [1.0, math.inf]
-    for most, p in ((-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0)):
+    for most, p in ((-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0), (1.0, "two"), (None, 2.0)):
         with pytest.raises(weft.WeftError, match="max_norm is"):
             weft.clip_grad_norm_(parameter, most, p)

@@ -21,7 +21,7 @@ __all__ = ["clip_grad_norm_"]
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor] | nn.Module,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most `max_norm`.
@@ -33,7 +33,7 @@ def clip_grad_norm_(
         parameters: those whose `.grad` counts, or a module; gradients are dense or sparse COO, on
             any devices; a sparse one is coalesced. Of parameters without a gradient nothing counts.
         max_norm: the most that the norm may be.
-        norm_type: the p of the p-norm; may be `math.inf`.
+        norm_type: the p of the p-norm; may be `math.inf` or "inf".
         error_if_nonfinite: raise where the norm is infinite or not a number; else it scales by it.
 
     Returns:
@@ -52,7 +52,12 @@ def clip_grad_norm_(
         >>> table.weight.grad.coalesce().values().norm()
         tensor(1.0000)
     """
-    if math.isnan(max_norm) or max_norm < 0 or math.isnan(norm_type) or norm_type <= 0:
+    try:
+        most, p = float(max_norm), float(norm_type)
+        wrong = math.isnan(most) or most < 0 or math.isnan(p) or p <= 0
+    except (TypeError, ValueError):
+        wrong = True
+    if wrong:
         raise WeftError(
             f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
             "the second above it"
@@ -73,17 +78,17 @@ def clip_grad_norm_(
             values.append(gradient)
         else:
             raise WeftError(f"a gradient has layout {gradient.layout}: use strided or sparse COO")
-    norms = [_norm(each, norm_type) for each in values if each.numel()]
+    norms = [_norm(each, p) for each in values if each.numel()]
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
     widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
     total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device, widest) for norm in norms]), norm_type
+        torch.stack([norm.to(device, widest) for norm in norms]), p
     )
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    scale = (most / (total + 1e-6)).clamp(max=1.0)
     for each in values:
         each.mul_(scale.to(each.device))
     return total
