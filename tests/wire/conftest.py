@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from weft.wire import pipe
+from weft.wire.line import Order
 
 
 @contextlib.contextmanager
@@ -46,3 +47,27 @@ def connection():
     buffer: bytes that a socket takes before it has to be read, about.
     """
     return _connection
+
+
+def _sent(line, payload):
+    order = Order(memoryview(payload))
+    line.send(order)
+    return order
+
+
+def _awaited(line, size):
+    order = Order(memoryview(bytearray(size)))
+    line.asked.append(order)
+    return order
+
+
+@pytest.fixture(scope="session")
+def sent():
+    """`sent(line, payload)`: the order of a message that a line for small ones sends."""
+    return _sent
+
+
+@pytest.fixture(scope="session")
+def awaited():
+    """`awaited(line, size)`: the order of one that it is asked for, of so many bytes at most."""
+    return _awaited

@@ -11,7 +11,6 @@ import pytest
 
 from weft.kernels.talk_table import BYTES, PIPE
 from weft.wire import pipe
-from weft.wire.line import Order
 from weft.wire.mover import Lost, Mover
 from weft.wire.pipe import PipeLine
 
@@ -22,18 +21,6 @@ def pair(connection):
         yield made
 
 
-def sent(line, payload):
-    order = Order(memoryview(payload))
-    line.send(order)
-    return order
-
-
-def awaited(line, size):
-    order = Order(memoryview(bytearray(size)))
-    line.asked.append(order)
-    return order
-
-
 def bells(line):
     """How many bytes came to wake a line up."""
     try:
@@ -42,7 +29,7 @@ def bells(line):
         return 0
 
 
-def test_who_sleeps_is_woken_once(pair):
+def test_who_sleeps_is_woken_once(pair, sent, awaited):
     left, right = pair
     sent(right, b"0")
     assert bells(left) == 0  # it is not known to sleep
@@ -61,7 +48,7 @@ def test_who_sleeps_is_woken_once(pair):
     assert [bytes(order.buffer) for order in orders] == [b"0", b"1", b"2", b"3"]
 
 
-def test_who_sleeps_until_there_is_room_is_woken(pair):
+def test_who_sleeps_until_there_is_room_is_woken(pair, sent, awaited):
     left, right = pair
     full, last = sent(left, bytes(BYTES - 8)), sent(left, b"behind it")
     assert full.done and not last.done and left.writes and not left.stirs
@@ -78,7 +65,7 @@ def test_who_sleeps_until_there_is_room_is_woken(pair):
     assert bells(left) == 0
 
 
-def test_what_is_put_in_before_an_end_is_heard(pair):
+def test_what_is_put_in_before_an_end_is_heard(pair, sent, awaited):
     left, right = pair
     order, more = awaited(left, 1), awaited(left, 1)
     assert not left.receive()
@@ -90,7 +77,7 @@ def test_what_is_put_in_before_an_end_is_heard(pair):
     assert left.lost == "the connection was closed"
 
 
-def test_a_bell_is_no_news(pair):
+def test_a_bell_is_no_news(pair, awaited):
     left, right = pair
     order = awaited(left, 1)
     right.sock.send(b"\0\0")
@@ -100,7 +87,7 @@ def test_a_bell_is_no_news(pair):
     assert bells(left) == 0 and not order.done
 
 
-def test_both_go_on_without_a_bell_that_the_socket_has_no_room_for(pair):
+def test_both_go_on_without_a_bell_that_the_socket_has_no_room_for(pair, sent, awaited):
     left, right = pair
     while True:
         try:

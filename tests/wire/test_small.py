@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.wire.line import Order
 from weft.wire.pipe import PipeLine
 from weft.wire.small import SocketLine
 
@@ -26,18 +25,6 @@ def pair(connection, request):
 def sockets(connection):
     with connection(SocketLine) as made:
         yield made
-
-
-def sent(line, payload):
-    order = Order(memoryview(payload))
-    line.send(order)
-    return order
-
-
-def awaited(line, size):
-    order = Order(memoryview(bytearray(size)))
-    line.asked.append(order)
-    return order
 
 
 def turn(*lines):
@@ -62,7 +49,7 @@ def turn(*lines):
     ),
     st.integers(0, 12),  # how many are awaited before they are sent
 )
-def test_what_is_sent_arrives_in_order(connection, kind, messages, early):
+def test_what_is_sent_arrives_in_order(connection, kind, sent, awaited, messages, early):
     with connection(kind, 8192) as (left, right):
         payloads = [bytes([n + 1]) * size for n, (size, _) in enumerate(messages)]
         receives = [awaited(right, size + more) for size, more in messages[:early]]
@@ -77,7 +64,7 @@ def test_what_is_sent_arrives_in_order(connection, kind, messages, early):
             assert bytes(order.buffer[: len(payload)]) == payload
 
 
-def test_bytes_that_come_one_by_one_are_put_together(sockets):
+def test_bytes_that_come_one_by_one_are_put_together(sockets, awaited):
     left, right = sockets
     orders = [awaited(right, 3), awaited(right, 2)]
     for byte in struct.pack("!Q", 3) + b"abc" + struct.pack("!Q", 2) + b"de":
@@ -88,7 +75,7 @@ def test_bytes_that_come_one_by_one_are_put_together(sockets):
     assert all(order.done for order in orders) and not right.reads
 
 
-def test_small_messages_go_out_at_once_and_wait(pair):
+def test_small_messages_go_out_at_once_and_wait(pair, sent, awaited):
     left, right = pair
     assert all(sent(left, bytes([n])).done for n in range(3))
     assert not left.writes and not right.reads and not right.receive()
@@ -101,7 +88,7 @@ def test_small_messages_go_out_at_once_and_wait(pair):
 
 
 @pytest.mark.parametrize("before", [0, 1])  # whether it comes alone
-def test_a_message_that_is_too_long_is_said(pair, before):
+def test_a_message_that_is_too_long_is_said(pair, before, sent, awaited):
     left, right = pair
     orders = [*(awaited(right, 1) for _ in range(before)), awaited(right, 3)]
     for size in (*[1] * before, 4):
@@ -112,7 +99,7 @@ def test_a_message_that_is_too_long_is_said(pair, before):
     assert not right.reads
 
 
-def test_an_end_in_the_middle_of_a_message_is_seen(sockets):
+def test_an_end_in_the_middle_of_a_message_is_seen(sockets, awaited):
     left, right = sockets
     order = awaited(right, 9)
     left.sock.send(struct.pack("!Q", 9) + b"half")
@@ -122,7 +109,7 @@ def test_an_end_in_the_middle_of_a_message_is_seen(sockets):
     assert right.lost == "the connection was closed" and not order.done
 
 
-def test_what_came_before_the_end_is_not_lost(pair):
+def test_what_came_before_the_end_is_not_lost(pair, sent, awaited):
     left, right = pair
     first = awaited(right, 50_000)
     sent(left, b"x" * 50_000)
@@ -136,7 +123,7 @@ def test_what_came_before_the_end_is_not_lost(pair):
     assert first.done and bytes(first.buffer) == b"x" * 50_000
 
 
-def test_what_came_before_a_send_that_fails_is_not_lost(sockets):
+def test_what_came_before_a_send_that_fails_is_not_lost(sockets, sent, awaited):
     left, right = sockets
     first = awaited(right, 100_000)
     sent(left, b"x" * 100_000)

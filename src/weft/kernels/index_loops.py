@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
-from .machine import SIZES, count_ones, load, prefetch, store
+from .machine import SIZES, count_ones, load, part, prefetch, store
 
 LOOPS = (
     "compose",
@@ -41,7 +40,7 @@ _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
 _LOW, _TOP = 0xFFFFFFFF, -(2**63)
 
 
-@register_jitable
+@part
 def _hash(index: int) -> int:
     word = index * _FIRST
     word = (word ^ ((word >> 32) & _LOW)) * _SECOND

@@ -12,21 +12,18 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from . import meter
 from .compile import Key, compiler
 from .cpu import row_loop
+from .cpu_talk import Lender
 from .ops import Op
 
 __all__ = ["KEY", "combine", "fetch"]
 
 KEY: Key = ("lent",)
 """The one set of loops."""
-
-Lender = NDArray[np.int64]
-"""The record of a process whose memory may be read (`cpu_talk`)."""
 
 
 def fetch(reads: Sequence[tuple[Lender, int, Tensor]]) -> int | None:

@@ -1,4 +1,4 @@
-"""The compiled loops about the keys of lists of tables; see `cpu_lists`.
+"""The compiled loops about the keys of lists of tables; see `lists`.
 
 Made and called like `value_loops`: all arguments are int64, addresses and counts. A *list* is one
 rank's keys: sorted int64, its tables one behind the other, each from where the one before ends. A

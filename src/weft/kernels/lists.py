@@ -162,7 +162,7 @@ def even_cuts(
     that every machine rounds alike.
 
     Args:
-        points: keys, ascending, at least one.
+        points: keys, ascending.
         weights: how many rows lie from each to the next.
         end: all keys lie below this.
         ranks: how many ranges.

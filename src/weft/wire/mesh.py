@@ -113,18 +113,15 @@ class Listener:
         """
         made: dict[tuple[int, int], socket.socket] = {}
         shared: dict[int, Tensor] = {}
-        near: set[int] = set()  # lower ranks to which there is a Unix socket
         try:
             for peer, door in doors.items():
                 for lane in range(len(lanes) if peer < rank else 0):
-                    beside = _connected_near(door, deadline) if lanes[lane] == small else None
-                    made[peer, lane] = beside or self._connect(door, deadline)
-                    if beside is not None:
-                        near.add(peer)
+                    near = _connected_near(door, deadline) if lanes[lane] == small else None
+                    made[peer, lane] = near or self._connect(door, deadline)
+            piped = sum(map(_is_near, made.values())) < pipe.MOST
             for (peer, lane), sock in made.items():
                 words = doors[peer].token + _WHO.pack(rank, lane)
-                offers = lanes[lane] == small and peer in near and len(near) < pipe.MOST
-                memory = _offered(sock, words) if offers else None
+                memory = _offered(sock, words) if piped and _is_near(sock) else None
                 if memory is None:
                     sock.sendall(words)
                 else:
@@ -140,7 +137,7 @@ class Listener:
             raise
         for sock in made.values():
             sock.setblocking(False)
-            if sock.family != socket.AF_UNIX:
+            if not _is_near(sock):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         by_lane = enumerate(lanes)
         sockets = {name: {peer: made[peer, lane] for peer in doors} for lane, name in by_lane}
@@ -227,7 +224,7 @@ class _Guest:
         """Listen; whether there is no more to be heard."""
         missing = _TOKEN + _WHO.size - len(self._said)
         try:
-            if self._sock.family == socket.AF_UNIX:
+            if _is_near(self._sock):
                 said, fds, _, _ = socket.recv_fds(self._sock, missing, 1, socket.MSG_CMSG_CLOEXEC)
                 self._fds += fds
             else:
@@ -318,6 +315,10 @@ def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
         sock.close()
         return None
     return sock
+
+
+def _is_near(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX
 
 
 def _name_of(token: bytes) -> str:
