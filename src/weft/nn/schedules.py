@@ -175,7 +175,7 @@ def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: 
         return packed.copy_(part).view(-1)
 
     mine = y.view(-1)
-    step = max(1, min(SCRATCH // len(peers), 2 * nbytes) // x.element_size())
+    step = max(1, min(SCRATCH // len(peers), nbytes) // x.element_size())
     coming: deque[tuple[Pending, Lease]] = deque()
     starts = iter(range(0, len(mine), step))
 
