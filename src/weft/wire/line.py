@@ -14,6 +14,7 @@ tell where these lie, and the peer reads them there (`lent`) and says so.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections import deque
@@ -117,6 +118,11 @@ class Line:
     def writes(self) -> bool:
         """Whether to wait until the socket takes more."""
         return bool(self._parts) and not self.lost
+
+    @property
+    def wanted(self) -> int:
+        """The events of the socket to wait for, as `select.poll` has them."""
+        return select.POLLIN * self.reads | select.POLLOUT * self.writes
 
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""

@@ -71,10 +71,11 @@ class Mover:
         }
         self._all: list[Line | SmallLine] = [*self.lines.values(), *self.small.values()]
         self._by_fd = {line.fd: line for line in self._all}
+        pipes = (line for line in self.small.values() if isinstance(line, PipeLine))
+        self._pipes = {line.fd: line for line in pipes}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line | SmallLine] = {}  # to be seen to before somebody waits
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
-        self._pipes: dict[int, PipeLine] = {}  # those that wait for something
         self._guard = Guard()
         self._poll = select.poll()
         # reentrant: a collection of garbage may close a wire in the middle of anything
@@ -273,8 +274,8 @@ class Mover:
         more = list(self._more.values())
         for fd, event in self._look() if more else self._ready(seconds):
             ready = self._by_fd[fd]
-            if event and isinstance(ready, PipeLine):
-                ready.hear()
+            if event and fd in self._pipes:
+                self._pipes[fd].hear()
             self._move(ready)
         for line in more:
             if line.fd in self._more:
@@ -300,13 +301,12 @@ class Mover:
             now = time.monotonic()
         if ready or seconds <= 0:
             return ready
-        pipes = list(self._pipes.values())
-        for line in pipes:
+        for line in self._pipes.values():
             line.sleep()
         try:
             return self._look(seconds)
         finally:
-            for line in pipes:
+            for line in self._pipes.values():
                 line.wake()
 
     def _move(self, line: Line | SmallLine) -> None:
@@ -331,11 +331,7 @@ class Mover:
 
     def _watch(self, line: Line | SmallLine) -> None:
         """Wait for what the line waits for; a socket that is lost would never rest."""
-        fd = line.fd
-        if isinstance(line, PipeLine):  # what it waits for is rung for
-            wanted = select.POLLIN * (line.reads or line.writes)
-        else:
-            wanted = select.POLLIN * line.reads | select.POLLOUT * line.writes
+        fd, wanted = line.fd, line.wanted
         if wanted == self._polled.get(fd, 0):
             return
         if wanted:
@@ -343,11 +339,6 @@ class Mover:
         else:
             self._poll.unregister(fd)
         self._polled[fd] = wanted
-        if isinstance(line, PipeLine):
-            if wanted:
-                self._pipes[fd] = line
-            else:
-                del self._pipes[fd]
 
     def _rouse(self) -> None:
         """Have the thread look in."""
@@ -395,8 +386,8 @@ class Mover:
         try:
             for line in self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
-                if isinstance(line, PipeLine):
-                    line.hear()
+            for pipe in self._pipes.values():
+                pipe.hear()
             self._let_go()
             self._stir.set()  # with the turn, in which alone the thread goes to sleep again
         finally:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import platform
+import select
 import socket
 import sys
 import threading
@@ -94,11 +95,15 @@ class PipeLine(SmallLine):
         return self._path
 
     @property
+    def wanted(self) -> int:
+        return select.POLLIN * (self.reads or self.writes)  # either is rung for
+
+    @property
     def stirs(self) -> bool:
         """Whether something can be moved that waits to be moved."""
-        if self.asked and self._in[PUT] != self._in[TAKEN]:
+        if self.reads and self._in[PUT] != self._in[TAKEN]:
             return True
-        return bool(self.unsent) and self._out[PUT] - self._out[TAKEN] < BYTES
+        return self.writes and self._out[PUT] - self._out[TAKEN] < BYTES
 
     def sleep(self) -> None:
         """Have the peer ring for what is waited for; if it `stirs` after that, it may not ring."""

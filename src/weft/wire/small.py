@@ -9,6 +9,7 @@ message is preceded by its length. Between ranks of one host they may go through
 from __future__ import annotations
 
 import abc
+import select
 import socket
 import struct
 from collections import deque
@@ -54,6 +55,11 @@ class SmallLine(abc.ABC):
     def writes(self) -> bool:
         """Whether to wait until more can be sent."""
         return bool(self.unsent) and not self.lost
+
+    @property
+    def wanted(self) -> int:
+        """The events of the socket to wait for, as `select.poll` has them."""
+        return select.POLLIN * self.reads | select.POLLOUT * self.writes
 
     @property
     @abc.abstractmethod
