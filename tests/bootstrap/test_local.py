@@ -283,10 +283,10 @@ def test_an_error_that_cannot_be_pickled_still_says_what_it_was() -> None:
 
 def test_a_timeout_names_the_late_ranks() -> None:
     began = time.monotonic()
-    with pytest.raises(WireError, match=re.escape("not finished after 4 s")) as caught:
-        local.launch(3, late, timeout=4)
+    with pytest.raises(WireError, match=re.escape("not finished after 8 s")) as caught:
+        local.launch(3, late, timeout=8)
     assert str(caught.value).endswith("ended: 1, 2")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
 
 
 def test_a_rank_that_has_its_result_need_not_end_by_itself(

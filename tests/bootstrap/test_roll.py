@@ -123,7 +123,7 @@ def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
 
 
 def test_who_is_missing_is_named_to_all(connect: Make) -> None:
-    heard = attend(connect, entry(0), entry(2), timeout=0.3)
+    heard = attend(connect, entry(0), entry(2), timeout=1)
     assert len(set(heard)) == 1
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
@@ -141,7 +141,7 @@ def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(roll, "_LATE", 0.1)
         patched.setattr(roll, "_incomplete", died)
-        attend(connect, *gone, timeout=0.2, elastic=True)
+        attend(connect, *gone, timeout=1, elastic=True)
     one_comes_early(connect)  # it finds the old round, and no decision in it
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
 

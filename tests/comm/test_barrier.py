@@ -88,7 +88,7 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
         with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
             weft.barrier(timeout=0.05)
     else:
-        time.sleep(0.3)
+        time.sleep(1)
         weft.barrier(timeout=10)
     assert weft.all_reduce(torch.ones(1)).item() == 2
     weft.barrier(timeout=10)
@@ -103,7 +103,7 @@ def test_waiting_on_may_time_out_again(wire):
             with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
                 weft.barrier(timeout=0.02)
     else:
-        time.sleep(0.4)
+        time.sleep(1)
     weft.barrier(timeout=10)
     assert wire.sequence == before + 1
 
@@ -121,7 +121,7 @@ def test_one_in_another_call_and_wrong_timeouts_are_told(wire):
 def test_past_the_deadline_of_the_wire_it_is_broken_and_the_culprit_named():
     def program(wire):
         if wire.rank == 1:
-            time.sleep(1.5)
+            time.sleep(3)
             return None
         with pytest.raises(weft.WireError) as caught:
             weft.barrier(timeout=60)

@@ -113,7 +113,7 @@ def test_the_chain_of_waits_leads_to_the_one_who_is_late():
     def body(wire):
         if wire.rank == 2:
             wire.doing = "thinking"
-            time.sleep(1.5)
+            time.sleep(3)
             return ""
         with pytest.raises(WireError) as caught:
             wire.post((), [(wire.rank + 1, 4)]).wait()
