@@ -106,6 +106,41 @@ def dense(wire, backend, meeting, apart):
         assert len(calls) == (12 if readable else 0)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_dense_all_reduce_takes_every_dtype_within_a_host_and_between(tmp_path, apart):
+    run(3, every_dtype, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+
+
+def every_dtype(wire, backend, meeting, apart):
+    with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
+        world = dist.group.WORLD
+        if apart:  # as between hosts
+            patch.setattr(type(world.wire), "lends", lambda self, peer: False)
+        for count in (3, 40_000):
+            for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
+                for op, given, right in (
+                    ("SUM", (100, 100, 100), 300),
+                    ("PRODUCT", (3, 8, 16), 384),
+                    ("MAX", (1, 5, 3), 5),
+                    ("BOR", (1, 4, 8), 13),
+                ):
+                    mine = torch.full((count,), given[me], dtype=dtype)
+                    dist.all_reduce(mine, getattr(dist.ReduceOp, op))
+                    assert mine.eq(torch.tensor(right).to(dtype)).all(), (dtype, op)  # it wraps
+            mine = torch.full((count,), me == 1)
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            assert mine.all()
+            for dtype in (torch.float16, torch.bfloat16):
+                half = torch.finfo(dtype).eps / 2  # two of them are lost where each is rounded
+                mine = torch.full((count,), (1.0, half, half)[me], dtype=dtype)
+                dist.all_reduce(mine)
+                assert mine.eq(1 + 2 * half).all(), dtype
+            mine = torch.full((count,), me + 1.0, dtype=torch.float64)
+            dist.all_reduce(mine)
+            assert mine.eq(6).all()
+        assert world._together is (not apart and all(map(world.wire.lends, world.wire.peers)))
+
+
 def test_uneven_lists(ranks):
     ranks(3, uneven)
 

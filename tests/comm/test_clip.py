@@ -60,3 +60,17 @@ def test_nothing_and_what_is_wrong():
     for most, p in ((-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0), (1.0, "two"), (None, 2.0)):
         with pytest.raises(weft.WeftError, match="max_norm is"):
             weft.clip_grad_norm_(parameter, most, p)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_foreach_is_torch_s_and_changes_nothing(foreach):
+    ours, plain = model(sparse=True), model(sparse=False)
+    for parts in (ours, plain):  # dtypes that cannot go together
+        parts["head"].bias.data = parts["head"].bias.data.double()
+        parts["head"].bias.grad = torch.full((2,), 0.25).double()
+    norm = weft.clip_grad_norm_(ours.parameters(), 0.1, 2.0, False, foreach)
+    right = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, 2.0, False, foreach)
+    torch.testing.assert_close(norm, right, check_dtype=False)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.to_dense(), theirs.grad)

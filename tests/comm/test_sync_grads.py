@@ -262,6 +262,20 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
 
 
+@spmd(3, on=("threads",))
+def test_a_sparse_gradient_that_is_none_is_called_by_its_name(wire):
+    module = Model()
+    module(words(wire.rank)).backward()
+    table = module.table.weight
+    if wire.rank == 1:
+        values, size = table.grad._values()[:1], table.grad.shape
+        table.grad = torch.sparse_coo_tensor([[-2]], values, size, check_invariants=False)
+    name = next(name for name, each in module.named_parameters() if each is table)
+    with pytest.raises(weft.WeftError) as caught:
+        weft.sync_grads(module)
+    assert f"rank 1: the gradient of {name!r}: index -2" in str(caught.value)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
 @spmd(1, 2, 4)
 def test_overlapped_gradients_are_the_same(wire, bucket_bytes):

@@ -146,6 +146,11 @@ def recv_of(*shapes, dtype=torch.float32):
     return [torch.full(shape, -1.0).to(dtype) for shape in shapes]
 
 
+def of_inference():
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
 WRONG = {
     "rank 1: recv_tensors[0] has shape (3,), and rank 0 sends (2,): make it as large, or use "
     "exchange_tensors, which needs no sizes": lambda rank, send: sar.all_to_all(
@@ -172,6 +177,21 @@ WRONG = {
     "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
         sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
     ),
+    "rank 1: send_tensors[0] is a str: pass a tensor, empty if need be": lambda rank, send: (
+        sar.all_to_all(recv_of((2,), (2,), (2,)), ["x"] * 3 if rank == 1 else send)
+    ),
+    "rank 1: send_tensor is a str: pass a tensor": lambda rank, send: sar.exchange_single_tensor(
+        rank, rank, *recv_of((2,)), "x" if rank == 1 else send[0]
+    ),
+    "rank 2: tensors has 2 tensors for 3 ranks: pass one for each": lambda rank, send: (
+        sar.exchange_tensors(send[:2] if rank == 2 else send)
+    ),
+    "rank 1: red_tensor is expanded, its elements share memory: pass one that can be written": (
+        lambda rank, send: sar.all_reduce(torch.ones(1).expand(2) if rank == 1 else send[0], "sum")
+    ),
+    "rank 1: red_tensor is of inference mode: pass one that can be written, or a clone of it": (
+        lambda rank, send: sar.all_reduce(of_inference() if rank == 1 else send[0], "sum")
+    ),
     "rank 2: recv_tensor has shape (2,), and rank 1 sends (0,): make it as large, or use "
     "exchange_tensors, which needs no sizes": lambda rank, send: sar.exchange_single_tensor(
         1 if rank == 2 else rank, rank, *recv_of((2,)), send[0]
@@ -191,6 +211,20 @@ def test_every_rank_raises_the_same_and_nothing_was_written(text):
         return str(raised.value)
 
     assert run(3, program) == [text] * 3
+
+
+@pytest.mark.parametrize("most", [-3, True, 2.5, "8"])
+def test_a_collective_size_that_is_none_is_named_as_the_user_does(most):
+    def program(wire):
+        with pytest.raises(weft.WeftError) as raised:
+            sar.exchange_tensors([torch.ones(2)] * wire.size)
+        return str(raised.value)
+
+    sar.Config.max_collective_size = most  # of all ranks, which are threads of this process
+    said = run(2, program, on="threads")
+    sar.Config.max_collective_size = 0
+    expected = f"Config.max_collective_size is {most!r}: set a number of elements, or 0 for all"
+    assert all(expected in each and "rank 0" in each for each in said) and said[0] == said[1]
 
 
 def test_nothing_is_written_where_another_rank_s_buffer_is_wrong():

@@ -182,6 +182,19 @@ def test_vmap_along_dimensions_counted_from_the_last(wire, shape):
     assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
 
 
+@spmd(2, on=THREADS)
+def test_vmap_on_one_rank_alone_is_an_error_on_all(wire):
+    """Though the tensors would fit together: the other rank's has the shape that vmap makes."""
+    layer, many = nn.AllSumReduce(weft.Partition(2), 0), data(wire, 5, 3)
+    one = many.t().contiguous()
+    for alone in (0, 1):
+        for _ in range(2):  # as news, and as what was expected from the call before
+            assert torch.equal(layer(one), torch.func.vmap(layer)(many).t())
+        text = "AllSumReduce under vmap"
+        with pytest.raises(weft.WeftError, match=f"rank {alone} (calls|has|is in).* {text}"):
+            torch.func.vmap(layer)(many) if wire.rank == alone else layer(one)
+
+
 @spmd(3, on=THREADS)
 def test_vmap_where_ranks_have_nothing(wire):
     scatter = nn.Scatter(weft.Partition(2), 0, shape=(4,))

@@ -265,7 +265,9 @@ def test_the_same_on_processes(wire):
 
 
 @spmd(3, on=("threads",))
-def test_grids_that_are_none(wire):
+def test_grids_and_shapes_that_are_none(wire):
+    gather, halo = nn.AllGather(P(3), 0), nn.HaloExchange(P(3), 1)
+    assert P(3).rank_at(1) == 1 and P(3).lengths(5) == [(2, 2, 1)]
     for make, text in (
         (lambda: P((2, 2)), r"a grid of \(2, 2\) has 4 cells and the group 3 ranks: start more"),
         (lambda: P(2, ranks=[1, 1]), "rank 1 is in the grid twice"),
@@ -304,6 +306,20 @@ def test_grids_that_are_none(wire):
         (lambda: P(3).reshape((2, 2)), r"a grid of \(2, 2\) cannot be made of 3 ranks"),
         (lambda: P(3).subset([3]), "not distinct cells"),
         (lambda: P((1, 3)).boxes((4,)), "cuts dimensions that a tensor"),
+        (lambda: P((1, 3)).rank_at(0), r"has no cell \(0,\)"),
+        (lambda: P(3).rank_at("x"), "rank_at: index is 'x': pass integers"),
+        (lambda: P(3).rank_at((0.5,)), r"rank_at: index is \(0.5,\): pass integers"),
+        (lambda: P(3).neighbour(0, "x"), "neighbour: step is 'x': pass integers"),
+        (lambda: P((1, 3)).lengths(5), r"cuts dimensions that a tensor of shape \(5,\) does not"),
+        (lambda: P(3).lengths("ab"), "lengths: shape is 'ab': pass integers"),
+        (lambda: P(3).boxes((-3,)), r"lengths: shape is \(-3,\): lengths are at least 0"),
+        (lambda: P(3).boxes((2.5,)), r"lengths: shape is \(2.5,\): pass integers"),
+        (lambda: P(3).box(4, "x"), "box: rank is 'x': pass integers"),
+        (lambda: gather.plan("x"), "AllGather: shapes is 'x': pass integers"),
+        (lambda: gather.plan(None), "AllGather: shapes is None: pass integers"),
+        (lambda: gather.plan((-4,)), r"AllGather: shapes is \(-4,\): lengths are at least 0"),
+        (lambda: gather.plan({0: 1, 1: "x", 2: 1}), r"AllGather: shapes\[1\] is 'x': pass int"),
+        (lambda: halo.plan((9.5, 2)), r"HaloExchange: shapes is \(9.5, 2\): pass integers"),
     ):
         with pytest.raises(weft.WeftError, match=text):
             make()

@@ -1,9 +1,12 @@
 """Backend "weft": gloo's collectives, with those served by weft that gloo lacks or is slow at.
 
 Sparse `all_reduce`, `all_gather` into a list (of equal sizes or not) and `reduce_scatter` of a list
-go over weft's wire for the group, and so does dense `all_reduce` where all ranks can read each
-other's memory, which they ask each other at the first. All else goes to the gloo group inside.
-Which of the two serves a call depends on that and the kind of call, never on one rank's sizes.
+go over weft's wire for the group, and so does dense `all_reduce` of integers, bools and halves, and
+of all else where all ranks can read each other's memory, which they ask each other at the first.
+So a call gives the same everywhere, also of what gloo does not take (int16), or rounds at every hop
+(halves). All else goes to the gloo group inside.
+Which of the two serves a call depends on that, the kind of call and the dtype, never on one rank's
+sizes.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from .group import PythonGroup
 from .work import Ended, Queued, Several, started
 
 __all__ = ["WeftGroup", "sparse_all_reduce"]
+
+
+_LEFT_TO_GLOO = {torch.float32, torch.float64}  # which it adds as wide, in another order
 
 
 def _through(name: str) -> Callable[..., Any]:
@@ -67,7 +73,8 @@ class WeftGroup(PythonGroup):
         wire, op = self.wire, op_of(opts)
         if self._together is None:
             self._together = wire.worker.call("all_reduce", lambda: collectives.together(wire))
-        if self._together:
+        served = {tensor.dtype for tensor in given} <= _LEFT_TO_GLOO
+        if self._together or not served:
             job = functools.partial(collectives.all_reduce, wire, given, op)
             return started(wire, "all_reduce", job, opts)
         return self._gloo.allreduce(given, *([] if opts is None else [opts]))

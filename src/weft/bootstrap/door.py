@@ -35,6 +35,7 @@ class Door:
 
     Attributes:
         port: where it listens.
+        answers: how often somebody was answered.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Door:
         Raises:
             OSError: the port is taken.
         """
+        self.answers = 0
         self._nonce = nonce
         self._tell = json.dumps(dict(tell)).encode()
         self._listener = listener(address, port)
@@ -114,6 +116,7 @@ class Door:
         proof = _proof(self._nonce, challenge, self._tell)
         with contextlib.suppress(OSError):  # whoever it was has gone, and will come again
             sock.send(_HEAD.pack(proof, len(self._tell)) + self._tell)  # it fits into any buffer
+            self.answers += 1
 
 
 def knock(

@@ -13,9 +13,9 @@ import contextlib
 import ipaddress
 import json
 import os
-import random
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,13 +24,14 @@ from typing import Any
 
 from ..errors import WeftError, WireError
 from .door import knock
+from .store import pauses
 
-__all__ = ["NAME", "Invitation", "claim", "find", "read", "withdraw"]
+__all__ = ["NAME", "Invitation", "claim", "find", "private", "read", "withdraw"]
 
 NAME = "weft-meeting"  # of the file, where a folder was given
 _MODE = 0o600
 _MOST = 65536  # bytes of a file that is read at all
-_FIRST, _LAST, _GROWTH = 0.01, 1.0, 1.5  # seconds between two looks, and how they grow
+_SETTLED = 30.0  # seconds after which a folder that is not there is taken for a mistake
 _KNOCK = 2.0  # seconds in which a door must answer
 
 
@@ -174,25 +175,80 @@ def withdraw(path: Path, invitation: Invitation) -> None:
             os.unlink(aside)
 
 
-def find(path: Path, rank: int, deadline: float) -> tuple[str, dict[str, Any]]:
+def find(
+    path: Path, rank: int, deadline: float, *, look: Callable[[], None] = lambda: None
+) -> tuple[str, dict[str, Any]]:
     """Wait for an invitation whose door answers: at which address, and what it tells.
 
     Args:
         path: of the file.
         rank: this rank, for messages.
         deadline: as `time.monotonic` tells it.
+        look: called before each look at the file; what it raises ends the waiting.
 
     Raises:
-        WeftError: as `read`.
+        WeftError: as `read`; or nobody can leave a file there, and that has not changed in 30 s.
         WireError: there was none in time.
     """
-    return _patiently(lambda: _look(path), rank, f"file://{path}", deadline)
+    began = time.monotonic()
+    usable = began  # when that was last so
+    why = ""
+
+    def waited() -> str:
+        who = f"rank {rank}" if rank >= 0 else "a process without a rank"
+        return f"{who}: waited {time.monotonic() - began:.0f} s for rank 0 at file://{path}; {why}"
+
+    for _ in pauses(deadline):
+        look()
+        reason = _unusable(path)
+        if reason is None:
+            usable = time.monotonic()
+            found, why = _answer(path)
+            if found is not None:
+                return found
+        else:
+            why = reason
+            if time.monotonic() - usable >= _SETTLED:
+                raise WeftError(waited())
+    raise WireError(waited(), rank=rank, culprit=0)
 
 
-def _look(path: Path) -> tuple[tuple[str, dict[str, Any]] | None, str]:
+def private() -> Path:
+    """A folder that only this user can write to, on this host.
+
+    Raises:
+        WeftError: something else is in its place.
+    """
+    folder = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.getuid():
+        raise WeftError(
+            f"{folder} is not this user's folder: remove it, or pass rendezvous='file:///path'"
+        )
+    if found.st_mode & 0o022:
+        folder.chmod(0o700)
+    return folder
+
+
+def _unusable(path: Path) -> str | None:
+    """Why rank 0, which is of this user, cannot leave a file there, as far as this host can see."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no folder {folder} on this host: is it shared, and mounted?"
+    if os.path.exists(path) or os.access(folder, os.W_OK) or not os.access(folder, os.X_OK):
+        return None  # what cannot even be looked into is an error when the file is read
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return None  # here, but maybe not on rank 0's host
+    return (
+        f"user {os.geteuid()} may not write to the folder {folder}, and rank 0 is of that user, "
+        "too: pass a path in a folder of your own"
+    )
+
+
+def _answer(path: Path) -> tuple[tuple[str, dict[str, Any]] | None, str]:
     """The answer of the door if there is one, and what is to be said if there is none."""
-    if not path.parent.is_dir():
-        return None, f"there is no folder {path.parent} on this host: is it shared, and mounted?"
     invitation = read(path)
     if invitation is None:
         return None, "there is no such file: is rank 0 started, and does it see the same folder?"
@@ -201,30 +257,6 @@ def _look(path: Path) -> tuple[tuple[str, dict[str, Any]] | None, str]:
         f"{', '.join(invitation.addresses)} port {invitation.port}: is that an earlier run, or "
         "one behind a firewall?"
     )
-
-
-def _patiently(
-    look: Callable[[], tuple[tuple[str, dict[str, Any]] | None, str]],
-    rank: int,
-    where: str,
-    deadline: float,
-) -> tuple[str, dict[str, Any]]:
-    """Look again and again, less and less often, so that a thousand ranks do not storm a server."""
-    began, pause = time.monotonic(), _FIRST
-    while True:
-        found, why = look()
-        if found is not None:
-            return found
-        left = deadline - time.monotonic()
-        if left <= 0:
-            who = f"rank {rank}" if rank >= 0 else "a process without a rank"
-            raise WireError(
-                f"{who}: waited {time.monotonic() - began:.0f} s for rank 0 at {where}; {why}",
-                rank=rank,
-                culprit=0,
-            )
-        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
-        pause = min(_LAST, pause * _GROWTH)
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

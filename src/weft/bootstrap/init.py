@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ _TELL = 3.0  # seconds in which a process that cannot take part tries to tell th
 _log = logging.getLogger("weft")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Running:
     """What `init` started and `shutdown` ends."""
 
@@ -324,7 +324,9 @@ def _entry(
 
 
 def _told(error: WeftError, rendezvous: str | None) -> WeftError:
-    """Let the others know, if they wait somewhere, that this process cannot come.
+    """Let the others know, if they wait somewhere or come soon, that this process cannot come.
+
+    It may be rank 0, without which they have no place: so where it can, it opens that.
 
     Returns:
         What all raise; the error itself if nobody was there.
@@ -334,6 +336,9 @@ def _told(error: WeftError, rendezvous: str | None) -> WeftError:
         place = meeting.place(unknown, rendezvous)
         if place is None or isinstance(place, meeting.Mpi | meeting.Ports):
             return error
+        _log.warning("%s", error)  # now: the others may be long in coming
+        if meeting.can_host(place):
+            unknown = dataclasses.replace(unknown, rank=0)
         deadline = time.monotonic() + _TELL
         with meeting.at(place, unknown, deadline) as (there, times):
             try:
@@ -342,7 +347,7 @@ def _told(error: WeftError, rendezvous: str | None) -> WeftError:
                     roll.Entry.mine(-1, 0, error=str(error)),
                     _TELL,
                     where=place.where,
-                    hosts=False,
+                    hosts=there.hosts,
                     elastic=_is_elastic(),
                 )
             except WeftError as agreed:

@@ -16,7 +16,6 @@ import hashlib
 import os
 import secrets
 import socket
-import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -29,14 +28,14 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire.interface import own_address
-from . import file, store
+from . import file, notice, store
 from .door import Door, knock
 from .launchers import Launch
 
 if TYPE_CHECKING:
     from ..wire import mpi
 
-__all__ = ["Meeting", "Place", "at", "before", "complete", "place"]
+__all__ = ["Meeting", "Place", "at", "before", "can_host", "complete", "place"]
 
 _PORTS = 16  # that srun's tasks try
 _LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
@@ -96,7 +95,9 @@ class Tcp:
 
     def _join(self, rank: int, timeout: float) -> dist.Store:
         try:
-            return store.connect(self.host, self.port, timeout)
+            return store.connect(
+                self.host, self.port, timeout, look=lambda: notice.heed(self.where)
+            )
         except RuntimeError as error:
             raise WireError(
                 f"rank {rank}: rank 0 was not there at {self.where} (waited {timeout:.0f} s): is "
@@ -124,12 +125,16 @@ class File:
         try:
             if launch.rank == 0:
                 return self._host(deadline)
-            address, told = file.find(self.path, launch.rank, deadline)
+            address, told = file.find(
+                self.path, launch.rank, deadline, look=lambda: notice.heed(self.where)
+            )
         except OSError as error:
             if isinstance(error, WireError):
                 raise
+            folder = self.path.parent
+            why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
             raise WeftError(
-                f"rank {launch.rank}: {self.path} cannot be used for a rendezvous: {error}"
+                f"rank {launch.rank}: {self.path} cannot be used for a rendezvous: {why or error}"
             ) from error
         return Meeting(_store_at(address, told, launch.rank, _left(deadline)))
 
@@ -183,20 +188,17 @@ class Ports:
                 f"rank 0: none of {self.where} is free: pass rendezvous='tcp://host:port' or "
                 "'file:///a/shared/folder/'"
             )
-        pause = 0.02
-        while True:
+        for _ in store.pauses(deadline):
+            notice.heed(self.where)
             answer = knock([self.host], self.ports(), nonce, min(_SHORT, _left(deadline)))
             if answer is not None:
                 return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
-            if deadline - time.monotonic() <= pause:
-                raise WireError(
-                    f"rank {launch.rank}: rank 0 did not answer at {self.where}: "
-                    f"{self._why_not()} else pass rendezvous='file:///a/shared/folder/'",
-                    rank=launch.rank,
-                    culprit=0,
-                )
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
+        raise WireError(
+            f"rank {launch.rank}: rank 0 did not answer at {self.where}: "
+            f"{self._why_not()} else pass rendezvous='file:///a/shared/folder/'",
+            rank=launch.rank,
+            culprit=0,
+        )
 
     def _why_not(self) -> str:
         """What may keep the ranks apart."""
@@ -241,6 +243,20 @@ class Mpi:
 Place = Tcp | File | Ports | Mpi
 
 
+def can_host(where: Place) -> bool:
+    """Whether this process can open the meeting, though it does not know that it is rank 0."""
+    if isinstance(where, File):
+        return True
+    if not isinstance(where, Tcp) or where.agent:
+        return False
+    try:
+        address = socket.getaddrinfo(where.host, None, type=socket.SOCK_STREAM)[0][4][0]
+        store.listener(str(address), 0).close()
+    except OSError:  # it is another host's
+        return False
+    return True
+
+
 def place(
     launch: Launch, rendezvous: str | None, env: Mapping[str, str] | None = None
 ) -> Place | None:
@@ -278,7 +294,7 @@ def place(
         return _environment(launch, env)
     if rendezvous is None:
         if launch.job and launch.local_size == launch.size and launch.kind in ("mpirun", "srun"):
-            return File(_private() / launch.job.replace("/", "-"))
+            return File(file.private() / launch.job.replace("/", "-"))
         host = env.get("MASTER_ADDR") or launch.head
         if launch.kind == "srun" and launch.job and host:
             return Ports(host, launch.job)
@@ -312,7 +328,7 @@ def at(where: Place, launch: Launch, deadline: float) -> Iterator[tuple[Meeting,
         _times[key] = _times.get(key, 0) + 1
     meeting = _kept.get(key)
     if meeting is None:
-        meeting = where.meet(launch, deadline)
+        meeting = _met(where, launch, deadline)
         if not isinstance(where, Tcp):
             _times[key] = 1
     elif not isinstance(where, Tcp):
@@ -339,9 +355,22 @@ def before(where: File, launch: Launch, deadline: float) -> dist.Store:
     """
     key = (where.where, os.getpid())
     if key not in _kept:
-        _kept[key] = where.meet(launch, deadline)
+        _kept[key] = _met(where, launch, deadline)
         _times[key] = 0
     return _kept[key].store
+
+
+def _met(where: Place, launch: Launch, deadline: float) -> Meeting:
+    """A meeting that this process was not at before.
+
+    Where rank 0 cannot host it, it tells the other ranks of its host before it raises.
+    """
+    try:
+        return where.meet(launch, deadline)
+    except WeftError as error:
+        if launch.rank == 0:
+            notice.leave(where.where, str(error), launch.size)
+        raise
 
 
 _kept: dict[tuple[str, int], Meeting] = {}
@@ -400,21 +429,6 @@ def _path(url: str) -> Path:
         )
     is_folder = path.endswith("/") or Path(path).is_dir()
     return Path(path) / file.NAME if is_folder else Path(path)
-
-
-def _private() -> Path:
-    """A folder that only this user can write to, on this host."""
-    folder = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.getuid():
-        raise WeftError(
-            f"{folder} is not this user's folder: remove it, or pass rendezvous='file:///path'"
-        )
-    if found.st_mode & 0o022:
-        folder.chmod(0o700)
-    return folder
 
 
 def _invite(nonce: bytes, deadline: float) -> tuple[file.Invitation, Meeting]:

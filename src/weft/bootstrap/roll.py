@@ -2,10 +2,11 @@
 
 Each process appends what it is to a list in the store (`Entry`): rank, world size, versions, the
 backend that it asked for, and an error, if it cannot take part. Rank 0, the first process that
-says it is, reads the list until `judge` can decide, and writes the decision; all others read that.
-So every process that comes says the same, whichever of them was started wrongly, and a process
-that comes after the decision learns that it is one too many. A group of P ranks makes O(P) requests
-of its store.
+says it is (or one that cannot take part and hosts the store in its place), reads the list until
+`judge` can decide, and writes the decision; all others read that. So every process that comes says
+the same, whichever of them was started wrongly, and a process that comes after the decision learns
+that it is one too many. A group of P ranks makes O(P) requests of its store, and while they wait
+some thousands a second, however many they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ..errors import WeftError, WireError
 from ..wire.interface import is_loopback
 from ..wire.verdict import names
 from . import backends
+from .store import has
 
 __all__ = ["Decision", "Entry", "call", "judge"]
 
@@ -233,9 +234,7 @@ def _new_round(store: dist.Store) -> int:
 
 def _this_round(store: dist.Store, deadline: float) -> int:
     """The round that rank 0 began last; the first one if it has not come in time."""
-    try:
-        store.wait(["begun"], _left(deadline))
-    except dist.DistStoreError:
+    if not has(store, "begun", deadline, 1):
         return 1
     return store.add("round", 0)
 
@@ -258,10 +257,9 @@ def _attend(
 ) -> tuple[int, Decision]:
     arrival = store.add("arrived", 1)
     store.set(f"entry{arrival}", json.dumps(asdict(entry)))
-    if entry.rank != 0 or store.add("judge", 1) != 1:
-        try:
-            store.wait(["decision"], _left(deadline + _LATE))
-        except dist.DistStoreError:
+    judges = entry.rank == 0 or (hosts and bool(entry.error))
+    if not judges or store.add("judge", 1) != 1:
+        if not has(store, "decision", deadline + _LATE, entry.size):
             return arrival, _incomplete(_read(store, store.add("arrived", 0)), entry, where)
         decision = Decision(**json.loads(store.get("decision")))
         store.add("heard", 1)
@@ -269,17 +267,15 @@ def _attend(
     entries: list[Entry] = []
     found: Decision | None = None
     while found is None:
-        try:
-            store.wait([f"entry{len(entries) + 1}"], _left(deadline))
-        except dist.DistStoreError:
-            found = _incomplete(entries, entry, where)
-        else:
+        if has(store, f"entry{len(entries) + 1}", deadline, 1):
             entries += _read(store, store.add("arrived", 0), after=len(entries))
             # in the order of arrival, so that who came too late is not counted
             found = next(filter(None, map(judge, _beginnings(entries))), None)
+        else:
+            found = _incomplete(entries, entry, where)
     store.set("decision", json.dumps(asdict(found)))
     if found.error and hosts:
-        _linger(store, max(entry.size, len(entries)) if found.missing is None else len(entries))
+        _linger(store, entry, whole=found.missing is None)
     return arrival, found
 
 
@@ -313,15 +309,22 @@ def _hosts(entries: Sequence[Entry]) -> str:
     return ", ".join(dict.fromkeys(each.host for each in entries)) or "nowhere"
 
 
-def _linger(store: dist.Store, expected: int) -> None:
-    """Keep a store that ends with this process until the others know, but not for long."""
+def _linger(store: dist.Store, entry: Entry, *, whole: bool) -> None:
+    """Keep a store that ends with this process until the others know, but not for long.
+
+    Args:
+        store: of this round.
+        entry: of this process, which may not know how many there are.
+        whole: whether those are waited for who have not come yet.
+    """
     until = time.monotonic() + _LINGER
-    while time.monotonic() < until and store.add("heard", 0) < expected - 1:
+    entries: list[Entry] = []
+    while time.monotonic() < until:
+        entries += _read(store, store.add("arrived", 0), after=len(entries))
+        size = max([entry.size, *(each.size for each in entries)]) if whole else 1
+        if size and store.add("heard", 0) >= max(size, len(entries)) - 1:
+            return
         time.sleep(0.01)
-
-
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
 def _differ(entries: Sequence[Entry], what: str, of: Callable[[Entry], object], remedy: str) -> str:

@@ -33,7 +33,7 @@ from .habit import known, learn
 from .movement import host, on_host
 from .opening import Mode, Opening, opened
 
-__all__ = ["all_reduce"]
+__all__ = ["all_reduce", "combined"]
 
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
@@ -68,9 +68,13 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
         >>> run(3, lambda wire: weft.all_reduce(torch.tensor([1.0, wire.rank])).tolist())
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    wire = default.resolve(group)
+    return combined(default.resolve(group), tensor, op, None)
+
+
+def combined(wire: Wire, tensor: Tensor, op: Any, error: str | None) -> Tensor:
+    """`all_reduce`, for a caller that knows of something else that is wrong, or None."""
     name = op_name(op)
-    error = _wrong(tensor, name)
+    error = _wrong(tensor, name) or error
     given = torch.empty(0) if error else tensor
     if name in ("min", "max") and not error and given.is_floating_point():
         return cast(Tensor, _extremum(wire, str(name), given))

@@ -77,29 +77,48 @@ def all_to_all(
         [[[], [1]], [[0], [1, 1]]]
     """
     wire = default.resolve(group)
-    error = _wrong(inputs, wire.size) or check_round(round_bytes)
+    return scattered(wire, inputs, round_bytes, check_round(round_bytes))
+
+
+def scattered(
+    wire: Wire,
+    inputs: Sequence[Tensor],
+    limit: int | None,
+    error: str | None,
+    name: str = "inputs",
+) -> list[Tensor]:
+    """`all_to_all`, for a caller whose arguments have other names.
+
+    Args:
+        wire: among whom.
+        inputs: as for `all_to_all`.
+        limit: bytes of a round, or None.
+        error: what is wrong with the caller's other arguments, or None.
+        name: what the caller calls the inputs.
+    """
+    error = _wrong(inputs, wire.size, name) or error
     tensors = [torch.empty(0)] * wire.size if error else list(inputs)
-    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
+    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else limit)
     return applied(scatter, tensors)
 
 
-def _wrong(inputs: object, size: int) -> str | None:
-    """What is wrong with what a caller passed, or None."""
+def _wrong(inputs: object, size: int, name: str) -> str | None:
+    """What is wrong with what a caller passed under that name, or None."""
     if not isinstance(inputs, list | tuple):
-        return f"inputs is a {type(inputs).__name__}: pass a list of {size} tensors"
+        return f"{name} is a {type(inputs).__name__}: pass a list of {size} tensors"
     for to, tensor in enumerate(inputs):
         if not isinstance(tensor, Tensor):
-            return f"inputs[{to}] is a {type(tensor).__name__}: pass a tensor, empty if need be"
+            return f"{name}[{to}] is a {type(tensor).__name__}: pass a tensor, empty if need be"
         if tensor.layout != torch.strided:
-            return f"inputs[{to}] has layout {tensor.layout}: pass strided tensors"
+            return f"{name}[{to}] has layout {tensor.layout}: pass strided tensors"
         for what in ("dtype", "device"):
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:
-                return f"inputs[{to}] has {what} {this}, inputs[0] has {first}: pass one {what}"
+                return f"{name}[{to}] has {what} {this}, {name}[0] has {first}: pass one {what}"
         if not is_movable(tensor.dtype):
-            return f"inputs[{to}] is {tensor.dtype}, which torch does not copy: view another dtype"
+            return f"{name}[{to}] is {tensor.dtype}, which torch does not copy: view another dtype"
     if len(inputs) != size:
-        return f"inputs has {len(inputs)} tensors for {size} ranks: pass one for each"
+        return f"{name} has {len(inputs)} tensors for {size} ranks: pass one for each"
     return None
 
 

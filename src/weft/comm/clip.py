@@ -23,6 +23,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most `max_norm`.
 
@@ -35,6 +36,8 @@ def clip_grad_norm_(
         max_norm: the most that the norm may be.
         norm_type: the p of the p-norm; may be `math.inf` or "inf".
         error_if_nonfinite: raise where the norm is infinite or not a number; else it scales by it.
+        foreach: as torch's, so that a call of torch's works unchanged: True scales gradients of
+            one device and dtype together, False one by one; None: together. The result is the same.
 
     Returns:
         The norm as it was, a tensor without dimensions; 0.0 where there is no gradient.
@@ -89,8 +92,14 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
     scale = (most / (total + 1e-6)).clamp(max=1.0)
+    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in values:
-        each.mul_(scale.to(each.device))
+        if foreach is False or type(each) not in (Tensor, nn.Parameter):
+            each.mul_(scale.to(each.device))
+        else:
+            together.setdefault((each.device, each.dtype), []).append(each)
+    for (place, _), alike in together.items():
+        torch._foreach_mul_(alike, scale.to(place))
     return total
 
 

@@ -227,7 +227,10 @@ class Synchronised:
         if not names:
             return
         tables = [self._sparse(name, dims, described) for name, dims in names.items()]
-        results = list_job(self._wire, tables, self._op, "auto", None, None)()
+        try:
+            results = list_job(self._wire, tables, self._op, "auto", None, None)()
+        except WeftError as error:
+            raise WeftError(_named(str(error), list(names))) from error
         for name, result in zip(names, results, strict=True):
             if name in self._of:
                 self._of[name].grad = result
@@ -294,6 +297,11 @@ class Synchronised:
             under_way = following
         if under_way is not None:
             under_way.finish()
+
+
+def _named(error: str, names: Sequence[str]) -> str:
+    """An error about a list of tables, which has their numbers, with the names that they have."""
+    return re.sub(r"\btable (\d+)\b", lambda m: f"the gradient of {names[int(m[1])]!r}", error)
 
 
 def _state(gradient: Tensor) -> int:

@@ -85,6 +85,7 @@ class Call:
             where it is undone.
         nothing: the shape of the result where a rank has none.
         compiled: whether it is called by compiled code.
+        lanes: how many torch.func.vmap are around it.
         plan, opening: what all ranks said, and what follows from it, once they did.
         fault: what is wrong with this rank's argument, if that was found before.
         ready: the result, if it came with the opening.
@@ -97,6 +98,7 @@ class Call:
     stated: Shape | None = None
     nothing: Shape = (0,)
     compiled: bool = False
+    lanes: int = 0
     plan: Plan | None = None
     opening: Opening | None = None
     fault: str | None = None
@@ -180,6 +182,7 @@ class Call:
             self.wire.rank,
             self.wire.size,
             self.compiled,
+            self.lanes,
         )
 
     def _again(self, habit: Habit, key: object, x: Tensor) -> Call:
@@ -220,7 +223,8 @@ class Call:
 
     def _spelled(self) -> str:
         """The name of the call, for the other ranks."""
-        return f"{self.name} of order {self.order}" if self.order > 1 else self.name
+        name = f"{self.name} of order {self.order}" if self.order > 1 else self.name
+        return name + " under vmap" * self.lanes
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own argument."""
@@ -274,6 +278,7 @@ class Call:
             shape if order % 2 else None,
             shape,
             self.compiled,
+            self.lanes,
             fault=self.fault,
         )
 
@@ -288,6 +293,7 @@ class Call:
             movement=self.movement.batched(extent),
             stated=None if self.stated is None else (*self.stated, extent),
             nothing=(*self.nothing, extent),
+            lanes=self.lanes + 1,
         )
 
 

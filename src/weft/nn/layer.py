@@ -13,6 +13,7 @@ from ..errors import WeftError
 from ..plan import Plan
 from .door import moved
 from .movement import Movement, planned
+from .partition import lengths_of
 
 __all__ = ["Layer"]
 
@@ -73,18 +74,21 @@ class Layer(torch.nn.Module):
                 f"rank {rank}: {movement.name} does not concern this rank, which has no plan"
             )
         if not isinstance(shapes, Mapping):
-            shapes = self._evenly(rank, shapes)
+            shapes = self._evenly(rank, lengths_of(movement.name, "shapes", shapes))
         givers = [each for each in ranks if each in movement.givers]
         if missing := [each for each in givers if each not in shapes]:
             raise WeftError(
                 f"rank {rank}: the plan of {movement.name} needs the shapes of ranks {givers}, and "
                 f"those of {missing} are not given"
             )
-        return planned(movement, tuple((each, tuple(shapes[each])) for each in givers))
+        found = {
+            each: lengths_of(movement.name, f"shapes[{each}]", shapes[each]) for each in givers
+        }
+        return planned(movement, tuple(found.items()))
 
     def _evenly(self, rank: int, shape: Sequence[int]) -> Mapping[int, Sequence[int]]:
         """What each rank brings of a tensor that is cut evenly."""
-        whole: dict[str, Any] = {"shape": tuple(shape)}
+        whole: dict[str, Any] = {"shape": shape}
         found = None
         if any(each.name == "shape" for each in fields(self.movement)):
             found = replace(self.movement, **whole).expected(rank)

@@ -25,7 +25,7 @@ from ..wire.base import Wire
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Partition", "are_grids", "integers", "normal_dims"]
+__all__ = ["Partition", "are_grids", "integers", "lengths_of", "normal_dims"]
 
 _NAMED = 16  # ranks that are named in full
 
@@ -175,17 +175,18 @@ class Partition:
         """The cell of each rank."""
         return self._cells
 
-    def rank_at(self, index: Sequence[int]) -> int:
+    def rank_at(self, index: Sequence[int] | int) -> int:
         """The rank of a cell; negative indices count from the end.
 
         Raises:
             WeftError: the grid has no such cell.
         """
+        index = integers("rank_at", "index", index)
         inside = len(index) == self.dim and all(
             -extent <= at < extent for at, extent in zip(index, self.shape, strict=True)
         )
         if not inside:
-            raise WeftError(f"a grid of {self.shape} has no cell {tuple(index)}")
+            raise WeftError(f"a grid of {self.shape} has no cell {index}")
         positive = [at % extent for at, extent in zip(index, self.shape, strict=True)]
         return self.ranks[grid.ravel(positive, self.shape)]
 
@@ -198,6 +199,7 @@ class Partition:
             [1, 2, None]
         """
         (dim,) = normal_dims(dim, self.dim)
+        (step,) = integers("neighbour", "step", step)
         if self.index is None:
             return None
         at, extent = self.index[dim] + step, self.shape[dim]
@@ -271,21 +273,22 @@ class Partition:
 
     # what is cut how
 
-    def lengths(self, shape: Sequence[int]) -> list[Shape]:
+    def lengths(self, shape: Sequence[int] | int) -> list[Shape]:
         """How a tensor of that shape is cut: the lengths of the parts, for each of its dimensions.
 
         Raises:
-            WeftError: the grid cuts a dimension that the tensor does not have.
+            WeftError: that is no shape, or the grid cuts a dimension that the tensor does not have.
         """
+        shape = lengths_of("lengths", "shape", shape)
         if any(extent > 1 for extent in self.shape[len(shape) :]):
             raise WeftError(
-                f"a grid of {self.shape} cuts dimensions that a tensor of shape {tuple(shape)} "
+                f"a grid of {self.shape} cuts dimensions that a tensor of shape {shape} "
                 "does not have"
             )
         parts = (*self.shape, *(1,) * len(shape))
         return [grid.balanced(extent, count) for extent, count in zip(shape, parts, strict=False)]
 
-    def boxes(self, shape: Sequence[int]) -> dict[int, Box]:
+    def boxes(self, shape: Sequence[int] | int) -> dict[int, Box]:
         """The balanced cut of a tensor of that shape: each rank's box.
 
         Example:
@@ -296,13 +299,13 @@ class Partition:
         found = grid.boxes(self.lengths(shape))
         return dict(zip(self.ranks, found, strict=True))
 
-    def box(self, shape: Sequence[int], rank: int | None = None) -> Box:
+    def box(self, shape: Sequence[int] | int, rank: int | None = None) -> Box:
         """The box of one rank, by default this one, in the balanced cut of a tensor.
 
         Raises:
             WeftError: that rank is inactive.
         """
-        rank = self.rank if rank is None else rank
+        (rank,) = integers("box", "rank", self.rank if rank is None else rank)
         if rank not in self._cells:
             raise WeftError(f"rank {rank} has no part of a grid of ranks {self.ranks}")
         return self.boxes(shape)[rank]
@@ -422,3 +425,15 @@ def integers(who: str, what: str, given: Any) -> tuple[int, ...]:
         return tuple(operator.index(each) for each in given)
     except TypeError as error:
         raise WeftError(f"{who}: {what} is {given!r}: pass integers") from error
+
+
+def lengths_of(who: str, what: str, given: Any) -> Shape:
+    """The shape of a tensor as a tuple; an integer is that of a tensor of one dimension.
+
+    Raises:
+        WeftError: it is none.
+    """
+    found = integers(who, what, given)
+    if any(length < 0 for length in found):
+        raise WeftError(f"{who}: {what} is {given!r}: lengths are at least 0")
+    return found

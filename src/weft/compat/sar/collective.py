@@ -14,13 +14,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ... import comm
+from ...comm.all_to_all import scattered
 from ...comm.named import expanded_dims
 from ...comm.opening import opened
 from ...wire import default
 from .config import Config
 
-__all__ = ["all_to_all", "all_to_all_rounds", "exchange_single_tensor", "exchange_tensors"]
+__all__ = [
+    "all_to_all",
+    "all_to_all_rounds",
+    "exchange_single_tensor",
+    "exchange_tensors",
+    "unwritable",
+]
 
 
 def all_to_all(
@@ -59,7 +65,7 @@ def all_to_all(
         wrong = (_unfit(f"recv_tensors[{i}]", recv_tensors[i], i, came[i]) for i in range(size))
         return next(filter(None, wrong), None)
 
-    came = _sent("all_to_all", send_tensors, check)
+    came = _sent("all_to_all", send_tensors, check, "send_tensors")
     for place, tensor in zip(recv_tensors, came, strict=True):
         _fill(place, tensor)
 
@@ -84,23 +90,25 @@ def exchange_single_tensor(
         WeftError, WireError: as `all_to_all`.
     """
     size = default.current().size
+    one = isinstance(send_tensor, Tensor)
     wrong = [
         f"{name} is {index!r}: pass a rank of the group, 0 to {size - 1}"
         for name, index in (("recv_idx", recv_idx), ("send_idx", send_idx))
         if not (isinstance(index, int) and 0 <= index < size)
     ]
 
+    if not one:
+        wrong.append(f"send_tensor is a {type(send_tensor).__name__}: pass a tensor")
+
     def check(came: list[Tensor]) -> str | None:
         if wrong:
             return wrong[0]
         return _unfit("recv_tensor", recv_tensor, recv_idx, came[recv_idx])
 
-    send = [send_tensor] * size
-    if isinstance(send_tensor, Tensor):
-        send = [send_tensor.new_empty(0)] * size
-        if not wrong:
-            send[send_idx] = send_tensor
-    _fill(recv_tensor, _sent("exchange_single_tensor", send, check)[recv_idx])
+    send = [send_tensor.new_empty(0) if one else torch.empty(0)] * size
+    if not wrong:
+        send[send_idx] = send_tensor
+    _fill(recv_tensor, _sent("exchange_single_tensor", send, check, "send_tensor")[recv_idx])
 
 
 def exchange_tensors(
@@ -141,17 +149,40 @@ def exchange_tensors(
             return None
         return f"recv_sizes is {expected}, and the ranks send {lengths}: leave it out"
 
-    return _sent("exchange_tensors", tensors, check)
+    return _sent("exchange_tensors", tensors, check, "tensors")
+
+
+def unwritable(name: str, place: Tensor) -> str | None:
+    """Why a tensor of the caller's cannot be filled, or None."""
+    if expanded_dims(place):
+        return f"{name} is expanded, its elements share memory: pass one that can be written"
+    if place.is_inference() and not torch.is_inference_mode_enabled():
+        return f"{name} is of inference mode: pass one that can be written, or a clone of it"
+    return None
 
 
 def _sent(
-    name: str, tensors: Sequence[Tensor], check: Callable[[list[Tensor]], str | None]
+    name: str, tensors: Sequence[Tensor], check: Callable[[list[Tensor]], str | None], said: str
 ) -> list[Tensor]:
-    """What came, once all ranks agree that it is what each of them expects."""
+    """What came, once all ranks agree that it is what each of them expects.
+
+    Args:
+        name: of the call.
+        tensors: one for each rank.
+        check: what is wrong with what came, or None.
+        said: what the caller calls the tensors.
+    """
     wire, most = default.current(), Config.max_collective_size
+    error = None
+    if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+        error = (
+            f"Config.max_collective_size is {most!r}: set a number of elements, or 0 for all in "
+            "one round"
+        )
     width = tensors[0].element_size() if tensors and isinstance(tensors[0], Tensor) else 1
+    limit = most * width if most and not error else None
     with torch.no_grad():
-        came = comm.all_to_all(tensors, round_bytes=most * width if most else None)
+        came = scattered(wire, tensors, limit, error, said)
 
     def job() -> None:
         with opened(wire, name, {}, check(came)):
@@ -172,9 +203,7 @@ def _unfit(name: str, place: object, source: int, came: Tensor) -> str | None:
             f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
             "make it as large, or use exchange_tensors, which needs no sizes"
         )
-    if expanded_dims(place):
-        return f"{name} is expanded, its elements share memory: pass one that can be written"
-    return None
+    return unwritable(name, place)
 
 
 def _fill(place: Tensor, came: Tensor) -> None:

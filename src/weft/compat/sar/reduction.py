@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import comm
+from ...comm.all_reduce import combined
+from ...wire import default
+from .collective import unwritable
 
 __all__ = ["all_reduce", "gather_grads", "sync_params"]
 
@@ -21,7 +24,8 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
         move_to_comm_device: without effect: tensors of any device are reduced.
 
     Raises:
-        WeftError, WireError: as `weft.all_reduce`.
+        WeftError, WireError: as `weft.all_reduce`; or a rank's tensor cannot be written, and then
+            none is.
 
     Example:
         >>> from weft.testing import run
@@ -32,8 +36,9 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
         >>> run(3, program)
         [[3, 3], [3, 3], [3, 3]]
     """
+    error = unwritable("red_tensor", red_tensor) if isinstance(red_tensor, Tensor) else None
     with torch.no_grad():
-        result = comm.all_reduce(red_tensor, op)
+        result = combined(default.current(), red_tensor, op, error)
         red_tensor.copy_(result)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ....errors import WeftError
 from ....nn.door import moved
@@ -102,9 +103,15 @@ def divisor(P_x: MPIPartition, scale: Any) -> Any:
 
 def scaled(y: Tensor, by: Any) -> Tensor:
     """A layer's result, fresh, whose gradient is divided before it goes back, in a new tensor."""
-    if by is None or not y.requires_grad:
+    if by is None:
         return y
-    found: Tensor = _Scaled.apply(y, by)  # type: ignore[no-untyped-call]  # torch's
+    transformed = not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    if not (transformed or y.requires_grad):  # which a tensor in vmap does not tell
+        return y
+    function: Any = _ScaledCopy if transformed else _Scaled  # torch's functions have no types
+    found: Tensor = function.apply(y, by)
     return found
 
 
@@ -120,3 +127,26 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.by, None
+
+
+class _ScaledCopy(torch.autograd.Function):
+    """The same for torch.func and forward mode, which take nothing that is changed in place.
+
+    A tangent goes forward, so it is not divided.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, by: Any) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.by = inputs[1]
+
+    backward = _Scaled.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.clone()

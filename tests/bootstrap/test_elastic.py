@@ -1,0 +1,69 @@
+"""torchrun starts a job again whose ranks die: it goes on where it was, to the same result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import os, signal, sys, torch, weft
+
+kept = sys.argv[1]
+dies = dict(tuple(map(int, each.split(":"))) for each in sys.argv[2:])  # in attempt: this rank
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with weft.init(timeout=50) as wire:
+    torch.manual_seed(wire.rank)  # sync_params brings them together
+    table = torch.nn.EmbeddingBag(50, 4, sparse=True)
+    step = 0
+    if wire.rank == 0 and os.path.exists(kept):
+        step, state = torch.load(kept)
+        table.load_state_dict(state)
+    step = int(weft.all_reduce(torch.tensor(step), "max"))
+    weft.sync_params(table)
+    for step in range(step, 6):
+        if step == 2 * attempt + 1 and dies.get(attempt) == wire.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        generator = torch.Generator().manual_seed(10 * step + wire.rank)
+        table.zero_grad()
+        table(torch.randint(50, (8, 3), generator=generator)).sum().backward()
+        weft.sync_grads(table)
+        with torch.no_grad():
+            table.weight.add_(table.weight.grad.to_dense(), alpha=-0.1)
+        if wire.rank == 0:
+            torch.save((step + 1, table.state_dict()), kept + ".new")
+            os.replace(kept + ".new", kept)
+        weft.barrier()
+    total = table.weight.double().sum().item()
+    sys.stdout.write(f"attempt {attempt} rank {wire.rank} of {wire.size}: {total}\\n")
+"""
+
+
+@pytest.mark.timeout(240)  # five attempts of processes that import torch, on whatever machine
+def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+
+    def result(name: str, *dies: str) -> dict[str, str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=2", "--max-restarts=2", str(script), str(tmp_path / name)]
+        job = subprocess.run(
+            [*command, *dies],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert job.returncode == 0, job.stderr
+        return dict(line.split(": ") for line in job.stdout.splitlines())
+
+    undisturbed = result("whole")
+    assert set(undisturbed) == {f"attempt 0 rank {rank} of 2" for rank in range(2)}
+    totals = set(undisturbed.values())
+    assert len(totals) == 1
+    disturbed = result("torn", "0:1", "1:0")  # rank 1 at the first, then rank 0, which hosts
+    assert set(disturbed) == {f"attempt 2 rank {rank} of 2" for rank in range(2)}
+    assert set(disturbed.values()) == totals

@@ -1,0 +1,289 @@
+"""A rank that cannot take part, or cannot host the meeting: all hear of it, and at once.
+
+The ranks are processes with their own environments, as somebody would start them by hand; what a
+person sees of them is looked at, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from weft.bootstrap import file, notice, store
+from weft.bootstrap.file import find
+from weft.bootstrap.meeting import Tcp, can_host
+from weft.errors import WeftError, WireError
+
+RANK = """
+import sys, weft
+from weft.bootstrap import notice, roll
+
+notice._LINGER = roll._LINGER = 60.0  # until all have heard it, however busy the machine is
+url, timeout = sys.argv[1:]
+try:
+    with weft.init(timeout=float(timeout), rendezvous=url or None) as wire:
+        weft.barrier()
+        print("ready")
+except weft.Error as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+LONG = 90.0  # seconds that a rank would wait that hears nothing; more than a test may take
+
+
+def free_port() -> int:
+    with store.listener("127.0.0.1", 0) as sock:
+        port: int = sock.getsockname()[1]
+    return port
+
+
+class Ranks:
+    """Processes that call `weft.init`, and what each says."""
+
+    def __init__(self, folder: Path) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+        self._folder = folder
+
+    def start(self, env: dict[str, str], url: str = "", timeout: float = LONG) -> None:
+        right = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        right |= {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", RANK, url, str(timeout)]
+        self._started.append(
+            subprocess.Popen(
+                command,
+                env={**right, **env},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+
+    def said(self) -> list[tuple[str, str]]:
+        """Output and errors of each."""
+        return [each.communicate(timeout=60) for each in self._started]
+
+    def end(self) -> None:
+        for each in self._started:
+            each.kill()
+            each.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    folder = tmp_path / "private"
+    folder.mkdir()
+    made = Ranks(folder)
+    yield made
+    made.end()
+
+
+def at(port: int, **env: str) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+
+
+# One that does not know its rank, or the world size.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint", "where"),
+    [
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE", ""),
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE", "file://{}/run7"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK", ""),
+    ],
+)
+def test_the_others_hear_why_rank_0_cannot_come(
+    wrong: dict[str, str], complaint: str, where: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """They have nobody to meet at, but for the one that cannot come."""
+    port, url = free_port(), where.format(tmp_path)
+    ranks.start(at(port, RANK="1", WORLD_SIZE="2"), url)
+    ranks.start(at(port, **wrong), url)
+    said = [out for out, _ in ranks.said()]
+    assert len(set(said)) == 1, said
+    assert said[0].startswith("WeftError: a process without a rank (") and complaint in said[0]
+    assert not (tmp_path / "run7").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "agent", "able"),
+    [
+        ("127.0.0.1", False, True),
+        ("::1", False, True),
+        ("localhost", False, True),
+        ("127.0.0.1", True, False),  # torchrun's store
+        ("192.0.2.7", False, False),  # a documentation address: nobody's
+        ("no-such-host.invalid", False, False),
+    ],
+)
+def test_who_can_host_though_it_does_not_know_its_rank(host: str, agent: bool, able: bool) -> None:
+    assert can_host(Tcp(host, 29500, agent, "there")) is able
+
+
+# Rank 0 that cannot host.
+
+
+def test_a_folder_that_is_not_there_is_heard_of_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/nosuch/run7"
+    for rank in ("1", "0"):
+        ranks.start({"RANK": rank, "WORLD_SIZE": "2"}, url)
+    expected = (
+        f"WeftError: rank 0: {tmp_path}/nosuch/run7 cannot be used for a rendezvous: there is no "
+        f"folder {tmp_path}/nosuch\n"
+    )
+    assert [out for out, _ in ranks.said()] == [expected] * 2
+
+
+def test_a_port_that_is_taken_is_heard_of_at_once(ranks: Ranks) -> None:
+    with store.listener("127.0.0.1", 0) as sock:  # it never says a word
+        port = sock.getsockname()[1]
+        for rank in ("1", "0"):
+            ranks.start(at(port, RANK=rank, WORLD_SIZE="2"))
+        expected = (
+            f"WeftError: rank 0 cannot host the meeting at 127.0.0.1:{port}: another program "
+            "listens there; choose another port, and let MASTER_ADDR be the host of rank 0\n"
+        )
+        assert [out for out, _ in ranks.said()] == [expected] * 2
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This process's private folder is in here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_notice_is_for_one_place_and_ends_when_all_have_heard_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notice, "_LINGER", 60.0)
+    teller = threading.Thread(target=notice.leave, args=["tcp://a:1", "no port", 3])
+    notice.heed("tcp://a:1")  # nothing yet
+    teller.start()
+    heard = 0
+    while heard < 2:
+        notice.heed("tcp://b:1")
+        try:
+            notice.heed("tcp://a:1")
+        except WeftError as error:
+            assert str(error) == "no port"
+            heard += 1
+    teller.join(20)
+    assert not teller.is_alive()
+    notice.heed("tcp://a:1")
+    assert not list(file.private().iterdir())
+
+
+def test_a_notice_that_nobody_answers_for_is_not_believed(here: Path) -> None:
+    there = file.Invitation(("127.0.0.1",), free_port(), "00", "node1", 12, 0.0)
+    path = notice._path("tcp://a:1", file.private())
+    assert file.claim(path, there) is None
+    notice.heed("tcp://a:1")
+    path.chmod(0o666)
+    notice.heed("tcp://a:1")
+
+
+# Where the others are on another host.
+
+
+def test_a_folder_that_stays_away_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_SETTLED", 0.2)
+    with pytest.raises(WeftError, match=r"rank 2: waited \d s for rank 0 .*no folder .*/a on this"):
+        find(tmp_path / "a" / "run7", 2, time.monotonic() + 50)
+    # without a folder that cannot be used, a rank waits
+    with pytest.raises(WireError, match="there is no such file: is rank 0 started"):
+        find(tmp_path / "run7", 2, time.monotonic() + 0.6)
+
+
+def test_a_folder_that_may_not_be_written_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host's root may write anywhere, so what the kernel says is said for it."""
+    monkeypatch.setattr(file, "_SETTLED", 0.2)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(WeftError, match=rf"may not write to the folder {tmp_path}, and rank 0 is"):
+        find(tmp_path / "run7", 2, time.monotonic() + 50)
+    only_read = os.statvfs_result((4096, 4096, 1, 1, 1, 1, 1, 1, os.ST_RDONLY, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: only_read)  # here, maybe not where rank 0 is
+    with pytest.raises(WireError, match="there is no such file: is rank 0 started"):
+        find(tmp_path / "run7", 2, time.monotonic() + 0.6)
+
+
+# What a person sees meanwhile: torch's own warnings and traces are none of that.
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks) -> None:
+    env = at(free_port(), WORLD_SIZE="2") | {"MASTER_ADDR": host}
+    ranks.start(env | {"RANK": "1"})
+    time.sleep(3.0)  # it is at the port long since
+    ranks.start(env | {"RANK": "0"})
+    assert ranks.said() == [("ready\n", "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "complaint"),
+    [
+        ("1", r"rank 1: rank 0 was not there at .* \(127.0.0.1 port \d+: Connection refused\)"),
+        ("0", r"rank 1 did not come to .* in time \(1 of 2 came, from "),
+    ],
+)
+def test_a_rank_that_gives_up_says_one_sentence(rank: str, complaint: str, ranks: Ranks) -> None:
+    ranks.start(at(free_port(), RANK=rank, WORLD_SIZE="2"), timeout=2.0)
+    ((out, err),) = ranks.said()
+    with pytest.raises(AssertionError, match=f"^WireError: {complaint}"):
+        raise AssertionError(out)
+    assert err == ""
+
+
+def test_a_listener_that_comes_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    made = []
+
+    def late() -> None:
+        time.sleep(0.3)
+        with store.listener("127.0.0.1", port) as sock:
+            made.append(
+                dist.TCPStore(
+                    "127.0.0.1",
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=os.dup(sock.fileno()),
+                )
+            )
+
+    host = threading.Thread(target=late)
+    host.start()
+    found = store.connect("localhost", port, 20.0)
+    host.join()
+    made[0].set("a", "b")
+    assert found.get("a") == b"b"
+    with pytest.raises(ZeroDivisionError):
+        store.connect("127.0.0.1", free_port(), 20.0, look=lambda: 1 / 0)
+
+
+def test_a_key_is_waited_for_until_the_deadline() -> None:
+    found = dist.HashStore()
+    began = time.monotonic()
+    assert not store.has(found, "a", began + 0.2, 4)
+    assert time.monotonic() - began >= 0.2
+    late = threading.Timer(0.2, found.set, ["a", "b"])
+    late.start()
+    assert store.has(found, "a", time.monotonic() + 20, 4)
+    late.join()
+    assert store.has(found, "a", time.monotonic() - 1, 4)  # it is there
+
+
+def test_rank_0_alone_tells_nobody(here: Path) -> None:
+    notice.leave("tcp://a:1", "no port", 1)
+    assert not list(here.iterdir())
