@@ -306,6 +306,26 @@ def test_out_is_filled(wire, kind):
         assert torch.equal(allocated.values, plain.values)
 
 
+@pytest.mark.parametrize("count", [20, 3000])
+@spmd(1, 3)
+def test_the_result_may_go_where_the_rows_are(wire, count):
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
+    values = torch.randint(9, (count, 16), generator=draw).float()
+    plain = {name: call() for name, call in calls(weft.Rows(indices, values)).items()}
+    for name, want in plain.items():
+        space = torch.empty(4 * count, dtype=torch.int64), torch.empty(4 * count, 16)
+        mine = weft.Rows(space[0][:count], space[1][:count])
+        mine.indices.copy_(indices)
+        mine.values.copy_(values)
+        found = calls(mine, out=space)[name]()
+        assert (found is None) == (want is None)
+        if want is not None:
+            assert found.values.data_ptr() == space[1].data_ptr()
+            assert torch.equal(found.indices, want.indices), name
+            assert torch.equal(found.values, want.values), name
+
+
 @spmd(2, 3)
 def test_works_keep_their_order(wire):
     rows = part(wire.rank, "few")
@@ -325,6 +345,10 @@ BAD = torch.tensor([3, -2])
 WRONG = {
     "negative": (lambda rows: calls((BAD, torch.ones(2, 3))), "rank 0: index -2 is negative"),
     "dense": (lambda rows: calls(torch.ones(3)), "rank 0: rows is a tensor of layout"),
+    "rows on meta": (
+        lambda rows: calls((BAD.to("meta"), torch.ones(2, 3, device="meta"))),
+        "rank 0: rows are on meta, where nothing is held",
+    ),
     "out is small": (
         lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),
         r"^rank 0: out holds 1 rows, the result has \d+: pass",
@@ -382,6 +406,7 @@ def disagreeing(rows, odd):
         "rank 2: ranges has 2 bounds: 3 ranks need 4": scatter([0, 40] if odd else None),
         "rank 2: ranges has 3 after 5": scatter([0, 5, 3, 40] if odd else None),
         "rank 2: ranges is a str": scatter("even" if odd else None),
+        "rank 2: ranges is a list": scatter([0, 3.5, 6, 40] if odd else None),
         r"rank 0: index \d+ is in no range: .* from 0 up to, not including, 3": (
             scatter([0, 1, 2, 3])
         ),

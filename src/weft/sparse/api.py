@@ -51,7 +51,8 @@ def sparse_all_reduce(
             docs/wire-dtype.md has the bound. Values of two bytes travel as they are.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
-            tables a list with one of these for each. What it holds after an error is undefined.
+            tables a list with one of these for each. It may be the memory of `rows`, at the price
+            of a copy. What it holds after an error is undefined.
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and

@@ -8,6 +8,7 @@ no others. Few rows travel in the opening exchange; else the schedule is `owned`
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -147,8 +148,8 @@ def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
         WeftError: they are none, or do not hold all indices.
     """
     try:
-        bounds = tuple(int(bound) for bound in ranges)
-    except (TypeError, ValueError):
+        bounds = tuple(map(operator.index, ranges))
+    except Exception:  # whatever iterates may raise anything
         raise WeftError(
             f"ranges is a {type(ranges).__name__}: pass {size + 1} integers, None for balanced ones"
         ) from None
