@@ -100,6 +100,23 @@ def test_equals_the_definition(wire, name):
         same_everywhere(wire, total)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ANY_HEIGHT)
+@spmd(1, 3, 8, on=("threads",))
+def test_the_largest_index_there_is(wire, name, index):
+    """No bound beyond it is of its dtype."""
+    last = torch.iinfo(index).max
+    for count in (1, 2500):
+        parts = [
+            weft.Rows(last - torch.arange(count).to(index) * 3 - rank % 2, torch.ones(count, 4))
+            for rank in range(wire.size)
+        ]
+        want = expected(parts)
+        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
+
+
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 @spmd(2, 3, 8, on=("threads",))
 def test_on_a_slow_link_indices_are_packed(wire, name):

@@ -136,6 +136,16 @@ def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
         assert space[0][len(want) :].eq(-1).all()
 
 
+@spmd(4, on=("processes",))
+def test_a_link_of_nonsense_is_told_to_all(wire):
+    with pytest.MonkeyPatch.context() as patch:
+        if wire.rank == 2:
+            patch.setenv("WEFT_LINK", 2000 * "fast")  # longer than what a rank can say of itself
+        with pytest.raises(weft.WeftError, match="rank 2: WEFT_LINK='fastfast"):
+            weft.sparse_all_reduce(part(wire.rank))
+    weft.sparse_all_reduce(part(wire.rank))
+
+
 @spmd(1, 2, 4)
 def test_asynchronous_calls_keep_their_order(wire):
     works = [

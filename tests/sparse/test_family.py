@@ -77,6 +77,30 @@ def test_each_rank_gets_what_it_owns(wire, kind):
         assert got.height == mine.height
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@spmd(1, 3, on=("threads",))
+def test_the_largest_index_there_is(wire, index):
+    last = torch.iinfo(index).max
+    for count in (2, 2500):
+        parts = [
+            weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
+            for rank in range(wire.size)
+        ]
+        want, mine = expected(parts), parts[wire.rank]
+        whole = [0] * wire.size + [2**64]  # all of it is the last rank's
+        for ranges in (None, whole):
+            got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+            low, high = weft.sparse.last_call().ranges[wire.rank : wire.rank + 2]
+            there = [low <= each < high for each in want.indices.tolist()]
+            assert torch.equal(got.indices, want.indices[torch.tensor(there)])
+            assert torch.equal(got.values, want.values[torch.tensor(there)])
+        assert torch.equal(got.indices, want.indices[: len(want) * (wire.rank == wire.size - 1)])
+        total = weft.sparse_reduce(mine, group_dst=wire.size - 1)
+        assert total is None or torch.equal(total.values, want.values)
+        gathered = weft.sparse_all_gather(mine)
+        assert torch.equal(gathered.indices, torch.cat([part.indices for part in parts]))
+
+
 @spmd(4, on=("threads",))
 def test_balanced_ranges_are_balanced(wire):
     draw = torch.Generator().manual_seed(wire.rank)

@@ -25,7 +25,16 @@ from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
 
-__all__ = ["Allocator", "Call", "Out", "overlapping", "partial_dtype", "row_bytes", "unwritable"]
+__all__ = [
+    "Allocator",
+    "Call",
+    "Out",
+    "extent",
+    "overlapping",
+    "partial_dtype",
+    "row_bytes",
+    "unwritable",
+]
 
 Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
 """(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
@@ -220,11 +229,11 @@ def overlapping(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have memory in common, or lie one within the other."""
     if first.device != second.device or not first.numel() or not second.numel():
         return False
-    (start, end), (low, high) = _extent(first), _extent(second)
+    (start, end), (low, high) = extent(first), extent(second)
     return start < high and low < end
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and of that behind its last."""
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()

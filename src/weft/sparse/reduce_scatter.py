@@ -31,6 +31,7 @@ from .run import handed_out, merge_eager, opened, settle
 __all__ = ["own_part", "sparse_reduce_scatter"]
 
 _NAME = "sparse_reduce_scatter"
+_HIGHEST = 2**63 - 1  # index that there can be; bounds may be larger
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
@@ -126,8 +127,11 @@ def _scattered(
 
 def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:
     """Those of a rank's rows that lie in a range."""
-    indices = rows.indices.long()
-    first, last = torch.searchsorted(indices, torch.tensor([low, high])).tolist()
+    indices, size = rows.indices.long(), rows.indices.numel()
+    first, last = (
+        size if bound > _HIGHEST else int(torch.searchsorted(indices, bound))
+        for bound in (low, high)
+    )
     return RowsInHeader(
         rows.indices[first:last], rows.values[first:last], rows.capacity, rows.fallible
     )

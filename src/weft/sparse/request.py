@@ -286,9 +286,9 @@ class Request:
             registry.find(str(chosen))
         self.algorithm = self.fields["algorithm"] = str(chosen)
         said = os.environ.get("WEFT_LINK")
-        self.fields["WEFT_LINK"] = "nothing" if said is None else said
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
+        self.fields["WEFT_LINK"] = "nothing" if said is None else said
 
     def _take_wire_dtype(self, dtype: object) -> None:
         own = self.rows.values.dtype
