@@ -14,6 +14,7 @@ import torch.distributed as dist
 import weft
 from weft.compat.oneccl import Address, request
 from weft.compat.oneccl.selection import ONECCL
+from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
 
@@ -84,6 +85,35 @@ def test_every_reduction(wire):
     ):
         given = arguments(wire.rank, reduction=theirs)
         check(wire, started(given), given, ours)
+
+
+INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("values", DTYPES, ids=str)
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@spmd(2, on=("threads",))
+def test_every_type_of_indices_and_values(wire, index, values):
+    highest = min(torch.iinfo(index).max, 2**63 - 1)
+    there = [highest, 5, highest - 1 - wire.rank]
+    sent = torch.tensor([[1, 0], [1, 1], [0, 1]]).to(values)
+    given = arguments(
+        wire.rank,
+        send_ind_buf=torch.tensor(there).to(index),
+        send_ind_count=3,
+        send_val_buf=sent,
+        send_val_count=6,
+        recv_ind_buf=torch.zeros(4).to(index),
+        recv_val_buf=torch.zeros(8).to(values),
+        index_dtype=index,
+        value_dtype=values,
+        reduction="max",
+    )
+    made = started(given)
+    made.wait()
+    assert given["recv_ind_buf"].tolist() == [5, highest - 2, highest - 1, highest]
+    assert given["recv_val_buf"].tolist() == [1, 1, 0, 1, 0, 1, 1, 0]
+    assert (made.recv_ind_count, made.recv_val_count) == (4, 8)
 
 
 @spmd(2, on=("threads",))
@@ -274,6 +304,14 @@ WRONG = {
     "index_dtype": ({"index_dtype": "long"}, "index_dtype is 'long': pass a torch dtype"),
     "float indices": ({"index_dtype": "float"}, "index_dtype is torch.float32: indices are of"),
     "value_dtype": ({"value_dtype": torch.float64}, "send_val_buf holds torch.float32, the call"),
+    "a recv's dtype": (
+        {"recv_val_buf": torch.empty(60, dtype=torch.float64)},
+        "recv_val_buf holds torch.float64, the call says torch.float32",
+    ),
+    "an index's dtype": (
+        {"recv_ind_buf": torch.empty(60, dtype=torch.int32)},
+        "recv_ind_buf holds torch.int32, the call says torch.int64",
+    ),
     "nowhere": ({"recv_ind_buf": None}, "recv_ind_buf is a NoneType"),
     "read-only": ({"recv_val_buf": bytes(800)}, "recv_val_buf is read-only"),
     "two counts": ({"recv_ind_count": torch.zeros(2).int()}, "recv_ind_count holds 2 elements"),
