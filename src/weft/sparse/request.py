@@ -36,7 +36,7 @@ NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
 
-_LONGEST = 256  # bytes of the name of a caller's function
+_LONGEST = 160  # bytes of the name of a caller's function
 
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""

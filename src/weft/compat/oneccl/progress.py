@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from datetime import timedelta
 from typing import Any
 
 from ...errors import StillRunning
@@ -32,18 +33,19 @@ class Event:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self.works)) or 'of nothing'}>"
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | timedelta | None = None) -> None:
         """Wait until all of it has ended.
 
         Args:
-            timeout: seconds; None waits as long as the group's own deadlines allow.
+            timeout: seconds, or a timedelta; None waits as long as the group's own deadlines allow.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
             WeftError: what was wrong with the call; the same on every rank.
             WireError: a peer or a link failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        deadline = None if seconds is None else time.monotonic() + seconds
         failed: Exception | None = None
         for work in self.works:
             try:
