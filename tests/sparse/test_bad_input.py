@@ -145,7 +145,10 @@ WRONG = {
     ),
     "rows of lists": (lambda: {"rows": weft.Rows([1], [2.0])}, "weft.Rows of list and list"),
     "a height in words": (lambda: {"rows": one(1, height="ten")}, "height is 'ten': pass the num"),
-    "a name too long": (lambda: {"op": long_name}, r"function .*longlong.* \(digest \w+\); pass"),
+    "a name too long": (
+        lambda: {"op": long_name},
+        r"rank \d+ has function .*\.\.\. \(digest \w+\); pass",
+    ),
     "no words": (lambda: {"algorithm": Mute()}, "ValueError: no words"),
     "out is small": (
         lambda: {"out": (torch.empty(2, dtype=torch.int64), torch.empty(2, 4))},
