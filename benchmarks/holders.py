@@ -23,10 +23,10 @@ import weft
 from weft.sparse.stream import HEAD, LISTS, SUMS, VALUES
 from weft.testing import run
 from weft.wire.base import Pending, Recv, Send, Wire
-from weft.wire.link import Link
+from weft.wire.link import MERGE, Link
 
 HEIGHT, WIDTH = 1_000_000, 64
-GIGABIT = Link(1e-4, 8e-9, 1e-9, 1e-5)
+GIGABIT = Link(1e-4, 8e-9, MERGE, 1e-5)
 
 
 def zipf(tokens: int, draw: torch.Generator) -> Tensor:

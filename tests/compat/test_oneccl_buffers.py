@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from weft.compat.oneccl import request
 from weft.compat.oneccl.buffers import Address, counted, dtype_in, one_integer, seen
 from weft.compat.oneccl.dtypes import NAMES, Wrong, dtype_of, index_dtype_of, is_dtype
+from weft.testing import spmd
 
 FLOATS = [1.0, 2.0, 4.0, 8.0]
 
@@ -63,6 +65,32 @@ def test_the_memory_is_shared(kind):
         assert dtype_in(buffer, "send_val_buf") == torch.float32
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "read-only", "address", "void", "pointer", "Address"])
+@spmd(2, on=("threads",))
+def test_whatever_has_memory_is_sent_and_received_to(wire, kind):
+    held = (ctypes.c_float * 4)(*FLOATS), (ctypes.c_float * 4)()
+    addresses = {
+        "address": lambda to: ctypes.addressof(held[to]),
+        "void": lambda to: ctypes.c_void_p(ctypes.addressof(held[to])),
+        "pointer": lambda to: ctypes.cast(held[to], ctypes.POINTER(ctypes.c_float)),
+        "Address": lambda to: Address(ctypes.addressof(held[to]), 4, "float"),
+    }
+    if kind in addresses:
+        source, target = map(addresses[kind], range(2))
+    else:
+        source = np.array(FLOATS, np.float32) if kind == "read-only" else KINDS[kind]()
+        target = held[1] if kind == "read-only" else KINDS[kind]()
+    if kind == "read-only":
+        source.flags.writeable = False
+    indices, found = (ctypes.c_uint16 * 4)(9, 3, 9, 60000), np.zeros(4, np.uint16)
+    request.sparse_allreduce(
+        *(indices, 4, source, 4, found, None, target, None, "uint16", "float", "sum"), comm=wire
+    ).wait()
+    assert found[:3].tolist() == [3, 9, 60000]
+    reached = held[1] if kind in addresses else target
+    assert seen(reached, 3, torch.float32, "x").tolist() == [4.0, 10.0, 16.0]
+
+
 def test_what_is_only_read_may_be_read_only():
     frozen = np.array(FLOATS, np.float32)
     frozen.flags.writeable = False
@@ -110,8 +138,8 @@ WRONG = {
     "nothing": (None, 1, "x is a NoneType: pass a tensor"),
     "an object": (object(), 1, "x is a object: pass a tensor"),
     "a flag": (True, 1, "x is a bool"),
-    "null": (0, 1, "x is at address 0x0, where no torch.float32 can be"),
-    "negative": (-8, 1, "x is at address -0x8"),
+    "null": (0, 1, "x is 4 bytes at 0x0, where no torch.float32 can be"),
+    "negative": (-8, 1, "x is 4 bytes at -0x8"),
     "crooked": (HELD.ctypes.data + 2, 1, "where no torch.float32 can be"),
     "endless": (HELD.ctypes.data, None, "x is an address of unknown extent"),
     "short": (HELD, 7, "x holds 6 elements, the call says 7"),

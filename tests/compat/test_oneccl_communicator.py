@@ -106,10 +106,30 @@ def test_what_is_wrong_is_raised_here():
     for given in ((2, None, None), (2, 0, None), (None, None, dist.HashStore())):
         with pytest.raises(weft.WeftError, match="pass size, rank and kvs together"):
             event.create_communicator(*given)
-    for address in (b"nowhere", b"host:port", ":80", "x:70000"):
+    for address in (b"nowhere", b"host:port", ":80", "x:70000", b"\xff:1", None):
         with pytest.raises(weft.WeftError, match="is no address of a store: pass host:port"):
             event.create_kvs(address)
     with pytest.raises(weft.WireError, match=r"no store answers at 127\.0\.0\.1:9 within 0\.2 s"):
         event.create_kvs("127.0.0.1:9", timeout=0.2)
+    store = dist.HashStore()
+    for given, text in (
+        (("2", 0, store), "size is '2' and rank is 0: pass two integers"),
+        ((2, 0.0, store), "size is 2 and rank is 0.0: pass two integers"),
+        ((2, 2, store), "rank 2 is none of 2 ranks"),
+        ((2, 0, "127.0.0.1:80"), "kvs is a str: make it by create_main_kvs"),
+    ):
+        with pytest.raises(weft.WeftError, match=text):
+            event.create_communicator(*given)
+    with pytest.raises(weft.WeftError, match="timeout is -1: pass a number of seconds"):
+        event.create_communicator(2, 0, store, timeout=-1)
+    for host in ("203.0.113.5", 7):  # of a network that is for documents
+        with pytest.raises(weft.WeftError, match=r"no store can listen at .*: pass an address of"):
+            event.create_main_kvs(host)
+    main = event.create_main_kvs("127.0.0.1")
+    kvs = event.create_kvs(main.get_address(), timeout=0.2)
+    with pytest.raises(weft.WeftError, match="key 'x' is set to a int: pass bytes"):
+        kvs.set("x", 1)
+    with pytest.raises(weft.WireError, match="key 'nobody' has no value: is the process that"):
+        kvs.get("nobody")
     with pytest.raises(weft.WeftError, match=r"call weft\.init"):
         event.create_communicator()

@@ -13,6 +13,7 @@ import torch
 
 import weft
 from weft.compat.oneccl import event
+from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, Load, last_call
 from weft.testing import expected, run, spmd
 
@@ -182,7 +183,7 @@ def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, dtyp
         del ALGORITHMS["watched"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["complete", "allocate"])
 @spmd(1, 3, on=("threads",))
 def test_disable_gives_all_rows_in_rank_order(wire, how, dtype):
@@ -232,6 +233,26 @@ def test_disable_has_the_same_checks(wire):
             event.sparse_allreduce(
                 *arguments, *UNUSED, "sum", wire, attr=Kept().attr(mode=mode)
             ).wait()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@spmd(2, on=("threads",))
+def test_keep_precision_with_values_of_every_type(wire, dtype):
+    for rtype in ("max",) if dtype is torch.bool else ("sum", "prod", "min", "max"):
+        kept = Kept()
+        attr = kept.attr("allocate", mode="keep_precision")
+        event.sparse_allreduce(*sent(part(wire.rank, dtype)), rtype, wire, attr=attr).wait()
+        assert kept.result() == flat(expected(parts(wire.size, dtype), rtype))
+
+
+@spmd(2, on=("threads",))
+def test_recv_parameters_are_unused(wire):
+    kept, untouched = Kept(), np.full(3, -7)
+    head = sent(part(wire.rank))[:4]
+    junk = [untouched, object(), "anything", -4]
+    event.sparse_allreduce(*head, *junk, "sum", wire, attr=kept.attr()).wait()
+    assert kept.result() == flat(expected(parts(wire.size)))
+    assert untouched.tolist() == [-7] * 3
 
 
 @spmd(4, on=("threads",))

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 import weft
 from weft.kernels.ops import DTYPES, OPS
-from weft.sparse import ALGORITHMS
+from weft.sparse import ALGORITHMS, codec
 from weft.testing import expected, run, spmd
-from weft.wire.link import Link
+from weft.wire.link import MERGE, Link
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 ANY_HEIGHT = [name for name in NAMES if name not in ("dense", "dense_tail")]
 IN_ORDER = [name for name in NAMES if name not in ("dense", "mask", "ring")]
+PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
 LOCK = threading.Lock()
 
@@ -47,6 +48,8 @@ def rows_of(rank, kind, *, shape=(3,), dtype=torch.float32, index=torch.int64):
         "skew": (10_000, 300 if rank == 1 else 3),
         "some empty": (50, 20 * (rank % 2)),
         "all empty": (50, 0),
+        "long": (60_000, 20_000),
+        "long and far": (3 * 2**31, 20_000),
         "far apart": (3 * 2**31 if index is torch.int64 else 2**31 - 1, 30),
     }[kind]
     if kind == "identical":
@@ -100,15 +103,45 @@ def test_equals_the_definition(wire, name):
         same_everywhere(wire, total)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
-@spmd(2, 3, 8, on=("threads",))
-def test_on_a_slow_link_indices_are_packed(wire, name):
-    wire.link = Link(1e-4, 8e-9, 1e-9, 1e-5)
-    for kind in (*KINDS, "far apart"):
-        parts, want = world(wire.size, kind)
+@spmd(1, 3, 8, on=("threads",))
+def test_the_largest_index_there_is(wire, name, index):
+    """No bound beyond it is of its dtype."""
+    last = torch.iinfo(index).max
+    for count in (1, 2500):
+        parts = [
+            weft.Rows(last - torch.arange(count).to(index) * 3 - rank % 2, torch.ones(count, 4))
+            for rank in range(wire.size)
+        ]
+        want = expected(parts)
+        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        assert torch.equal(total.indices, want.indices)
+        assert torch.equal(total.values, want.values)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", ANY_HEIGHT)
+def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
+    packed, pack = [], codec.kernels.pack_gaps
+
+    def counted(indices, code, memory):
+        packed.append(indices.numel())
+        return pack(indices, code, memory)
+
+    def program(wire, kind):
+        wire.link = Link(1e-4, 8e-9, MERGE, 1e-5)
+        parts, want = world(wire.size, kind, dtype=torch.float64)
         total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices), kind
         assert torch.equal(total.values, want.values), kind
+
+    monkeypatch.setattr(codec.kernels, "pack_gaps", counted)
+    for kind in (*KINDS, "far apart", "long", "long and far"):
+        packed.clear()
+        run(size, program, kind)
+        if kind == "long and far" or (kind == "long" and name != "mask"):  # which has a bitmap
+            assert bool(packed) is (name not in PLAIN), kind
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -107,6 +107,45 @@ def test_out_is_filled(wire, algorithm):
     assert torch.equal(total.values, want.values)
 
 
+@pytest.mark.parametrize("count", [30, 4000])
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
+@spmd(1, 3)
+def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
+    """Peers still read the rows when the first of the result is written."""
+
+    def rows(rank):  # sorted and unique: such rows are sent from where they are
+        draw = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
+        return weft.Rows(indices, torch.randint(9, (count, 16), generator=draw).float(), 2 * count)
+
+    want = expected([rows(rank) for rank in range(wire.size)])
+    for of_function in (False, True):
+        space = torch.full((2 * count,), -1), torch.full((2 * count, 16), -1.0)
+        mine = weft.Rows(space[0][:count], space[1][:count], 2 * count)
+        mine.indices.copy_(rows(wire.rank).indices)
+        mine.values.copy_(rows(wire.rank).values)
+
+        def allocate(count, row_shape, dtypes, space=space):
+            return space[0][:count], space[1][:count]
+
+        out = allocate if of_function else space
+        total = weft.sparse_all_reduce(mine, algorithm=algorithm, out=out)
+        assert total.values.data_ptr() == space[1].data_ptr()
+        assert torch.equal(space[0][: len(want)], want.indices)
+        assert torch.equal(space[1][: len(want)], want.values)
+        assert space[0][len(want) :].eq(-1).all()
+
+
+@spmd(4, on=("processes",))
+def test_a_link_of_nonsense_is_told_to_all(wire):
+    with pytest.MonkeyPatch.context() as patch:
+        if wire.rank == 2:
+            patch.setenv("WEFT_LINK", 2000 * "fast")  # longer than what a rank can say of itself
+        with pytest.raises(weft.WeftError, match="rank 2: WEFT_LINK='fastfast"):
+            weft.sparse_all_reduce(part(wire.rank))
+    weft.sparse_all_reduce(part(wire.rank))
+
+
 @spmd(1, 2, 4)
 def test_asynchronous_calls_keep_their_order(wire):
     works = [

@@ -14,10 +14,31 @@ def good(wire, width=4):
     return weft.Rows(torch.tensor([1, 5, wire.rank % 4]), torch.ones(3, width), 10)
 
 
+def in_inference_mode(*shape):
+    with torch.inference_mode():
+        return torch.empty(shape)
+
+
+def long_name(a, b):
+    return a + b
+
+
+long_name.__qualname__ = 1000 * "long"
+
+
+class Mute:
+    """Cannot even be named."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def one(*indices, values=None, height=10, dtype=torch.int64):
     found = torch.tensor(indices, dtype=dtype)
     return weft.Rows(found, torch.ones(found.shape[0], 4) if values is None else values, height)
 
+
+SHARED = torch.empty(64, dtype=torch.int64)
 
 # what the last rank passes while all others pass good rows, and what everybody must be told
 WRONG = {
@@ -96,6 +117,39 @@ WRONG = {
         lambda: {"out": (torch.empty(18, dtype=torch.int64)[::2], torch.empty(9, 4))},
         "out's indices are not contiguous",
     ),
+    "out on meta": (
+        lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4, device="meta"))},
+        "out's values are on meta, where nothing is held",
+    ),
+    "out of inference": (
+        lambda: {"out": (torch.empty(9, dtype=torch.int64), in_inference_mode(9, 4))},
+        "out's values are made in inference mode",
+    ),
+    "one out for both": (
+        lambda: {"out": (SHARED[:9], SHARED.view(torch.float32)[:36].view(9, 4))},
+        "out's indices and values are in the same memory",
+    ),
+    "an allocator of one": (
+        lambda: {
+            "out": lambda count, *_: (
+                SHARED[:count],
+                SHARED.view(torch.float32)[: 4 * count].view(count, 4),
+            )
+        },
+        "out returned the same memory for indices and values",
+    ),
+    "an allocator of nothing": (lambda: {"out": lambda *_: None}, "out returned a NoneType, not"),
+    "rows on meta": (
+        lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
+        "rows are on meta, where nothing is held",
+    ),
+    "rows of lists": (lambda: {"rows": weft.Rows([1], [2.0])}, "weft.Rows of list and list"),
+    "a height in words": (lambda: {"rows": one(1, height="ten")}, "height is 'ten': pass the num"),
+    "a name too long": (
+        lambda: {"op": long_name},
+        r"rank \d+ has function .*\.\.\. \(digest \w+\); pass",
+    ),
+    "no words": (lambda: {"algorithm": Mute()}, "ValueError: no words"),
     "out is small": (
         lambda: {"out": (torch.empty(2, dtype=torch.int64), torch.empty(2, 4))},
         r"out holds 2 rows, the result has \d+",

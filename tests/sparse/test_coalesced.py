@@ -351,7 +351,13 @@ def raises(left, right):
 
 
 BOTH = [((2,), torch.float32, torch.int64, 9), ((3,), torch.float32, torch.int64, 9)]
+ONE = torch.empty(99, dtype=torch.int64), torch.empty(99, 3)
+
 WRONG = {
+    "one out for two": (
+        lambda rows: {"out": [(ONE[0][:50], ONE[1][:50]), (ONE[0][40:90], ONE[1][40:90])]},
+        "rank 1: out has the same memory for tables 0 and 1: pass one for each",
+    ),
     "index": (
         lambda rows: {"rows": [rows[0], (torch.tensor([4, -3]), torch.ones(2, 3))]},
         "rank 1: table 1: index -3 is negative",

@@ -77,6 +77,30 @@ def test_each_rank_gets_what_it_owns(wire, kind):
         assert got.height == mine.height
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@spmd(1, 3, on=("threads",))
+def test_the_largest_index_there_is(wire, index):
+    last = torch.iinfo(index).max
+    for count in (2, 2500):
+        parts = [
+            weft.Rows(last - torch.arange(count).to(index) - rank, torch.ones(count, 4))
+            for rank in range(wire.size)
+        ]
+        want, mine = expected(parts), parts[wire.rank]
+        whole = [0] * wire.size + [2**64]  # all of it is the last rank's
+        for ranges in (None, whole):
+            got = weft.sparse_reduce_scatter(mine, ranges=ranges)
+            low, high = weft.sparse.last_call().ranges[wire.rank : wire.rank + 2]
+            there = [low <= each < high for each in want.indices.tolist()]
+            assert torch.equal(got.indices, want.indices[torch.tensor(there)])
+            assert torch.equal(got.values, want.values[torch.tensor(there)])
+        assert torch.equal(got.indices, want.indices[: len(want) * (wire.rank == wire.size - 1)])
+        total = weft.sparse_reduce(mine, group_dst=wire.size - 1)
+        assert total is None or torch.equal(total.values, want.values)
+        gathered = weft.sparse_all_gather(mine)
+        assert torch.equal(gathered.indices, torch.cat([part.indices for part in parts]))
+
+
 @spmd(4, on=("threads",))
 def test_balanced_ranges_are_balanced(wire):
     draw = torch.Generator().manual_seed(wire.rank)
@@ -306,6 +330,26 @@ def test_out_is_filled(wire, kind):
         assert torch.equal(allocated.values, plain.values)
 
 
+@pytest.mark.parametrize("count", [20, 3000])
+@spmd(1, 3)
+def test_the_result_may_go_where_the_rows_are(wire, count):
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
+    values = torch.randint(9, (count, 16), generator=draw).float()
+    plain = {name: call() for name, call in calls(weft.Rows(indices, values)).items()}
+    for name, want in plain.items():
+        space = torch.empty(4 * count, dtype=torch.int64), torch.empty(4 * count, 16)
+        mine = weft.Rows(space[0][:count], space[1][:count])
+        mine.indices.copy_(indices)
+        mine.values.copy_(values)
+        found = calls(mine, out=space)[name]()
+        assert (found is None) == (want is None)
+        if want is not None:
+            assert found.values.data_ptr() == space[1].data_ptr()
+            assert torch.equal(found.indices, want.indices), name
+            assert torch.equal(found.values, want.values), name
+
+
 @spmd(2, 3)
 def test_works_keep_their_order(wire):
     rows = part(wire.rank, "few")
@@ -325,6 +369,10 @@ BAD = torch.tensor([3, -2])
 WRONG = {
     "negative": (lambda rows: calls((BAD, torch.ones(2, 3))), "rank 0: index -2 is negative"),
     "dense": (lambda rows: calls(torch.ones(3)), "rank 0: rows is a tensor of layout"),
+    "rows on meta": (
+        lambda rows: calls((BAD.to("meta"), torch.ones(2, 3, device="meta"))),
+        "rank 0: rows are on meta, where nothing is held",
+    ),
     "out is small": (
         lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),
         r"^rank 0: out holds 1 rows, the result has \d+: pass",
@@ -382,6 +430,7 @@ def disagreeing(rows, odd):
         "rank 2: ranges has 2 bounds: 3 ranks need 4": scatter([0, 40] if odd else None),
         "rank 2: ranges has 3 after 5": scatter([0, 5, 3, 40] if odd else None),
         "rank 2: ranges is a str": scatter("even" if odd else None),
+        "rank 2: ranges is a list": scatter([0, 3.5, 6, 40] if odd else None),
         r"rank 0: index \d+ is in no range: .* from 0 up to, not including, 3": (
             scatter([0, 1, 2, 3])
         ),

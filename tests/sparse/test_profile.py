@@ -80,6 +80,7 @@ def broken(path, **changed):
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: broken(path, format="other"), "is no link profile"),
         (lambda path: broken(path, version=2), "has version 2, this weft reads 1"),
+        (lambda path: broken(path, version="1"), "has version '1', this weft reads 1"),
         (lambda path: broken(path, merge=-1), "is broken at -1, which is no time in seconds"),
         (lambda path: broken(path, merge=True), "is broken"),
         (lambda path: broken(path, within={"alpha": 1}), "is broken at 'beta'"),

@@ -31,7 +31,7 @@ def test_the_environment_may_say_them(monkeypatch):
     assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
 
 
-@pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3"])
+@pytest.mark.parametrize("text", ["fast", "1", "1,0", "-1,5", "1,2,3", "nan,1", "1,inf"])
 def test_figures_that_make_no_sense_are_refused(monkeypatch, text):
     monkeypatch.setenv("WEFT_LINK", text)
     with pytest.raises(weft.WeftError, match="latency in µs,rate in Gbit/s"):

@@ -6,7 +6,7 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..wire import default
 from ..wire.base import Wire
 from . import coalesced, run
+from .call import extent
 from .choice import Explanation
 from .record import Record, recording, started
 from .request import NOTHING, Request
@@ -51,7 +52,8 @@ def sparse_all_reduce(
             docs/wire-dtype.md has the bound. Values of two bytes travel as they are.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
-            tables a list with one of these for each. What it holds after an error is undefined.
+            tables a list with one of these for each. It may be the memory of `rows`, at the price
+            of a copy. What it holds after an error is undefined.
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and
@@ -124,6 +126,7 @@ def list_job(
             f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
             "pass a list with one for each"
         )
+    error = error or _shared(places)
 
     def job() -> list[Any]:
         with recording(wire, "sparse_all_reduce") as note:
@@ -133,6 +136,21 @@ def list_job(
         return [request.restore(result) for request, result in results][: len(rows)]
 
     return job
+
+
+def _shared(places: list[Any]) -> str | None:
+    """What is wrong with buffers of different tables that are in the same memory."""
+    parts = [
+        (*extent(part), number)
+        for number, place in enumerate(places)
+        if isinstance(place, tuple | list)
+        for part in place
+        if isinstance(part, torch.Tensor) and part.layout == torch.strided and part.numel()
+    ]
+    for (_, end, one), (start, _, other) in pairwise(sorted(parts)):
+        if start < end and one != other:
+            return f"out has the same memory for tables {one} and {other}: pass one for each"
+    return None
 
 
 def _of_list(

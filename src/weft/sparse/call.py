@@ -25,7 +25,16 @@ from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
 
-__all__ = ["Allocator", "Call", "Out", "partial_dtype", "row_bytes"]
+__all__ = [
+    "Allocator",
+    "Call",
+    "Out",
+    "extent",
+    "overlapping",
+    "partial_dtype",
+    "row_bytes",
+    "unwritable",
+]
 
 Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
 """(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
@@ -48,6 +57,7 @@ class Call:
         wide: dtype of the caller's values where they travel rounded to `dtype`, else None.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
+        given: the caller's rows, which the schedule may read to its end.
         trouble: what a caller's function raised.
         target: the caller's own memory, where the result must still be copied to.
         header: what all ranks together said; known once they agreed.
@@ -62,6 +72,7 @@ class Call:
     height: int | None = None
     wide: torch.dtype | None = None
     out: Out = None
+    given: Rows | None = None
     trouble: Exception | None = None
     target: Rows | None = None
     header: Header = field(init=False)
@@ -98,15 +109,17 @@ class Call:
         indices = values = None
         if callable(self.out):
             try:
-                indices, values = self.out(count, self.row_shape, (self.index, dtype))
-                self._check_allocated(indices, values, shape, dtype)
+                made = self.out(count, self.row_shape, (self.index, dtype))
+                indices, values = self._allocated(made, shape, dtype)
             except Exception as error:
                 self.trouble = self.trouble or error
                 indices = values = None
         elif self.out is not None and count <= self.out[0].numel():
             indices, values = self.out[0][:count], self.out[1][:count]
-        if indices is not None and values is not None and values.device.type != "cpu":
-            self.target, indices = Rows(indices, values, self.height), None
+        if indices is not None and values is not None:
+            place = Rows(indices, values, self.height)
+            if values.device.type != "cpu" or self._is_read(place):
+                self.target, indices = place, None
         if indices is None or values is None:
             indices, values = fresh((count,), self.index), fresh(shape, dtype)
         result = Rows(indices, values, self.height)
@@ -147,12 +160,20 @@ class Call:
         if partial is not values or self.divisor != 1:
             kernels.finish(partial, values, self.divisor)
 
-    def _check_allocated(
-        self, indices: Tensor, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        for wanted_shape, wanted, tensor in (
-            (shape[:1], self.index, indices),
-            (shape, dtype, values),
+    def _is_read(self, place: Rows) -> bool:
+        """Whether the schedule may still read what a result here would overwrite."""
+        rows = () if self.given is None else (self.given.indices, self.given.values)
+        return any(
+            overlapping(one, other) for one in rows for other in (place.indices, place.values)
+        )
+
+    def _allocated(
+        self, made: object, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise TypeError(f"out returned a {type(made).__name__}, not two tensors")
+        for wanted_shape, wanted, tensor in zip(
+            (shape[:1], shape), (self.index, dtype), made, strict=True
         ):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"out returned {type(tensor).__name__}, not two tensors")
@@ -161,8 +182,12 @@ class Call:
                     f"out returned {tuple(tensor.shape)} of {tensor.dtype} for "
                     f"{wanted_shape} of {wanted}"
                 )
-            if not tensor.is_contiguous():
-                raise ValueError("out returned memory that is not contiguous")
+            if reason := unwritable(tensor):
+                raise ValueError(f"out returned memory that is {reason}")
+        indices, values = made
+        if overlapping(indices, values):
+            raise ValueError("out returned the same memory for indices and values")
+        return indices, values.detach()
 
     def _guarded(
         self, function: Callable[[Tensor, Tensor], Tensor]
@@ -172,6 +197,10 @@ class Call:
                 return left
             try:
                 both = function(left, right)
+                if not isinstance(both, Tensor):
+                    raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
+                if both.device != left.device:
+                    raise ValueError(f"op returned a tensor on {both.device}, not {left.device}")
                 if both.shape != left.shape or both.dtype != left.dtype:
                     raise ValueError(
                         f"op returned {tuple(both.shape)} of {both.dtype} for two operands of "
@@ -180,9 +209,35 @@ class Call:
             except Exception as error:
                 self.trouble = error
                 return left
-            return both
+            return both.detach()
 
         return combine
+
+
+def unwritable(tensor: Tensor) -> str | None:
+    """Why a result cannot be written to memory of the caller's, or None if it can."""
+    if not tensor.is_contiguous():
+        return "not contiguous: results are written in place"
+    if tensor.is_meta:
+        return "on meta, where nothing is held: pass memory"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "made in inference mode: make them outside, or call inside it"
+    return None
+
+
+def overlapping(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have memory in common, or lie one within the other."""
+    if first.device != second.device or not first.numel() or not second.numel():
+        return False
+    (start, end), (low, high) = extent(first), extent(second)
+    return start < high and low < end
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and of that behind its last."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (steps + 1) * tensor.itemsize
 
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:

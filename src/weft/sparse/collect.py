@@ -167,6 +167,7 @@ def _call(
         wide=None if dtype == own else own,
         height=int(height) if height.isdigit() else None,
         out=request.out,
+        given=request.rows,
     )
     nothing = torch.empty(0, dtype=torch.int64).numpy()
     call.header = Header(

@@ -18,6 +18,8 @@ from .header import Header
 
 __all__ = ["cuts", "parts"]
 
+_LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
+
 
 def cuts(header: Header, ranks: int, sizes: NDArray[np.int64] | None = None) -> list[int]:
     """`ranks - 1` indices, ascending: owner r sums from cut r-1 up to, not including, cut r.
@@ -29,7 +31,7 @@ def cuts(header: Header, ranks: int, sizes: NDArray[np.int64] | None = None) -> 
     """
     if header.total == 0:
         return [0] * (ranks - 1)
-    end = header.highest + 1
+    end = header.highest + (header.highest not in _LAST)
     return even_cuts(header.points, header.weights, end, ranks, sizes)
 
 

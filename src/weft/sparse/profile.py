@@ -289,7 +289,7 @@ def _parsed(text: bytes, name: str) -> Profile:
         raise WeftError(f"{name} is no link profile: write one with weft tune")
     if found.get("version") != _VERSION:
         raise WeftError(
-            f"link profile {name} has version {found.get('version')}, this weft reads "
+            f"link profile {name} has version {found.get('version')!r}, this weft reads "
             f"{_VERSION}: run weft tune again"
         )
     try:

@@ -8,6 +8,7 @@ no others. Few rows travel in the opening exchange; else the schedule is `owned`
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,7 @@ from .run import handed_out, merge_eager, opened, settle
 __all__ = ["own_part", "sparse_reduce_scatter"]
 
 _NAME = "sparse_reduce_scatter"
+_HIGHEST = 2**63 - 1  # index that there can be; bounds may be larger
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
@@ -125,8 +127,11 @@ def _scattered(
 
 def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:
     """Those of a rank's rows that lie in a range."""
-    indices = rows.indices.long()
-    first, last = torch.searchsorted(indices, torch.tensor([low, high])).tolist()
+    indices, size = rows.indices.long(), rows.indices.numel()
+    first, last = (
+        size if bound > _HIGHEST else int(torch.searchsorted(indices, bound))
+        for bound in (low, high)
+    )
     return RowsInHeader(
         rows.indices[first:last], rows.values[first:last], rows.capacity, rows.fallible
     )
@@ -147,8 +152,8 @@ def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
         WeftError: they are none, or do not hold all indices.
     """
     try:
-        bounds = tuple(int(bound) for bound in ranges)
-    except (TypeError, ValueError):
+        bounds = tuple(map(operator.index, ranges))
+    except Exception:  # whatever iterates may raise anything
         raise WeftError(
             f"ranges is a {type(ranges).__name__}: pass {size + 1} integers, None for balanced ones"
         ) from None

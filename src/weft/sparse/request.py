@@ -6,6 +6,7 @@ would wait for it. So a check that fails leaves its sentence in `Request.error`,
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from ..rows import Rows
 from ..wire import link
 from ..wire.base import is_plain
 from . import registry
-from .call import Out
+from .call import Out, overlapping, unwritable
 
 __all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside"]
 
@@ -34,6 +35,8 @@ NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
+
+_LONGEST = 160  # bytes of the name of a caller's function
 
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
@@ -194,8 +197,10 @@ class Request:
         """State what is found to be wrong within, instead of raising it."""
         try:
             yield
-        except (_WrongError, WeftError) as error:
-            self.error, self.dtype = str(error), self.rows.values.dtype
+        except Exception as error:  # raised here it would leave the others waiting
+            ours = isinstance(error, _WrongError | WeftError)
+            self.error = str(error) if ours else f"{type(error).__name__}: {error}"
+            self.dtype = self.rows.values.dtype
 
     @property
     def wide(self) -> torch.dtype | None:
@@ -230,6 +235,8 @@ class Request:
     def _take_rows(self, given: object) -> None:
         rows, self.restore = _unwrapped(given)
         indices, values = rows.indices, rows.values
+        if rows.height is not None and not isinstance(rows.height, int):
+            raise _WrongError(f"height is {rows.height!r}: pass the number of rows, or None")
         if indices.dim() != 1:
             raise _WrongError(f"indices have shape {tuple(indices.shape)}: they must be 1-D")
         if indices.dtype not in (torch.int32, torch.int64):
@@ -243,6 +250,8 @@ class Request:
             raise _WrongError(f"values have layout {values.layout}: they must be strided")
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
+        if values.is_meta:
+            raise _WrongError("rows are on meta, where nothing is held: pass tensors with data")
         plain = values
         if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
             plain = values.detach().cpu().resolve_conj().resolve_neg()  # what kernels can read
@@ -277,9 +286,9 @@ class Request:
             registry.find(str(chosen))
         self.algorithm = self.fields["algorithm"] = str(chosen)
         said = os.environ.get("WEFT_LINK")
-        self.fields["WEFT_LINK"] = "nothing" if said is None else said
         if said is not None:
             link.parse(said)  # raises here rather than when the link is needed
+        self.fields["WEFT_LINK"] = "nothing" if said is None else said
 
     def _take_wire_dtype(self, dtype: object) -> None:
         own = self.rows.values.dtype
@@ -312,8 +321,8 @@ class Request:
             if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
                 what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise _WrongError(f"out's {name} are {what}: they must be {dtype}")
-            if not tensor.is_contiguous():
-                raise _WrongError(f"out's {name} are not contiguous: results are written in place")
+            if reason := unwritable(tensor):
+                raise _WrongError(f"out's {name} are {reason}")
         indices, space = out
         if indices.dim() != 1 or space.dim() == 0 or space.shape[0] != indices.numel():
             raise _WrongError(
@@ -327,12 +336,17 @@ class Request:
                 f"out's values have row shape {tuple(space.shape[1:])}, the rows have "
                 f"{tuple(values.shape[1:])}"
             )
-        self.out = (indices, space)
+        if overlapping(indices, space):
+            raise _WrongError("out's indices and values are in the same memory: pass two buffers")
+        self.out = (indices, space.detach())
 
 
 def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
     """The rows that were given, and what gives a result the same form, on the same device."""
     if isinstance(given, Rows):
+        if not (isinstance(given.indices, Tensor) and isinstance(given.values, Tensor)):
+            what = f"{type(given.indices).__name__} and {type(given.values).__name__}"
+            raise _WrongError(f"rows are weft.Rows of {what}: pass tensors")
         device = given.values.device
         return given, lambda rows: Rows(
             rows.indices.to(device), rows.values.to(device), given.height
@@ -399,5 +413,9 @@ def _op(op: object) -> Op:
         return OPS[op]
     if callable(op):
         name = getattr(op, "__qualname__", None) or type(op).__qualname__
-        return Op(f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}", op, builtin=False)
+        name = f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}"
+        if len(name.encode()) > _LONGEST:  # it travels with every call
+            digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+            name = f"{name[: _LONGEST // 4]}... (digest {digest})"
+        return Op(name, op, builtin=False)
     raise _WrongError(f"op is a {type(op).__name__}: pass a name, a ReduceOp or a function")

@@ -77,6 +77,7 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         height=given.height,
         wide=request.wide,
         out=request.out,
+        given=given,
     )
     eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
     row = row_bytes(call.row_shape, call.dtype)

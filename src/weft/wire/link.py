@@ -113,7 +113,7 @@ def parse(text: str) -> tuple[float, float]:
     """
     try:
         latency, rate = (float(part) for part in text.split(","))
-        if latency <= 0 or rate <= 0:
+        if not (0 < latency < math.inf and 0 < rate < math.inf):
             raise ValueError
     except ValueError:
         raise WeftError(

@@ -2,9 +2,10 @@
 
 Nothing is copied, in either direction. A buffer is a torch tensor on any device, a NumPy array,
 anything with the buffer protocol (`bytes`, `array`, ctypes arrays) or with DLPack, or an address of
-host memory: an int or `c_void_p`, whose extent a parameter of the call tells, or an `Address`,
-which tells it itself. The memory must be contiguous, of the dtype that was named, and at least as
-long as was said; `bytes`, `bytearray` and `mmap` have no type, and are taken for any.
+host memory: an int, a `c_void_p` or a typed pointer of ctypes, whose extent a parameter of the
+call tells, or an `Address`, which tells it itself. The memory must be contiguous, of the dtype that
+was named, and at least as long as was said; `bytes`, `bytearray` and `mmap` have no type, and are
+taken for any.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import operator
+from collections.abc import Mapping
+from ctypes import _Pointer
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...sparse.call import overlapping, unwritable
 from .dtypes import NAMES, Wrong, dtype_of
 
-__all__ = ["Address", "counted", "dtype_in", "is_address", "one_integer", "seen"]
+__all__ = ["Address", "counted", "distinct", "dtype_in", "is_address", "one_integer", "seen"]
 
 _UNTYPED = (bytes, bytearray, mmap.mmap)
+_SPACE = 1 << 63  # bytes of addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ def dtype_in(buffer: Any, name: str) -> torch.dtype:
     """The dtype that a buffer itself says it has."""
     if isinstance(buffer, Address):
         return dtype_of(buffer.dtype, f"the dtype of {name}")
+    if (pointed := _pointed_at(buffer, name)) is not None:
+        return pointed
     if buffer is None or is_address(buffer):
         what = "None" if buffer is None else "an address"
         raise Wrong(f"{name} is {what}, which has no dtype: name the dtypes in the call")
@@ -86,7 +94,9 @@ def seen(
     if is_address(buffer):
         if count is None:
             raise Wrong(f"{name} is an address of unknown extent: pass an Address, or a buffer")
-        where = getattr(buffer, "value", buffer) or 0
+        if _pointed_at(buffer, name) not in (dtype, None):
+            raise Wrong(f"{name} is a {type(buffer).__name__}, the call says {dtype}")
+        where = _where(buffer)
         return _at(where, count * dtype.itemsize, None, name, dtype).view(dtype)
     if isinstance(buffer, Address):
         where, held = buffer.address, counted(buffer.count, f"the count of {name}")
@@ -98,6 +108,10 @@ def seen(
         raise Wrong(f"{name} holds {memory.dtype}, the call says {dtype}: make them equal")
     if count is not None and memory.numel() < count:
         raise Wrong(f"{name} holds {memory.numel()} elements, the call says {count}")
+    if memory.is_meta:
+        raise Wrong(f"{name} is on meta, where nothing is held: pass memory")
+    if write and (reason := unwritable(memory)):
+        raise Wrong(f"{name} is {reason}")
     return memory if count is None else memory[:count]
 
 
@@ -114,15 +128,38 @@ def one_integer(buffer: Any, name: str) -> Tensor | None:
     return memory
 
 
+def distinct(buffers: Mapping[str, Tensor | None]) -> None:
+    """Refuse buffers for results, by their names, that have memory in common."""
+    given = [(name, buffer) for name, buffer in buffers.items() if buffer is not None]
+    for (name, one), (other, another) in combinations(given, 2):
+        if overlapping(one, another):
+            raise Wrong(f"{name} and {other} are in the same memory: pass buffers of their own")
+
+
 def is_address(buffer: object) -> bool:
     """Whether this is an address that does not say how much there is."""
-    return isinstance(buffer, ctypes.c_void_p) or (
+    return isinstance(buffer, ctypes.c_void_p | _Pointer) or (
         isinstance(buffer, int) and not isinstance(buffer, bool)
     )
 
 
+def _where(buffer: Any) -> int:
+    if isinstance(buffer, _Pointer):
+        buffer = ctypes.cast(buffer, ctypes.c_void_p)
+    return getattr(buffer, "value", buffer) or 0
+
+
+def _pointed_at(buffer: object, name: str) -> torch.dtype | None:
+    """The dtype that a typed pointer says its memory has; None if this is no such pointer."""
+    if not isinstance(buffer, _Pointer):
+        return None
+    return dtype_of(np.dtype(buffer._type_), f"what {name} points at")
+
+
 def _memory(buffer: Any, name: str, dtype: torch.dtype | None, *, write: bool = False) -> Tensor:
     """All of a buffer that is an object, as a 1-D tensor; untyped memory becomes `dtype`."""
+    if isinstance(buffer, np.ma.MaskedArray):
+        raise Wrong(f"{name} is a masked array, and a mask says nothing here: pass its data")
     if not isinstance(buffer, Tensor | np.ndarray) and hasattr(buffer, "__dlpack__"):
         buffer = torch.utils.dlpack.from_dlpack(buffer)
     if isinstance(buffer, Tensor):
@@ -152,8 +189,8 @@ def _at(where: int, nbytes: int, owner: object, name: str, dtype: torch.dtype) -
     """Bytes at an address, which keep their owner alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    if where <= 0 or where % dtype.itemsize:
-        raise Wrong(f"{name} is at address {where:#x}, where no {dtype} can be")
+    if where <= 0 or where % dtype.itemsize or where + nbytes > _SPACE:
+        raise Wrong(f"{name} is {nbytes} bytes at {where:#x}, where no {dtype} can be")
     block: Any = (ctypes.c_uint8 * nbytes).from_address(where)
     block.owner = owner
     return torch.frombuffer(block, dtype=torch.uint8)

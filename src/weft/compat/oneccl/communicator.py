@@ -1,13 +1,11 @@
-"""Communicators: the group of ranks that an operation is for, and the key-value store they meet at.
+"""Communicators: the group of ranks that an operation is for.
 
-oneCCL's way to a communicator: one rank makes the main key-value store and tells the others its
-address, by whatever means it has; all make a communicator of it. A program that has a group
-already, of torch.distributed or of `weft.init`, needs none of that.
+oneCCL's way to a communicator: ranks that share a key-value store (`kvs`) make one of it. A program
+that has a group already, of torch.distributed or of `weft.init`, needs none of that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -15,68 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...agree import agree
-from ...bootstrap import store as stores
 from ...errors import WeftError
 from ...wire import default, process_group
-from ...wire.base import Wire
+from ...wire.base import Wire, is_duration
+from .kvs import TIMEOUT, Kvs
 
-__all__ = ["Communicator", "Kvs", "create_communicator", "create_kvs", "create_main_kvs"]
-
-_TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kvs:
-    """A key-value store that all ranks reach.
-
-    Example:
-        >>> kvs = create_main_kvs("127.0.0.1")
-        >>> same = create_kvs(kvs.get_address())
-        >>> same.set("color", b"blue")
-        >>> kvs.get("color")
-        b'blue'
-    """
-
-    store: dist.Store
-    address: str
-
-    def get_address(self) -> bytes:
-        """What `create_kvs` needs to know, in at most 256 bytes."""
-        return self.address.encode()
-
-    def get(self, key: str) -> bytes:
-        """What a key was set to; waits until it is."""
-        return bytes(self.store.get(f"user/{key}"))
-
-    def set(self, key: str, data: bytes) -> None:
-        """Set a key."""
-        self.store.set(f"user/{key}", data)  # type: ignore[arg-type]  # bytes are served too
-
-
-def create_main_kvs(host: str | None = None) -> Kvs:
-    """Host a key-value store in this process, for as long as it is held.
-
-    Args:
-        host: the address of this machine that it listens on; None: the one that leads outward.
-    """
-    host = host or stores.outward()
-    store, port = stores.host(host)
-    return Kvs(store, f"{host}:{port}")
-
-
-def create_kvs(address: bytes | str, *, timeout: float = _TIMEOUT) -> Kvs:
-    """The store that another process hosts.
-
-    Args:
-        address: what `get_address()` said there.
-        timeout: seconds in which it must answer.
-
-    Raises:
-        WeftError: that is no address.
-        WireError: nobody answers.
-    """
-    text = address if isinstance(address, str) else bytes(address).rstrip(b"\0").decode()
-    return Kvs(stores.join(text, timeout), text)
+__all__ = ["Communicator", "create_communicator"]
 
 
 class Communicator:
@@ -146,7 +88,7 @@ def create_communicator(
     rank: int | None = None,
     kvs: Kvs | dist.Store | None = None,
     *,
-    timeout: float = _TIMEOUT,
+    timeout: float = TIMEOUT,
 ) -> Communicator:
     """The default group, or a new one among processes that share a key-value store.
 
@@ -158,10 +100,11 @@ def create_communicator(
         timeout: seconds that meeting, and then any one wait, may last.
 
     Raises:
-        WeftError: some of the three are missing, or there is no default group.
+        WeftError: some of the three are missing or cannot be, or there is no default group.
         WireError: not all ranks came.
 
     Example:
+        >>> from weft.compat.oneccl.kvs import create_main_kvs
         >>> with create_communicator(1, 0, create_main_kvs("127.0.0.1")) as comm:
         ...     comm
         <Communicator rank 0 of 1>
@@ -170,5 +113,14 @@ def create_communicator(
         return Communicator(default.current())
     if size is None or rank is None or kvs is None:
         raise WeftError("pass size, rank and kvs together, or none of them for the default group")
+    if not (isinstance(size, int) and isinstance(rank, int)):
+        raise WeftError(f"size is {size!r} and rank is {rank!r}: pass two integers")
     store = kvs.store if isinstance(kvs, Kvs) else kvs
+    if not isinstance(store, dist.Store):
+        raise WeftError(
+            f"kvs is a {type(kvs).__name__}: make it by create_main_kvs or create_kvs, or pass a "
+            "store of torch"
+        )
+    if not is_duration(timeout):
+        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds")
     return Communicator(process_group.connect(store, rank, size, timeout), owned=True)

@@ -51,8 +51,10 @@ class Wrong(Exception):
 
 
 def is_dtype(given: object) -> bool:
-    """Whether this names a dtype: torch's, NumPy's, or a name of oneCCL's."""
-    return isinstance(given, torch.dtype | np.dtype) or (isinstance(given, str) and given in NAMES)
+    """Whether this names a dtype: torch's, NumPy's (`numpy.int64` too), or a name of oneCCL's."""
+    numpy = isinstance(given, type) and issubclass(given, np.generic)
+    known = isinstance(given, str) and given in NAMES
+    return numpy or known or isinstance(given, torch.dtype | np.dtype)
 
 
 def dtype_of(given: object, name: str) -> torch.dtype:
@@ -64,6 +66,8 @@ def dtype_of(given: object, name: str) -> torch.dtype:
     """
     if isinstance(given, torch.dtype):
         return given
+    if isinstance(given, type) and issubclass(given, np.generic):
+        given = np.dtype(given)  # numpy.int64 is written for either
     word = given.name if isinstance(given, np.dtype) else given
     if isinstance(word, str) and word in NAMES:
         return NAMES[word]

@@ -8,18 +8,19 @@ result is written straight to. In weft's own call that is `out=`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .buffers import dtype_in, seen
-from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
-from .dtypes import Wrong, is_dtype
+from .buffers import distinct, dtype_in, seen
+from .communicator import Communicator, create_communicator
+from .dtypes import Wrong
+from .kvs import Kvs, create_kvs, create_main_kvs
 from .memory import Result
 from .operation import MODES, Operation, start
+from .overloads import overloaded
 from .progress import Event, compose
 from .sent import Sent
 
@@ -79,22 +80,7 @@ create_sparse_allreduce_attr = SparseAllreduceAttr
 default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback: no call can do with it
 
 
-def _overloaded(function: Callable[..., Event]) -> Callable[..., Event]:
-    """Take the arguments of oneCCL's overloads too: no dtypes, and no stream before `attr`."""
-
-    @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Event:
-        head, tail = given[:8], given[8:]
-        if tail and tail[0] is not None and not any(map(is_dtype, tail[:2])):
-            tail = (None, None, *tail)
-        if len(tail) > 4 and isinstance(tail[4], SparseAllreduceAttr):
-            tail = (*tail[:4], None, *tail[4:])
-        return function(*head, *tail, **named)
-
-    return call
-
-
-@_overloaded
+@overloaded(SparseAllreduceAttr)
 def sparse_allreduce(
     send_ind_buf: Any,
     send_ind_count: int,
@@ -131,7 +117,8 @@ def sparse_allreduce(
         stream: a stream of an accelerator, whose work must be done before the buffers are read;
             what the caller's current stream has queued always is.
         attr: the callback, its context, the coalesce mode.
-        deps: what is waited for before the buffers are read: events, or what else has a `wait()`.
+        deps: what is waited for before the buffers are read: events, or what else has a `wait()`;
+            for three quarters of the group's timeout, after which all ranks are told.
 
     Raises:
         WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from the
@@ -180,10 +167,10 @@ def sparse_allreduce(
             made = allocate(idx_count, dtypes[0], val_count, dtypes[1], attr.fn_ctx)
             if not isinstance(made, tuple | list) or len(made) != 2:
                 raise Wrong(f"alloc_fn returned a {type(made).__name__}, not two buffers")
-            return (
-                seen(made[0], idx_count, dtypes[0], "alloc_fn's idx_buf", write=True),
-                seen(made[1], val_count, dtypes[1], "alloc_fn's val_buf", write=True),
-            )
+            idx = seen(made[0], idx_count, dtypes[0], "alloc_fn's idx_buf", write=True)
+            val = seen(made[1], val_count, dtypes[1], "alloc_fn's val_buf", write=True)
+            distinct({"alloc_fn's idx_buf": idx, "its val_buf": val})
+            return idx, val
 
         return Operation(
             sent,

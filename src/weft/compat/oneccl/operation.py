@@ -34,6 +34,7 @@ from .sent import Sent
 __all__ = ["MODES", "Operation", "start"]
 
 _PLAIN = Attributes()
+_SOONER = 0.75  # of the group's timeout: who waits longer than that cannot tell the others in time
 MODES = ("regular", "disable", "keep_precision")
 
 Finish = Callable[[Tensor, Tensor], Callable[[], None] | None]
@@ -78,8 +79,8 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
         operation.attributes.check()
         reduction, algorithm = operation.attributes.op(operation.reduction), selected()
         marks = [*operation.after, *_marks(operation.sent)]
-    except Wrong as wrong:
-        sentence = str(wrong)
+    except Exception as error:  # of ours, or of a buffer's that cannot be seen: told to all alike
+        sentence = _sentence(wire, error)
         work: Work[Result] = wire.worker.submit(
             "sparse_allreduce", lambda: _refused(wire, sentence)
         )
@@ -107,14 +108,14 @@ def _run(
     memory = Memory(operation.place, sent.indices.dtype)
     rows = Rows(torch.empty(0, dtype=torch.int64), sent.values[:0])
     try:
-        await_all(marks)
+        await_all(marks, _SOONER * wire.timeout)
         rows = sent.rows(operation.attributes)
     except Exception as error:
         trouble = error
     out = memory.allocate if operation.place is not None else None
     pair = (rows.indices, rows.values)
     request = Request.of(pair, reduction, algorithm, None, out)
-    request.error = request.error if trouble is None else _sentence(trouble)
+    request.error = request.error if trouble is None else _sentence(wire, trouble)
     request.fields |= {
         "index dtype": str(sent.indices.dtype),
         "coalesce mode": operation.mode.replace("keep_precision", "regular"),
@@ -127,20 +128,20 @@ def _run(
             result = reduce_now(wire, request)[0]
     except WeftError as error:
         raise error from trouble
-    return _finish(wire, operation, memory.fill(result))
+    return _finish(wire, operation, lambda: memory.fill(result))
 
 
-def _finish(wire: Wire, operation: Operation, result: Result) -> Result:
+def _finish(wire: Wire, operation: Operation, fill: Callable[[], Result]) -> Result:
     """Hand out a result; raises alike on all ranks if that fails on one."""
-    indices, values = result
     trouble, write = None, None
     try:
+        indices, values = fill()
         values = operation.attributes.after(values, operation.sent.values.dtype)
         _await_device(indices, values)
         write = operation.finish(indices, values)
     except Exception as error:
         trouble = error
-    sentence = None if trouble is None else _sentence(trouble)
+    sentence = None if trouble is None else _sentence(wire, trouble)
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
         agree(wire, "the end of sparse_allreduce", {}, sentence, nothing, lambda a, b: a).release()
@@ -151,9 +152,10 @@ def _finish(wire: Wire, operation: Operation, result: Result) -> Result:
     return indices, values
 
 
-def _sentence(trouble: Exception) -> str:
-    ours = isinstance(trouble, Wrong | WeftError)
-    return str(trouble) if ours else f"{type(trouble).__name__}: {trouble}"
+def _sentence(wire: Wire, trouble: Exception) -> str:
+    if isinstance(trouble, Wrong | WeftError):
+        return str(trouble).removeprefix(f"rank {wire.named}: ")  # which is said for all
+    return f"{type(trouble).__name__}: {trouble}"
 
 
 def _marks(sent: Sent) -> list[Any]:

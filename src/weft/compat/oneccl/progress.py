@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
 from typing import Any
 
+from ...errors import StillRunning
 from ...wire.worker import Work
 from .dtypes import Wrong
 
@@ -28,18 +33,19 @@ class Event:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self.works)) or 'of nothing'}>"
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | timedelta | None = None) -> None:
         """Wait until all of it has ended.
 
         Args:
-            timeout: seconds; None waits as long as the group's own deadlines allow.
+            timeout: seconds, or a timedelta; None waits as long as the group's own deadlines allow.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
             WeftError: what was wrong with the call; the same on every rank.
             WireError: a peer or a link failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        deadline = None if seconds is None else time.monotonic() + seconds
         failed: Exception | None = None
         for work in self.works:
             try:
@@ -66,8 +72,9 @@ def compose(*events: Event) -> Event:
     return Event(*(work for event in events for work in event.works))
 
 
-def await_all(events: Sequence[Any]) -> None:
+def await_all(events: Sequence[Any], seconds: float) -> None:
     """Wait for whatever a call depends on: events, works, futures, streams' events."""
+    deadline = time.monotonic() + seconds
     for number, event in enumerate(events):
         # a CUDA event's wait() holds up a stream, and its synchronize() whoever calls
         names = ("synchronize", "wait", "result")
@@ -75,6 +82,37 @@ def await_all(events: Sequence[Any]) -> None:
         if wait is None:
             raise Wrong(f"deps[{number}] is a {type(event).__name__}: pass what can be waited for")
         try:
-            wait()
+            done = _ended(event, wait, max(0.0, deadline - time.monotonic()))
         except Exception as error:
             raise Wrong(f"deps[{number}] failed: {type(error).__name__}: {error}") from error
+        if not done:
+            raise Wrong(
+                f"deps[{number}], a {type(event).__name__}, has not ended within {seconds:g} s: "
+                "see what it waits for, or start the group with a longer timeout"
+            )
+
+
+def _ended(event: Any, wait: Callable[[], object], seconds: float) -> bool:
+    """Wait for so long; whether it has ended, and well. Raises what it raised."""
+    if isinstance(event, Event | Work):
+        try:
+            event.wait(seconds)
+        except StillRunning:
+            return False
+        return True
+    ended: Future[None] = Future()
+
+    def body() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    # a thread, since what others make has each its own way to say how long, or none at all
+    threading.Thread(target=body, name="weft dependency", daemon=True).start()
+    if not wait_for([ended], seconds).done:
+        return False
+    ended.result()
+    return True

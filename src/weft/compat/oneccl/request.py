@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import WeftError
 from ...wire.worker import Work
 from .attributes import Attributes, FnContext, Status
-from .buffers import is_address, one_integer, seen
+from .buffers import distinct, is_address, one_integer, seen
 from .dtypes import Wrong
 from .memory import Result
 from .operation import Operation, start
@@ -125,6 +125,14 @@ def sparse_allreduce(
         counts = (
             one_integer(recv_ind_count, "recv_ind_count"),
             one_integer(recv_val_count, "recv_val_count"),
+        )
+        distinct(
+            {
+                "recv_ind_buf": ends[0],
+                "recv_val_buf": ends[1],
+                "recv_ind_count": counts[0],
+                "recv_val_count": counts[1],
+            }
         )
         return Operation(sent, reduction, _into((ends[0], ends[1]), counts), given)
 

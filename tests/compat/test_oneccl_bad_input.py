@@ -1,0 +1,187 @@
+"""What a program hands over by mistake on one rank: all are told, and the next call works."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.compat.oneccl import event, request
+from weft.testing import spmd
+
+VALUES = (ctypes.c_float * 6)(*range(6))
+
+
+class NoExport:
+    """A tensor of another library that cannot be shared."""
+
+    def __dlpack__(self, **named):
+        raise BufferError("it is on the moon")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+def kept():
+    return event.create_sparse_allreduce_attr(
+        completion_fn=lambda *given: given[-1].append(given[3].tolist()), fn_ctx=[]
+    )
+
+
+def through_event(wire, **changed):
+    """One call as the document writes it; its values."""
+    given = {
+        "send_ind_buf": torch.tensor([5, 2, 5]),
+        "send_ind_count": 3,
+        "send_val_buf": torch.arange(6.0),
+        "send_val_count": 6,
+        "recv_ind_buf": None,
+        "recv_ind_count": 0,
+        "recv_val_buf": None,
+        "recv_val_count": 0,
+        "ind_dtype": torch.int64,
+        "val_dtype": torch.float32,
+        "rtype": "sum",
+        "comm": wire,
+        "stream": None,
+        "attr": kept(),
+        "deps": [],
+    }
+    given |= changed
+    event.sparse_allreduce(*given.values()).wait()
+    return given["attr"].fn_ctx[0]
+
+
+def allocating(function):
+    return {"attr": event.create_sparse_allreduce_attr(alloc_fn=function, fn_ctx=[[]])}
+
+
+def in_inference_mode(count):
+    with torch.inference_mode():
+        return torch.empty(count)
+
+
+SHARED = torch.empty(64)
+EVENT = {
+    "names of no dtype": ({"ind_dtype": "long", "val_dtype": "real"}, "ind_dtype is 'long': pass"),
+    "types of Python": ({"ind_dtype": int, "val_dtype": float}, "ind_dtype is <class 'int'>: pass"),
+    "numbers of an enum": ({"ind_dtype": 3, "val_dtype": 7}, "ind_dtype is 3: pass a torch dtype"),
+    "no export": ({"send_val_buf": NoExport()}, "BufferError: it is on the moon"),
+    "a mask": ({"send_val_buf": np.ma.masked_array(VALUES)}, "send_val_buf is a masked array"),
+    "no data": ({"send_val_buf": torch.ones(6, device="meta")}, "send_val_buf is on meta, where"),
+    "no such memory": (
+        {"send_val_buf": ctypes.addressof(VALUES), "send_val_count": 3 << 62},
+        "bytes at 0x.*, where no torch.float32 can be",
+    ),
+    "a pointer to others": (
+        {"send_val_buf": ctypes.cast(VALUES, ctypes.POINTER(ctypes.c_int))},
+        "send_val_buf is a LP_c_int, the call says torch.float32",
+    ),
+    "the same memory": (
+        allocating(lambda n, _, m, *rest: (SHARED.view(torch.int64)[:n], SHARED[:m])),
+        "alloc_fn's idx_buf and its val_buf are in the same memory",
+    ),
+    "inference": (
+        allocating(lambda n, dtype, m, *rest: (torch.empty(n, dtype=dtype), in_inference_mode(m))),
+        "alloc_fn's val_buf is made in inference mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EVENT)
+@spmd(3, on=("threads",))
+def test_event(wire, what):
+    changed, text = EVENT[what]
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        through_event(wire, **(changed if wire.rank == 1 else {}))
+    assert str(caught.value).startswith("rank 1: ")
+    assert through_event(wire) == [6.0, 9.0, 12.0, 18.0]
+
+
+@spmd(1, 2, on=("threads",))
+def test_types_of_numpy_and_typed_pointers_serve(wire):
+    pointer = ctypes.cast(VALUES, ctypes.POINTER(ctypes.c_float))
+    for dtypes in (np.int64, np.float32), (np.dtype("i8"), np.dtype("f4")):
+        named = dict(zip(("ind_dtype", "val_dtype"), dtypes, strict=True))
+        found = through_event(wire, send_val_buf=pointer, **named)
+        assert found == [2.0 * wire.size, 3.0 * wire.size, 4.0 * wire.size, 6.0 * wire.size]
+    attr, indices = kept(), torch.tensor([5, 2, 5])  # the pointer's own dtype
+    event.sparse_allreduce(indices, 3, pointer, 6, *[None] * 4, "sum", wire, attr=attr).wait()
+    assert attr.fn_ctx == [found]
+
+
+FOREVER = {
+    "a future of torch": torch.futures.Future(),
+    "what has a wait": threading.Event(),
+}
+
+
+@pytest.mark.parametrize("what", FOREVER)
+@spmd(3, on=("threads",), timeout=4.0)
+def test_what_never_ends_is_told_to_all(wire, what):
+    text = r"rank 1: deps\[0\], a \w+, has not ended within 3 s"
+    through_event(wire)  # all begin at the same moment
+    with pytest.raises(weft.WeftError, match=text):
+        through_event(wire, deps=[FOREVER[what]] if wire.rank == 1 else [])
+    assert through_event(wire) == [6.0, 9.0, 12.0, 18.0]
+
+
+@spmd(2, on=("threads",), timeout=4.0)
+def test_calls_that_wait_for_each_other_end(wire):
+    """Each rank's call on one group waits for its call on the other, in opposite orders."""
+    with event.Communicator(wire).split(0) as other:
+        through_event(wire, comm=other)
+        first, second = (wire, other) if wire.rank else (other, wire)
+        indices, ones = torch.tensor([1]), torch.ones(1)
+        arguments = (indices, 1, ones, 1, *[None] * 4, "sum")
+        gate = concurrent.futures.Future()
+        begun = event.sparse_allreduce(*arguments, first, attr=kept(), deps=[gate])
+        after = event.sparse_allreduce(*arguments, second, attr=kept(), deps=[begun])
+        for made in (begun, after):
+            with pytest.raises(weft.Error, match=r"has not ended within|failed"):
+                made.wait()
+    assert through_event(wire) == [4.0, 6.0, 8.0, 12.0]
+
+
+ONE = torch.empty(64, dtype=torch.uint8)
+REQUEST = {
+    "the same memory": (
+        {"recv_ind_buf": ONE.view(torch.int64), "recv_val_buf": ONE.view(torch.float32)},
+        "recv_ind_buf and recv_val_buf are in the same memory",
+    ),
+    "no memory": (
+        {"recv_val_buf": torch.empty(8, device="meta")},
+        "recv_val_buf is on meta, where nothing is held",
+    ),
+    "inference": (
+        {"recv_val_buf": in_inference_mode(8)},
+        "recv_val_buf is made in inference mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REQUEST)
+@spmd(3, on=("threads",))
+def test_request(wire, what):
+    changed, text = REQUEST[what]
+
+    def call(**changed):
+        into = {"recv_ind_buf": torch.empty(4, dtype=torch.int64), "recv_val_buf": torch.empty(8)}
+        into |= changed
+        request.sparse_allreduce(
+            *(torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6),
+            *(into["recv_ind_buf"], None, into["recv_val_buf"], None),
+            *("int64", "float", "sum"),
+            comm=wire,
+        ).wait()
+        return into["recv_val_buf"][:4].tolist()
+
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        call(**(changed if wire.rank == 1 else {}))
+    assert str(caught.value).startswith("rank 1: ")
+    assert call() == [6.0, 9.0, 12.0, 18.0]
