@@ -79,6 +79,36 @@ def test_picked_rows_meet_where_they_are_summed(case):
         assert met == set(range(len(places)))
 
 
+@SOME
+@given(case=unions())
+def test_rows_are_dealt_to_those_who_were_given_their_places(case):
+    runs, union, weights = case
+    shares = kernels.shares(union.slots, len(union.indices), weights)
+    given_to = [set(shares.of(to).tolist()) for to in range(len(runs))]
+    for slots in union.slots:
+        found, ours = reference.deal(slots, shares), cpu_shares.deal(slots, shares)
+        assert all(torch.equal(one, other) for one, other in zip(found, ours, strict=True))
+        assert sorted(torch.cat(ours).tolist()) == list(range(len(slots)))
+        for to, rows in enumerate(ours):
+            assert rows.dtype == torch.int32 and rows.tolist() == sorted(rows.tolist())
+            places = [slot if slot >= 0 else ~slot for slot in slots[rows.long()].tolist()]
+            assert set(places) <= given_to[to]
+
+
+@SOME
+@given(case=unions(), data=st.data())
+def test_who_holds_a_place(case, data):
+    runs, union, _ = case
+    total = len(union.indices)
+    some = data.draw(st.lists(st.integers(0, max(0, total - 1)), max_size=30 if total else 0))
+    places = torch.tensor(sorted(some), dtype=torch.int64)
+    ours = cpu_shares.held(union.slots, places)
+    assert torch.equal(ours, reference.held(union.slots, places)) and ours.dtype == torch.int64
+    sets = [set(run.tolist()) for run in runs]
+    for index, found in zip(union.indices[places].tolist(), ours.tolist(), strict=True):
+        assert found == [int(index in one) for one in sets]
+
+
 @pytest.mark.parametrize("module", [reference, cpu_shares])
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_equal_weights_are_equal_shares(module, runs):

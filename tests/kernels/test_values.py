@@ -129,6 +129,17 @@ def check_reduce(dtype, op, case):
             reference.reduce(values, distinct, op, expected, first, last)
             same(ours.out, expected)
             ours.check()
+        chosen = torch.randint(u, (case["rows"] // 2,), generator=generator).int()
+        everything = kernels.reduce(
+            values, distinct, op, torch.empty_like(values[:u], dtype=out_dtype)
+        )
+        ours = Guarded((len(chosen), *values.shape[1:]), out_dtype)
+        assert kernels.reduce(values, distinct, op, ours.out, chosen) is ours.out
+        same(ours.out, everything[chosen])
+        ours.check()
+        by_definition = torch.empty_like(ours.out)
+        reference.reduce(values, distinct.at(chosen), op, by_definition, 0, len(chosen))
+        same(ours.out, by_definition)
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
@@ -145,6 +156,20 @@ def test_reduce_agrees_with_the_reference(dtype, op, case):
 def test_reduce_agrees_on_several_threads(threads, dtype, case):
     compiled(dtype, OPS["sum"])
     check_reduce(dtype, OPS["sum"], case)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("ids", [[1, 0, 1], [0, 0, 1], [3, 1], [1, 3]])
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_rows_that_are_not_among_the_distinct_ones(monkeypatch, compile, ids, wrong):
+    if compile:
+        compiled(torch.float32, OPS["sum"])
+    else:
+        monkeypatch.setattr(cpu, "reduce", lambda *_: False)
+    distinct, values = reference.distinct(torch.tensor(ids)), torch.ones(len(ids), 4)
+    chosen = torch.tensor([0, wrong, 1], dtype=torch.int32)
+    with pytest.raises(IndexError):
+        kernels.reduce(values, distinct, OPS["sum"], torch.empty(3, 4), chosen)
 
 
 def check_combine(dtype, op, case, runs):

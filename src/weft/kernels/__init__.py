@@ -18,8 +18,9 @@ The vocabulary:
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
 * `merge(runs, op)` is union and combine over whole runs.
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
-  `pick` finds those of a run's rows whose places some run was given; `put` brings rows to places.
-* `copy`, `take`, `quantiles`, `sketch`: see each.
+  `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
+  run was given, and where it has them; `put` brings rows to places.
+* `held`, `copy`, `take`, `quantiles`, `sketch`: see each.
 * `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
   there.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
@@ -55,12 +56,14 @@ __all__ = [
     "Union",
     "combine",
     "copy",
+    "deal",
     "describe",
     "distinct",
     "expected_bits",
     "finish",
     "gap_code",
     "hashed",
+    "held",
     "lent",
     "lists",
     "merge",
@@ -250,6 +253,47 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     meter.spend(meter.PICK * len(slots))
     found = cpu_shares.pick(slots, shares, run, to) if on_cpu(slots) else None
     return reference.pick(slots, shares, to) if found is None else found
+
+
+def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
+    """A run's rows by the run that their places were given to.
+
+    Args:
+        slots: of the run.
+        shares: what `shares` said of all runs' slots.
+
+    Returns:
+        For each run int32: the positions in this run of the rows given to it, ascending.
+
+    Example:
+        >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
+        >>> deal(slots[1], shares(slots, 3, [1, 1]))
+        [tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32)]
+    """
+    slots = slots.contiguous()
+    meter.spend(meter.PICK * len(slots))
+    found = cpu_shares.deal(slots, shares) if on_cpu(slots) else None
+    return reference.deal(slots, shares) if found is None else found
+
+
+def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Which runs have some places of their union.
+
+    Args:
+        slots: of all runs, as `union` gives them.
+        places: int64 `[n]`, ascending.
+
+    Returns:
+        int64 `[n, runs]`: 1 where the run has the place, else 0.
+
+    Example:
+        >>> held(union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots, torch.tensor([0, 2]))
+        tensor([[0, 1],
+                [1, 1]])
+    """
+    slots, places = [slot.contiguous() for slot in slots], places.contiguous()
+    found = cpu_shares.held(slots, places) if on_cpu(slots[0]) else None
+    return reference.held(slots, places) if found is None else found
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> None:

@@ -167,7 +167,11 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
     if name in modules:
         module = modules[name]
         return {loop: getattr(module, loop)(*kinds) for loop in module.LOOPS}
-    return {"reduce": value_loops.reduce(*kinds), "combine": value_loops.combine(*kinds[:3])}
+    return {
+        "reduce": value_loops.reduce(*kinds),
+        "reduce_some": value_loops.reduce_some(*kinds),
+        "combine": value_loops.combine(*kinds[:3]),
+    }
 
 
 def _numba() -> Any:

@@ -48,8 +48,19 @@ def _value_key(src: torch.dtype, dst: torch.dtype, name: str) -> Key | None:
     return ("value", KINDS[src], KINDS[dst], "sum" if op.mean else name, KINDS[total])
 
 
-def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, last: int) -> bool:
-    """See `weft.kernels.reduce`; `out` has room for the distinct rows `first` to `last`."""
+def reduce(
+    values: Tensor,
+    distinct: Distinct,
+    op: Op,
+    out: Tensor,
+    first: int,
+    last: int,
+    which: Tensor | None = None,
+) -> bool:
+    """See `weft.kernels.reduce`; `out` has room for the distinct rows `first` to `last`.
+
+    With `which` (int32, contiguous) for the distinct rows `which[first]` to `which[last - 1]`.
+    """
     key, loops = _loops(values, out, op)
     if loops is None:
         return False
@@ -61,17 +72,24 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, 
         order = distinct.order.data_ptr()
     if distinct.starts is not None:
         starts = distinct.starts.data_ptr()
-        if len(cuts) > 1:
+        if len(cuts) > 1 and which is None:
             cuts = _balanced(distinct.starts, first, last, len(cuts))
     wider = key[4] != key[2]
-    from_, to, loop = values.data_ptr(), out.data_ptr(), loops["reduce"]
+    from_, to = values.data_ptr(), out.data_ptr()
+    loop = loops["reduce" if which is None else "reduce_some"]
+    chosen, many = 0 if which is None else which.data_ptr(), distinct.indices.numel()
 
-    def part(start: int, stop: int) -> None:
+    def part(start: int, stop: int) -> int:
         sums = torch.empty(width if wider else 0, dtype=torch.float32)
         target = to + (start - first) * row
-        loop(from_, stride, order, starts, start, stop, target, width, sums.data_ptr())
+        outside: int = loop(
+            *(from_, stride, order, starts, chosen, many, start, stop, target, width),
+            sums.data_ptr(),
+        )
+        return outside
 
-    pool.run(part, cuts)
+    if outside := sum(pool.run(part, cuts)):
+        raise IndexError(f"{outside} of {last - first} rows are not among the {many} distinct ones")
     return True
 
 
@@ -101,7 +119,7 @@ def reduce_parts(
         # as if this part's rows came behind those of all parts before
         from_ = values.data_ptr() - begin * stride
         target = to + (first - rows[0]) * row
-        loop(from_, stride, order, starts, first, last, target, width, sums.data_ptr())
+        loop(from_, stride, order, starts, 0, last, first, last, target, width, sums.data_ptr())
     return True
 
 

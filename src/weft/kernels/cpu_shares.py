@@ -12,7 +12,7 @@ from . import pool
 from .compile import Key, compiler
 from .reference import Picked, Shares
 
-__all__ = ["KEY", "pick", "put", "shares"]
+__all__ = ["KEY", "deal", "held", "pick", "put", "shares"]
 
 KEY: Key = ("share",)
 """The one set of loops for all dtypes."""
@@ -43,21 +43,49 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked | None:
     loops = compiler.loops(KEY)
     if loops is None:
         return None
-    keys, start, alone = shares.keys.data_ptr(), shares.starts[2 * to], shares.alone(to)
-    found = loops["tally"](slots.data_ptr(), len(slots), keys, to)
-    rows, there = torch.empty(2, found, dtype=torch.int32)
-    loops["pick"](
+    alone = shares.alone(to) if run == to else 0
+    room = min(len(slots), shares.count(to))
+    rows, there = torch.empty(2, room, dtype=torch.int32)
+    found = loops["pick"](
         slots.data_ptr(),
         len(slots),
-        keys,
+        shares.keys.data_ptr(),
         to,
         shares.at.data_ptr(),
-        start,
-        alone if run == to else 0,
+        shares.starts[2 * to],
+        alone,
         rows.data_ptr(),
         there.data_ptr(),
     )
-    return Picked(rows, there)
+    return Picked(rows[:found], there[:found])
+
+
+def deal(slots: Tensor, shares: Shares) -> list[Tensor] | None:
+    """See `weft.kernels.deal`."""
+    loops = compiler.loops(KEY)
+    if loops is None:
+        return None
+    which = slots.data_ptr(), len(slots), shares.keys.data_ptr()
+    counts = torch.zeros(len(shares.starts) // 2, dtype=torch.int64)
+    loops["tally"](*which, counts.data_ptr())
+    starts = counts.cumsum(0) - counts
+    rows = torch.empty(len(slots), dtype=torch.int32)
+    loops["deal"](*which, starts.data_ptr(), rows.data_ptr())
+    return list(torch.split(rows, counts.tolist()))
+
+
+def held(slots: Sequence[Tensor], places: Tensor) -> Tensor | None:
+    """See `weft.kernels.held`."""
+    loops = compiler.loops(KEY)
+    if loops is None:
+        return None
+    found = torch.empty(len(places), len(slots), dtype=torch.int64)
+    for run, slot in enumerate(slots):
+        loops["held"](
+            *(slot.data_ptr(), len(slot), places.data_ptr(), len(places), len(slots)),
+            found.data_ptr() + 8 * run,
+        )
+    return found
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> bool:

@@ -26,7 +26,7 @@ def reduce(
     distinct: Distinct,
     op: Op,
     out: Tensor | None = None,
-    rows: slice = _ALL,
+    rows: slice | Tensor = _ALL,
 ) -> Tensor:
     """Combine the rows of each distinct index, in input order, rounding once.
 
@@ -36,11 +36,14 @@ def reduce(
         op: how to combine; a callable is given the j-th duplicates of all indices at once.
         out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
             point of half precision, to be filled; by default a new tensor of `values.dtype`.
-        rows: which n of the distinct indices, a range.
+        rows: which n of the distinct indices: a range, or their numbers (int32 `[n]`, any order).
 
     Returns:
         `out`. Without an `out`, where the indices were sorted and unique, `values` itself, or
-        the view of its `rows`.
+        the view of a range of its rows.
+
+    Raises:
+        IndexError: a number is not that of a distinct index.
 
     Example:
         >>> from weft.kernels import OPS, distinct
@@ -49,15 +52,19 @@ def reduce(
         tensor([[2.],
                 [5.]])
     """
-    first, last, _ = rows.indices(len(distinct.indices))
-    last = max(first, last)
+    which, many = None, len(distinct.indices)
+    if isinstance(rows, Tensor):
+        which, first, last = rows.contiguous(), 0, len(rows)
+    else:
+        first, last, _ = rows.indices(many)
+        last = max(first, last)
     given = len(distinct.indices) if distinct.order is None else len(distinct.order)
     if distinct.starts is not None and distinct.order is None:
         given = int(distinct.starts[-1])
     if len(values) != given:
         raise ValueError(f"there are {given} indices and {len(values)} rows: give one row for each")
     if out is None:
-        if distinct.order is None and distinct.starts is None:
+        if distinct.order is None and distinct.starts is None and which is None:
             return values if last - first == len(values) else values[first:last]
         out = values.new_empty((last - first, *values.shape[1:]))
     elif out.shape != (last - first, *values.shape[1:]):
@@ -67,19 +74,29 @@ def reduce(
         )
     if out.numel() == 0:
         return out
-    meter.spend(values.nbytes)
+    meter.spend(values.nbytes if which is None else values.nbytes * len(which) / many)
     values = detached(values)
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
-        _reduce_and_round(values, distinct, op, out, first)
+        _reduce_and_round(values, distinct, op, out, first, which)
     else:
-        _reduce(values, distinct, op, out, first, last)
+        _reduce(values, distinct, op, out, first, last, which)
     return out
 
 
-def _reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, last: int) -> None:
+def _reduce(
+    values: Tensor,
+    distinct: Distinct,
+    op: Op,
+    out: Tensor,
+    first: int,
+    last: int,
+    which: Tensor | None,
+) -> None:
     """By machine code where there is some and something to add."""
     unique = distinct.order is None and distinct.starts is None
-    if unique or not (on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last)):
+    if unique or not (on_cpu(values) and cpu.reduce(values, distinct, op, out, first, last, which)):
+        if which is not None:
+            distinct, first, last = distinct.at(which[first:last]), 0, last - first
         reference.reduce(values, distinct, op, out, first, last)
 
 
@@ -124,14 +141,16 @@ def reduce_parts(
         reduce(values, of_part, op, out[first - rows[0] : last - rows[0]])
 
 
-def _reduce_and_round(values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int) -> None:
+def _reduce_and_round(
+    values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, which: Tensor | None
+) -> None:
     """Through torch.float64, in pieces that stay in the cache."""
     meter.spend(out.numel() * values.element_size())
     step = max(1, _PIECE // max(1, out[:1].numel()))
     for start in range(0, len(out), step):
         piece, begin = out[start : start + step], first + start
         space = values.new_empty(piece.shape)
-        _reduce(values, distinct, op, space, begin, begin + len(piece))
+        _reduce(values, distinct, op, space, begin, begin + len(piece), which)
         reference.finish(space, piece, 1)
 
 

@@ -22,9 +22,11 @@ __all__ = [
     "Shares",
     "Union",
     "combine",
+    "deal",
     "distinct",
     "finish",
     "hashed",
+    "held",
     "pick",
     "put",
     "quantiles",
@@ -59,6 +61,24 @@ class Distinct(NamedTuple):
         order = None if self.order is None else self.order[begin:end] - begin
         starts = None if self.starts is None else self.starts[first : last + 1] - begin
         return Distinct(self.indices[first:last], order, starts)
+
+    def at(self, which: Tensor) -> Distinct:
+        """Some of the distinct indices, in any order; their inputs are numbered as before.
+
+        Raises:
+            IndexError: there are not so many.
+        """
+        if len(which) and int(which.min()) < 0:
+            raise IndexError(f"row {int(which.min())} is not among the distinct ones")
+        indices, which = self.indices[which], which.long()
+        if self.starts is None:
+            return Distinct(indices, which if self.order is None else self.order[which], None)
+        lengths = self.starts[which + 1] - self.starts[which]
+        starts = lengths.new_zeros(len(which) + 1)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        inputs = torch.repeat_interleave(self.starts[which] - starts[:-1], lengths)
+        inputs += torch.arange(len(inputs), device=inputs.device)
+        return Distinct(indices, inputs if self.order is None else self.order[inputs], starts)
 
 
 class Union(NamedTuple):
@@ -215,6 +235,18 @@ def pick(slots: Tensor, shares: Shares, to: int) -> Picked:
     there, order = torch.sort(there)  # places that a run has alone stand first
     rows = rows[order]
     return Picked(rows.int(), torch.where(slots[rows] < 0, ~there, there))
+
+
+def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
+    """See `weft.kernels.deal`."""
+    to = shares.keys[_places(slots)] >> 1
+    counts = torch.bincount(to, minlength=len(shares.starts) // 2)
+    return list(torch.split(torch.argsort(to, stable=True).int(), counts.tolist()))
+
+
+def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
+    """See `weft.kernels.held`."""
+    return torch.stack([torch.isin(places, _places(slot)).long() for slot in slots], 1)
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> None:

@@ -17,7 +17,19 @@ import numpy as np
 
 from .machine import load, store
 
-LOOPS = ("aim", "arrange", "choose", "pick", "put1", "put4", "put8", "tally", "weigh")
+LOOPS = (
+    "aim",
+    "arrange",
+    "choose",
+    "deal",
+    "held",
+    "pick",
+    "put1",
+    "put4",
+    "put8",
+    "tally",
+    "weigh",
+)
 
 __all__ = ["LOOPS", *LOOPS]
 
@@ -99,23 +111,40 @@ def arrange() -> Callable[..., None]:
     return loop
 
 
-def tally() -> Callable[..., int]:
-    """How many of a run's places were given to the run `to`."""
+def tally() -> Callable[..., None]:
+    """Count a run's places by the run that they were given to."""
 
-    def loop(slots: int, count: int, keys: int, to: int) -> int:
-        found = 0
+    def loop(slots: int, count: int, keys: int, counts: int) -> None:
         for i in range(count):
             slot = int64(load("i32", slots, i))
-            found += int64(load("i32", keys, slot ^ (slot >> 63))) >> 1 == to
-        return found
+            to = int64(load("i32", keys, slot ^ (slot >> 63))) >> 1
+            store("i64", counts, to, load("i64", counts, to) + 1)
 
     return loop
 
 
-def pick() -> Callable[..., None]:
+def deal() -> Callable[..., None]:
+    """Sort a run's rows by the run that their places were given to, stably.
+
+    `starts` says where the rows of each begin in `rows`, and is moved on to where they end.
+    """
+
+    def loop(slots: int, count: int, keys: int, starts: int, rows: int) -> None:
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            to = int64(load("i32", keys, slot ^ (slot >> 63))) >> 1
+            here = load("i64", starts, to)
+            store("i64", starts, to, here + 1)
+            store("i32", rows, here, int32(i))
+
+    return loop
+
+
+def pick() -> Callable[..., int]:
     """Of a run's places those given to `to`: `rows`, where in the run; `slots_there`, where there.
 
     `alone` says how many places of this run nobody else has and so stand first: 0 in other runs.
+    Returns how many were found.
     """
 
     def loop(
@@ -128,8 +157,8 @@ def pick() -> Callable[..., None]:
         alone: int,
         rows: int,
         slots_there: int,
-    ) -> None:
-        single, shared = int64(0), int64(alone)
+    ) -> int:
+        single, shared = 0, alone
         for i in range(count):
             slot = int64(load("i32", slots, i))
             first = slot >> 63
@@ -143,6 +172,41 @@ def pick() -> Callable[..., None]:
             store("i32", slots_there, here, int32(there ^ first))
             shared += key & 1
             single += 1 - (key & 1)
+        return shared
+
+    return loop
+
+
+def held() -> Callable[..., None]:
+    """Whether a run has some places, ascending: 1 or 0 in every `apart`-th word of `out`.
+
+    Each is looked for from the one before on, in steps that double.
+    """
+
+    def loop(slots: int, count: int, places: int, many: int, apart: int, out: int) -> None:
+        low = int64(0)
+        for i in range(many):
+            place, high, step = load("i64", places, i), low, int64(1)
+            while high < count:
+                slot = int64(load("i32", slots, high))
+                if slot ^ (slot >> 63) >= place:
+                    break
+                low = high + 1
+                high += step
+                step += step
+            high = min(high, int64(count))
+            while low < high:
+                middle = (low + high) >> 1
+                slot = int64(load("i32", slots, middle))
+                if slot ^ (slot >> 63) < place:
+                    low = middle + 1
+                else:
+                    high = middle
+            found = int64(0)
+            if low < count:
+                slot = int64(load("i32", slots, low))
+                found = int64(slot ^ (slot >> 63) == place)
+            store("i64", out, i * apart, found)
 
     return loop
 

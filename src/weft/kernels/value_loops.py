@@ -10,23 +10,39 @@ runs over the numbers of a row, in order, so it vectorises and never reorders ad
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .machine import SIZES, apply, load, prefetch, store
 
-__all__ = ["combine", "reduce"]
+__all__ = ["combine", "reduce", "reduce_some"]
 
 _AHEAD = 4096  # bytes of rows that are asked for before they are read
 _LINE = 64
 
+int64: Any = np.int64  # a cast, in machine code
 
-def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., None]:
+
+def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., int]:
     """Reduce segment s = order[starts[s] : starts[s + 1]] of `values` to `out[s - first]`.
 
     `order` or `starts` may be 0: the identity, and segments of one row. Where sums are kept in a
-    wider kind than they end in (`total` is not `dst`), `scratch` holds one row of them.
+    wider kind than they end in (`total` is not `dst`), `scratch` holds one row of them. `which` and
+    `many` are those of `reduce_some`; returns 0.
     """
+    return _reduce(src, dst, op, total, False)
+
+
+def reduce_some(src: str, dst: str, op: str, total: str) -> Callable[..., int]:
+    """`reduce` for the segments which[first], ..., which[last - 1].
+
+    Those that are not from 0 to `many` - 1 are left out: returns how many.
+    """
+    return _reduce(src, dst, op, total, True)
+
+
+def _reduce(src: str, dst: str, op: str, total: str, some: bool) -> Callable[..., int]:
     size, wider = SIZES[dst], total != dst
 
     def loop(
@@ -34,21 +50,30 @@ def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., None]:
         stride: int,
         order: int,
         starts: int,
+        which: int,
+        many: int,
         first: int,
         last: int,
         out: int,
         width: int,
         scratch: int,
-    ) -> None:
-        stop = load("i64", starts, last) if starts else last
+    ) -> int:
+        stop = load("i64", starts, last) if starts and not some else last
         ahead = max(1, _AHEAD // max(1, stride))
         nearest = min(stride, _AHEAD)
-        for segment in range(first, last):
+        outside = 0
+        for at in range(first, last):
+            segment = at
+            if some:
+                segment = int64(load("i32", which, at))
+                if segment < 0 or segment >= many:
+                    outside += 1
+                    continue
             begin, end = segment, segment + 1
             if starts:
                 begin, end = load("i64", starts, segment), load("i64", starts, segment + 1)
             row = values + stride * (load("i64", order, begin) if order else begin)
-            target = out + (segment - first) * width * size
+            target = out + (at - first) * width * size
             if width == 1:
                 number = load(src, row, 0)
                 for place in range(begin + 1, end):
@@ -56,8 +81,12 @@ def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., None]:
                     number = apply(op, number, load(src, other, 0))
                 store(dst, target, 0, number)
                 continue
-            if order and begin + ahead < stop:
-                soon = values + stride * load("i64", order, begin + ahead)
+            if order and (at if some else begin) + ahead < stop:
+                later = begin + ahead
+                if some:
+                    later = min(max(int64(load("i32", which, at + ahead)), 0), many - 1)
+                    later = load("i64", starts, later) if starts else later
+                soon = values + stride * load("i64", order, later)
                 for line in range(0, nearest, _LINE):
                     prefetch(soon + line)
             if end == begin + 1:
@@ -75,6 +104,7 @@ def reduce(src: str, dst: str, op: str, total: str) -> Callable[..., None]:
             if wider:
                 for j in range(width):
                     store(dst, target, j, load(total, sums, j))
+        return outside
 
     return loop
 
@@ -99,7 +129,7 @@ def combine(src: str, dst: str, op: str) -> Callable[..., int]:
     ) -> int:
         outside = 0
         for i in range(first, last):
-            slot = np.int64(load("i32", slots, i))
+            slot = int64(load("i32", slots, i))
             place = (~slot if slot < 0 else slot) - base
             if place < 0 or place >= height:
                 outside += 1

@@ -7,6 +7,7 @@ measured by all ranks together, so every rank chooses alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -158,7 +159,8 @@ def fitted(load: Load, link: Link) -> Load:
     if load.on_one_host:
         # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
         largest = max(largest, 1 << (_NEAR // load.ranks).bit_length() - 1)
-    chunk = 1 << max(0, round(_CHUNK_SECONDS / link.beta) - 1).bit_length()
+    # to the nearest power, so that a link measured a little faster than it is has the same chunks
+    chunk = 1 << max(0, round(math.sqrt(0.5) * _CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
     return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma, link=link)
 

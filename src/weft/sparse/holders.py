@@ -21,19 +21,21 @@ patterns are set up once and used often. Index sets ahead of values: Zhao and Ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import Picked
+from ..kernels import Shares
 from ..kernels.meter import PUT
 from ..rows import Rows
 from ..wire.base import Pending
 from ..wire.memory import Lease, typed
 from .call import Call
 from .cost import Cost, Load
+from .own import Own
 from .placement import weights
 from .registry import algorithm
 from .relay import Relay, relay_memory, relay_rows
@@ -73,45 +75,47 @@ def _pieces(load: Load, away: float, sums: float, chunk: int) -> float:
 _INDEX = 224  # bytes that could be merged while an index is united, and its place given to a rank
 
 
-@algorithm(cost=cost)
-def holders(rows: Rows, call: Call) -> Rows:
+def _holders(own: Own, call: Call) -> Rows:
     wire, me = call.wire, call.wire.rank
     order = range(wire.size)
-    indices = rows.indices.to(call.wire_index)
+    indices = own.indices.to(call.wire_index)
     lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
     found = lists.wait() | {me: indices}
     union = kernels.union([found[rank] for rank in order])
-    result = call.result(union.indices.numel())
-    result.indices.copy_(union.indices)
+    total = union.indices.numel()
+    result = call.result(total)
     if not call.load.row:  # rows without bytes
+        result.indices.copy_(union.indices)
         lists.release()
         return result
 
     # who sums what: the same on every rank
-    total = union.indices.numel()
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
-    relay = Relay(call, [shares.count(rank) for rank in order], SUMS)
-    outflow = _Outflow(call, rows.values)
-    for peer in wire.peers:
-        outflow.send(peer, kernels.pick(union.slots[me], shares, me, peer).rows)
-    picked = [kernels.pick(union.slots[rank], shares, rank, me) for rank in order]
-    inflows = {peer: Inflow(call, peer, len(picked[peer].rows)) for peer in wire.peers}
-    own = _Chosen(rows.values, picked[me].rows)
-    sums = _Sums(
-        call,
-        picked,
-        inflows,
-        own,
-        count=shares.count(me),
-        alone=shares.alone(me),
-        step=relay.rows,
-    )
-
     places = [shares.of(rank) for rank in order]
+    relay = Relay(call, [shares.count(rank) for rank in order], SUMS)
+    sums = _Sums(call, own, union.slots, shares, relay.rows)
+    # Before this step nobody sums: all send what they alone hold. So the first chunk goes out ahead
+    # of the preparations, and what others sum goes out between chunks.
+    until = min(shares.alone(rank) for rank in order) // relay.rows
+    outflow = _Outflow(call, own, until)
+
+    def to_others(step: int) -> None:
+        if step == 0:
+            sums.expect()
+            outflow.deal(kernels.deal(union.slots[me], shares))
+            result.indices.copy_(union.indices)
+        outflow.send()
+
     for step in range(relay.steps):
+        if until == 0:
+            to_others(step)
         chunk = relay.own(step)
         if chunk is not None:
             sums.write(step, chunk)
+            relay.send(step)
+        if until:
+            to_others(step)
+        if chunk is not None:
             first = step * relay.rows
             kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
         for origin, first, some in relay.turn(step):
@@ -121,26 +125,42 @@ def holders(rows: Rows, call: Call) -> Rows:
     outflow.finish()
     sums.release()
     lists.release()
-    for inflow in inflows.values():
-        inflow.release()
     return result
 
 
-class _Outflow:
-    """Rows of this rank on their way to those who sum them."""
+@algorithm(cost=cost, uncombined=_holders)
+def holders(rows: Rows, call: Call) -> Rows:
+    return _holders(Own.of(rows), call)
 
-    def __init__(self, call: Call, values: Tensor) -> None:
-        self._call, self._values = call, values
+
+class _Outflow:
+    """Rows of this rank on their way to those who sum them, some in each step."""
+
+    def __init__(self, call: Call, own: Own, until: int) -> None:
+        """Send all before step `until`, or in step 0."""
+        self._call, self._own, self._steps = call, own, max(1, until // 2)
+        self._parts: deque[tuple[int, Tensor]] = deque()
+        self._at_once = 0
         self._leases: list[Lease] = []
         self._sent: list[Pending] = []
 
-    def send(self, peer: int, rows: Tensor) -> None:
-        """Send some of them, copied together, since a message is one piece of memory."""
-        lease = self._call.wire.lease(len(rows) * self._call.load.row)
-        together = typed(lease.tensor, (len(rows), *self._call.row_shape), self._call.dtype)
-        kernels.take(self._values, rows, out=together)
-        self._leases.append(lease)
-        self._sent += send_rows(self._call, peer, together)
+    def deal(self, dealt: Sequence[Tensor]) -> None:
+        """Say which rows go to each peer: their positions."""
+        step, peers = self._call.chunk_rows, self._call.wire.peers
+        starts = range(0, max(len(dealt[peer]) for peer in peers), step)
+        parts = [(peer, dealt[peer][start : start + step]) for start in starts for peer in peers]
+        self._parts.extend(part for part in parts if len(part[1]))
+        self._at_once = -(-len(self._parts) // self._steps)
+
+    def send(self) -> None:
+        """Send what is due in a step: copied together, since a message is one piece of memory."""
+        for _ in range(min(self._at_once, len(self._parts))):
+            peer, rows = self._parts.popleft()
+            lease = self._call.wire.lease(len(rows) * self._call.load.row)
+            together = typed(lease.tensor, (len(rows), *self._call.row_shape), self._call.dtype)
+            self._own.take(rows, together)
+            self._leases.append(lease)
+            self._sent += send_rows(self._call, peer, together)
 
     def finish(self) -> None:
         """Wait until all are sent, and give back the memory."""
@@ -153,42 +173,52 @@ class _Outflow:
 class _Chosen:
     """Some of this rank's own rows, as a source."""
 
-    def __init__(self, values: Tensor, rows: Tensor) -> None:
-        self._values, self._rows = values, rows
+    def __init__(self, call: Call, own: Own, rows: Tensor) -> None:
+        self._call, self._own, self._rows = call, own, rows
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         if stop > start:
-            yield kernels.take(self._values, self._rows[start:stop])
+            piece = torch.empty(stop - start, *self._call.row_shape, dtype=self._call.dtype)
+            self.copy(start, piece)
+            yield piece
 
     def copy(self, start: int, out: Tensor) -> None:
         """As many as there is room for, from `start` on."""
-        kernels.take(self._values, self._rows[start : start + len(out)], out=out)
+        self._own.take(self._rows[start : start + len(out)], out)
 
 
 class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
-        self,
-        call: Call,
-        picked: Sequence[Picked],
-        inflows: Mapping[int, Source],
-        own: _Chosen,
-        *,
-        count: int,
-        alone: int,
-        step: int,
+        self, call: Call, own: Own, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
-        """`picked` says which rows of each rank are summed here, to `count` sums, `step` in a
-        chunk; the first `alone` of them are this rank's alone."""
-        self._call, self._picked, self._own = call, picked, own
-        self._sources = [inflows.get(rank, own) for rank in range(len(picked))]
-        self._alone, self._step = alone, step
-        edges = torch.arange(0, count + step, step, dtype=torch.int32)
-        places = [slots ^ (slots >> 31) for _, slots in picked]
-        self._bounds = [torch.searchsorted(some, edges).tolist() for some in places]
+        """Chunks have `step` rows; those come first that this rank alone holds."""
+        me = call.wire.rank
+        self._call, self._slots, self._shares, self._step = call, slots, shares, step
+        self._picked = {me: kernels.pick(slots[me], shares, me, me)}
+        self._own = _Chosen(call, own, self._picked[me].rows)
+        self._alone = shares.alone(me)
+        self._inflows: dict[int, Inflow] = {}
+        self._runs: list[tuple[Tensor, Source, list[int]]] = []
         self._direct = call.partial == call.dtype
         self._lease = call.wire.lease(0 if self._direct else step * call.load.partial)
+
+    def expect(self) -> None:
+        """Begin to receive the rows of others; before the first chunk with a sum is written."""
+        call, me = self._call, self._call.wire.rank
+        for peer in call.wire.peers:
+            picked = kernels.pick(self._slots[peer], self._shares, peer, me)
+            self._inflows[peer] = Inflow(call, peer, len(picked.rows))
+            self._picked[peer] = picked
+
+    def _cut(self) -> None:
+        """Find where the chunks begin in the rows of each rank."""
+        count = self._shares.count(self._call.wire.rank)
+        edges = torch.arange(0, count + self._step, self._step, dtype=torch.int32)
+        for rank, (_, slots) in sorted(self._picked.items()):
+            bounds = torch.searchsorted(slots ^ (slots >> 31), edges).tolist()
+            self._runs.append((slots, self._inflows.get(rank, self._own), bounds))
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
@@ -197,10 +227,10 @@ class _Sums:
             self._own.copy(first, out)
             call.finish(out, out)
             return
+        if not self._runs:
+            self._cut()
         sums = out if self._direct else typed(self._lease.tensor, tuple(out.shape), call.partial)
-        for (_, slots), source, bounds in zip(
-            self._picked, self._sources, self._bounds, strict=True
-        ):
+        for slots, source, bounds in self._runs:
             row = bounds[number]
             for piece in source.pieces(row, bounds[number + 1]):
                 kernels.combine(sums, slots[row : row + len(piece)], piece, call.op, first)
@@ -210,3 +240,5 @@ class _Sums:
     def release(self) -> None:
         """Give back the workspace."""
         self._lease.release()
+        for inflow in self._inflows.values():
+            inflow.release()

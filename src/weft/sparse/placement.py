@@ -16,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .. import kernels
 
 __all__ = ["busiest", "weights"]
 
@@ -71,13 +74,7 @@ def _sample(slots: Sequence[Tensor], union: int) -> Longs:
     edges = np.arange(count + 1, dtype=np.int64) * union // max(1, count)
     # not at equal distances, since rows may lie so
     apart = np.arange(count, dtype=np.int64) * 2654435769 % (1 << 32) * np.diff(edges) >> 32
-    wanted = edges[:-1] + apart
-    held = np.zeros((count, len(slots)), dtype=np.int64)
-    for rank, slot in enumerate(slots):
-        places = (slot ^ (slot >> 31)).numpy()
-        if len(places):
-            near = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-            held[:, rank] = places[near] == wanted
+    held: Longs = kernels.held(slots, torch.from_numpy(edges[:-1] + apart)).numpy()
     return held
 
 

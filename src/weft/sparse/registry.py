@@ -17,6 +17,7 @@ from .cost import Cost, Load
 
 if TYPE_CHECKING:
     from .call import Call
+    from .own import Own
 
 __all__ = ["ALGORITHMS", "Algorithm", "Schedule", "algorithm", "find"]
 
@@ -34,6 +35,8 @@ class Algorithm:
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
         pays: None, or why `auto` leaves it where it could serve.
+        uncombined: the same schedule, for a rank's own rows whose duplicates it combines as it
+            sends them; None if it wants them combined.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Algorithm:
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
     pays: Callable[[Load], str | None]
+    uncombined: Callable[[Own, Call], Rows] | None
 
 
 def _always(load: Load) -> None:
@@ -55,12 +59,13 @@ def algorithm(
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
+    uncombined: Callable[[Own, Call], Rows] | None = None,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name."""
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays)
+        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays, uncombined)
         return schedule
 
     return register

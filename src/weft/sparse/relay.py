@@ -76,14 +76,18 @@ class Relay:
         """Where this rank's rows of this step are to be written; None if it has no more."""
         return self._slot(step, self._wire.rank, 0)
 
-    def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Send the own chunk; yields (origin, number of the first row, rows) of what comes.
-
-        The rows are valid until the next is asked for. To be exhausted.
-        """
+    def send(self, step: int) -> None:
+        """Send the own chunk, written by then."""
         own = self.own(step)
         if own is not None:
             self._send(step, own)
+
+    def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yields (origin, number of the first row, rows) of what comes, sending it on.
+
+        The own chunk must have been sent. The rows are valid until the next is asked for. To be
+        exhausted.
+        """
         for pending in self._going[(step - 2) % _STEPS]:
             pending.wait()
         self._going[(step - 2) % _STEPS].clear()

@@ -7,7 +7,7 @@ part, tell each other whether it raised; hand out the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,12 +19,12 @@ from ..agree import Agreement, agree, is_direct
 from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire
-from ..wire.memory import typed
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
 from .header import Header, RowsInHeader, of_all, tables_in
+from .own import Own
 from .registry import find
 from .request import Request
 
@@ -55,13 +55,19 @@ class Opened:
 
     Attributes:
         call: what every rank knows of it.
-        mine: this rank's rows, canonical; valid inside of `opened`.
+        own: this rank's rows; valid inside of `opened`.
         everyone: the rows of all ranks, if all of them came in the opening exchange.
     """
 
     call: Call
-    mine: Rows
+    own: Own
     everyone: list[RowsInHeader] | None
+
+    @property
+    def mine(self) -> Rows:
+        """This rank's rows, canonical; valid inside of `opened`."""
+        values = self.own.values.view(len(self.own.indices), *self.call.row_shape)
+        return Rows(self.own.indices, values, self.call.height)
 
 
 @contextmanager
@@ -82,41 +88,61 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
     eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
     row = row_bytes(call.row_shape, call.dtype)
     eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
-    with wire.lease(count * row) as memory:
-        own = _Own(request, call, memory)
-        agreement = _open(wire, request, name, own if eager else None, own.reduce)
-        try:
-            load = _load(wire, request, agreement, call)
-            values = own.reduce().view(count, *call.row_shape)
-            mine = Rows(request.distinct.indices, values, given.height)
-            everyone = None
-            if eager and is_eager(wire, load, given.indices.dtype):
-                everyone = [
-                    RowsInHeader.unpack(body, call.row_shape, call.dtype)
-                    for body in agreement.bodies
-                ]
-            elif wire.size > 1:
-                call.load = with_link(wire, load)
-            yield Opened(call, mine, everyone)
-        finally:
+    own = Own.asked(request, call.op, wire.memory)
+    agreement = None
+    try:
+        agreement = _open(wire, request, name, own, eager=eager)
+        load = _load(wire, request, agreement, call)
+        everyone = None
+        if eager and is_eager(wire, load, given.indices.dtype):
+            everyone = [
+                RowsInHeader.unpack(body, call.row_shape, call.dtype) for body in agreement.bodies
+            ]
+        elif wire.size > 1:
+            call.load = with_link(wire, load)
+        yield Opened(call, own, everyone)
+    finally:
+        own.release()
+        if agreement is not None:
             agreement.release()
 
 
 def reduced(wire: Wire, request: Request) -> Done:
     """Run one call; collective."""
     with opened(wire, request, "sparse_all_reduce") as opening:
-        call, mine = opening.call, opening.mine
+        call = opening.call
         if opening.everyone is not None:
             name, result = EAGER, merge_eager(opening.everyone, call)
         else:
             name = choose(wire, call.load, request.algorithm)
-            result = _alone(mine, call) if name == ALONE else find(name).run(mine, call)
+            result = _alone(opening.mine, call) if name == ALONE else _run(wire, name, opening)
     settle(wire, "sparse_all_reduce", call)
     if len(result) > call.header.capacity:
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
     return Done(name, handed_out(call.widened(result), call), call.load.with_union(len(result)))
+
+
+_LATELY = "algorithm of the last call that chose one"
+
+
+def _run(wire: Wire, name: str, opening: Opened) -> Rows:
+    """Run that algorithm's schedule."""
+    wire.kept[_LATELY] = name
+    found = find(name)
+    if found.uncombined is not None:
+        return found.uncombined(opening.own, opening.call)
+    return found.run(opening.mine, opening.call)
+
+
+def _combines(wire: Wire, algorithm: str) -> bool:
+    """Whether a schedule that was asked for, or else that of last time, combines duplicates itself.
+
+    This rank's guess: it says when that is done, and nothing else.
+    """
+    name = wire.kept.get(_LATELY, "auto") if algorithm == "auto" else algorithm
+    return name != "auto" and find(name).uncombined is not None
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
@@ -144,47 +170,30 @@ def explained(wire: Wire, request: Request) -> Explanation:
     return explained_choice(wire, load, request.algorithm, index, eager=eager)
 
 
-class _Own:
-    """This rank's rows with duplicates combined and rounded to what travels, each once.
-
-    As late as possible, in leased memory.
-    """
-
-    def __init__(self, request: Request, call: Call, memory: Tensor) -> None:
-        self.request, self._call, self._memory = request, call, memory
-        self._values: Tensor | None = None
-
-    def reduce(self) -> Tensor:
-        if self._values is None:
-            distinct, values = self.request.distinct, self.request.rows.values
-            ready = distinct.order is None and distinct.starts is None and self._call.wide is None
-            if self.request.error is not None:  # which is what is stated, and no rows
-                self._values = values[:0]
-            elif ready:
-                self._values = values.contiguous()
-            else:
-                shape = (distinct.indices.numel(), *values.shape[1:])
-                space = typed(self._memory, shape, self._call.dtype)
-                self._values = kernels.reduce(values, distinct, self._call.op, out=space)
-        return self._values
-
-
 def _open(
     wire: Wire,
     request: Request,
     name: str,
-    eager: _Own | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
+    own: Own | None = None,
+    *,
+    eager: bool = False,
 ) -> Agreement:
-    """Exchange headers, or the rows themselves from ranks whose rows are few; collective."""
+    """Exchange headers, or where `eager` the rows themselves; collective.
+
+    Meanwhile the duplicates among its `own` rows are combined, if that is to be expected.
+    """
     indices, capacity, fallible = request.distinct.indices, request.capacity, request.fallible
-    if eager is not None:
-        body = RowsInHeader(indices, eager.reduce(), capacity, fallible).pack()
+    if eager and own is not None:
+        body = RowsInHeader(indices, own.values, capacity, fallible).pack()
     else:
         body = Header.of(indices, wire.rank, capacity=capacity, fallible=fallible).pack()
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Header.unpack(lower).combine(Header.unpack(upper)).pack()
+
+    def meanwhile() -> None:
+        if own is not None and not _combines(wire, request.algorithm):
+            _ = own.values
 
     while True:
         agreement = agree(
