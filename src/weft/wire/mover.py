@@ -26,7 +26,7 @@ from torch import Tensor
 from ..kernels.cpu_talk import Came, Lender, Talk
 from .lent import Guard
 from .line import Line, Order
-from .pipe import PipeLine
+from .pipe import PipeLine, TensorOrder, put_all, take_all
 from .small import SmallLine, SocketLine
 
 __all__ = ["Lost", "Mover", "Order"]
@@ -35,6 +35,7 @@ _TICK = 0.004  # seconds between two looks of the thread
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOOKS = 500_000  # nanoseconds that machine code does so
+_SOON = 50_000  # = for messages of any length
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -171,6 +172,33 @@ class Mover:
                 orders.append((line, order))
         return orders
 
+    def post_tensors(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> list[Posted]:
+        """`post` on the lane for small messages, of tensors: uint8, 1-D, contiguous."""
+        small, changed = self.small, self._changed
+        asked: list[tuple[SmallLine, Order]] = []
+        told: list[tuple[SmallLine, Order]] = []
+        swift: list[tuple[PipeLine, TensorOrder]] = []
+        with self._turn:
+            for peer, tensor in recvs:
+                order, line = TensorOrder(tensor), small[peer]
+                line.asked.append(order)
+                changed[line.fd] = line
+                asked.append((line, order))
+            for peer, tensor in sends:
+                order, line = TensorOrder(tensor), small[peer]
+                idle = not (line.unsent or line.lost or any(line is busy for busy, _ in told))
+                told.append((line, order))
+                if idle and isinstance(line, PipeLine):
+                    swift.append((line, order))
+            put_all(swift)
+            for line, left in told:
+                if not left.done:
+                    line.send(left)
+                    changed[line.fd] = line
+        return [*asked, *told]
+
     def talk(
         self,
         talk: Talk,
@@ -232,7 +260,18 @@ class Mover:
             Lost: a peer closed its end, the sockets were shut down here, or the limit passed.
         """
         until = time.monotonic() + limit
+        orders = list(orders)
         with self._turn:
+            take_all(
+                [
+                    (line, order)
+                    for line, order in orders
+                    if isinstance(order, TensorOrder)
+                    and isinstance(line, PipeLine)
+                    and line.takes(order)
+                ],
+                _SOON,
+            )
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue
