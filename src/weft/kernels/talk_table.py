@@ -1,9 +1,10 @@
 """What lies where in the tables of `talk_loops`, all of int64; `cpu_talk` makes them.
 
 A *frame* is a message as it travels: 8 bytes of its length, 8 that number the call, and the rest.
-A *table* has a row for each peer and two numbers more, which are scratch. A *step* moves one box of
-a tensor. A *record* says how to read the memory of another process. A *pipe* is memory that two
-processes share: one puts bytes into it, the other takes them out (`weft.wire.pipe`).
+A *table* has a row for each peer, or for each message, and two numbers more, which are scratch. A
+*step* moves one box of a tensor. A *record* says how to read the memory of another process. A
+*pipe* is memory that two processes share: one puts bytes into it, the other takes them out
+(`weft.wire.pipe`).
 """
 
 from __future__ import annotations

@@ -262,16 +262,14 @@ class Mover:
         until = time.monotonic() + limit
         orders = list(orders)
         with self._turn:
-            take_all(
-                [
-                    (line, order)
-                    for line, order in orders
-                    if isinstance(order, TensorOrder)
-                    and isinstance(line, PipeLine)
-                    and line.takes(order)
-                ],
-                _SOON,
-            )
+            swift = [
+                (line, order)
+                for line, order in orders
+                if isinstance(order, TensorOrder)
+                and isinstance(line, PipeLine)
+                and line.takes(order)
+            ]
+            awake = 0.0 if take_all(swift, _SOON) else _AWAKE
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue
@@ -286,7 +284,7 @@ class Mover:
                     if self._changed:
                         self._tend()  # after which nothing may be left to wait for
                         continue
-                    self._step(remaining)
+                    self._step(remaining, awake)
 
     def arrived(self, orders: Iterable[Posted]) -> list[bool]:
         """Which of these are through, as far as is known while somebody waits."""
@@ -307,10 +305,10 @@ class Mover:
             line.flush()
             self._watch(line)
 
-    def _step(self, seconds: float) -> None:
+    def _step(self, seconds: float, awake: float = _AWAKE) -> None:
         """Wait until something can be moved, for so long at most, and move it."""
         more = list(self._more.values())
-        for fd, event in self._look() if more else self._ready(seconds):
+        for fd, event in self._look() if more else self._ready(seconds, awake):
             ready = self._by_fd[fd]
             if event and isinstance(ready, PipeLine):
                 ready.hear()
@@ -324,16 +322,16 @@ class Mover:
         stirs = [(fd, 0) for fd, line in self._pipes.items() if line.stirs]
         return stirs or self._poll.poll(seconds * 1e3)
 
-    def _ready(self, seconds: float) -> list[tuple[int, int]]:
+    def _ready(self, seconds: float, awake: float) -> list[tuple[int, int]]:
         """Wait until something can be moved on a line: awake at first, then asleep.
 
         The peers of a collective call come within moments of each other, and waking a process costs
         more than many looks. Between two of these whoever else wants the core has it.
         """
         now = time.monotonic()
-        awake = now + min(seconds, _AWAKE)
+        until = now + min(seconds, awake)
         ready = self._look()
-        while not ready and now < awake:
+        while not ready and now < until:
             os.sched_yield()
             ready = self._look()
             now = time.monotonic()

@@ -12,7 +12,8 @@ pass the stores before them: hence the fences. All else rests on what x86-64 pro
 loads in their order, so there are no pipes elsewhere (Intel, Software Developer's Manual, volume
 3A, "Memory Ordering").
 
-What lies where is said in `kernels/talk_table`: machine code moves frames through the same pipes.
+What lies where is said in `kernels/talk_table`: machine code moves frames through the same pipes,
+and messages of any length (`put_all`, `take_all`), where a line has nothing else to do.
 """
 
 from __future__ import annotations
@@ -271,16 +272,19 @@ def put_all(told: Sequence[tuple[PipeLine, TensorOrder]]) -> None:
         order.done = done == 1
 
 
-def take_all(asked: Sequence[tuple[PipeLine, TensorOrder]], awake: int) -> None:
+def take_all(asked: Sequence[tuple[PipeLine, TensorOrder]], awake: int) -> bool:
     """Receive the messages that lines ask for first; done are those that come soon, and whole.
 
     Args:
         asked: on different lines, none of which is in the middle of a message.
         awake: nanoseconds to look for those that are not there yet.
+
+    Returns:
+        Whether it looked: there is machine code for it, and something was asked for.
     """
     loops = compiler.loops(KEY)
     if loops is None or not asked:
-        return
+        return False
     table = array("q")
     for line, order in asked:
         fd, _, inward = line.path
@@ -291,6 +295,7 @@ def take_all(asked: Sequence[tuple[PipeLine, TensorOrder]], awake: int) -> None:
         if done == 1:
             order.done = True
             line.asked.popleft()
+    return True
 
 
 def _parts(pipe: Tensor) -> tuple[memoryview, memoryview]:
