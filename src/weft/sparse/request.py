@@ -4,8 +4,8 @@ A rank that was asked for something wrong must still make its opening statement,
 would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated.
 
 Training makes the same calls in each step. So what came of the checks of a call that was right is
-kept for those of its kind: of the same form, dtypes, shapes and arguments, whatever their rows. That
-spares looking, and decides nothing: what a rank was asked for travels in every call, as ever.
+kept for those of its kind: of one form, of the same dtypes, shapes and arguments, whatever their
+rows. That spares looking, and decides nothing: what a rank was asked for travels in every call.
 """
 
 from __future__ import annotations
