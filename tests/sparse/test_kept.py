@@ -130,13 +130,14 @@ def test_requests_of_one_kind_share_no_fingerprint():
     first, second = (Request.of(rows, "sum", "auto", None, None) for _ in range(2))
     second.fields["more"] = "x"
     third = Request.of(rows, "sum", "auto", None, None)
-    assert first.fields == third.fields and first.kind == third.kind is not None
+    assert "more" not in {**first.fields, **third.fields}
+    assert first.kind == second.kind == third.kind is not None
 
 
 @pytest.mark.parametrize("name", ["WEFT_ALGORITHM", "WEFT_LINK"])
 def test_the_environment_is_read_in_every_call(monkeypatch, name):
     def body(wire):
-        for step in range(STEPS):
+        for step in (5, 6):  # in which both have rows
             check(wire, step, FORMS["pair"](tables(wire.rank, step)), [1])
 
     run(2, body)
