@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.compile import compiler
+from ..kernels.compile import Loops, compiler
 from ..kernels.cpu_talk import KEY, Path
 from ..kernels.talk_table import BYTES, DONE, MESSAGE, PIPE, PUT, SLEEPS, TAKEN, WAITS
 from .line import Order
@@ -255,12 +255,17 @@ class TensorOrder(Order):
         return self.tensor.numpy().data
 
 
+def _loops() -> Loops | None:
+    """What is made already; for these few messages alone nobody need import a compiler."""
+    return compiler.loops(KEY) if compiler.made(KEY) else None
+
+
 def put_all(told: Sequence[tuple[PipeLine, TensorOrder]]) -> None:
     """Send messages over lines that send nothing else, if that is soon done; done are those sent.
 
     By machine code: a few messages cost more in Python than in the copies that move them.
     """
-    loops = compiler.loops(KEY)
+    loops = _loops()
     if loops is None or not told:
         return
     table = array("q")
@@ -282,7 +287,7 @@ def take_all(asked: Sequence[tuple[PipeLine, TensorOrder]], awake: int) -> bool:
     Returns:
         Whether it looked: there is machine code for it, and something was asked for.
     """
-    loops = compiler.loops(KEY)
+    loops = _loops()
     if loops is None or not asked:
         return False
     table = array("q")
