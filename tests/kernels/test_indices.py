@@ -91,11 +91,12 @@ def test_union(threads, dtype, data, runs, seed):
     check_union(several, cpu_indices.union(several))
 
 
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("way", ["at once", "by a bitmap", "in pairs"])
 @SOME
 @given(runs=st.integers(2, 9), height=st.integers(1, 500), seed=st.integers(0, 2**32))
-def test_both_ways_to_unite(threads, monkeypatch, dense, runs, height, seed):
-    monkeypatch.setattr(cpu_indices, "_dense", lambda words, total, runs: dense)
+def test_all_ways_to_unite(threads, monkeypatch, way, runs, height, seed):
+    monkeypatch.setattr(cpu_indices, "_dense", lambda words, total, runs: way == "by a bitmap")
+    monkeypatch.setattr(cpu_indices, "_FEW", 2**31 if way == "at once" else -1)
     generator = random.Random(seed)
     several = [ids_of(generator, 40, height, torch.int64).unique() for _ in range(runs)]
     check_union(several, cpu_indices.union(several))
@@ -119,7 +120,9 @@ def test_a_union_of_one_is_a_copy():
     assert union.indices.data_ptr() != run.data_ptr()  # the run may be leased memory
 
 
-def test_an_unsorted_run_is_named():
+@pytest.mark.parametrize("few", [0, 1000])
+def test_an_unsorted_run_is_named(monkeypatch, few):
+    monkeypatch.setattr(cpu_indices, "_FEW", few)
     runs = [torch.arange(100), torch.tensor([5, 300, 7])]
     with pytest.raises(ValueError, match="run 1 of 2 is not sorted"):
         kernels.union(runs)

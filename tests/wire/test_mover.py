@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from weft.wire import mover as module
 from weft.wire.mover import Lost, Mover
 
 FRAME = struct.Struct("!QQ")
@@ -128,13 +127,11 @@ class Looks:
 def test_a_wait_looks_awake_before_it_sleeps(pair, monkeypatch):
     """What comes within moments wakes nobody; what does not is waited for asleep."""
     soon, late = Looks(ready_at=3), Looks(ready_at=2)
-    monkeypatch.setattr(module, "_AWAKE", 60.0)
     monkeypatch.setattr(pair[0], "_poll", soon)
-    assert pair[0]._ready(30.0) == [(7, 1)]
+    assert pair[0]._ready(30.0, 60.0) == [(7, 1)]
     assert soon.waits == [0, 0, 0]
-    monkeypatch.setattr(module, "_AWAKE", 0.0)
     monkeypatch.setattr(pair[0], "_poll", late)
-    assert pair[0]._ready(30.0) == [(7, 1)]
+    assert pair[0]._ready(30.0, 0.0) == [(7, 1)]
     assert late.waits == [0, 30e3]
 
 

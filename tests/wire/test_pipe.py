@@ -8,11 +8,14 @@ import threading
 import time
 
 import pytest
+import torch
 
+from weft.kernels import cpu_talk
+from weft.kernels.compile import compiler
 from weft.kernels.talk_table import BYTES, PIPE
 from weft.wire import pipe
 from weft.wire.mover import Lost, Mover
-from weft.wire.pipe import PipeLine
+from weft.wire.pipe import PipeLine, TensorOrder, put_all, take_all
 
 
 @pytest.fixture
@@ -137,8 +140,19 @@ def swap(mover, payload, size, limit=20.0):
     return bytes(place)
 
 
-def test_nobody_sleeps_for_ever(movers):
+def swap_tensors(mover, payload, size, limit=20.0):
+    (peer,) = mover.small
+    told = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+    place = torch.empty(size, dtype=torch.uint8)
+    orders = mover.post_tensors([(peer, told.byte())], [(peer, place)])
+    mover.finish(orders, limit, lambda number: None)
+    return place.numpy().tobytes()
+
+
+@pytest.mark.parametrize("swap", [swap, swap_tensors])
+def test_nobody_sleeps_for_ever(movers, swap):
     """Two threads swap messages; now one is late, now the other, by just about a look."""
+    compiler.make(cpu_talk.KEY)
     rounds, failures = 1500, []
 
     def run(rank):
@@ -181,3 +195,83 @@ def test_a_peer_that_goes_ends_a_wait_for_room(movers):
     with pytest.raises(Lost, match="closed"):
         left.finish(orders, 10.0, lambda number: None)
     timer.join()
+
+
+def tensor_order(size, fill=0):
+    return TensorOrder(torch.full((size,), fill, dtype=torch.uint8))
+
+
+def taken(line, size):
+    """What machine code takes as the next message, of so many bytes at most; None: nothing."""
+    order = tensor_order(size)
+    line.asked.append(order)
+    assert line.takes(order)
+    take_all([(line, order)], 0)
+    if order.done:
+        assert not line.asked
+        return order.tensor.numpy().tobytes()
+    assert line.asked.pop() is order
+    return None
+
+
+def test_machine_code_and_lines_put_and_take_alike(pair, sent, awaited):
+    """Each of them through places all around the pipe, of every length modulo 8."""
+    compiler.make(cpu_talk.KEY)
+    left, right = pair
+    draw = random.Random(3)
+    for number in range(400):
+        size = draw.choice((0, 1, 7, 8, 9, 1000, 5003, BYTES // 3))
+        payload = bytes([number % 251]) * size
+        if draw.random() < 0.5:
+            assert sent(left, payload).done
+        else:
+            order = tensor_order(size, number % 251)
+            put_all([(left, order)])
+            assert order.done
+        if draw.random() < 0.5:
+            assert taken(right, size + 3)[:size] == payload
+        else:
+            order = awaited(right, size)
+            assert right.receive() and bytes(order.buffer) == payload
+        assert taken(right, 10) is None
+
+
+def test_machine_code_leaves_to_the_lines_what_does_not_fit(pair, sent, awaited):
+    compiler.make(cpu_talk.KEY)
+    left, right = pair
+    first, second = tensor_order(BYTES - 40, 1), tensor_order(40, 2)
+    put_all([(left, first), (left, second)])
+    assert first.done and not second.done
+    assert taken(right, 8) is None  # too long
+    long = awaited(right, BYTES)
+    assert right.receive() and long.done
+    larger = sent(left, bytes(2 * BYTES))  # comes in parts
+    assert not larger.done and taken(right, 2 * BYTES) is None
+
+
+def test_two_messages_to_one_peer_keep_their_order(movers):
+    """The first has no room yet, the second would."""
+    compiler.make(cpu_talk.KEY)
+    left, right = movers
+    full, long, short = (torch.full((n,), n % 251).byte() for n in (BYTES - 64, 500, 1))
+    told = left.post_tensors([(1, full), (1, long), (1, short)], [])
+    places = [torch.empty(len(each), dtype=torch.uint8) for each in (full, long, short)]
+    asked = right.post_tensors([], [(0, place) for place in places])
+    thread = threading.Thread(target=left.finish, args=(told, 20.0, lambda number: None))
+    thread.start()
+    right.finish(asked, 20.0, lambda number: None)
+    thread.join()
+    for place, given in zip(places, (full, long, short), strict=True):
+        assert torch.equal(place, given)
+
+
+def test_machine_code_wakes_who_sleeps(pair):
+    compiler.make(cpu_talk.KEY)
+    left, right = pair
+    order = tensor_order(3)
+    right.asked.append(order)
+    right.sleep()
+    put_all([(left, tensor_order(3, 7))])
+    assert bells(right) == 1 and right.stirs
+    right.wake()
+    assert right.receive() and order.tensor.tolist() == [7, 7, 7]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ..wire import process_group
 from ..wire.base import Wire
+from ..wire.process_group_wire import ProcessGroupWire
 
 __all__ = ["PythonGroup"]
 
@@ -22,7 +23,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._wire: Wire | None = None
+        self._wire: ProcessGroupWire | None = None
 
     @property
     def wire(self) -> Wire:
@@ -30,8 +31,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
         The first call that needs it makes it, collectively.
         """
-        self._wire = process_group.of_group(self)
-        return self._wire
+        wire = self._wire
+        if wire is None or wire.closed:
+            wire = self._wire = process_group.of_group(self)
+        return wire
 
     def shutdown(self) -> None:
         """Leave: the peers learn that this is no death. Twice is fine."""

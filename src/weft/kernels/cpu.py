@@ -112,10 +112,14 @@ def reduce_parts(
     starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
     to, loop, wider = out.data_ptr(), loops["reduce"], key[4] != key[2]
     sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
+    plain, width = 0, 0
     for given, begin, (first, last) in zip(parts, begins, itertools.pairwise(rows), strict=True):
         if first == last:
             continue
-        values, stride, width = _rows(given, key)
+        values, stride = given, plain
+        if not (plain and given.is_contiguous() and not given.is_neg()):
+            values, stride, width = _rows(given, key)
+            plain = out[:1].numel() * given.element_size()  # from row to row
         # as if this part's rows came behind those of all parts before
         from_ = values.data_ptr() - begin * stride
         target = to + (first - rows[0]) * row
@@ -144,7 +148,8 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bo
         outside: int = loop(to, height, base, which, from_, stride, start, stop, width)
         return outside
 
-    outside = sum(pool.run(part, pool.ranges(0, count, pool.share(3 * count * stride))))
+    parts = pool.share(3 * count * stride)
+    outside = part(0, count) if parts == 1 else sum(pool.run(part, pool.ranges(0, count, parts)))
     if outside:
         raise IndexError(
             f"{outside} of {count} rows belong outside of places {base} to {base + height - 1}: "

@@ -19,6 +19,7 @@ __all__ = ["distinct", "index_key", "sketch", "union"]
 
 _DIGIT = 11  # bits that one pass of the sort looks at; its counts then fit the first cache
 _SMALL = 1 << 16  # words of bitmap that stay in the cache
+_FEW = 1 << 12  # looks at the heads of runs, that cost less than a call for each two of them
 _KEPT = 1 << 22  # words of workspace that a thread keeps
 
 
@@ -156,6 +157,8 @@ def union(runs: Sequence[Tensor]) -> Union | None:
     slots = list(torch.split(torch.empty(total, dtype=torch.int32), lengths))
     if total == 0:
         return Union(runs[0].new_empty(0), slots)
+    if len(runs) * total <= _FEW:
+        return Union(_at_once(loops, runs, slots, total), slots)
     table = _table(runs, slots)
     low, high = loops["ends"](table.buffer_info()[0], len(runs))
     parts = _key_ranges(runs, slots, low, high, pool.share(12 * total))
@@ -199,6 +202,18 @@ def _key_ranges(
         )
         for part in range(len(lows))
     ]
+
+
+def _at_once(loops: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor], total: int) -> Tensor:
+    """Unite short runs, one index after the other."""
+    table = array("q")
+    for run, slot in zip(runs, slots, strict=True):
+        table.extend((run.data_ptr(), run.numel(), slot.data_ptr(), 0))
+    out = torch.empty(total, dtype=runs[0].dtype)
+    found: int = loops["several"](table.buffer_info()[0], len(runs), out.data_ptr())
+    if found < 0:
+        _name_unsorted([_Keys(0, 0, runs, slots)])
+    return out[:found]
 
 
 def _table(runs: Sequence[Tensor], slots: Sequence[Tensor]) -> array[int]:

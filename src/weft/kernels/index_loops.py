@@ -25,6 +25,7 @@ LOOPS = (
     "place",
     "scan",
     "segment",
+    "several",
     "smallest",
     "sort",
     "unpack",
@@ -305,6 +306,42 @@ def pair(kind: str) -> Callable[..., int]:
             store("i32", right_slots, rest, ~n)
             n += 1
         return n
+
+    return loop
+
+
+def several(kind: str) -> Callable[..., int]:
+    """Unite some short sorted runs at once; returns the length of the union. Slots as in `union`.
+
+    Looks at the heads of all runs for each index. The table has a fourth number for each run, 0.
+    Below 0 where a run is not sorted and unique.
+    """
+
+    def loop(table: int, runs: int, out: int) -> int:
+        n, before = 0, int64(0)
+        while True:
+            least, found = int64(0), 0
+            for run in range(runs):
+                at = load("i64", table, 4 * run + 3)
+                if at < load("i64", table, 4 * run + 1):
+                    index = int64(load(kind, load("i64", table, 4 * run), at))
+                    least = min(least, index) if found else index
+                    found += 1
+            if found == 0:
+                return n
+            if n and least <= before:
+                return -1
+            store(kind, out, n, least)
+            before = least
+            slot = ~n
+            for run in range(runs):
+                at = load("i64", table, 4 * run + 3)
+                more = at < load("i64", table, 4 * run + 1)
+                if more and int64(load(kind, load("i64", table, 4 * run), at)) == least:
+                    store("i32", load("i64", table, 4 * run + 2), at, slot)
+                    store("i64", table, 4 * run + 3, at + 1)
+                    slot = n
+            n += 1
 
     return loop
 

@@ -26,9 +26,11 @@ from .machine import (
 )
 from .talk_table import (
     ADD,
+    AT,
     BYTES,
     COPY,
     COUNTS,
+    DONE,
     FD,
     FRAME,
     FROM,
@@ -38,7 +40,9 @@ from .talk_table import (
     IN_Z,
     INWARD,
     LENDER,
+    LENGTH,
     LIKE,
+    MESSAGE,
     MODEL,
     OUTWARD,
     PIPE,
@@ -53,13 +57,14 @@ from .talk_table import (
     TAKEN,
     TELL,
     TO,
+    VIA,
     WAITS,
     WANT,
     WIDTH,
     ZERO,
 )
 
-LOOPS = ("carry", "talk")
+LOOPS = ("carry", "put", "take", "talk")
 
 __all__ = ["LOOPS", *LOOPS]
 
@@ -150,6 +155,49 @@ def talk() -> Callable[..., int]:
     return loop
 
 
+def put() -> Callable[..., int]:
+    """Put messages of any length into pipes, with their lengths: each whole, or not at all.
+
+    Returns how many were; the table says which.
+    """
+
+    def loop(table: int, count: int) -> int:
+        done = 0
+        for number in range(count):
+            row = table + 8 * MESSAGE * number
+            here = _put_message(row)
+            store("i64", row, DONE, here)
+            done += here
+        return done
+
+    return loop
+
+
+def take() -> Callable[..., int]:
+    """Take messages out of pipes, one of each; those that are there whole, and not too long.
+
+    Whoever comes late is looked for as in `talk`, for `awake` nanoseconds at most.
+
+    Returns how many are not there; the table says which were taken.
+    """
+
+    def loop(table: int, count: int, awake: int) -> int:
+        clock, until = table + 8 * MESSAGE * count, 0
+        while True:
+            missing = 0
+            for number in range(count):
+                row = table + 8 * MESSAGE * number
+                if load("i64", row, DONE) == 0:
+                    missing += _take_message(row)
+            now = _now(clock) if missing else 0
+            until = until or now + awake
+            if missing == 0 or now >= until:
+                return missing
+            sched_yield()
+
+    return loop
+
+
 @part
 def _say(table: int, peers: int, number: int) -> None:
     for peer in range(peers):
@@ -233,6 +281,62 @@ def _take(row: int, want: int) -> int:
     _ring(row, pipe, WAITS)
     store("i64", row, GOT, want)
     return 0
+
+
+@part
+def _put_message(row: int) -> int:
+    """`_put` for a message without its length; whether it was put in."""
+    pipe, size = load("i64", row, VIA), load("i64", row, LENGTH)
+    put = load("i64", pipe, PUT)
+    whole = 8 + (size + 7) // 8 * 8
+    if whole > BYTES - put + load("i64", pipe, TAKEN):
+        return 0
+    store("i64", pipe + PIPE + put % BYTES, 0, _turned(size))
+    at = (put + 8) % BYTES
+    first = min(size, BYTES - at)
+    memcpy(pipe + PIPE + at, load("i64", row, AT), first)
+    memcpy(pipe + PIPE, load("i64", row, AT) + first, size - first)
+    fence()
+    store("i64", pipe, PUT, put + whole)
+    _ring(row, pipe, SLEEPS)
+    return 1
+
+
+@part
+def _take_message(row: int) -> int:
+    """Take the next message out of a pipe; 1 if there is none yet.
+
+    One that is too long, or comes in parts, stays where it is.
+    """
+    pipe, place = load("i64", row, VIA), load("i64", row, AT)
+    taken = load("i64", pipe, TAKEN)
+    ready = load("i64", pipe, PUT) - taken
+    if ready == 0:
+        return 1
+    fence()
+    size = _turned(load("i64", pipe + PIPE + taken % BYTES, 0))
+    whole = 8 + (size + 7) // 8 * 8
+    if size > load("i64", row, LENGTH) or ready < whole:
+        store("i64", row, DONE, 2)
+        return 0
+    at = (taken + 8) % BYTES
+    first = min(size, BYTES - at)
+    memcpy(place, pipe + PIPE + at, first)
+    memcpy(place + first, pipe + PIPE, size - first)
+    fence()
+    store("i64", pipe, TAKEN, taken + whole)
+    _ring(row, pipe, WAITS)
+    store("i64", row, DONE, 1)
+    return 0
+
+
+@part
+def _turned(number: int) -> int:
+    """The number whose bytes are those of this one the other way round: lengths travel so."""
+    turned = 0
+    for byte in range(8):
+        turned = (turned << 8) | ((number >> (8 * byte)) & 255)
+    return turned
 
 
 @part

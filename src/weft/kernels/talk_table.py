@@ -1,18 +1,21 @@
 """What lies where in the tables of `talk_loops`, all of int64; `cpu_talk` makes them.
 
 A *frame* is a message as it travels: 8 bytes of its length, 8 that number the call, and the rest.
-A *table* has a row for each peer and two numbers more, which are scratch. A *step* moves one box of
-a tensor. A *record* says how to read the memory of another process. A *pipe* is memory that two
-processes share: one puts bytes into it, the other takes them out (`weft.wire.pipe`).
+A *table* has a row for each peer, or for each message, and two numbers more, which are scratch. A
+*step* moves one box of a tensor. A *record* says how to read the memory of another process. A
+*pipe* is memory that two processes share: one puts bytes into it, the other takes them out
+(`weft.wire.pipe`).
 """
 
 from __future__ import annotations
 
 __all__ = [
     "ADD",
+    "AT",
     "BYTES",
     "COPY",
     "COUNTS",
+    "DONE",
     "FD",
     "FRAME",
     "FROM",
@@ -24,7 +27,9 @@ __all__ = [
     "IN_Y",
     "IN_Z",
     "LENDER",
+    "LENGTH",
     "LIKE",
+    "MESSAGE",
     "MODEL",
     "OUTWARD",
     "PIPE",
@@ -42,6 +47,7 @@ __all__ = [
     "TAKEN",
     "TELL",
     "TO",
+    "VIA",
     "WAITS",
     "WANT",
     "WIDTH",
@@ -55,6 +61,10 @@ PLACE, WANT, GOT = 4, 5, 6  # where to receive one, bytes that are expected; byt
 MODEL, LIKE = 7, 8  # address of what is expected to come, and for how many bytes
 OUTWARD, INWARD = 9, 10  # addresses of the pipes to this peer and from it; 0: over the socket
 ROW = 11
+
+# what a row of a table of messages through pipes has, behind the number of the socket: the pipe's
+# address; the message's, or where it goes; its bytes, or at most how many; whether it is through
+VIA, AT, LENGTH, DONE, MESSAGE = 1, 2, 3, 4, 5
 
 # what a pipe begins with; each side writes its own half, in a line of the caches of its own
 PUT, WAITS = 0, 1  # bytes that were ever put in; whether who puts them in sleeps, for want of room

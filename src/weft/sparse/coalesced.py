@@ -29,7 +29,7 @@ from . import choice, mixed, near_tables
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
-from .header import of_tables, tables_in, tables_of
+from .header import NO_LIMIT, of_tables, tables_in, tables_of
 from .joint import Joint
 from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
@@ -71,7 +71,7 @@ class Coalesced:
 
     def noted(self, note: Note) -> Record:
         """The record of the call."""
-        union = sum(map(len, self.rows))
+        union = sum(rows.indices.numel() for rows in self.rows)
         return note(self.algorithm, rows=self.own, total=self.total, union=union, bound=self.bound)
 
 
@@ -217,7 +217,7 @@ def _opened(
                     near_tables.pause(wire)
                     continue
                 eager = wire.size > 1 and all(one.index is not None for one in everyone)
-                if not eager and not any(one.lent for one in everyone):
+                if not (eager or both.header or any(one.lent for one in everyone)):
                     everyone = [one.described(rank) for rank, one in enumerate(everyone)]
                     both = Tables.together(everyone)
                 space = Space(both)
@@ -394,45 +394,43 @@ def _handed_out(
 ) -> Coalesced:
     """Each table's part of the result, where its caller wants it."""
     wire, requests = call.wire, own.requests
-    wanted = {requests[table].rows.indices.dtype for table in space.tables}
     of_dtype: dict[torch.dtype, Tensor] = {}
     ends: list[int] = []
-    for dtype in wanted:
+    for dtype in {requests[table].rows.indices.dtype for table in space.tables}:
         of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
-    part = dict(zip(space.tables, pairwise([0, *ends]), strict=True))
-    counts = [
-        part[table][1] - part[table][0] if table in part else 0 for table in range(len(requests))
-    ]
-    for table, (count, room) in enumerate(zip(counts, both.numbers[:, ROOM].tolist(), strict=True)):
-        if count > room:
-            whose = both.numbers[table, WHOSE]
-            raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
+    sizes = [last - first for first, last in pairwise([0, *ends])]
+    counts = [0] * len(requests)
+    for table, size in zip(space.tables, sizes, strict=True):
+        counts[table] = size
+    rooms = both.numbers[:, ROOM].tolist()
+    if min(rooms) < NO_LIMIT:
+        for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
+            if count > room:
+                whose = both.numbers[table, WHOSE]
+                raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
 
+    indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     reduced: dict[int, Rows] = {}
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first = travelled.given, part[tables[0]][0]
-        last = part[tables[-1]][1]
-        values = stack.typed(result.values, last - first, start)
+        stack, first = travelled.given, len(reduced)
+        many = sizes[first : first + len(tables)]
+        values = stack.typed(result.values, sum(many), start)
         start += values.nbytes
-        sizes = [counts[table] for table in tables]
-        views = {
-            dtype: every[first:last].split_with_sizes(sizes) for dtype, every in of_dtype.items()
-        }
-        pieces = values.split_with_sizes(sizes)
-        for place, (table, piece) in enumerate(zip(tables, pieces, strict=True)):
+        pieces = values.split_with_sizes(many)
+        for place, (table, piece) in enumerate(zip(tables, pieces, strict=True), first):
             given = requests[table].rows
-            own_indices = views[given.indices.dtype][place]
-            reduced[table] = Rows(own_indices, piece, given.height)
+            reduced[table] = Rows(indices[given.indices.dtype][place], piece, given.height)
     rows = _in_order(requests, reduced)
     for table, request in enumerate(requests):
         if request.out is not None:
             rows[table] = _placed(rows[table], request, call)
     if both.fallible:
         confess(wire, _NAME, call)
-    received = both.numbers[:, ROWS] + (wire.size - 2) * np.array(counts, np.int64)
+    given_rows = both.numbers[:, ROWS]
+    received = given_rows + (wire.size - 2) * np.array(counts, np.int64)
     bound = float((received * (space.row + 4)).sum()) / wire.size
-    return Coalesced(algorithm, rows, sum(own.counts), int(both.numbers[:, ROWS].sum()), bound)
+    return Coalesced(algorithm, rows, sum(own.counts), int(given_rows.sum()), bound)
 
 
 def _placed(rows: Rows, request: Request, call: Call) -> Rows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from .tables import (
     ROOM,
     ROWS,
     UNKNOWN,
-    WHO,
     WHOSE,
     Longs,
     Tables,
@@ -42,6 +41,12 @@ from .tables import (
 )
 
 __all__ = ["Joint"]
+
+_Kind = tuple[torch.dtype, torch.dtype, tuple[int, ...]]
+"""Dtypes of values, on the wire and as they are given, and the row shape."""
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+_UNLIMITED = np.array([0, -1, NO_LIMIT, 0, 0])  # the numbers of a table without rows
 
 
 class Joint:
@@ -65,54 +70,58 @@ class Joint:
         self.error = None if bad is None else f"table {start + bad}: {requests[bad].error}"
         self.requests, self.numbered = requests, range(start, start + len(requests))
         requests = requests[:bad]
-        self.lines: list[str] = []
-        for before, request in pairwise([None, *requests]):
-            assert request is not None
+        lines: list[str] = []
+        kinds: list[_Kind] = []  # by which rows are laid out
+        self._row: list[int] = []
+        before = None
+        for request in requests:
             if before is not None and before.fields is request.fields:  # what is in it, is there
-                self.lines.append(self.lines[-1])
+                lines.append(lines[-1])
+                kinds.append(kinds[-1])
+                self._row.append(self._row[-1])
                 continue
-            shape = request.fields["row shape"]
-            self.lines.append(
-                line(
-                    request.rows.indices.dtype,
-                    request.rows.values.dtype,
-                    request.rows.height,
-                    UNKNOWN if shape is None else shape,
-                    request.dtype,
-                )
-            )
+            before, rows = request, request.rows
+            said = request.fields["row shape"]
+            shape = UNKNOWN if said is None else said
+            own = rows.indices.dtype, rows.values.dtype
+            lines.append(line(*own, rows.height, shape, request.dtype))
+            kinds.append((request.dtype, own[1], tuple(rows.row_shape)))
+            self._row.append(row_bytes(kinds[-1][2], request.dtype))
+        self.lines, self._kinds = tuple(lines), kinds
         given = [request.rows.indices.numel() for request in requests]
         order = [table for table in layout(self.lines) if given[table]]
         self._order: list[int] = []  # none, where something is wrong
-        self._begins = np.cumsum([0] + [given[table] for table in order])
+        self._begins = [0, *accumulate(given[table] for table in order)]
         self._starts = self._firsts = np.zeros(0, np.int64)
-        self._distinct = kernels.Distinct(torch.empty(0, dtype=torch.int64), None, None)
+        self._distinct = kernels.Distinct(_NOTHING, None, None)
         self._values: Tensor | None = None
-        self.numbers = np.zeros((len(requests), COLUMNS), np.int64)
-        self.numbers[:, HIGHEST] = -1
-        self.numbers[:, ROOM] = [
-            NO_LIMIT if request.capacity is None else request.capacity for request in requests
-        ]
-        self.numbers[:, [WHOSE, WHO]] = rank
+        self.numbers = np.empty((len(requests), COLUMNS), np.int64)
+        self.numbers[:] = _UNLIMITED
+        self.numbers[:, WHOSE:] = rank  # and who told the row shape
+        for table, request in enumerate(requests):
+            if request.out is not None and request.capacity is not None:
+                self.numbers[table, ROOM] = request.capacity
+        self.counts = [0] * len(requests)
         if order:
             keys, lows, highs = joined([requests[table].rows.indices for table in order])
             self.error = _wrong(requests, order, lows, highs, start) or self.error
             if self.error is None:
                 self._order = order
                 self._sort(keys, highs)
-        self.counts: list[int] = self.numbers[:, ROWS].tolist()
-        self._row = [row_bytes(request.rows.row_shape, request.dtype) for request in requests]
         self.size = sum(self.counts[table] * self._row[table] for table in self._order)
         self.fallible = any(request.fallible for request in requests)
 
     def _sort(self, keys: Tensor, highs: Longs) -> None:
-        heights = highs + 1
-        self._starts = np.cumsum(heights) - heights
+        ends = np.add.accumulate(highs + 1)
+        self._starts = ends - highs - 1
         self._distinct = kernels.distinct(keys)
         found = self._distinct.indices.numpy()
-        self._firsts = np.append(np.searchsorted(found, self._starts), len(found))
-        self.numbers[self._order, ROWS] = np.diff(self._firsts)
+        self._firsts = np.empty(len(ends) + 1, np.int64)
+        self._firsts[:-1] = found.searchsorted(self._starts)
+        self._firsts[-1] = len(found)
+        self.numbers[self._order, ROWS] = self._firsts[1:] - self._firsts[:-1]
         self.numbers[self._order, HIGHEST] = highs
+        self.counts = self.numbers[:, ROWS].tolist()
 
     def _offset(self, starts: Longs) -> Tensor:
         """Of each row what its table has in `starts`."""
@@ -158,7 +167,8 @@ class Joint:
             lends: whether this rank can lend rows to all others.
             described: whether rows that do not travel in it have a header though it can.
         """
-        said = Tables(self.lines, self.numbers, fallible=self.fallible, lends=lends)
+        lines, numbers, fallible = self.lines, self.numbers, self.fallible
+        said = Tables(lines, numbers, fallible=fallible, lends=lends)
         if eager and self.size <= BODY:
             rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
             if rows.fits:
@@ -166,16 +176,18 @@ class Joint:
                 return rows
         if lends and not described:
             self.values(memory, op)  # now: a peer reads as soon as it hears where
-            return replace(said, lent=(self.own.data_ptr(), memory.data_ptr()))
+            place = self.own.data_ptr(), memory.data_ptr()
+            return Tables(lines, numbers, fallible=fallible, lends=True, lent=place)
         return replace(said, header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:
         """The bytes of all rows, in `memory`; computed once."""
         if self._values is None:
             place = start = 0
-            for _, stack in groupby(self._order, self._kind):
+            firsts = self._firsts.tolist()
+            for _, stack in groupby(self._order, self._kinds.__getitem__):
                 tables = list(stack)
-                first, last = self._firsts[[place, place + len(tables)]].tolist()
+                first, last = firsts[place], firsts[place + len(tables)]
                 given = [self.requests[table].rows.values for table in tables]
                 request = self.requests[tables[0]]
                 shape = (last - first, *request.rows.row_shape)
@@ -184,17 +196,13 @@ class Joint:
                     self._distinct,
                     op,
                     typed(memory, shape, request.dtype, start),
-                    self._firsts[place : place + len(tables) + 1].tolist(),
-                    self._begins[place : place + len(tables)].tolist(),
+                    firsts[place : place + len(tables) + 1],
+                    self._begins[place : place + len(tables)],
                 )
                 place += len(tables)
                 start += (last - first) * self._row[tables[0]]
             self._values = memory[:start]
         return self._values
-
-    def _kind(self, table: int) -> tuple[torch.dtype, torch.dtype, tuple[int, ...]]:
-        request = self.requests[table]
-        return request.dtype, request.rows.values.dtype, tuple(request.rows.row_shape)
 
 
 def _wrong(
@@ -202,6 +210,10 @@ def _wrong(
 ) -> str | None:
     """What is wrong with the indices, in the first table of which they are."""
     limit = 1 << top(len(requests))
+    heights = {requests[table].rows.height for table in order}
+    least = min((height for height in heights if height is not None), default=limit)
+    if int(lows.min()) >= 0 and int(highs.max()) < min(limit, least):
+        return None
     for table, low, high in sorted(zip(order, lows.tolist(), highs.tolist(), strict=True)):
         error = outside(low, high, requests[table].rows.height)
         if error is None and high >= limit:

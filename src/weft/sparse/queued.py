@@ -142,7 +142,9 @@ def run_queued(wire: Wire, calls: list[QueuedCall], start: Callable[[Callable[[]
         What `start` returns.
     """
     with _lock:
-        queue = _queues.setdefault(wire, _Queue())
+        queue = _queues.get(wire)
+        if queue is None:
+            queue = _queues[wire] = _Queue()
     ticket = wire.worker.made
     for call in calls:
         call.ticket = ticket

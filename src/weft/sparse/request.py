@@ -2,6 +2,10 @@
 
 A rank that was asked for something wrong must still make its opening statement, or the others
 would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated.
+
+Training makes the same calls in each step. So what came of the checks of a call that was right is
+kept for those of its kind: of one form, of the same dtypes, shapes and arguments, whatever their
+rows. That spares looking, and decides nothing: what a rank was asked for travels in every call.
 """
 
 from __future__ import annotations
@@ -35,6 +39,13 @@ NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
+_KNOWN = 256  # kinds of calls whose checks are remembered: training makes the same in each step
+
+_Kind = tuple[torch.Size | None, torch.dtype, torch.dtype, torch.Size]
+"""Shape of a COO tensor, None of a pair; dtypes of indices and values; row shape."""
+
+_Key = tuple[_Kind, str, str, torch.dtype | None, str | None, str | None]
+"""And op, algorithm, `wire_dtype`, and what the environment says of the last two."""
 
 _LONGEST = 160  # bytes of the name of a caller's function
 
@@ -63,6 +74,7 @@ class Request:
         fields: the fingerprint: what must be equal on all ranks.
         error: what is wrong, or None.
         restore: gives a result the form that the rows were given in.
+        kind: of the rows, where nothing but that was looked at to check them.
     """
 
     rows: Rows = NOTHING
@@ -76,6 +88,7 @@ class Request:
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
+    kind: _Kind | None = None
 
     @classmethod
     def of(
@@ -125,10 +138,18 @@ class Request:
         before: Request | None,
     ) -> Request:
         """The same but for the indices; `before` is of the table before it, if it is in a list."""
-        if before is not None and out is None:
-            like = before._like(rows)
+        plain = _plain(rows) if out is None else None
+        key = None
+        if plain is not None:
+            taken, kind = plain
+            if before is not None and before.kind == kind:
+                return before._of(taken)
+            key = _key(kind, op, algorithm, wire_dtype)
+            like = _known.get(key) if key is not None else None
             if like is not None:
-                return like
+                found = like._of(taken)
+                found.fields = dict(like.fields)  # to which some calls add
+                return found
         request = cls()
         with request._stating():
             request._take_rows(rows)
@@ -142,41 +163,25 @@ class Request:
                 request._check_op()
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
+        if key is not None and request.error is None:
+            if len(_known) >= _KNOWN:
+                _known.clear()
+            request.kind = key[0]
+            model = _known[key] = request._of(NOTHING)
+            model.fields = dict(request.fields)
         return request
 
-    def _like(self, rows: object) -> Request | None:
-        """This request for other rows, if their checks would say the same."""
-        if self.error is not None or self.out is not None or self.restore is not _pair:
-            return None
-        if type(rows) is not tuple or len(rows) != 2:
-            return None
-        indices, values = rows
-        if not (type(indices) is type(values) is Tensor):
-            return None
-        own, count = self.rows, indices.numel()
-        same = (
-            indices.dtype is own.indices.dtype
-            and values.dtype is own.values.dtype
-            and indices.dim() == 1
-            and count > 0
-            and own.indices.numel() > 0
-            and values.shape == (count, *own.values.shape[1:])
-            and values.layout is torch.strided
-            and indices.is_cpu
-            and values.is_cpu
-            and not values.requires_grad
-            and is_plain(values)
-        )
-        if not same:
-            return None
+    def _of(self, rows: Rows) -> Request:
+        """This request for other rows of its kind: their checks would say the same."""
         return Request(
-            rows=Rows(indices, values),
+            rows=rows,
             op=self.op,
             algorithm=self.algorithm,
             dtype=self.dtype,
             rounded=self.rounded,
             fields=self.fields,
-            restore=_pair,
+            restore=self.restore,
+            kind=self.kind,
         )
 
     @classmethod
@@ -341,6 +346,51 @@ class Request:
         self.out = (indices, space.detach())
 
 
+_known: dict[_Key, Request] = {}
+"""What came of the checks of calls that were right, without rows."""
+
+
+def _plain(given: object) -> tuple[Rows, _Kind] | None:
+    """Rows that may be taken as they are, if there are any, and their kind; None: look closer."""
+    height = form = None
+    if type(given) is tuple and len(given) == 2:
+        indices, values = given
+        if not (type(indices) is type(values) is Tensor) or indices.dim() != 1:
+            return None
+    elif type(given) is Tensor and given.layout is torch.sparse_coo and given.is_cpu:
+        if given.sparse_dim() != 1 or given.requires_grad:
+            return None
+        indices, values = given._indices()[0], given._values()
+        form = given.shape
+        height = form[0]
+    else:
+        return None
+    shape, count = values.shape, indices.numel()
+    plain = (
+        count > 0
+        and len(shape) > 0
+        and shape[0] == count
+        and values.layout is torch.strided
+        and indices.is_cpu
+        and values.is_cpu
+        and not values.requires_grad
+        and is_plain(values)
+    )
+    if not plain:
+        return None
+    return Rows(indices, values, height), (form, indices.dtype, values.dtype, shape[1:])
+
+
+def _key(kind: _Kind, op: object, algorithm: object, wire_dtype: object) -> _Key | None:
+    """What the checks of a call with such rows depend on, if that is all."""
+    if not (type(op) is type(algorithm) is str):
+        return None
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        return None
+    said = os.environ.get("WEFT_ALGORITHM"), os.environ.get("WEFT_LINK")
+    return (kind, op, algorithm, wire_dtype, *said)
+
+
 def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
     """The rows that were given, and what gives a result the same form, on the same device."""
     if isinstance(given, Rows):
@@ -359,9 +409,13 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
             )
         shape, sparse = given.shape, given.sparse_dim()
         device = given.device
-        return Rows.from_coo(given.detach()), lambda rows: Rows(
-            rows.indices.to(device), rows.values.to(device), rows.height
-        ).to_coo(shape[:sparse] + rows.row_shape, canonical=True)
+
+        def restore(rows: Rows) -> Tensor:
+            if device.type != "cpu":
+                rows = Rows(rows.indices.to(device), rows.values.to(device), rows.height)
+            return rows.to_coo(shape[:sparse] + rows.row_shape, canonical=True)
+
+        return Rows.from_coo(given.detach()), restore
     if isinstance(given, tuple | list) and len(given) == 2:
         indices, values = given
         if isinstance(indices, Tensor) and isinstance(values, Tensor):

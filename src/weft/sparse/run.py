@@ -7,7 +7,7 @@ part, tell each other whether it raised; hand out the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -92,12 +92,11 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
     agreement = None
     try:
         agreement = _open(wire, request, name, own, eager=eager)
-        load = _load(wire, request, agreement, call)
+        said = _said(agreement, call)
+        load = _load(wire, request, said, call)
         everyone = None
         if eager and is_eager(wire, load, given.indices.dtype):
-            everyone = [
-                RowsInHeader.unpack(body, call.row_shape, call.dtype) for body in agreement.bodies
-            ]
+            everyone = [one for one in said if isinstance(one, RowsInHeader)]
         elif wire.size > 1:
             call.load = with_link(wire, load)
         yield Opened(call, own, everyone)
@@ -160,7 +159,7 @@ def explained(wire: Wire, request: Request) -> Explanation:
     call = Call(wire, request.op, shape, dtype=request.dtype, wide=request.wide)
     agreement = _open(wire, request, "explain")
     try:
-        load = _load(wire, request, agreement, call)
+        load = _load(wire, request, _said(agreement, call), call)
     finally:
         agreement.release()
     if wire.size > 1:
@@ -212,16 +211,20 @@ def _open(
         agreement.release()
 
 
-def _load(wire: Wire, request: Request, agreement: Agreement, call: Call) -> Load:
-    """What all ranks together said; also fills in what this rank alone did not know."""
+def _said(agreement: Agreement, call: Call) -> list[Header | RowsInHeader]:
+    """What each rank said, or all together; also fills in what this rank alone did not know."""
     shape = agreement.fields["row shape"]
     call.row_shape = call.row_shape if shape == "?" else shape_in(shape)
-    said = [
+    return [
         RowsInHeader.unpack(body, call.row_shape, call.dtype)
         if RowsInHeader.are_in(body)
         else Header.unpack(body)
         for body in agreement.bodies
     ]
+
+
+def _load(wire: Wire, request: Request, said: Sequence[Header | RowsInHeader], call: Call) -> Load:
+    """What all ranks together said."""
     rows = [one for one in said if isinstance(one, RowsInHeader)]
     if len(rows) == len(said):
         header = of_all(rows)

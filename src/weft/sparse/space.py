@@ -11,12 +11,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .call import shape_in
+from .call import row_bytes, shape_in
 from .header import Header
 from .mixed import Stack
 from .tables import HIGHEST, Longs, Tables, dtypes_of, layout, top
@@ -38,24 +39,17 @@ class Space:
     """
 
     def __init__(self, said: Tables) -> None:
-        self.tables = [table for table in layout(said.lines) if said.numbers[table, HIGHEST] >= 0]
-        heights = said.numbers[self.tables, HIGHEST] + 1
-        self.starts = np.concatenate([[0], np.cumsum(heights)]).astype(np.int64)
+        present = said.numbers[:, HIGHEST] >= 0
+        found = _arranged(said.lines, present.tobytes())
+        self.tables, self.tables_of, self.row = found.tables, found.tables_of, found.row
+        self.starts = np.zeros(len(self.tables) + 1, np.int64)
+        np.add.accumulate(said.numbers[self.tables, HIGHEST] + 1, out=self.starts[1:])
         self.end = int(self.starts[-1])
         self.index = torch.int32 if self.end <= 2**31 - 1 else torch.int64
-        self.stacks: list[Stack] = []
-        self.tables_of: list[list[int]] = []
-        places = enumerate(self.tables)
-        for _, group in groupby(places, lambda item: _kind(said.lines[item[1]])):
-            members = list(group)
-            dtype, travels, shape = _kind(said.lines[members[0][1]])
-            end = int(self.starts[members[-1][0] + 1])
-            wide = None if travels == dtype else dtype
-            self.stacks.append(Stack(travels, shape_in(shape), end, wide))
-            self.tables_of.append([table for _, table in members])
-        self.row = np.zeros(len(said.lines), np.int64)
-        for stack, tables in zip(self.stacks, self.tables_of, strict=True):
-            self.row[tables] = stack.row
+        self.stacks = [
+            Stack(travels, shape, int(self.starts[last]), wide)
+            for travels, shape, wide, last in found.stacks
+        ]
 
     def keys(self, indices: Tensor, counts: Sequence[int] | Longs) -> Tensor:
         """The keys of indices that are laid out; `counts` are those of all tables."""
@@ -74,6 +68,38 @@ class Space:
             header, points=points[order], weights=header.weights[order], highest=self.end - 1
         )
         return placed, self.row[table][order]
+
+
+class _Arranged(NamedTuple):
+    """What follows from what tables are; kept, so nobody writes into it.
+
+    Attributes:
+        tables, tables_of, row: as `Space` has them.
+        stacks: of each its dtype on the wire, row shape, dtype if that is another, and how many of
+            `tables` are in it or before it.
+    """
+
+    tables: list[int]
+    tables_of: list[list[int]]
+    row: Longs
+    stacks: list[tuple[torch.dtype, tuple[int, ...], torch.dtype | None, int]]
+
+
+@functools.lru_cache(1 << 7)
+def _arranged(lines: tuple[str, ...], present: bytes) -> _Arranged:
+    """Of those tables that are `present`: a byte of each, not 0."""
+    tables = [table for table in layout(lines) if present[table]]
+    found = _Arranged(tables, [], np.zeros(len(lines), np.int64), [])
+    last = 0
+    for (dtype, travels, shape), group in groupby(tables, lambda table: _kind(lines[table])):
+        members = list(group)
+        last += len(members)
+        row_shape = shape_in(shape)
+        found.tables_of.append(members)
+        found.stacks.append((travels, row_shape, None if travels == dtype else dtype, last))
+        found.row[members] = row_bytes(row_shape, travels)
+    found.row.flags.writeable = False
+    return found
 
 
 @functools.lru_cache(1 << 12)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..agree import BODY
-from .header import Header
+from .header import NO_LIMIT, Header
 
 __all__ = [
     "COLUMNS",
@@ -45,6 +45,7 @@ UNKNOWN = "?"
 """In place of a row shape: this rank has no rows."""
 
 _LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
+_LISTS = 1 << 7  # of these
 # tables, bytes of: lines, trouble, index; what comes with it, fallible, lends; where it lies
 _FIXED = struct.Struct("<4qB2?5x2q")
 _HEADER, _ROWS, _LENT = range(3)
@@ -78,7 +79,7 @@ class Tables:
         values: bytes of the values, in `layout` order.
     """
 
-    lines: list[str]
+    lines: tuple[str, ...]
     numbers: Longs
     trouble: str = ""
     fallible: bool = False
@@ -102,45 +103,41 @@ class Tables:
 
     def pack(self) -> Tensor:
         """The statement as bytes."""
-        lines, trouble = "\n".join(self.lines).encode(), self.trouble.encode()
+        lines, trouble = _text_of(self.lines), self.trouble.encode()
         kind = _LENT if self.lent else _ROWS if self.header is None else _HEADER
         index = 0 if self.index is None else self.index.numel()
         sizes, flags = (len(lines), len(trouble), index), (self.fallible, self.lends)
         fixed = _FIXED.pack(len(self.lines), *sizes, kind, *flags, *(self.lent or (0, 0)))
-        parts = [np.frombuffer(fixed, np.uint8), self.numbers.reshape(-1).view(np.uint8)]
-        parts += [np.frombuffer(text, np.uint8) for text in (lines, trouble)]
+        parts: list[bytes | memoryview] = [fixed, self.numbers.tobytes(), lines, trouble]
         if self.header is not None:
-            parts.append(self.header.pack().numpy())
+            parts.append(self.header.pack().numpy().data)
         else:
-            parts += [part.numpy() for part in (self.index, self.values) if part is not None]
-        starts = np.cumsum([0] + [_aligned(part.size) for part in parts])
-        body = np.zeros(int(starts[-1]), np.uint8)
-        for start, part in zip(starts, parts, strict=False):
-            body[start : start + part.size] = part
-        return torch.from_numpy(body)
+            rows = [part for part in (self.index, self.values) if part is not None]
+            parts += [part.numpy().data for part in rows]
+        padded = [piece for part in parts for piece in (part, bytes(-len(part) % 8))]
+        return torch.frombuffer(bytearray().join(padded), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, body: Tensor) -> Tables:
         """A statement from bytes; the rows are views of them."""
-        raw = body.numpy()
-        fixed = _FIXED.unpack_from(raw.data)
+        raw = body.numpy().data
+        fixed = _FIXED.unpack_from(raw)
         tables, lines, trouble, index, kind, fallible, lends, *where = fixed
-        sizes = (_FIXED.size, tables * COLUMNS * 8, lines, trouble)
-        starts = np.cumsum([0] + [_aligned(size) for size in sizes]).tolist()
-        numbers, said, differ = (
-            raw[start : start + size] for start, size in zip(starts[1:], sizes[1:], strict=False)
-        )
-        rest = body[starts[-1] :]
+        first = _FIXED.size + tables * COLUMNS * 8
+        second = first + _aligned(lines)
+        third = second + _aligned(trouble)
+        numbers = np.frombuffer(raw, np.int64, tables * COLUMNS, _FIXED.size)
+        rest = None if kind == _LENT else body[third:]
         return cls(
-            bytes(said).decode().split("\n") if tables else [],
-            numbers.view(np.int64).reshape(tables, COLUMNS).copy(),
-            bytes(differ).decode(),
+            _lines_in(bytes(raw[first : first + lines])) if tables else (),
+            numbers.reshape(tables, COLUMNS).copy(),
+            bytes(raw[second : second + trouble]).decode(),
             fallible,
             lends,
             (where[0], where[1]) if kind == _LENT else None,
-            Header.unpack(rest) if kind == _HEADER else None,
-            rest[:index] if kind == _ROWS else None,
-            rest[_aligned(index) :] if kind == _ROWS else None,
+            Header.unpack(rest) if rest is not None and kind == _HEADER else None,
+            rest[:index] if rest is not None and kind == _ROWS else None,
+            rest[_aligned(index) :] if rest is not None and kind == _ROWS else None,
         )
 
     def described(self, rank: int) -> Tables:
@@ -177,17 +174,21 @@ class Tables:
         first = said[0]
         if any(len(one.lines) != len(first.lines) for one in said):
             return first  # the fingerprints tell
-        everyone = np.stack([one.numbers for one in said])
+        everyone = np.array([one.numbers for one in said])
         numbers = first.numbers.copy()
         numbers[:, ROWS] = everyone[:, :, ROWS].sum(0)
         numbers[:, HIGHEST] = everyone[:, :, HIGHEST].max(0)
-        tightest = everyone[:, :, ROOM].argmin(0)
-        numbers[:, [ROOM, WHOSE]] = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
-        lines, trouble = list(first.lines), first.trouble
-        for one in said[1:]:
-            if one.lines != lines:
-                trouble = trouble or _reconciled(lines, numbers, one)
-            trouble = trouble or one.trouble
+        if everyone[:, :, ROOM].min(initial=NO_LIMIT) < NO_LIMIT:
+            tightest = everyone[:, :, ROOM].argmin(0)
+            rooms = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
+            numbers[:, [ROOM, WHOSE]] = rooms
+        trouble, lines = first.trouble, first.lines
+        if any(one.lines != lines for one in said):
+            filled = list(lines)
+            for one in said[1:]:
+                trouble = trouble or _reconciled(filled, numbers, one) or one.trouble
+            lines = tuple(filled)
+        trouble = trouble or next((one.trouble for one in said if one.trouble), "")
         headers = [one.header for one in said if one.header is not None]
         header = Header.together(headers) if len(headers) == len(said) else None
         fallible, lends = any(one.fallible for one in said), all(one.lends for one in said)
@@ -231,9 +232,24 @@ def layout(lines: Sequence[str]) -> list[int]:
 
     Tables without rows, whose row shape is not known, may be anywhere.
     """
-    if lines and lines.count(lines[0]) == len(lines):
-        return list(range(len(lines)))
-    return sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table))
+    return list(_layout(tuple(lines)))
+
+
+@functools.lru_cache(_LISTS)
+def _layout(lines: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table)))
+
+
+@functools.lru_cache(_LISTS)
+def _text_of(lines: tuple[str, ...]) -> bytes:
+    """Lines as they travel."""
+    return "\n".join(lines).encode()
+
+
+@functools.lru_cache(_LISTS)
+def _lines_in(text: bytes) -> tuple[str, ...]:
+    """At least one."""
+    return tuple(text.decode().split("\n"))
 
 
 @functools.lru_cache(_LINES)

@@ -95,7 +95,8 @@ class Pool:
 def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
     """The bytes of `memory` (uint8, 1-D) from `offset` on, seen as a tensor of that shape."""
     nbytes = math.prod(shape) * dtype.itemsize
-    return memory[offset : offset + nbytes].view(dtype).view(shape)
+    flat = memory[offset : offset + nbytes].view(dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..kernels.cpu_talk import Came, Lender, Talk
 from .lent import Guard
 from .line import Line, Order
-from .pipe import PipeLine
+from .pipe import PipeLine, TensorOrder, put_all, take_all
 from .small import SmallLine, SocketLine
 
 __all__ = ["Lost", "Mover", "Order"]
@@ -35,6 +35,7 @@ _TICK = 0.004  # seconds between two looks of the thread
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOOKS = 500_000  # nanoseconds that machine code does so
+_SOON = 50_000  # = for messages of any length
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -172,6 +173,33 @@ class Mover:
                 orders.append((line, order))
         return orders
 
+    def post_tensors(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> list[Posted]:
+        """`post` on the lane for small messages, of tensors: uint8, 1-D, contiguous."""
+        small, changed = self.small, self._changed
+        asked: list[tuple[SmallLine, Order]] = []
+        told: list[tuple[SmallLine, Order]] = []
+        swift: list[tuple[PipeLine, TensorOrder]] = []
+        with self._turn:
+            for peer, tensor in recvs:
+                order, line = TensorOrder(tensor), small[peer]
+                line.asked.append(order)
+                changed[line.fd] = line
+                asked.append((line, order))
+            for peer, tensor in sends:
+                order, line = TensorOrder(tensor), small[peer]
+                idle = not (line.unsent or line.lost or any(line is busy for busy, _ in told))
+                told.append((line, order))
+                if idle and isinstance(line, PipeLine):
+                    swift.append((line, order))
+            put_all(swift)
+            for line, left in told:
+                if not left.done:
+                    line.send(left)
+                    changed[line.fd] = line
+        return [*asked, *told]
+
     def talk(
         self,
         talk: Talk,
@@ -233,7 +261,16 @@ class Mover:
             Lost: a peer closed its end, the sockets were shut down here, or the limit passed.
         """
         until = time.monotonic() + limit
+        orders = list(orders)
         with self._turn:
+            swift = [
+                (line, order)
+                for line, order in orders
+                if isinstance(order, TensorOrder)
+                and isinstance(line, PipeLine)
+                and line.takes(order)
+            ]
+            awake = 0.0 if take_all(swift, _SOON) else _AWAKE
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue
@@ -248,7 +285,7 @@ class Mover:
                     if self._changed:
                         self._tend()  # after which nothing may be left to wait for
                         continue
-                    self._step(remaining)
+                    self._step(remaining, awake)
 
     def arrived(self, orders: Iterable[Posted]) -> list[bool]:
         """Which of these are through, as far as is known while somebody waits."""
@@ -269,10 +306,10 @@ class Mover:
             line.flush()
             self._watch(line)
 
-    def _step(self, seconds: float) -> None:
+    def _step(self, seconds: float, awake: float = _AWAKE) -> None:
         """Wait until something can be moved, for so long at most, and move it."""
         more = list(self._more.values())
-        for fd, event in self._look() if more else self._ready(seconds):
+        for fd, event in self._look() if more else self._ready(seconds, awake):
             ready = self._by_fd[fd]
             if event and fd in self._pipes:
                 self._pipes[fd].hear()
@@ -286,16 +323,16 @@ class Mover:
         stirs = [(fd, 0) for fd, line in self._pipes.items() if line.stirs]
         return stirs or self._poll.poll(seconds * 1e3)
 
-    def _ready(self, seconds: float) -> list[tuple[int, int]]:
+    def _ready(self, seconds: float, awake: float) -> list[tuple[int, int]]:
         """Wait until something can be moved on a line: awake at first, then asleep.
 
         The peers of a collective call come within moments of each other, and waking a process costs
         more than many looks. Between two of these whoever else wants the core has it.
         """
         now = time.monotonic()
-        awake = now + min(seconds, _AWAKE)
+        until = now + min(seconds, awake)
         ready = self._look()
-        while not ready and now < awake:
+        while not ready and now < until:
             os.sched_yield()
             ready = self._look()
             now = time.monotonic()

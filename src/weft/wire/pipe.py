@@ -12,7 +12,8 @@ pass the stores before them: hence the fences. All else rests on what x86-64 pro
 loads in their order, so there are no pipes elsewhere (Intel, Software Developer's Manual, volume
 3A, "Memory Ordering").
 
-What lies where is said in `kernels/talk_table`: machine code moves frames through the same pipes.
+What lies where is said in `kernels/talk_table`: machine code moves frames through the same pipes,
+and messages of any length (`put_all`, `take_all`), where a line has nothing else to do.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ import select
 import socket
 import sys
 import threading
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels.cpu_talk import Path
-from ..kernels.talk_table import BYTES, PIPE, PUT, SLEEPS, TAKEN, WAITS
+from ..kernels.compile import Loops, compiler
+from ..kernels.cpu_talk import KEY, Path
+from ..kernels.talk_table import BYTES, DONE, MESSAGE, PIPE, PUT, SLEEPS, TAKEN, WAITS
 from .line import Order
 from .small import SIZE, SmallLine
 
-__all__ = ["MOST", "WORKS", "PipeLine", "mapped", "memory"]
+__all__ = ["MOST", "WORKS", "PipeLine", "TensorOrder", "mapped", "memory", "put_all", "take_all"]
 
 MOST = 16
 """Ranks of a host that have pipes at the most, the lowest: each two of them share 512 KiB."""
@@ -104,6 +108,10 @@ class PipeLine(SmallLine):
         if self.reads and self._in[PUT] != self._in[TAKEN]:
             return True
         return self.writes and self._out[PUT] - self._out[TAKEN] < BYTES
+
+    def takes(self, order: Order) -> bool:
+        """Whether the next message that comes is this one's, all of it."""
+        return bool(self.asked) and self.asked[0] is order and not (self._into or self.lost)
 
     def sleep(self) -> None:
         """Have the peer ring for what is waited for; if it `stirs` after that, it may not ring."""
@@ -237,6 +245,67 @@ class PipeLine(SmallLine):
         """What is loaded after this is not older than what was stored before."""
         with self._lock:  # an instruction with a lock, which no load passes
             pass
+
+
+class TensorOrder(Order):
+    """A message in a tensor (uint8, 1-D, contiguous), whose bytes are looked at when needed."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.done, self.number = tensor, False, 0
+
+    @property
+    def buffer(self) -> memoryview:  # type: ignore[override]  # there a slot, filled at once
+        return self.tensor.numpy().data
+
+
+def _loops() -> Loops | None:
+    """What is made already; for these few messages alone nobody need import a compiler."""
+    return compiler.loops(KEY) if compiler.made(KEY) else None
+
+
+def put_all(told: Sequence[tuple[PipeLine, TensorOrder]]) -> None:
+    """Send messages over lines that send nothing else, if that is soon done; done are those sent.
+
+    By machine code: a few messages cost more in Python than in the copies that move them.
+    """
+    loops = _loops()
+    if loops is None or not told:
+        return
+    table = array("q")
+    for line, order in told:
+        fd, outward, _ = line.path
+        table.extend((fd, outward, order.tensor.data_ptr(), order.tensor.numel(), 0))
+    loops["put"](table.buffer_info()[0], len(told))
+    for (_, order), done in zip(told, table[DONE::MESSAGE], strict=True):
+        order.done = done == 1
+
+
+def take_all(asked: Sequence[tuple[PipeLine, TensorOrder]], awake: int) -> bool:
+    """Receive the messages that lines ask for first; done are those that come soon, and whole.
+
+    Args:
+        asked: on different lines, none of which is in the middle of a message.
+        awake: nanoseconds to look for those that are not there yet.
+
+    Returns:
+        Whether it looked: there is machine code for it, and something was asked for.
+    """
+    loops = _loops()
+    if loops is None or not asked:
+        return False
+    table = array("q")
+    for line, order in asked:
+        fd, _, inward = line.path
+        table.extend((fd, inward, order.tensor.data_ptr(), order.tensor.numel(), 0))
+    table.extend((0, 0))
+    loops["take"](table.buffer_info()[0], len(asked), awake)
+    for (line, order), done in zip(asked, table[DONE::MESSAGE], strict=True):
+        if done == 1:
+            order.done = True
+            line.asked.popleft()
+    return True
 
 
 def _parts(pipe: Tensor) -> tuple[memoryview, memoryview]:

@@ -77,7 +77,20 @@ class ProcessGroupWire(Wire):
 
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         mover = self._connections.mover if self._connections is not None else None
-        return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
+        if not isinstance(mover, Mover):
+            return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
+        self._check()
+        self._check_peers([peer for peer, _ in sends])
+        self._check_peers([peer for peer, _ in recvs])
+        posted = _Posted(self, sends, recvs)
+        told = [(peer, _flat(tensor)) for peer, tensor in sends]
+        asked = [(peer, _flat(posted.into(want))) for peer, want in recvs]
+        try:
+            posted.orders = mover.post_tensors(told, asked)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        return posted
 
     def routine(self, script: Script) -> Routine:
         self._check_peers([*script.says, *script.expects])
@@ -380,8 +393,11 @@ class _Routine(Routine):
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    flat = tensor if tensor.dtype is torch.uint8 and tensor.dim() == 1 else as_bytes(tensor)
-    return flat.numpy().data
+    return _flat(tensor).numpy().data
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.uint8 and tensor.dim() == 1 else as_bytes(tensor)
 
 
 def _call_of(wire: weakref.ref[ProcessGroupWire]) -> tuple[int, str]:

@@ -102,7 +102,10 @@ class Worker:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def inside() -> T:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            if inference:  # of which this thread knows nothing
+                with torch.inference_mode(), torch.set_grad_enabled(grad):
+                    return context.run(job)
+            with torch.set_grad_enabled(grad):
                 return context.run(job)
 
         with self._turns:
@@ -249,7 +252,8 @@ class Work(Generic[T]):
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._ended = False
+        self._waited: threading.Event | None = None  # for, which few calls are
         self._value: T | None = None
         self._error: BaseException | None = None
         self._futures: list[torch.futures.Future[T]] = []
@@ -262,7 +266,7 @@ class Work(Generic[T]):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._done.is_set()
+        return self._ended
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait until the call has ended and return its result.
@@ -288,7 +292,7 @@ class Work(Generic[T]):
                     f"rank {worker._wire.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
-            if not self._done.wait(seconds):
+            if not self._wait(seconds):
                 raise StillRunning(
                     f"rank {worker._wire.rank}: {self._name} is still under way after {seconds} s: "
                     "wait again, or longer"
@@ -329,10 +333,18 @@ class Work(Generic[T]):
         self._complete(raw)
         return future
 
+    def _wait(self, seconds: float | None) -> bool:
+        with self._lock:
+            if self._ended:
+                return True
+            self._waited = done = self._waited or threading.Event()
+        return done.wait(seconds)
+
     def _finish(self, value: T | None, error: BaseException | None) -> None:
         with self._lock:
-            self._value, self._error = value, error
-            self._done.set()
+            self._value, self._error, self._ended = value, error, True
+            if self._waited is not None:
+                self._waited.set()
             futures, self._futures = self._futures, []
         if futures:
             self._worker._announce(lambda: self._complete(*futures))
