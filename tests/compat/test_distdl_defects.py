@@ -150,6 +150,9 @@ def test_scaling_under_torch_func_and_in_forward_mode(wire):
     leaf = x.clone().requires_grad_()
     torch.func.vmap(layer, in_dims=1)(leaf).square().sum().backward()
     torch.testing.assert_close(leaf.grad, right)
+    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # torch's own, when forward mode is used first
+        torch.autograd.forward_ad.make_dual(x, x)
     value, tangent = torch.func.jvp(layer, (x,), (x,))  # which is not divided: it goes forward
     torch.testing.assert_close(tangent, value)
     with torch.autograd.forward_ad.dual_level():

@@ -23,6 +23,7 @@ from .compile import Key, Loops, compiler
 from .cpu_copy import spans
 from .talk_table import (
     ADD,
+    ARENA,
     COPY,
     FD,
     FRAME,
@@ -83,11 +84,34 @@ Lender = NDArray[np.int64]
 """The record of a process whose memory may be read."""
 
 
-def lender(process: int, address: int, guard: bytes) -> Lender:
-    """The record of a process with a guard (16 bytes) at that address (`weft.wire.lent`)."""
-    record = np.zeros(RECORD, np.int64)
+class _Kept(bytearray):
+    """The memory of a record, and what must not go before it."""
+
+    holds: object = None
+
+
+def lender(
+    process: int,
+    address: int,
+    guard: bytes,
+    arena: tuple[int, int, int, int] = (0, 0, 0, 0),
+    holds: object = None,
+) -> Lender:
+    """The record of a process with a guard (16 bytes) at that address (`weft.wire.lent`).
+
+    Args:
+        process: its number.
+        address: of the guard, there.
+        guard: what is there.
+        arena: its address there, its bytes, its address here, and that of the guard in it.
+        holds: what keeps the arena here; as long as there is a record, it is held.
+    """
+    memory = _Kept(8 * RECORD)
+    memory.holds = holds
+    record = np.frombuffer(memory, np.int64)
     record[0], record[GUARD] = process, address
     record[GUARD + 1 : SEEN] = np.frombuffer(guard, np.int64)
+    record[ARENA:RECORD] = arena
     return record
 
 

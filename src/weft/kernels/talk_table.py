@@ -11,6 +11,7 @@ from __future__ import annotations
 
 __all__ = [
     "ADD",
+    "ARENA",
     "AT",
     "BYTES",
     "COPY",
@@ -83,7 +84,10 @@ LENDER = 12  # address of the record of whose memory is read
 STEP = 13
 
 # what a record of a lender has: process, the address of its guard and the guard itself, and then
-GUARD, SEEN, SPANS, RECORD = 1, 4, 6, 14  # what was seen of it, and iovecs
+GUARD, SEEN, SPANS = 1, 4, 6  # what was seen of it, and iovecs
+# and of its arena (`weft.wire.arena`), if that is mapped here: its address there, its bytes or 0,
+# its address here, and that of the guard in it
+ARENA, RECORD = 14, 18
 
 # in which tensor something lies
 HERE, IN_X, IN_Y, IN_Z = range(4)

@@ -184,7 +184,8 @@ def _opened(
         return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
-    with wire.lease(own.size) as memory:
+    lent = auto and near_tables.lends(wire, own.size)
+    with wire.lease(own.size, lent=lent) as memory:
         while True:
             lends = auto and near_tables.lends(wire, own.size)
             body = torch.empty(0, dtype=torch.uint8)

@@ -3,8 +3,8 @@
 Ranks that can read each other's memory (`Wire.lends`) need not send rows. Each tells every owner
 where its part of them is, an owner tells everybody where its sums are, and all tell each other once
 they have read them: three small messages a peer, in place of a stream of chunks with what announces
-and answers it. Sums are made in leased memory, so a rank that is done may do as it likes with the
-result while a peer still reads.
+and answers it. Sums are made in leased memory that peers map (`weft.wire.arena`), so a rank that is
+done may do as it likes with the result while a peer still reads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from .. import kernels
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import typed
+from ..wire.routine import NUMBER, Rooms, Routine, Script
 from .call import Call
 from .owners import parts
 from .stream import Own, merge_blocks
 
-__all__ = ["Lent", "lent_of", "read_all", "say_read", "split_near", "told"]
+__all__ = ["Lent", "lent_of", "read_all", "say_read", "split_near", "staying", "told"]
 
-_SAID = struct.Struct("<?7x3q")
+_SAID = struct.Struct("<3?5x3q")
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_KEPT = "near"  # what a wire keeps by that name: the routine in which ranks say what they lend
 _MOST = 48 << 20  # bytes of sums at a rank, of which there is a copy for a moment
 
 
@@ -38,9 +41,13 @@ class Lent(NamedTuple):
         able: every peer can read its memory.
         rows: how many.
         indices, values: where those lie.
+        stays: they stay as they are and can be read until all have spoken in the next call.
+        sees: the rank that says it can read so what stays of whom it says it to.
     """
 
     able: bool
+    stays: bool
+    sees: bool
     rows: int
     indices: int
     values: int
@@ -93,7 +100,7 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
     union = kernels.union(runs)
     count = union.indices.numel()
     piece = min(call.chunk_rows, max(map(len, runs))) * row
-    with wire.lease(piece) as memory, wire.lease(count * row) as space:
+    with wire.lease(piece) as memory, wire.lease(count * row, lent=True) as space:
         sums = typed(space, (count, *call.row_shape), call.dtype)
         sources = [
             Own(rows.values[part[me]]) if rank == me else _There(call, rank, lent[rank], memory)
@@ -103,7 +110,8 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
             pass
 
         # the result, from the sums of all
-        summed = told(wire, dict.fromkeys(peers, lent_of(able, union.indices, sums)))
+        said = dict.fromkeys(peers, lent_of(able, union.indices, sums))
+        summed = told(wire, said)
         wire.count([(peer, each) for peer in peers for each in (union.indices, sums)])
         counts = [count if rank == me else summed[rank].rows for rank in order]
         result = call.result(sum(counts))
@@ -114,22 +122,32 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
             else:
                 result.indices[low:high] = _read_indices(call, rank, summed[rank])
                 read_all(wire, rank, summed[rank].values, as_bytes(result.values[low:high]))
-        say_read(wire)
+        say_read(wire, said, summed)
     return result
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+def say_read(wire: Wire, mine: Mapping[int, Lent], theirs: Mapping[int, Lent]) -> None:
+    """Tell peers that this rank has read what they lent, and hear it from those that need to say.
 
-
-def say_read(wire: Wire) -> None:
-    """Tell all that this rank has read what they lent, and hear that they have."""
-    peers = wire.peers
-    wire.post_small([(peer, _NOTHING) for peer in peers], [(peer, 0) for peer in peers]).wait()
+    None needs to whose peer lends what stays and which sees it: this rank's next statement in an
+    exchange says as much, and what was lent is not written to before (`Lease.release`).
+    """
+    tell = [peer for peer in theirs if not (theirs[peer].stays and mine[peer].sees)]
+    hear = [peer for peer in mine if not (mine[peer].stays and theirs[peer].sees)]
+    if tell or hear:
+        wire.post_small([(peer, _NOTHING) for peer in tell], [(peer, 0) for peer in hear]).wait()
 
 
 def lent_of(able: bool, indices: Tensor, values: Tensor) -> Lent:
-    """What to say of rows that are lent."""
-    return Lent(able, len(indices), indices.data_ptr(), values.data_ptr())
+    """What to say of rows that are lent, and may change once all have said that they read them."""
+    return Lent(able, False, False, len(indices), indices.data_ptr(), values.data_ptr())
+
+
+def staying(wire: Wire, indices: Tensor, values: Tensor) -> dict[int, Lent]:
+    """What to say to each peer of rows in leased memory, which is going to be released later."""
+    stays = wire.stays(indices) and wire.stays(values)
+    lent = lent_of(True, indices, values)._replace(stays=stays)
+    return {peer: lent._replace(sees=wire.sees(peer)) for peer in wire.peers}
 
 
 def read_all(wire: Wire, peer: int, address: int, into: Tensor) -> None:
@@ -140,17 +158,21 @@ def read_all(wire: Wire, peer: int, address: int, into: Tensor) -> None:
 
 def told(wire: Wire, said: Mapping[int, Lent]) -> dict[int, Lent]:
     """What each peer tells this rank, which tells it what is `said`."""
-    messages = [
-        (peer, torch.frombuffer(bytearray(_SAID.pack(*lent)), dtype=torch.uint8))
-        for peer, lent in said.items()
-    ]
-    pending = wire.post_small(messages, [(peer, _SAID.size) for peer in said])
-    heard = {
-        peer: Lent(*_SAID.unpack_from(message.numpy().data))
-        for peer, message in zip(said, pending.wait(), strict=True)
+    if _KEPT not in wire.kept:  # making a routine takes longer than using it
+        peers, size = wire.peers, _SAID.size
+        none, same = dict.fromkeys(peers, b""), dict.fromkeys(peers, size)
+        blank, rooms = dict.fromkeys(peers, bytes(size)), Rooms(NUMBER + size)
+        wire.kept[_KEPT] = wire.routine(Script(blank, none, same, rooms, soon=False))
+    routine: Routine = wire.kept[_KEPT]
+    for peer, lent in said.items():
+        routine.said[peer][:] = _SAID.pack(*lent)
+    if routine.run(0) is None:
+        routine.start(0)
+        routine.finish()
+    return {
+        peer: Lent(*_SAID.unpack_from(heard.numpy().data, NUMBER))
+        for peer, heard in routine.heard.items()
     }
-    pending.release()
-    return heard
 
 
 def _read_indices(call: Call, peer: int, lent: Lent) -> Tensor:

@@ -2,9 +2,13 @@
 
 Ranks that can read each other's memory need not describe their rows. Each says in its statement
 where its keys and its rows lie. Everybody reads everybody's keys, from which all compute the same
-cuts, and the rows of what it owns; then tells where its sums are, reads the others', and says that
-it has. So nothing is sampled, estimated or chosen, and the opening is followed by two small
-exchanges where `split` otherwise needs three (`near`).
+cuts, and the rows of what it owns; then tells where its sums are and reads the others'. So nothing
+is sampled, estimated or chosen, and the opening is followed by one small exchange where `split`
+otherwise needs three (`near`).
+
+Rows and sums are leased from the arena of the wire (`weft.wire.arena`). Who maps that adds rows
+where they lie, and need not say that it has read the sums: they stay until all have spoken in
+a later call. Others say so in a second exchange.
 
 Rows that are few came in the statement itself, and are taken from there.
 """
@@ -22,11 +26,11 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import lent
 from ..kernels.lists import List, cut, moved
-from ..wire.base import Wire
+from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
 from .call import Call, partial_dtype
 from .mixed import Extents, Merge, Stacked, widened
-from .near import lent_of, say_read, told
+from .near import say_read, staying, told
 from .space import Space
 from .tables import HIGHEST, ROWS, Tables
 
@@ -89,7 +93,14 @@ def split(
         spans.append(_bytes_before(one, space, (first, last)))
     extents = [Extents(run, stacks) for run in runs]
     merge = Merge(call, stacks, runs, extents)
-    with wire.lease(merge.extents.bytes[-1]) as sums:
+    size = merge.extents.bytes[-1]
+    keys_at = -(-size // 8) * 8
+    wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
+    lease = wire.lease(keys_at + as_bytes(merge.keys).numel(), lent=True)
+    try:
+        memory = lease.tensor
+        sums, keys = memory[:size], typed(memory, tuple(merge.keys.shape), space.index, keys_at)
+        keys.copy_(merge.keys)
         sources: list[_Source] = []
         for rank, (low, high) in enumerate(spans):
             here = values if rank == me else everyone[rank].values
@@ -98,13 +109,14 @@ def split(
         for number in range(len(stacks)):
             _sum(call, merge, number, sources, extents, sums)
 
-        summed = told(wire, dict.fromkeys(peers, lent_of(True, merge.keys, sums)))
+        said = staying(wire, keys, sums)
+        summed = told(wire, said)
         wire.count([(peer, each) for peer in peers for each in (merge.keys, sums)])
         counts = [merge.keys.numel() if rank == me else summed[rank].rows for rank in order]
         places = [0, *accumulate(counts)]
         result = torch.empty(places[-1], dtype=space.index)
         spots = [result[low:high] for low, high in pairwise(places)]
-        spots[me].copy_(merge.keys)
+        spots[me].copy_(keys)
         reads = [(peer, summed[peer].indices, spots[peer]) for peer in peers]
         if len(stacks) > 1:  # whose extents depend on what these are
             wire.read_all(reads)
@@ -112,9 +124,11 @@ def split(
         whole = Extents(result, stacks)
         out = fresh((whole.bytes[-1],), torch.uint8)
         parts = [out[low:high] for low, high in pairwise(map(whole.at, places))]
-        wire.read_all(reads + [(peer, summed[peer].values, parts[peer]) for peer in peers])
-        parts[me].copy_(sums)
-        say_read(wire)
+        reads += [(peer, summed[peer].values, parts[peer]) for peer in peers]
+        wire.read_all([*reads, (me, sums.data_ptr(), parts[me])])
+        say_read(wire, said, summed)
+    finally:
+        lease.release(later=True)
     return widened(Stacked(result, out), stacks)
 
 

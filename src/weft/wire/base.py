@@ -23,6 +23,7 @@ The rules, for every wire:
 from __future__ import annotations
 
 import abc
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from ..kernels.talk_table import ARENA
 from .counted import Traffic
 from .memory import Lease, Pool
 
@@ -235,6 +237,16 @@ class Wire(abc.ABC):
         """What machine code needs to read a peer's memory, if it can."""
         return None
 
+    def stays(self, memory: Tensor) -> bool:
+        """Whether peers that `see` this memory can read it whatever this rank does next."""
+        arena = self.memory.arena
+        return arena is not None and arena.holds(memory)
+
+    def sees(self, peer: int) -> bool:
+        """Whether what `stays` of a peer's memory is mapped here."""
+        lender = self.lender(peer)
+        return lender is not None and bool(lender[ARENA + 1])
+
     def read(self, peer: int, address: int, into: Tensor) -> bool:
         """Fill `into` (contiguous, CPU) from memory that a peer lends.
 
@@ -245,11 +257,15 @@ class Wire(abc.ABC):
     def read_all(self, reads: Sequence[tuple[int, int, Tensor]]) -> None:
         """Fill tensors (contiguous, CPU) from memory that peers lend: `(peer, address, into)`.
 
+        What is said to be this rank's own is copied.
+
         Raises:
             WireError: some could not be read.
         """
         for peer, address, into in reads:
-            if into.numel() and not self.read(peer, address, into):
+            if peer == self.rank:
+                ctypes.memmove(into.data_ptr(), address, into.nbytes)
+            elif into.numel() and not self.read(peer, address, into):
                 self.unread(peer, into)
 
     def unread(self, peer: int, into: Tensor) -> NoReturn:
@@ -262,9 +278,9 @@ class Wire(abc.ABC):
         """Count messages that went another way than by a post."""
         self.traffic.count(sends)
 
-    def lease(self, nbytes: int) -> Lease:
-        """Workspace that is best to send from and to receive into."""
-        return self.memory.lease(nbytes)
+    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+        """Workspace that is best to send from and to receive into; if `lent`, to be read in."""
+        return self.memory.lease(nbytes, lent=lent)
 
     @property
     def worker(self) -> Worker:

@@ -23,7 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..kernels.cpu_talk import lender
+from ..kernels.cpu_talk import Lender, lender
+from ..kernels.talk_table import ARENA
+from .arena import HEAD, ROOM, Arena, seen
 
 __all__ = ["LEAST", "Guard", "Reach", "address_of", "may_trace", "yama"]
 
@@ -31,7 +33,8 @@ LEAST = 1 << 17
 """Bytes from which on a message is worth being read where it lies."""
 
 _PIECE = 8 << 20  # bytes that are read between two looks at signals
-_CARD = struct.Struct("!16s16sQQ")  # host, guard, its address, process
+# host, guard, its address, process; of its arena the file, and the address
+_CARD = struct.Struct("!16s16sQQqQ")
 _SPAN = struct.Struct("@PN")  # an iovec of the C library: where, and how many bytes
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _STATUS = Path("/proc/self/status")
@@ -41,46 +44,88 @@ _TRACES = 1 << 19  # CAP_SYS_PTRACE in a mask of capabilities
 class Guard:
     """Some random bytes, which say that this process still lends memory."""
 
-    def __init__(self) -> None:
-        self._bytes = os.urandom(16)
+    def __init__(self, arena: Arena | None = None) -> None:
+        """Make them; also in the first page of the arena, if it has one."""
+        self._bytes, self._process = os.urandom(16), os.getpid()
+        self._arena = -1, 0
         self._memory = ctypes.create_string_buffer(self._bytes, len(self._bytes))
+        self._head = None if arena is None else arena.head.memory
+        if arena is not None:
+            self._arena = arena.fd, arena.address
+            ctypes.memmove(arena.head.memory, self._bytes, len(self._bytes))
 
     def card(self, host: bytes) -> bytes:
         """What a peer must know to read here; `host` is the 16-byte name of this host."""
-        return _CARD.pack(host, self._bytes, ctypes.addressof(self._memory), os.getpid())
+        where = ctypes.addressof(self._memory), os.getpid(), *self._arena
+        return _CARD.pack(host, self._bytes, *where)
 
-    def wipe(self) -> None:
-        """Lend nothing any more; any thread may call it."""
+    def wipe(self, *, arena: bool = True) -> None:
+        """Lend nothing any more; any thread may call it. A forked child lent nothing.
+
+        Args:
+            arena: what is in the arena neither; otherwise that is closed, so that nobody writes
+                there any more, and peers that map it may go on.
+        """
         ctypes.memset(self._memory, 0, len(self._bytes))
+        if arena and self._head is not None and os.getpid() == self._process:
+            ctypes.memset(self._head, 0, len(self._bytes))  # which a child shares with its parent
 
 
 class Reach:
-    """Reads the memory of one peer.
-
-    Attributes:
-        record: the same for machine code.
-    """
+    """Reads the memory of one peer."""
 
     SIZE = _CARD.size
 
-    def __init__(self, guard: bytes, address: int, process: int) -> None:
+    def __init__(
+        self, guard: bytes, address: int, process: int, arena: tuple[int, int] = (-1, 0)
+    ) -> None:
+        """To a process with a guard there, and an arena of this file, at this address."""
         self._guard, self._address, self._process = guard, address, process
-        self.record = lender(process, address, guard)
+        self._record = lender(process, address, guard)
+        self._offered: tuple[int, int] | None = arena
+
+    @property
+    def record(self) -> Lender:
+        """The same for machine code; what is in its arena is mapped from here on, if it may be."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            fd, there = offered
+            pages = seen(self._process, fd, self._guard)
+            if pages is not None:
+                arena = there, ROOM, pages.address + HEAD, pages.address
+                self._record = lender(
+                    self._process, self._address, self._guard, arena, pages.memory
+                )
+        return self._record
 
     @classmethod
     def of(cls, card: bytes, host: bytes) -> Reach | None:
         """To the peer with this card, or None: it is on another host, or may not be read."""
-        there, guard, address, process = _CARD.unpack(card)
+        there, guard, address, process, *arena = _CARD.unpack(card)
         if there != host or _read() is None:
             return None
-        reach = cls(guard, address, process)
-        return reach if reach.read(address, memoryview(bytearray(1))) else None
+        reach = cls(guard, address, process, (arena[0], arena[1]))
+        return reach if reach._call(address, memoryview(bytearray(1))) else None
+
+    def forget(self) -> None:
+        """Let go of what is mapped here, once those that read there now are done."""
+        self._offered = None
+        self._record = lender(self._process, self._address, self._guard)
 
     def read(self, address: int, into: memoryview) -> bool:
         """Fill `into` from there; False if that is not allowed, or not what was lent any more.
 
         Any thread may call it, also several at once.
         """
+        record = self.record  # which holds what is mapped
+        there, room, here, guard = record[ARENA:].tolist()
+        if room and 0 <= address - there <= room - len(into):
+            ctypes.memmove(address_of(into), here + address - there, len(into))
+            return ctypes.string_at(guard, len(self._guard)) == self._guard
+        return self._call(address, into)
+
+    def _call(self, address: int, into: memoryview) -> bool:
+        """`read`, by the system call."""
         function, at = _read(), address_of(into)
         assert function is not None
         size = len(self._guard)

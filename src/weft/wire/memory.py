@@ -19,9 +19,13 @@ import os
 import threading
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .arena import Arena
 
 __all__ = ["Lease", "Pool", "Shelf", "fresh", "typed"]
 
@@ -33,22 +37,27 @@ _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of 
 _SPARE = 1.25  # times what is asked for, that a kept piece may have
 _PATIENCE = 8  # results that a kept piece may fail to serve before it is let go
 
+_Blocks = dict[int, list[Tensor]]  # by their sizes
+
 
 class Lease:
     """A piece of workspace: `tensor` (uint8, 1-D) is yours until `release()`."""
 
-    __slots__ = ("_block", "_pool", "tensor")
+    __slots__ = ("_block", "_kept", "_pool", "tensor")
 
-    def __init__(self, pool: Pool, block: Tensor, nbytes: int) -> None:
+    def __init__(self, pool: Pool, block: Tensor, nbytes: int, kept: _Blocks) -> None:
         self._pool: Pool | None = pool
-        self._block = block
+        self._block, self._kept = block, kept
         self.tensor = block[:nbytes]
 
-    def release(self) -> None:
-        """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
+    def release(self, *, later: bool = False) -> None:
+        """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing.
+
+        If `later`, peers may still read it: nobody gets it before the pool's `reclaim`.
+        """
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._take_back(self._block, self.tensor.numel())
+            pool._take_back(self._block, self.tensor.numel(), self._kept, later=later)
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -61,35 +70,65 @@ class Pool:
     """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask.
 
     Attributes:
+        arena: where blocks come from that peers are going to read, if there is one.
         lent: bytes that are lent now, as they were asked for.
         peak: the most that were lent at once; whoever measures sets it back to `lent`.
     """
 
     def __init__(self, smallest: int = _SMALLEST) -> None:
         self._smallest = smallest
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: _Blocks = {}
+        self._lent: _Blocks = {}  # those of the arena
+        self._read: list[tuple[Tensor, _Blocks]] = []  # those that peers may still read
+        self.arena: Arena | None = None
         self._lock = threading.Lock()
         self.lent = self.peak = 0
 
-    def lease(self, nbytes: int) -> Lease:
-        """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything."""
+    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+        """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
+
+        Where it is `lent` to peers, it comes from the arena, as long as there is room.
+        """
         size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
-            blocks = self._free.get(size)
-            block = blocks.pop() if blocks else None
+            kept = self._free
+            block: Tensor | None = None
+            if lent and self.arena is not None and self.arena.usable:
+                blocks = self._lent.get(size)
+                block = blocks.pop() if blocks else self.arena.take(size)
+                kept = self._free if block is None else self._lent
+            if block is None:
+                blocks = self._free.get(size)
+                block = blocks.pop() if blocks else None
             self.lent += nbytes
             self.peak = max(self.peak, self.lent)
-        return Lease(self, fresh((size,), torch.uint8) if block is None else block, nbytes)
+        return Lease(self, fresh((size,), torch.uint8) if block is None else block, nbytes, kept)
 
-    def _take_back(self, block: Tensor, nbytes: int) -> None:
+    def _take_back(self, block: Tensor, nbytes: int, kept: _Blocks, *, later: bool) -> None:
         with self._lock:
             self.lent -= nbytes
-            self._free.setdefault(block.numel(), []).append(block)
+            if later:
+                self._read.append((block, kept))
+            else:
+                self._put_back(block, kept)
+
+    def reclaim(self) -> None:
+        """Lend what was to be given back later: no peer reads it any more."""
+        with self._lock:
+            while self._read:
+                self._put_back(*self._read.pop())
+
+    def _put_back(self, block: Tensor, kept: _Blocks) -> None:
+        if kept is self._free or (self.arena is not None and self.arena.usable):
+            kept.setdefault(block.numel(), []).append(block)
 
     def drain(self) -> None:
-        """Let go of all memory that is not lent."""
+        """Let go of all memory that is not lent; what an arena gave, it gave for good."""
         with self._lock:
             self._free.clear()
+            if self.arena is not None and not self.arena.usable:
+                self._lent.clear()
+                self._read.clear()
 
 
 def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:

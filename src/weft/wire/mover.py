@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from ..kernels.cpu_talk import Came, Lender, Talk
+from .arena import Arena
 from .lent import Guard
 from .line import Line, Order
 from .pipe import PipeLine, TensorOrder, put_all, take_all
@@ -34,8 +35,8 @@ __all__ = ["Lost", "Mover", "Order"]
 _TICK = 0.004  # seconds between two looks of the thread
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
-_LOOKS = 500_000  # nanoseconds that machine code does so
-_SOON = 50_000  # = for messages of any length
+_LOOKS = 500_000  # nanoseconds that machine code does so, where peers come soon
+_FEW_LOOKS = 50_000  # = where they do not, and for messages of any length
 
 Message = tuple[int, memoryview]
 """(peer, memory to send or to fill)."""
@@ -53,6 +54,7 @@ class Mover:
 
     Attributes:
         lines, small: the connections by rank.
+        arena: what peers on this host map, where there are pipes to them.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Mover:
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line | SmallLine] = {}  # to be seen to before somebody waits
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
-        self._guard = Guard()
+        self.arena = Arena.made() if shared else None
+        self._guard = Guard(self.arena)
         self._poll = select.poll()
         # reentrant: a collection of garbage may close a wire in the middle of anything
         self._turn = threading.RLock()
@@ -207,8 +210,13 @@ class Mover:
         number: int,
         at: tuple[int, int, int],
         meanwhile: Callable[[], object] | None,
+        *,
+        soon: bool = True,
     ) -> Came | None:
-        """`Talk.run` over these lines; None: nothing was done, since that is not possible now."""
+        """`Talk.run` over these lines; None: nothing was done, since that is not possible now.
+
+        Where peers come not `soon` but when they have done their work, it looks for moments only.
+        """
         with self._turn:
             if self._closed:
                 return None
@@ -222,7 +230,7 @@ class Mover:
             for row, line in enumerate(lines if ahead else ()):
                 if line.end and talk.places[row]:
                     talk.came(row, line.give(talk.places[row]))
-            return talk.run(number, _LOOKS, at, meanwhile)
+            return talk.run(number, _LOOKS if soon else _FEW_LOOKS, at, meanwhile)
 
     def resume(
         self, talk: Talk, lines: Sequence[SmallLine], into: Sequence[memoryview | None]
@@ -270,7 +278,7 @@ class Mover:
                 and isinstance(line, PipeLine)
                 and line.takes(order)
             ]
-            awake = 0.0 if take_all(swift, _SOON) else _AWAKE
+            awake = 0.0 if take_all(swift, _FEW_LOOKS) else _AWAKE
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue
@@ -409,6 +417,9 @@ class Mover:
     def cut(self) -> None:
         """End all waits, here and at the peers'; any thread may call it."""
         self._guard.wipe()
+        self._shut()
+
+    def _shut(self) -> None:
         for line in self._all:
             try:
                 line.sock.shutdown(socket.SHUT_RDWR)
@@ -418,7 +429,8 @@ class Mover:
     def close(self) -> None:
         """Close the sockets, which ends all waits. What was sent still arrives. Twice is fine."""
         if not self._turn.acquire(blocking=False):
-            self.cut()  # somebody waits, or is about to
+            self._guard.wipe(arena=False)
+            self._shut()  # somebody waits, or is about to
             self._turn.acquire()
         try:
             for line in self._all:
@@ -440,6 +452,11 @@ class Mover:
 
     def _let_go(self) -> None:
         self._closed = True
-        self._guard.wipe()
+        if self.arena is not None:
+            self.arena.close()
+        self._guard.wipe(arena=False)
+        for bulk in self.lines.values():
+            if bulk.reach is not None:
+                bulk.reach.forget()
         for line in self._all:
             line.sock.close()

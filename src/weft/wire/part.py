@@ -76,8 +76,8 @@ class Part(Wire):
         chosen = [self._ranks[rank] for rank in ranks]
         return Part(self._wire, chosen) if self._wire.rank in chosen else None
 
-    def lease(self, nbytes: int) -> Lease:
-        return self._wire.lease(nbytes)
+    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+        return self._wire.lease(nbytes, lent=lent)
 
     def abort(self, reason: str) -> None:
         self._wire.abort(reason)

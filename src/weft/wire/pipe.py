@@ -19,10 +19,8 @@ and messages of any length (`put_all`, `take_all`), where a line has nothing els
 from __future__ import annotations
 
 import os
-import platform
 import select
 import socket
-import sys
 import threading
 from array import array
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ from torch import Tensor
 from ..kernels.compile import Loops, compiler
 from ..kernels.cpu_talk import KEY, Path
 from ..kernels.talk_table import BYTES, DONE, MESSAGE, PIPE, PUT, SLEEPS, TAKEN, WAITS
+from .arena import WORKS
 from .line import Order
 from .small import SIZE, SmallLine
 
@@ -40,9 +39,6 @@ __all__ = ["MOST", "WORKS", "PipeLine", "TensorOrder", "mapped", "memory", "put_
 
 MOST = 16
 """Ranks of a host that have pipes at the most, the lowest: each two of them share 512 KiB."""
-
-WORKS = sys.platform == "linux" and platform.machine() == "x86_64"
-"""Whether there are pipes."""
 
 _EACH = PIPE + BYTES  # bytes of a pipe
 _BELLS = 4096  # bytes read at a time, of which none says anything

@@ -68,6 +68,8 @@ class ProcessGroupWire(Wire):
             self._watch = Watch(rank, timeout, connections.side, connections.cut, call)
             connections.watch = self._watch
             connections.introduce(digest_of(self.host))
+            if isinstance(connections.mover, Mover):
+                self.memory.arena = connections.mover.arena
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, connections.close, exitpriority=0)
 
@@ -158,11 +160,11 @@ class ProcessGroupWire(Wire):
     def read_all(self, reads: Sequence[tuple[int, int, Tensor]]) -> None:
         self._check()
         wanted = [each for each in reads if each[2].numel()]
-        lenders = {peer: self.lender(peer) for peer, _, _ in wanted}
+        lenders = {peer: self.lender(peer) for peer, _, _ in wanted if peer != self.rank}
         known = [
-            (lender, address, into)
+            (lenders.get(peer), address, into)
             for peer, address, into in wanted
-            if (lender := lenders[peer]) is not None
+            if peer == self.rank or lenders[peer] is not None
         ]
         done = lent.fetch(known) if len(known) == len(wanted) else None
         if done is None:
@@ -368,7 +370,7 @@ class _Routine(Routine):
         wire, talk = self.wire, self._talk
         assert isinstance(wire, ProcessGroupWire)
         wire._check()
-        came = self._mover.talk(talk, self._lines, number, at, meanwhile)
+        came = self._mover.talk(talk, self._lines, number, at, meanwhile, soon=self._soon)
         if came is None:
             return self._by_lines(number, at, meanwhile) if talk.bound else None
         wire.traffic.add(self._sizes)

@@ -51,6 +51,8 @@ class Script:
         lengths: bytes that each of these is expected to say in all, without the number.
         rooms: memory for what is heard, which routines may share.
         common: whether what is said is always the same to all.
+        soon: whether all say it at about the same time. Where arithmetic comes first, whoever is
+            done sleeps until it is woken, so that those who are not have its core.
     """
 
     says: Mapping[int, bytes]
@@ -58,6 +60,7 @@ class Script:
     lengths: Mapping[int, int]
     rooms: Rooms
     common: bool = False
+    soon: bool = True
 
 
 class Routine:
@@ -75,6 +78,7 @@ class Routine:
         """Prepare, over the wire of the whole group; nothing is sent."""
         says, expects = script.says, script.expects
         self._wire, self._expects, self._lengths = weakref.ref(wire), expects, script.lengths
+        self._soon = script.soon
         frames: dict[int, bytearray] = {}
         for peer, message in says.items():
             shared = next(iter(frames.values())) if script.common and frames else None
