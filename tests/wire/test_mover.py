@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from weft.wire.mover import Lost, Mover
 
@@ -86,8 +87,8 @@ def wait_both(pair, orders, awaited):
 
 def test_a_message_that_goes_out_at_the_last_look_is_not_waited_for(pair):
     left, right = pair
-    payload = bytes(1 << 20)  # more than the socket holds
-    orders = left.post(left.small, [(1, memoryview(payload))], (), 0)
+    # more than the socket holds
+    orders = left.post_small([(1, torch.zeros(1 << 20, dtype=torch.uint8))], ())
     line, theirs, looks = left.small[1], right.small[0].sock, []
     flush = line.flush
 
@@ -106,11 +107,11 @@ def test_a_message_that_goes_out_at_the_last_look_is_not_waited_for(pair):
 def test_small_messages_start_no_thread(pair):
     left, right = pair
     before = len(threads())
-    orders = left.post(left.small, [(1, memoryview(b"hello"))], (), 0)
-    place = memory(5)
-    wait(right, right.post(right.small, (), [(0, place)], 0))
+    orders = left.post_small([(1, torch.arange(5, dtype=torch.uint8))], ())
+    place = torch.empty(5, dtype=torch.uint8)
+    wait(right, right.post_small((), [(0, place)]))
     wait(left, orders)
-    assert place == b"hello" and len(threads()) == before
+    assert place.tolist() == [0, 1, 2, 3, 4] and len(threads()) == before
 
 
 class Looks:

@@ -134,25 +134,20 @@ def movers(connection):
 
 def swap(mover, payload, size, limit=20.0):
     (peer,) = mover.small
-    place = memoryview(bytearray(size))
-    orders = mover.post(mover.small, [(peer, memoryview(payload))], [(peer, place)], 0)
-    mover.finish(orders, limit, lambda number: None)
-    return bytes(place)
-
-
-def swap_tensors(mover, payload, size, limit=20.0):
-    (peer,) = mover.small
     told = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
     place = torch.empty(size, dtype=torch.uint8)
-    orders = mover.post_tensors([(peer, told.byte())], [(peer, place)])
+    orders = mover.post_small([(peer, told.byte())], [(peer, place)])
     mover.finish(orders, limit, lambda number: None)
     return place.numpy().tobytes()
 
 
-@pytest.mark.parametrize("swap", [swap, swap_tensors])
-def test_nobody_sleeps_for_ever(movers, swap):
+@pytest.mark.parametrize("by_machine_code", [False, True])
+def test_nobody_sleeps_for_ever(movers, monkeypatch, by_machine_code):
     """Two threads swap messages; now one is late, now the other, by just about a look."""
-    compiler.make(cpu_talk.KEY)
+    if by_machine_code:
+        compiler.make(cpu_talk.KEY)
+    else:
+        monkeypatch.setattr(pipe, "_loops", lambda: None)
     rounds, failures = 1500, []
 
     def run(rank):
@@ -177,19 +172,19 @@ def test_nobody_sleeps_for_ever(movers, swap):
 
 def test_a_peer_that_goes_ends_a_wait_and_what_it_said_is_heard(movers):
     left, right = movers
-    right.post(right.small, [(0, memoryview(b"farewell"))], (), 0)
+    right.post_small([(0, torch.arange(8).byte())], ())
     right.close()
-    place, more = memoryview(bytearray(8)), memoryview(bytearray(8))
-    left.finish(left.post(left.small, (), [(1, place)], 0), 10.0, lambda number: None)
-    assert bytes(place) == b"farewell"
-    orders = left.post(left.small, (), [(1, more)], 0)
+    place, more = torch.empty(2, 8, dtype=torch.uint8)
+    left.finish(left.post_small((), [(1, place)]), 10.0, lambda number: None)
+    assert place.tolist() == list(range(8))
+    orders = left.post_small((), [(1, more)])
     with pytest.raises(Lost, match="closed"):
         left.finish(orders, 10.0, lambda number: None)
 
 
 def test_a_peer_that_goes_ends_a_wait_for_room(movers):
     left, right = movers
-    orders = left.post(left.small, [(1, memoryview(bytes(2 * BYTES)))], (), 0)
+    orders = left.post_small([(1, torch.zeros(2 * BYTES, dtype=torch.uint8))], ())
     timer = threading.Timer(0.2, right.close)
     timer.start()
     with pytest.raises(Lost, match="closed"):
@@ -254,9 +249,9 @@ def test_two_messages_to_one_peer_keep_their_order(movers):
     compiler.make(cpu_talk.KEY)
     left, right = movers
     full, long, short = (torch.full((n,), n % 251).byte() for n in (BYTES - 64, 500, 1))
-    told = left.post_tensors([(1, full), (1, long), (1, short)], [])
+    told = left.post_small([(1, full), (1, long), (1, short)], [])
     places = [torch.empty(len(each), dtype=torch.uint8) for each in (full, long, short)]
-    asked = right.post_tensors([], [(0, place) for place in places])
+    asked = right.post_small([], [(0, place) for place in places])
     thread = threading.Thread(target=left.finish, args=(told, 20.0, lambda number: None))
     thread.start()
     right.finish(asked, 20.0, lambda number: None)

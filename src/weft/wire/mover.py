@@ -127,29 +127,25 @@ class Mover:
 
     def post(
         self,
-        lines: Mapping[int, Line] | Mapping[int, SmallLine],
+        lines: Mapping[int, Line],
         sends: Sequence[Message],
         recvs: Sequence[Message],
         at: int,
     ) -> list[Posted]:
         """Start sending messages and receiving others, on channel `at` of these lines.
 
-        The lane for small messages has no channels.
-
         Returns:
             What `finish` wants: each message with its line, receives first.
         """
-        if lines is self.small:
-            return self._post_small(sends, recvs)
         orders: list[Posted] = []
         with self._turn:
             for peer, buffer in recvs:
-                order, line = Order(buffer), self.lines[peer]
+                order, line = Order(buffer), lines[peer]
                 line.expect(at, order)
                 orders.append((line, order))
                 self._changed[line.fd] = line
             for peer, message in sends:
-                order, line = Order(message), self.lines[peer]
+                order, line = Order(message), lines[peer]
                 line.send(at, order)
                 orders.append((line, order))
                 line.flush()
@@ -158,28 +154,13 @@ class Mover:
             self._rouse()
         return orders
 
-    def _post_small(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Posted]:
-        """`post` on the lane for small messages."""
-        small, changed = self.small, self._changed
-        orders: list[Posted] = []
-        with self._turn:
-            for peer, buffer in recvs:
-                order, line = Order(buffer), small[peer]
-                line.asked.append(order)
-                changed[line.fd] = line
-                orders.append((line, order))
-            for peer, message in sends:
-                order, line = Order(message), small[peer]
-                line.send(order)
-                if not order.done:
-                    changed[line.fd] = line
-                orders.append((line, order))
-        return orders
-
-    def post_tensors(
+    def post_small(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> list[Posted]:
-        """`post` on the lane for small messages, of tensors: uint8, 1-D, contiguous."""
+        """`post` on the lane for small messages, which has no channels.
+
+        Messages are tensors: uint8, 1-D, contiguous.
+        """
         small, changed = self.small, self._changed
         asked: list[tuple[SmallLine, Order]] = []
         told: list[tuple[SmallLine, Order]] = []

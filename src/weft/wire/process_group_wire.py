@@ -88,7 +88,7 @@ class ProcessGroupWire(Wire):
         told = [(peer, _flat(tensor)) for peer, tensor in sends]
         asked = [(peer, _flat(posted.into(want))) for peer, want in recvs]
         try:
-            posted.orders = mover.post_tensors(told, asked)
+            posted.orders = mover.post_small(told, asked)
         except BaseException as error:
             self._interrupted(error)
             raise
