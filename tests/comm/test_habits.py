@@ -205,12 +205,12 @@ def test_a_call_in_which_machine_code_can_do_nothing(wire, when):
         called(wire, SIZES["large"], call)
     real, calls = Mover.talk, []
 
-    def talk(self, talk, lines, number, *rest):
+    def talk(self, talk, lines, number, *rest, **named):
         calls.append(number)
         if (number == 0) == (when == "closes"):
             talk.bound = False
             return None
-        return real(self, talk, lines, number, *rest)
+        return real(self, talk, lines, number, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mover, "talk", talk)

@@ -194,9 +194,9 @@ def test_a_loan_that_machine_code_cannot_end(wire, name, elements):
     compiler.make(cpu_talk.KEY)
     layer, right, ended, real = CROSSINGS[name](), [], [], Mover.talk
 
-    def talk(self, talk, lines, number, *rest):
+    def talk(self, talk, lines, number, *rest, **named):
         if number:
-            return real(self, talk, lines, number, *rest)
+            return real(self, talk, lines, number, *rest, **named)
         ended.append(number)
         talk.bound = False
         return None
