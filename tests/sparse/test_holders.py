@@ -269,14 +269,18 @@ def test_auto_combines_them_in_the_opening_unless_it_took_holders_last_time(monk
         wire.link, seen = SLOW, []
         draw = torch.Generator().manual_seed(wire.rank)
         rows = weft.Rows(torch.randint(8000, (6000,), generator=draw), torch.ones(6000, 256))
-        for algorithm in ("auto", "auto", "split", "auto", "holders"):
-            weft.sparse_all_reduce(rows, algorithm=algorithm)
+        wider = weft.Rows(rows.indices, torch.ones(6000, 257))
+        for algorithm in ("auto", "auto", "split", "auto", "holders", "wider", "wider", "auto"):
+            if algorithm == "wider":  # auto's choices for others say nothing of these
+                weft.sparse_all_reduce(wider)
+            else:
+                weft.sparse_all_reduce(rows, algorithm=algorithm)
             assert last_call().algorithm == ("split" if algorithm == "split" else "holders")
             seen.append(id(wire.memory) in combined)
             combined.discard(id(wire.memory))
         return seen
 
-    assert run(4, body) == [[True, False, True, True, False]] * 4
+    assert run(4, body) == [[True, False, True, False, False, True, False, False]] * 4
 
 
 @pytest.mark.parametrize("kind", ["disjoint", "half"])

@@ -114,7 +114,8 @@ def reduced(wire: Wire, request: Request) -> Done:
             name, result = EAGER, merge_eager(opening.everyone, call)
         else:
             name = choose(wire, call.load, request.algorithm)
-            result = _alone(opening.mine, call) if name == ALONE else _run(wire, name, opening)
+            _note(wire, request, name)
+            result = _alone(opening.mine, call) if name == ALONE else _run(name, opening)
     settle(wire, "sparse_all_reduce", call)
     if len(result) > call.header.capacity:
         raise WeftError(
@@ -123,25 +124,42 @@ def reduced(wire: Wire, request: Request) -> Done:
     return Done(name, handed_out(call.widened(result), call), call.load.with_union(len(result)))
 
 
-_LATELY = "algorithm of the last call that chose one"
+_LATELY = "what auto chose lately"
+_KINDS = 64  # of calls of which that is remembered
 
 
-def _run(wire: Wire, name: str, opening: Opened) -> Rows:
+def _run(name: str, opening: Opened) -> Rows:
     """Run that algorithm's schedule."""
-    wire.kept[_LATELY] = name
     found = find(name)
     if found.uncombined is not None:
         return found.uncombined(opening.own, opening.call)
     return found.run(opening.mine, opening.call)
 
 
-def _combines(wire: Wire, algorithm: str) -> bool:
-    """Whether a schedule that was asked for, or else that of last time, combines duplicates itself.
+def _kind(rows: Rows) -> tuple[object, ...]:
+    """What calls have in common that are likely to be served alike."""
+    values = rows.values
+    return values.dtype, values.shape[1:], rows.height, len(rows).bit_length()
+
+
+def _note(wire: Wire, request: Request, name: str) -> None:
+    """Remember what `auto` chose for rows like these."""
+    lately: dict[tuple[object, ...], str] = wire.kept.setdefault(_LATELY, {})
+    if request.algorithm == "auto":
+        if len(lately) >= _KINDS:
+            lately.clear()
+        lately[_kind(request.rows)] = name
+
+
+def _combines(wire: Wire, request: Request) -> bool:
+    """Whether the schedule that is asked for, or was taken last time, combines duplicates itself.
 
     This rank's guess: it says when that is done, and nothing else.
     """
-    name = wire.kept.get(_LATELY, "auto") if algorithm == "auto" else algorithm
-    return name != "auto" and find(name).uncombined is not None
+    name = request.algorithm
+    if name == "auto":
+        name = wire.kept.get(_LATELY, {}).get(_kind(request.rows), ALONE)
+    return name != ALONE and find(name).uncombined is not None
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
@@ -191,7 +209,7 @@ def _open(
         return Header.unpack(lower).combine(Header.unpack(upper)).pack()
 
     def meanwhile() -> None:
-        if own is not None and not _combines(wire, request.algorithm):
+        if own is not None and not _combines(wire, request):
             _ = own.values
 
     while True:
