@@ -142,9 +142,9 @@ def returning_but_not_ending() -> int:
 
 
 def interrupted() -> None:
-    local.send(("pid", os.getpid()))
     times = 0
     try:
+        local.send(("pid", os.getpid()))  # from here on it may be interrupted
         time.sleep(60)
     except KeyboardInterrupt:
         times += 1
