@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.errors import WeftError
 from weft.kernels import cpu, pool, reference
 from weft.kernels.ops import DTYPES, OPS, Op
 
@@ -156,20 +155,6 @@ def test_reduce_agrees_with_the_reference(dtype, op, case):
 def test_reduce_agrees_on_several_threads(threads, dtype, case):
     compiled(dtype, OPS["sum"])
     check_reduce(dtype, OPS["sum"], case)
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("ids", [[1, 0, 1], [0, 0, 1], [3, 1], [1, 3]])
-@pytest.mark.parametrize("wrong", [-1, 2])
-def test_rows_that_are_not_among_the_distinct_ones(monkeypatch, compile, ids, wrong):
-    if compile:
-        compiled(torch.float32, OPS["sum"])
-    else:
-        monkeypatch.setattr(cpu, "reduce", lambda *_: False)
-    distinct, values = reference.distinct(torch.tensor(ids)), torch.ones(len(ids), 4)
-    chosen = torch.tensor([0, wrong, 1], dtype=torch.int32)
-    with pytest.raises(IndexError):
-        kernels.reduce(values, distinct, OPS["sum"], torch.empty(3, 4), chosen)
 
 
 def check_combine(dtype, op, case, runs):
@@ -324,24 +309,7 @@ def test_a_callable_is_applied_left_to_right(seed, ids, rows):
         assert merged[3] == (got[at] @ values.new_ones(2, 2)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (lambda a, b: 3, "returned int"),
-        (lambda a, b: (a + b).double(), r"made \(1, 2\) torch.float64 of two tensors \(1, 2\)"),
-        (lambda a, b: (a + b)[:, :1], r"made \(1, 1\)"),
-    ],
-)
-def test_a_callable_that_makes_no_rows_is_refused(function, text):
-    op = Op("callable f", function, builtin=False)
-    found = kernels.distinct(torch.tensor([1, 1]))
-    with pytest.raises(WeftError, match=text):
-        kernels.reduce(torch.ones(2, 2), found, op)
-    with pytest.raises(WeftError, match=text):
-        kernels.combine(torch.ones(1, 2), torch.zeros(1, dtype=torch.int32), torch.ones(1, 2), op)
-
-
-# Finishing, merging, taking.
+# Finishing, merging, parts.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -397,80 +365,6 @@ def test_merge_is_the_ops_in_order(dtype, op, row_shape):
     again, rounded = kernels.merge(runs, op, dtype)
     assert torch.equal(again, indices)
     same(rounded, values.to(dtype))
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_take(index_dtype):
-    values = torch.arange(12.0).view(6, 2)
-    out = torch.empty(3, 2)
-    positions = torch.tensor([5, 0, 5], dtype=index_dtype)
-    assert kernels.take(values, positions, out) is out
-    assert out.tolist() == [[10.0, 11.0], [0.0, 1.0], [10.0, 11.0]]
-    with pytest.raises(IndexError):
-        kernels.take(values, torch.tensor([6], dtype=index_dtype))
-
-
-def test_rows_that_need_nothing_are_not_copied():
-    values = torch.arange(6.0).view(3, 2)
-    found = kernels.distinct(torch.tensor([1, 4, 9]))
-    assert kernels.reduce(values, found, OPS["sum"]) is values
-    assert kernels.reduce(values, found, OPS["sum"], rows=slice(1, 3)).data_ptr() == (
-        values[1:].data_ptr()
-    )
-    out = torch.empty(1, 2)
-    assert kernels.reduce(values, found, OPS["sum"], out, slice(2, 3)) is out
-    assert out.tolist() == [[4.0, 5.0]]
-
-
-def test_large_results_need_no_large_temporaries():
-    """With an `out`, only small integers are allocated beside it."""
-    compiled(torch.float32, OPS["sum"])
-    ids = torch.arange(2000).repeat(2)
-    values, found = torch.ones(4000, 256), kernels.distinct(ids)
-    out = torch.empty(2000, 256)
-    slots = kernels.union([found.indices]).slots[0]
-    with torch.profiler.profile(profile_memory=True) as profile:
-        kernels.reduce(values, found, OPS["sum"], out)
-        kernels.combine(out, slots, values[:2000], OPS["sum"])
-    peak = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
-    assert peak < 64 << 10
-
-
-# What would touch foreign memory is refused.
-
-
-def test_what_does_not_fit_is_refused():
-    found = kernels.distinct(torch.tensor([3, 1, 3]))
-    with pytest.raises(ValueError, match="3 indices and 2 rows"):
-        kernels.reduce(torch.ones(2, 4), found, OPS["sum"])
-    with pytest.raises(ValueError, match=r"out is \(2, 3\), the result \(2, 4\)"):
-        kernels.reduce(torch.ones(3, 4), found, OPS["sum"], torch.empty(2, 3))
-    slots = torch.tensor([-1, -3], dtype=torch.int32)
-    with pytest.raises(ValueError, match="2 slots"):
-        kernels.combine(torch.empty(3, 4), slots, torch.ones(1, 4), OPS["sum"])
-    compiled(torch.float32, OPS["sum"])
-    with pytest.raises(IndexError, match="1 of 2 rows belong outside of places 0 to 1"):
-        kernels.combine(torch.empty(2, 4), slots, torch.ones(2, 4), OPS["sum"])
-    with pytest.raises(IndexError, match="outside of places 1 to 3"):
-        kernels.combine(torch.empty(3, 4), slots, torch.ones(2, 4), OPS["sum"], base=1)
-
-
-def test_other_layouts_of_out_are_served():
-    compiled(torch.float32, OPS["sum"])
-    found = kernels.distinct(torch.tensor([3, 1, 3]))
-    out = torch.empty(4, 2).t()
-    kernels.reduce(torch.ones(3, 4), found, OPS["sum"], out)
-    assert out.tolist() == [[1.0] * 4, [2.0] * 4]
-
-
-def test_values_that_require_grad_and_negated_views_are_served():
-    compiled(torch.float32, OPS["sum"])
-    found = kernels.distinct(torch.tensor([3, 1, 3]))
-    values = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
-    assert kernels.reduce(values, found, OPS["sum"]).tolist() == [2.0, 5.0]
-    negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])).conj().imag
-    assert negated.is_neg()
-    assert kernels.reduce(negated, found, OPS["sum"]).tolist() == [-2.0, -5.0]
 
 
 @pytest.mark.parametrize("reference_only", [False, True], ids=["machine", "reference"])

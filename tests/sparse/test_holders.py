@@ -16,7 +16,7 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.choice import fitted
-from weft.sparse.own import Own
+from weft.sparse.own import OwnRows
 from weft.sparse.placement import busiest, weights
 from weft.sparse.relay import relay_memory, relay_rows
 from weft.sparse.stream import SUMS, VALUES
@@ -245,7 +245,7 @@ def repeated(rank, ranks, row=64):
 
 def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     """Not all of them before anything is sent; so they are not copied twice."""
-    monkeypatch.setattr(Own, "values", property(lambda own: pytest.fail("combined all rows")))
+    monkeypatch.setattr(OwnRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(wire):
         wire.link = SLOW
@@ -257,13 +257,13 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
 
 
 def test_auto_combines_them_in_the_opening_unless_it_took_holders_last_time(monkeypatch):
-    combined, values = set(), Own.values
+    combined, values = set(), OwnRows.values
 
     def watched(own):
         combined.add(id(own._memory))
         return values.fget(own)
 
-    monkeypatch.setattr(Own, "values", property(watched))
+    monkeypatch.setattr(OwnRows, "values", property(watched))
 
     def body(wire):
         wire.link, seen = SLOW, []

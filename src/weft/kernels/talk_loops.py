@@ -246,13 +246,7 @@ def _put(row: int, frame: int, size: int) -> int:
     put = load("i64", pipe, PUT)
     if size > BYTES - put + load("i64", pipe, TAKEN):
         return 0
-    at = put % BYTES
-    first = min(size, BYTES - at)
-    memcpy(pipe + PIPE + at, frame, first)
-    memcpy(pipe + PIPE, frame + first, size - first)
-    fence()
-    store("i64", pipe, PUT, put + (size + 7) // 8 * 8)
-    _ring(row, pipe, SLEEPS)
+    _put_in(row, pipe, put, frame, size)
     return size
 
 
@@ -273,12 +267,7 @@ def _take(row: int, want: int) -> int:
         return 0
     if ready < want:
         return 1
-    first = min(want, BYTES - at)
-    memcpy(place, pipe + PIPE + at, first)
-    memcpy(place + first, pipe + PIPE, want - first)
-    fence()
-    store("i64", pipe, TAKEN, taken + (want + 7) // 8 * 8)
-    _ring(row, pipe, WAITS)
+    _take_out(row, pipe, taken, place, want)
     store("i64", row, GOT, want)
     return 0
 
@@ -292,13 +281,7 @@ def _put_message(row: int) -> int:
     if whole > BYTES - put + load("i64", pipe, TAKEN):
         return 0
     store("i64", pipe + PIPE + put % BYTES, 0, _turned(size))
-    at = (put + 8) % BYTES
-    first = min(size, BYTES - at)
-    memcpy(pipe + PIPE + at, load("i64", row, AT), first)
-    memcpy(pipe + PIPE, load("i64", row, AT) + first, size - first)
-    fence()
-    store("i64", pipe, PUT, put + whole)
-    _ring(row, pipe, SLEEPS)
+    _put_in(row, pipe, put + 8, load("i64", row, AT), size)
     return 1
 
 
@@ -319,15 +302,33 @@ def _take_message(row: int) -> int:
     if size > load("i64", row, LENGTH) or ready < whole:
         store("i64", row, DONE, 2)
         return 0
-    at = (taken + 8) % BYTES
+    _take_out(row, pipe, taken + 8, place, size)
+    store("i64", row, DONE, 1)
+    return 0
+
+
+@part
+def _put_in(row: int, pipe: int, put: int, source: int, size: int) -> None:
+    """Copy bytes into a pipe, behind the first `put` that ever were, and say that they are in."""
+    at = put % BYTES
+    first = min(size, BYTES - at)
+    memcpy(pipe + PIPE + at, source, first)
+    memcpy(pipe + PIPE, source + first, size - first)
+    fence()
+    store("i64", pipe, PUT, put + (size + 7) // 8 * 8)
+    _ring(row, pipe, SLEEPS)
+
+
+@part
+def _take_out(row: int, pipe: int, taken: int, place: int, size: int) -> None:
+    """Copy bytes out of a pipe, behind the first `taken`, and say that there is room."""
+    at = taken % BYTES
     first = min(size, BYTES - at)
     memcpy(place, pipe + PIPE + at, first)
     memcpy(place + first, pipe + PIPE, size - first)
     fence()
-    store("i64", pipe, TAKEN, taken + whole)
+    store("i64", pipe, TAKEN, taken + (size + 7) // 8 * 8)
     _ring(row, pipe, WAITS)
-    store("i64", row, DONE, 1)
-    return 0
 
 
 @part

@@ -184,10 +184,9 @@ def _opened(
         return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
-    lent = auto and near_tables.lends(wire, own.size)
-    with wire.lease(own.size, lent=lent) as memory:
+    lends = auto and near_tables.lends(wire, own.size)
+    with wire.lease(own.size, lent=lends) as memory:
         while True:
-            lends = auto and near_tables.lends(wire, own.size)
             body = torch.empty(0, dtype=torch.uint8)
             if error is None:
                 said = own.statement(
@@ -216,6 +215,7 @@ def _opened(
                     raise Fewer(1) if queued else WeftError(both.trouble)
                 if not both.lends and any(one.lent for one in everyone):
                     near_tables.pause(wire)
+                    lends = False
                     continue
                 eager = wire.size > 1 and all(one.index is not None for one in everyone)
                 if not (eager or both.header or any(one.lent for one in everyone)):

@@ -35,7 +35,7 @@ from ..wire.base import Pending
 from ..wire.memory import Lease, typed
 from .call import Call
 from .cost import Cost, Load
-from .own import Own
+from .own import OwnRows
 from .placement import weights
 from .registry import algorithm
 from .relay import Relay, relay_memory, relay_rows
@@ -75,7 +75,7 @@ def _pieces(load: Load, away: float, sums: float, chunk: int) -> float:
 _INDEX = 224  # bytes that could be merged while an index is united, and its place given to a rank
 
 
-def _holders(own: Own, call: Call) -> Rows:
+def _holders(own: OwnRows, call: Call) -> Rows:
     wire, me = call.wire, call.wire.rank
     order = range(wire.size)
     indices = own.indices.to(call.wire_index)
@@ -130,13 +130,13 @@ def _holders(own: Own, call: Call) -> Rows:
 
 @algorithm(cost=cost, uncombined=_holders)
 def holders(rows: Rows, call: Call) -> Rows:
-    return _holders(Own.of(rows), call)
+    return _holders(OwnRows.of(rows), call)
 
 
 class _Outflow:
     """Rows of this rank on their way to those who sum them, some in each step."""
 
-    def __init__(self, call: Call, own: Own, until: int) -> None:
+    def __init__(self, call: Call, own: OwnRows, until: int) -> None:
         """Send all before step `until`, or in step 0."""
         self._call, self._own, self._steps = call, own, max(1, until // 2)
         self._parts: deque[tuple[int, Tensor]] = deque()
@@ -173,7 +173,7 @@ class _Outflow:
 class _Chosen:
     """Some of this rank's own rows, as a source."""
 
-    def __init__(self, call: Call, own: Own, rows: Tensor) -> None:
+    def __init__(self, call: Call, own: OwnRows, rows: Tensor) -> None:
         self._call, self._own, self._rows = call, own, rows
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
@@ -191,7 +191,7 @@ class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
-        self, call: Call, own: Own, slots: Sequence[Tensor], shares: Shares, step: int
+        self, call: Call, own: OwnRows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
         """Chunks have `step` rows; those come first that this rank alone holds."""
         me = call.wire.rank

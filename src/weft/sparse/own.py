@@ -21,10 +21,10 @@ from ..wire.memory import Lease, Pool, typed
 if TYPE_CHECKING:
     from .request import Request
 
-__all__ = ["Own"]
+__all__ = ["OwnRows"]
 
 
-class Own:
+class OwnRows:
     """Some rows: canonical indices, and values that are combined and rounded on the way out.
 
     Attributes:
@@ -42,13 +42,13 @@ class Own:
         self._values: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Rows) -> Own:
+    def of(cls, rows: Rows) -> OwnRows:
         """Rows that are canonical already."""
         distinct = Distinct(rows.indices, None, None)
         return cls(rows.values, distinct, OPS["sum"], rows.values.dtype, None)
 
     @classmethod
-    def asked(cls, request: Request, op: Op, memory: Pool) -> Own:
+    def asked(cls, request: Request, op: Op, memory: Pool) -> OwnRows:
         """Those of a call; none, where something is wrong with them."""
         values = request.rows.values
         if request.error is not None:

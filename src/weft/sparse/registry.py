@@ -17,7 +17,7 @@ from .cost import Cost, Load
 
 if TYPE_CHECKING:
     from .call import Call
-    from .own import Own
+    from .own import OwnRows
 
 __all__ = ["ALGORITHMS", "Algorithm", "Schedule", "algorithm", "find"]
 
@@ -44,7 +44,7 @@ class Algorithm:
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
     pays: Callable[[Load], str | None]
-    uncombined: Callable[[Own, Call], Rows] | None
+    uncombined: Callable[[OwnRows, Call], Rows] | None
 
 
 def _always(load: Load) -> None:
@@ -59,7 +59,7 @@ def algorithm(
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
-    uncombined: Callable[[Own, Call], Rows] | None = None,
+    uncombined: Callable[[OwnRows, Call], Rows] | None = None,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name."""
 

@@ -232,10 +232,8 @@ class Request:
 
     def take_out(self, out: object) -> None:
         """Check `out`, for a request that was made without."""
-        try:
+        with self._stating():
             self._take_out(out)
-        except _WrongError as error:
-            self.error = str(error)
 
     def _take_rows(self, given: object) -> None:
         rows, self.restore = _unwrapped(given)

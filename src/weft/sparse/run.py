@@ -24,7 +24,7 @@ from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
 from .header import Header, RowsInHeader, of_all, tables_in
-from .own import Own
+from .own import OwnRows
 from .registry import find
 from .request import Request
 
@@ -60,7 +60,7 @@ class Opened:
     """
 
     call: Call
-    own: Own
+    own: OwnRows
     everyone: list[RowsInHeader] | None
 
     @property
@@ -88,7 +88,7 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
     eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
     row = row_bytes(call.row_shape, call.dtype)
     eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
-    own = Own.asked(request, call.op, wire.memory)
+    own = OwnRows.asked(request, call.op, wire.memory)
     agreement = None
     try:
         agreement = _open(wire, request, name, own, eager=eager)
@@ -191,7 +191,7 @@ def _open(
     wire: Wire,
     request: Request,
     name: str,
-    own: Own | None = None,
+    own: OwnRows | None = None,
     *,
     eager: bool = False,
 ) -> Agreement:

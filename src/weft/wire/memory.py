@@ -93,9 +93,10 @@ class Pool:
         with self._lock:
             kept = self._free
             block: Tensor | None = None
-            if lent and self.arena is not None and self.arena.usable:
+            arena = self._usable() if lent else None
+            if arena is not None:
                 blocks = self._lent.get(size)
-                block = blocks.pop() if blocks else self.arena.take(size)
+                block = blocks.pop() if blocks else arena.take(size)
                 kept = self._free if block is None else self._lent
             if block is None:
                 blocks = self._free.get(size)
@@ -119,16 +120,20 @@ class Pool:
                 self._put_back(*self._read.pop())
 
     def _put_back(self, block: Tensor, kept: _Blocks) -> None:
-        if kept is self._free or (self.arena is not None and self.arena.usable):
+        if kept is self._free or self._usable() is not None:
             kept.setdefault(block.numel(), []).append(block)
 
     def drain(self) -> None:
         """Let go of all memory that is not lent; what an arena gave, it gave for good."""
         with self._lock:
             self._free.clear()
-            if self.arena is not None and not self.arena.usable:
+            if self.arena is not None and self._usable() is None:
                 self._lent.clear()
                 self._read.clear()
+
+    def _usable(self) -> Arena | None:
+        """The arena, if there is one and it still gives memory."""
+        return self.arena if self.arena is not None and self.arena.usable else None
 
 
 def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:

@@ -81,17 +81,10 @@ class ProcessGroupWire(Wire):
         mover = self._connections.mover if self._connections is not None else None
         if not isinstance(mover, Mover):
             return self._posted(mover.small if mover is not None else {}, sends, recvs, 0)
-        self._check()
-        self._check_peers([peer for peer, _ in sends])
-        self._check_peers([peer for peer, _ in recvs])
-        posted = _Posted(self, sends, recvs)
+        posted = self._prepared(sends, recvs)
         told = [(peer, _flat(tensor)) for peer, tensor in sends]
         asked = [(peer, _flat(posted.into(want))) for peer, want in recvs]
-        try:
-            posted.orders = mover.post_small(told, asked)
-        except BaseException as error:
-            self._interrupted(error)
-            raise
+        self._begin(posted, mover.post_small, told, asked)
         return posted
 
     def routine(self, script: Script) -> Routine:
@@ -109,10 +102,7 @@ class ProcessGroupWire(Wire):
         recvs: Sequence[Recv],
         channel: int,
     ) -> _Posted:
-        self._check()
-        self._check_peers([peer for peer, _ in sends])
-        self._check_peers([peer for peer, _ in recvs])
-        posted = _Posted(self, sends, recvs)
+        posted = self._prepared(sends, recvs)
         if self._connections is not None:
             same: dict[int, memoryview] = {}  # what goes to several is looked at once
             outgoing = [
@@ -120,26 +110,25 @@ class ProcessGroupWire(Wire):
                 for peer, tensor in sends
             ]
             incoming = [(peer, _bytes(posted.into(want))) for peer, want in recvs]
-            self._begin(posted, lines, outgoing, incoming, channel)
+            self._begin(posted, self._connections.mover.post, lines, outgoing, incoming, channel)
         return posted
+
+    def _prepared(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> _Posted:
+        """What may be posted."""
+        self._check()
+        self._check_peers([peer for peer, _ in sends])
+        self._check_peers([peer for peer, _ in recvs])
+        return _Posted(self, sends, recvs)
 
     def _check_peers(self, peers: Sequence[int]) -> None:
         for peer in peers:
             if peer == self.rank or not 0 <= peer < self.size:
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
 
-    def _begin(
-        self,
-        posted: _Posted,
-        lines: Mapping[int, Any],
-        outgoing: Sequence[Message],
-        incoming: Sequence[Message],
-        channel: int,
-    ) -> None:
+    def _begin(self, posted: _Posted, post: Callable[..., Any], *messages: object) -> None:
         """Hand messages to what moves them."""
-        assert self._connections is not None
         try:
-            posted.orders = self._connections.mover.post(lines, outgoing, incoming, channel)
+            posted.orders = post(*messages)
         except BaseException as error:
             self._interrupted(error)
             raise
