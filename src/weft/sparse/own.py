@@ -60,8 +60,7 @@ class OwnRows:
         """Those of all rows, in the order of the indices; computed once, good until `release()`."""
         if self._values is None:
             given, distinct = self._given, self._distinct
-            ready = distinct.order is None and distinct.starts is None
-            if (ready and given.dtype == self._dtype) or self._memory is None or not len(given):
+            if self._ready or self._memory is None or not len(given):
                 self._values = given.contiguous()
             else:
                 shape = (len(distinct.indices), *given.shape[1:])
@@ -70,6 +69,19 @@ class OwnRows:
                 space = typed(self._lease.tensor, shape, self._dtype)
                 self._values = kernels.reduce(given, distinct, self._op, out=space)
         return self._values
+
+    @property
+    def _ready(self) -> bool:
+        """Whether the rows were given as they are wanted."""
+        distinct = self._distinct
+        unique = distinct.order is None and distinct.starts is None
+        return unique and self._given.dtype == self._dtype
+
+    def piece(self, rows: slice, out: Tensor) -> Tensor:
+        """A range of the rows: written to `out`, or where they lie ready, a view of them."""
+        if self._values is None and not self._ready and self._given.is_contiguous():
+            return kernels.reduce(self._given, self._distinct, self._op, out=out, rows=rows)
+        return self.values[rows]
 
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""
