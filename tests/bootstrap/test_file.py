@@ -134,6 +134,22 @@ def test_a_file_of_a_crashed_run_is_waited_past_and_replaced(tmp_path: Path, doo
     late.join()
 
 
+def test_what_cannot_be_taken_away_is_complained_of(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    stale = invitation(door.port, b"stale")
+    assert claim(path, stale) is None
+
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "rename", refuse)  # as for a file that is immutable
+    with pytest.raises(WeftError, match="does not answer, and cannot be taken away: remove it"):
+        claim(path, invitation(door.port))
+    assert os.listdir(tmp_path) == ["run"]
+
+
 def test_of_two_that_would_be_rank_0_one_finds_the_other(tmp_path: Path, door: Door) -> None:
     path = tmp_path / "run7"
     first, second = invitation(door.port), replace(invitation(door.port), pid=13)

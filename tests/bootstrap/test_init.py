@@ -273,6 +273,7 @@ MISFITS = [  # what rank 1 has in its environment, what both say
     ({"RANK": "2"}, "^a process without a rank .*RANK=2 and WORLD_SIZE=2: ranks start at 0"),
     ({"RANK": ""}, "^a process without a rank .*RANK='', which is no whole number"),
     ({"WEFT_INTERFACE": "nothing7"}, "^rank 1 .*WEFT_INTERFACE=nothing7 names no interface"),
+    ({"WEFT_INTERFACE": "192.0.2.77"}, "^rank 1 .*WEFT_INTERFACE=192.0.2.77 names no interface"),
     ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
     ({"BACKEND": "ucc"}, "^rank 1 .*'ucc' is not in this build"),
     ({"FIRST": "ucc"}, "^rank 0 .*'ucc' is not in this build"),

@@ -140,3 +140,29 @@ def test_rank_0_needs_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
             where.meet(Launch("environment", 0, 2, 0, 2), time.monotonic() + 1)
         with pytest.raises(WireError, match=r"rank 1: rank 0 was not there at .*it is no store"):
             where.meet(TWO, time.monotonic() + 0.1)
+
+
+@pytest.mark.parametrize("where", [Ports("127.0.0.1", "12.0"), File(Path("/tmp/run7"))])
+def test_rank_0_tells_that_its_interface_is_not_there(
+    where: Ports | File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an error that the other ranks hear (`notice`), and not as one of the network."""
+    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
+    with pytest.raises(WeftError, match=r"^rank 0: WEFT_INTERFACE=nothing7 names no interface"):
+        where.meet(Launch("srun", 0, 2, 0, 2), time.monotonic() + 5)
+
+
+def test_over_mpi_too_all_hear_why_rank_0_cannot_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class World:
+        def broadcast(self, text: str, timeout: float) -> str:
+            said.append(text)
+            return said[0]
+
+    monkeypatch.setattr(meeting, "_mpi_world", lambda launch, deadline: World())
+    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
+    for rank in range(2):
+        with pytest.raises(WeftError, match=r"^rank 0: WEFT_INTERFACE=nothing7 names no interface"):
+            Mpi().meet(Launch("mpirun", rank, 2, 0, 1), time.monotonic() + 5)
+    assert len(said) == 2

@@ -129,7 +129,7 @@ def claim(path: Path, invitation: Invitation) -> Invitation | None:
         That other one, or None.
 
     Raises:
-        WeftError: as `read`.
+        WeftError: as `read`; or the invitation of one that is gone cannot be taken away.
         OSError: nothing can be written there.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -154,6 +154,11 @@ def claim(path: Path, invitation: Invitation) -> Invitation | None:
                 if there.answer() is not None:
                     return there
                 withdraw(path, there)
+                if read(path) == there:
+                    raise WeftError(
+                        f"{path} is that of {there}, which does not answer, and cannot be taken "
+                        "away: remove it, or pass another path"
+                    )
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(draft)

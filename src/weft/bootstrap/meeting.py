@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
-from ..wire.interface import own_address
-from . import file, notice, store
+from . import addresses, file, notice, store
 from .door import Door, knock
 from .launchers import Launch
 
@@ -179,7 +178,7 @@ class Ports:
     def meet(self, launch: Launch, deadline: float) -> Meeting:
         nonce = hashlib.sha256(b"nonce " + self._name()).digest()
         if launch.rank == 0:
-            made, port = store.host(own_address(dist.HashStore()), everywhere=True)
+            made, port = store.host(addresses.first(), everywhere=True)
             for number in self.ports():
                 with contextlib.suppress(OSError):  # taken: the next one
                     door = Door(nonce, {"port": port}, port=number)
@@ -224,10 +223,17 @@ class Mpi:
     def meet(self, launch: Launch, deadline: float) -> Meeting:
         world = _mpi_world(launch, deadline)
         if launch.rank == 0:
-            mine, hosted = _invite(secrets.token_bytes(32), deadline)
+            try:
+                mine, hosted = _invite(secrets.token_bytes(32), deadline)
+            except WeftError as error:
+                world.broadcast(f"{_REFUSED}{error}", _left(deadline))
+                raise
             world.broadcast(mine.to_json(), _left(deadline))
             return hosted
-        invitation = file.Invitation.from_json(world.broadcast("", _left(deadline)).encode())
+        told = world.broadcast("", _left(deadline))
+        if told.startswith(_REFUSED):
+            raise WeftError(told.removeprefix(_REFUSED))
+        invitation = file.Invitation.from_json(told.encode())
         answer = invitation.answer()
         if answer is None:
             raise WireError(
@@ -239,6 +245,8 @@ class Mpi:
             )
         return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
 
+
+_REFUSED = "refused: "  # begins what rank 0 says over MPI where it cannot host the meeting
 
 Place = Tcp | File | Ports | Mpi
 
@@ -433,31 +441,13 @@ def _path(url: str) -> Path:
 
 def _invite(nonce: bytes, deadline: float) -> tuple[file.Invitation, Meeting]:
     """Host a store on a free port, behind a door that knows the nonce."""
-    addresses = _addresses()
-    made, port = store.host(addresses[0], everywhere=len(addresses) > 1)
-    door = Door(nonce, {"port": port}, address="" if len(addresses) > 1 else addresses[0])
+    found = addresses.reachable()
+    made, port = store.host(found[0], everywhere=len(found) > 1)
+    door = Door(nonce, {"port": port}, address="" if len(found) > 1 else found[0])
     invitation = file.Invitation(
-        tuple(addresses), door.port, nonce.hex(), socket.gethostname(), os.getpid(), time.time()
+        found, door.port, nonce.hex(), socket.gethostname(), os.getpid(), time.time()
     )
     return invitation, Meeting(made, hosts=True, close=door.close)
-
-
-def _addresses() -> list[str]:
-    """Where others may find this host: one address if an interface was named, else all it has."""
-    from ..wire.interface import VARIABLES, interfaces, is_loopback
-
-    first = own_address(dist.HashStore())
-    named = next(filter(None, (os.environ.get(name, "").strip() for name in VARIABLES)), "")
-    if named or is_loopback(first):
-        return [first]
-    others = (
-        address
-        for each in interfaces()
-        for address in each.addresses
-        # that of a link alone has a scope, which means nothing elsewhere
-        if "%" not in address and not is_loopback(address)
-    )
-    return list(dict.fromkeys([first, *others]))
 
 
 def _store_at(address: str, told: Mapping[str, Any], rank: int, timeout: float) -> dist.Store:

@@ -67,7 +67,7 @@ def own_address(store: dist.Store | None = None) -> str:
     """The numeric host to listen on, for the ranks that meet at this store, or at none yet.
 
     Raises:
-        OSError: an interface is named, and has no address here.
+        OSError: an interface is named, and has no address here; or an address, of another machine.
     """
     host, port = _server(store)
     route = None if host is None else _towards(host, port)
@@ -134,8 +134,11 @@ def _of_machine() -> Iterator[str]:
 
 def _is_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
-    if is_loopback(address):
-        return False
+    return not is_loopback(address) and _is_own(address)
+
+
+def _is_own(address: str) -> bool:
+    """Whether it is an address of this machine."""
     try:
         family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as sock:
@@ -161,9 +164,11 @@ def _of_interfaces(variable: str, named: str, route: str | None) -> str:
             for each in exact or [each for each in there if each.name.startswith(name)]:
                 return route if route in each.addresses and route else each.addresses[0]
         else:
-            return name
+            if _is_own(name):
+                return name
     raise OSError(
-        f"{variable}={named} names no interface with an address: there are {_listed(there)}"
+        f"{variable}={named} names no interface with an address, and no address, of "
+        f"{socket.gethostname()}: there are {_listed(there)}"
     )
 
 
@@ -184,7 +189,7 @@ def _beside(variable: str, named: str, host: str | None, route: str | None) -> s
 
 
 def _listed(there: Sequence[Interface]) -> str:
-    return ", ".join(each.name for each in there)
+    return ", ".join(f"{each.name} ({each.addresses[0]})" for each in there)
 
 
 def _ipv4_all() -> dict[str, tuple[str, ...]]:
