@@ -111,6 +111,24 @@ def test_a_group_that_is_there_is_adopted():
     assert launch(2, adopting, env=QUICK) == [(6, "192.0.2.7", 12345)] * 2
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("_rank", "_world_size", "_comm_device", "ip_file"),
+        ("rank", "world_size", "comm_device", "path"),
+    ],
+)
+def test_arguments_go_by_sar_s_names_and_by_plain_ones(names, tmp_path):
+    rank, size, device, file = names
+    ip = sar.nfs_ip_init(**{rank: 0, file: str(tmp_path / "ip_file")})
+    assert sar.comm.get_ip_address(**{file: str(tmp_path / "ip_file")}) == ip
+    told = {rank: 0, size: 1, "master_ip_address": ip, "backend": "gloo", device: "meta"}
+    sar.initialize_comms(**told)
+    assert (sar.rank(), sar.world_size(), sar.comm_device()) == (0, 1, torch.device("meta"))
+    with pytest.raises(TypeError, match="_rank and rank are one argument"):
+        sar.initialize_comms(**told | {"_rank": 0, "rank": 0})
+
+
 def test_what_is_wrong_is_said():
     with pytest.raises(weft.WeftError, match="backend 'gloop' is unknown: use one of gloo"):
         sar.initialize_comms(0, 1, "127.0.0.1", "gloop", master_port_number=29433)

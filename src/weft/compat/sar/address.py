@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...bootstrap import given
 from ...errors import WeftError
 from ...wire.interface import interface_of, own_address
+from .names import also
 
 __all__ = [
     "SocketInfo",
@@ -47,6 +48,7 @@ def get_socket() -> SocketInfo:
     return SocketInfo(interface_of(address) or "", address)
 
 
+@also(path="ip_file")
 def dump_ip_address(ip_file: str) -> str:
     """Leave a file that leads to this process, for `get_ip_address` in the others.
 
@@ -63,6 +65,7 @@ def dump_ip_address(ip_file: str) -> str:
     return given.publish(0, ip_file)[0]
 
 
+@also(path="ip_file")
 def get_ip_address(ip_file: str) -> str:
     """Wait for the file of `dump_ip_address`, until the process that wrote it answers.
 
@@ -76,6 +79,7 @@ def get_ip_address(ip_file: str) -> str:
     return given.publish(-1, ip_file)[0]
 
 
+@also(rank="_rank", path="ip_file")
 def nfs_ip_init(_rank: int, ip_file: str) -> str:
     """Tell rank 0's address to all others through a file that all see; every rank calls it.
 
@@ -83,8 +87,8 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
     that port, unless it is given another one.
 
     Args:
-        _rank: of this process.
-        ip_file: the path of the file, or of a folder.
+        _rank: of this process; also `rank`.
+        ip_file: the path of the file, or of a folder; also `path`.
 
     Returns:
         The address of rank 0's host.

@@ -16,6 +16,7 @@ from ...errors import WeftError
 from ...wire import default
 from ...wire.base import Wire
 from .address import published
+from .names import also
 
 __all__ = [
     "backend",
@@ -45,6 +46,7 @@ class _Settings:
 _settings: WeakKeyDictionary[Wire, _Settings] = WeakKeyDictionary()
 
 
+@also(rank="_rank", world_size="_world_size", comm_device="_comm_device")
 def initialize_comms(
     _rank: int,
     _world_size: int,
@@ -56,12 +58,13 @@ def initialize_comms(
     """Start weft and torch.distributed, or adopt its default group if there is one; collective.
 
     Args:
-        _rank: of this process.
-        _world_size: how many there are.
+        _rank: of this process; also `rank`.
+        _world_size: how many there are; also `world_size`.
         master_ip_address: of the host of rank 0, by number or name.
         backend: a backend of `weft.init`: "gloo", "nccl", "ccl", "mpi" and others.
-        _comm_device: only kept for `comm_device()`: tensors of any device are sent, and results
-            come back to where the tensors were. None: the one that follows from the backend.
+        _comm_device: also `comm_device`. Only kept for `comm_device()`: tensors of any device are
+            sent, and results come back to where the tensors were. None: the one that follows from
+            the backend.
         master_port_number: None: the one that rank 0 chose in `nfs_ip_init`, or 12345 if the
             address did not come from there.
 
