@@ -1,15 +1,16 @@
 """What the communication routines cost beside what a person would write instead.
 
     python benchmarks/communication.py [--ranks 4] [--rounds 5] [--elements 25000000]
-    python benchmarks/communication.py --tensors 0 --call all_to_all --bytes 262144 --rounds 40
-    tools/netlab -n 4 --rate 1gbit -- python benchmarks/communication.py
+    python benchmarks/communication.py --call all_to_all --bytes 262144 --rounds 40
+    tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/communication.py --call sync_grads
 
 Each table is checked first and then measured in turns in the same run: `sync_params` and
 `sync_grads` of a model of many small tensors, and of one of the same number that are larger, beside
-SAR's way (one `all_reduce` for each tensor) and gloo's fastest (one for all of them, flattened);
+SAR's way (one `all_reduce` for each tensor) and gloo's fastest (one for all of them, flattened),
+gradients also in 16 bits beside what DistributedDataParallel's `bf16_compress_hook` does;
 `all_to_all` beside gloo's `all_to_all_single`, which needs to be told the sizes, and the exchange
-of sizes besides; `all_reduce` beside gloo's. `--call` and `--bytes` choose among the last two and
-their sizes. Times are medians over the rounds, of the slowest rank; calls of 256 KiB to 1 MiB have
+of sizes besides; `all_reduce` beside gloo's. `--call` chooses among them, `--bytes` the sizes of
+the last two. Times are medians over the rounds, of the slowest rank; calls of 256 KiB to 1 MiB have
 eight times as many.
 """
 
@@ -38,6 +39,7 @@ SIZES = (8, *(1 << power for power in range(10, 26, 2)))  # bytes that each send
 QUICK = 1 << 17  # bytes up to which a call is made often enough for one time to be steady
 SHORT = 1 << 20  # bytes up to which times of a call spread so far that more rounds are needed
 OFTEN = 8  # times as many rounds for the sizes between
+MODELS = ("sync_params", "sync_grads")
 CALLS = ("all_to_all", "all_reduce")
 
 Rows = list[list[str]]
@@ -88,9 +90,11 @@ def sar_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
         dist.all_reduce(parameter.grad, group=group)
 
 
-def gloo_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
+def gloo_grads(
+    module: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
+) -> None:
     gradients = [parameter.grad for parameter in module.parameters()]
-    flat = torch.cat([gradient.view(-1) for gradient in gradients])
+    flat = torch.cat([gradient.view(-1) for gradient in gradients]).to(dtype)
     dist.all_reduce(flat, group=group)
     at = 0
     for gradient in gradients:
@@ -99,7 +103,12 @@ def gloo_grads(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def synchronise(
-    wire: Wire, group: dist.ProcessGroup, rounds: int, count: int, elements: int
+    wire: Wire,
+    group: dist.ProcessGroup,
+    rounds: int,
+    names: Sequence[str],
+    count: int,
+    elements: int,
 ) -> Rows:
     """Parameters and gradients of a model of `count` tensors of so many elements."""
     ways: dict[str, dict[str, Callable[[nn.ParameterList], object]]] = {
@@ -112,10 +121,15 @@ def synchronise(
             "weft": lambda m: weft.sync_grads(m, average=False),
             "one all_reduce each (SAR)": lambda m: sar_grads(m, group),
             "flat all_reduce (gloo)": lambda m: gloo_grads(m, group),
+            "weft, bfloat16": lambda m: weft.sync_grads(
+                m, average=False, wire_dtype=torch.bfloat16
+            ),
+            "flat all_reduce, bfloat16 (gloo)": lambda m: gloo_grads(m, group, torch.bfloat16),
         },
     }
     shown: Rows = []
-    for name, contenders in ways.items():
+    for name in names:
+        contenders = ways[name]
         for way, contender in contenders.items():
             mine = model(count, elements, wire.rank)
             contender(mine)
@@ -210,10 +224,13 @@ def rank(arguments: argparse.Namespace) -> Rows:
     assert group is not None
     with weft.init() as wire:
         rows: Rows = []
-        for each in (SMALL, arguments.elements // arguments.tensors) if arguments.tensors else ():
-            rows += synchronise(wire, group, arguments.rounds, arguments.tensors, each)
+        chosen = arguments.call or [*MODELS, *CALLS]
+        models = [name for name in MODELS if name in chosen]
+        for each in (SMALL, arguments.elements // arguments.tensors) if models else ():
+            rows += synchronise(wire, group, arguments.rounds, models, arguments.tensors, each)
         sizes = arguments.bytes or [size for size in SIZES if size <= arguments.largest]
-        rows += tensors(wire, group, arguments.rounds, arguments.call or CALLS, sizes)
+        calls = [name for name in CALLS if name in chosen]
+        rows += tensors(wire, group, arguments.rounds, calls, sizes)
     dist.destroy_process_group()
     return rows
 
@@ -233,11 +250,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=4, help="without a launcher")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tensors", type=int, default=200, help="of a model; 0: none")
+    parser.add_argument("--tensors", type=int, default=200, help="of a model")
     parser.add_argument("--elements", type=int, default=25_000_000, help="of all tensors")
     parser.add_argument("--largest", type=int, default=1 << 24, help="bytes of an exchange")
     parser.add_argument("--bytes", type=int, action="append", help="of an exchange, instead")
-    parser.add_argument("--call", choices=CALLS, action="append", help="of those that move tensors")
+    parser.add_argument("--call", choices=[*MODELS, *CALLS], action="append", help="all, if none")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         rows = rank(arguments)

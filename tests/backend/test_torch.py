@@ -141,6 +141,31 @@ def every_dtype(wire, backend, meeting, apart):
         assert world._together is (not apart and all(map(world.wire.lends, world.wire.peers)))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_first_dense_all_reduce_is_compared_whoever_serves_it(tmp_path, apart):
+    run(3, differing, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+
+
+def differing(wire, backend, meeting, apart):
+    with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
+        if apart:  # as between hosts, where gloo would wait
+            patch.setattr(
+                type(dist.group.WORLD.wire), "lends", lambda self, peer: self.rank == peer
+            )
+        for given, op, said in (
+            (torch.ones(3, dtype=torch.int32), dist.ReduceOp.SUM, "rank 1 has torch.int32"),
+            (torch.ones(40_000), dist.ReduceOp.SUM, "rank 1 has 40000"),
+            (torch.ones(3), dist.ReduceOp.MAX, "rank 1 has max"),
+        ):
+            mine = given if me == 1 else torch.ones(3)
+            with pytest.raises(weft.WeftError, match=f"the ranks differ in .*{said}"):
+                dist.all_reduce(mine, op if me == 1 else dist.ReduceOp.SUM)
+            assert mine.eq(1).all()
+        mine = torch.ones(3)
+        dist.all_reduce(mine)
+        assert mine.eq(3).all()
+
+
 def test_uneven_lists(ranks):
     ranks(3, uneven)
 

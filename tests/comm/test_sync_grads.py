@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import gradients, movement
+from weft.comm import buckets, movement
 from weft.testing import spmd
 
 
@@ -189,11 +189,11 @@ def test_averages_of_halves_do_not_overflow(wire):
 
 @spmd(2, on=("threads",))
 def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
-    monkeypatch.setattr(gradients, "_ALONE", 100)
-    monkeypatch.setattr(gradients, "_BUCKET", 600)
+    monkeypatch.setattr(buckets, "_ALONE", 100)
+    monkeypatch.setattr(buckets, "_FAR", 600)
     for away in (False, True):
         if away:
-            for place in (movement, gradients):
+            for place in (movement, buckets):
                 monkeypatch.setattr(place, "on_host", lambda tensor: False)
         module = Model()
         module(words(wire.rank), USES[wire.rank]).backward()
@@ -359,7 +359,7 @@ def test_what_overlap_refuses(wire):
     overlap = weft.overlap_grads(module)
     with pytest.raises(weft.WeftError, match="overlap already"):
         weft.overlap_grads(module)
-    with pytest.raises(weft.WeftError, match="another group or average"):
+    with pytest.raises(weft.WeftError, match="another group, average or wire_dtype"):
         weft.sync_grads(module, average=False)
     overlap.remove()
     with pytest.raises(weft.WeftError, match=r"'weight' is .* on rank 0, and .* on rank 1"):

@@ -74,11 +74,15 @@ def op_name(op: object) -> str:
     return str(op)
 
 
-def together(wire: Wire) -> bool:
-    """Whether all ranks can read each other's memory, asked before an all-reduce; collective."""
+def together(wire: Wire, tensors: list[Tensor], op: str) -> bool:
+    """Whether all ranks can read each other's memory, asked before an all-reduce; collective.
+
+    What is to be reduced is compared meanwhile, since whoever serves it may not.
+    """
     able = wire.near and all(map(wire.lends, wire.peers))
     said = torch.tensor([able], dtype=torch.uint8)
-    agreement = agree(wire, "all_reduce", {}, None, said, torch.minimum)
+    fields = {"op": op, **_said(tensors)}
+    agreement = agree(wire, "all_reduce", fields, None, said, torch.minimum)
     wire.near = wire.together = all(bool(body[0]) for body in agreement.bodies)
     agreement.release()
     return wire.together

@@ -72,7 +72,8 @@ class WeftGroup(PythonGroup):
     def _dense_all_reduce(self, given: list[Tensor], opts: Any) -> Any:
         wire, op = self.wire, op_of(opts)
         if self._together is None:
-            self._together = wire.worker.call("all_reduce", lambda: collectives.together(wire))
+            asked = functools.partial(collectives.together, wire, given, op)
+            self._together = wire.worker.call("all_reduce", asked)
         served = {tensor.dtype for tensor in given} <= _LEFT_TO_GLOO
         if self._together or not served:
             job = functools.partial(collectives.all_reduce, wire, given, op)

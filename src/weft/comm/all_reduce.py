@@ -23,7 +23,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from ..agree import is_direct
 from ..kernels.cpu_talk import Came
-from ..sparse.request import op_name
+from ..sparse.request import op_name, wrong_wire_dtype
 from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
@@ -32,6 +32,7 @@ from .differentiable import applied
 from .habit import known, learn
 from .movement import host, on_host
 from .opening import Mode, Opening, opened
+from .rounding import narrowed, travelling
 
 __all__ = ["all_reduce", "combined"]
 
@@ -40,7 +41,13 @@ _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 _NEAR = 16 << 10  # the same where all can read each other's memory
 
 
-def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
+def all_reduce(
+    tensor: Tensor,
+    op: Any = "sum",
+    group: Any = None,
+    *,
+    wire_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Combine a tensor over all ranks; every rank gets the same bits. Differentiable.
 
     Args:
@@ -48,14 +55,18 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
         op: "sum", "avg" (divides by the size of the group; floating point and complex), "min",
             "max", "prod", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which wider floating-point
+            numbers are then sent: each rank's tensor is rounded to it, and so is the result, once
+            each, to nearest even; sums are kept in float32. So do gradients travel. Lossy:
+            docs/wire-dtype.md has the bound.
 
     Returns:
         A new tensor, on the device of `tensor`. Ranks are added in rank order; half precision is
-        added in float32 and rounded once, and "avg" divides before that sum where it might
-        overflow, in half precision; integers wrap. If the tensor of some rank requires a gradient,
-        the results of all ranks do, and all must run backward. Gradients: of "sum" and "avg" the
-        sum and the average of the gradients of all ranks' results; of "min" and "max" that sum,
-        shared equally by the ranks whose element is the extremum; the other ops have none.
+        added in float32, for "avg" divided there, and rounded once; integers wrap. If the tensor of
+        some rank requires a gradient, the results of all ranks do, and all must run backward.
+        Gradients: of "sum" and "avg" the sum and the average of the gradients of all ranks'
+        results; of "min" and "max" that sum, shared equally by the ranks whose element is the
+        extremum; the other ops have none.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
@@ -68,33 +79,44 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
         >>> run(3, lambda wire: weft.all_reduce(torch.tensor([1.0, wire.rank])).tolist())
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    return combined(default.resolve(group), tensor, op, None)
+    return combined(default.resolve(group), tensor, op, None, wire_dtype)
 
 
-def combined(wire: Wire, tensor: Tensor, op: Any, error: str | None) -> Tensor:
+def combined(
+    wire: Wire, tensor: Tensor, op: Any, error: str | None, wire_dtype: torch.dtype | None = None
+) -> Tensor:
     """`all_reduce`, for a caller that knows of something else that is wrong, or None."""
     name = op_name(op)
-    error = _wrong(tensor, name) or error
+    error = _wrong(tensor, name, wire_dtype) or error
     given = torch.empty(0) if error else tensor
+    dtype, said = given.dtype, "" if wire_dtype is None else f"{given.dtype}, sent as {wire_dtype}"
+    travels = dtype if error else travelling(dtype, wire_dtype)
+    if travels != dtype:  # all that follows, backward too, is of a tensor of that dtype
+        given = narrowed(given, travels)
     if name in ("min", "max") and not error and given.is_floating_point():
-        return cast(Tensor, _extremum(wire, str(name), given))
-    return applied(_Reduction(wire, str(name), _NAME, error), [given])[0]
+        result = cast(Tensor, _extremum(wire, str(name), said, given))
+    else:
+        result = applied(_Reduction(wire, str(name), _NAME, error, said), [given])[0]
+    return result if travels == dtype else result.to(dtype)
 
 
-def _wrong(tensor: object, op: object) -> str | None:
+def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     """What is wrong with what a caller passed, or None."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
-    known = [*dense.OPS, "avg"]
-    if op not in known:
-        return f"op {op!r} is unknown: use one of {', '.join(known)} or a torch ReduceOp"
-    numbers = tensor.is_floating_point() or tensor.is_complex()
-    if op == "avg" and not numbers:
-        return f"op avg is for floating point, the tensor is {tensor.dtype}: sum, then divide"
+    if op not in dense.OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"
     if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
         return "op prod has no gradient here, and the tensor requires one: detach() it"
-    return dense.refuses("sum" if op == "avg" else str(op), tensor.dtype)
+    if error := wrong_wire_dtype(wire_dtype):
+        return error
+    if wire_dtype is not None and not tensor.is_floating_point():
+        return (
+            f"wire_dtype is {wire_dtype}, which is for floating point, and the tensor is "
+            f"{tensor.dtype}: leave it None"
+        )
+    return dense.refuses(str(op), tensor.dtype)
 
 
 @dataclass(slots=True)
@@ -105,11 +127,12 @@ class _Reduction:
     op: str
     name: str
     error: str | None = None
+    said: str = ""  # of the dtype, where that is not all there is to say
     _number: int = 0
 
     def adjoint(self) -> _Reduction:
         name = f"all_reduce backward of call {self._number}"
-        return _Reduction(self.wire, self.op, name)
+        return _Reduction(self.wire, self.op, name, None, self.said)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
@@ -121,27 +144,21 @@ class _Reduction:
         return self.wire.worker.call(self.name, job)
 
     def _run(self, tensor: Tensor, mode: Mode) -> tuple[Tensor, bool]:
-        wire, mean = self.wire, self.op == "avg"
-        op = "sum" if mean else self.op
-        narrow = mean and tensor.dtype in (torch.float16, torch.bfloat16)
-        given = host(tensor / wire.size if narrow else tensor)
+        given = host(tensor)
         place = fresh(tuple(given.shape), given.dtype)
-        records = self._reduced(given, place, op, mode)
-        self._number = wire.sequence
-        result = place if on_host(tensor) else place.to(tensor.device)
-        if mean and not narrow:
-            result.div_(wire.size)
-        return result, records
+        records = self._reduced(given, place, mode)
+        self._number = self.wire.sequence
+        return place if on_host(tensor) else place.to(tensor.device), records
 
-    def _reduced(self, given: Tensor, place: Tensor, op: str, mode: Mode) -> bool:
+    def _reduced(self, given: Tensor, place: Tensor, mode: Mode) -> bool:
         """Reduce `given` over all ranks into `place`; whether gradients are recorded."""
-        wire = self.wire
+        wire, op = self.wire, self.op
         direct = is_direct(wire) and self.error is None
         eager = direct and given.nbytes <= (_NEAR if wire.together else _EAGER)
         lends = direct and not eager and wire.near
         key: Hashable = None
         if direct and self.name == _NAME:
-            key = _NAME, self.op, given.dtype, given.shape, mode, eager, lends
+            key = _NAME, op, self.said, given.dtype, given.shape, mode, eager, lends
         if lends:
             combine, flat = arithmetic(op, flattened(place))
             source = flattened(given).view(flat.dtype)
@@ -169,9 +186,9 @@ class _Reduction:
             opening: AbstractContextManager[Opening] = nullcontext(habit.news())
         else:
             able = not lends or all(map(wire.lends, wire.peers))
-            fields: dict[str, object] = {"op": self.op}
+            fields: dict[str, object] = {"op": op}
             if self.error is None:
-                fields |= {"dtype": given.dtype, "shape": tuple(given.shape)}
+                fields |= {"dtype": self.said or given.dtype, "shape": tuple(given.shape)}
             private = None
             if direct:
                 private = [[told] if rank != wire.rank else [] for rank in range(wire.size)]
@@ -198,9 +215,9 @@ def _as(said: Tensor | memoryview, given: Tensor) -> Tensor:
     return said.view(given.dtype)
 
 
-def _extremum(wire: Wire, op: str, tensor: Tensor) -> Any:
+def _extremum(wire: Wire, op: str, said: str, tensor: Tensor) -> Any:
     mode = Mode.of([tensor])
-    reduction = _Reduction(wire, op, _NAME)
+    reduction = _Reduction(wire, op, _NAME, None, said)
     if not mode.enabled:
         return reduction.run([tensor], mode)[0][0]
     anchor = torch.empty(0, requires_grad=True)
@@ -222,7 +239,8 @@ class _Extremum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, result = ctx.saved_tensors
-        summed = _Reduction(ctx.reduction.wire, "sum", ctx.reduction.adjoint().name)
+        adjoint = ctx.reduction.adjoint()
+        summed = _Reduction(adjoint.wire, "sum", adjoint.name, None, adjoint.said)
         attains = (tensor.detach() == result.detach()).to(gradient.dtype)
         total = applied(summed, [gradient])[0]
         ranks = applied(summed, [attains])[0]

@@ -43,6 +43,7 @@ def overlap_grads(
     group: Any = None,
     *,
     bucket_bytes: int = _BUCKET,
+    wire_dtype: torch.dtype | None = None,
 ) -> Overlap:
     """Have the gradients of a module reduced while backward runs; `weft.sync_grads` finishes it.
 
@@ -54,6 +55,7 @@ def overlap_grads(
         average: as for `weft.sync_grads`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         bucket_bytes: gradients are reduced in pieces of so many bytes, or one gradient.
+        wire_dtype: as for `weft.sync_grads`.
 
     Returns:
         What ends it (`remove()`), and lets a backward accumulate alone (`paused()`).
@@ -76,15 +78,22 @@ def overlap_grads(
         [[[3.0, 3.0]], [[3.0, 3.0]], [[3.0, 3.0]]]
     """
     wire = default.resolve(group)
-    return Overlap(wire, module, average, bucket_bytes)
+    return Overlap(wire, module, average, bucket_bytes, wire_dtype)
 
 
 class Overlap:
     """The gradients of one module on their way while backward runs; made by `overlap_grads`."""
 
-    def __init__(self, wire: Wire, module: nn.Module, average: bool, bucket_bytes: int) -> None:
-        self._wire, self._average = wire, average
-        self._synchronised = Synchronised(wire, module, average)
+    def __init__(
+        self,
+        wire: Wire,
+        module: nn.Module,
+        average: bool,
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self._wire, self._average, self._wire_dtype = wire, average, wire_dtype
+        self._synchronised = Synchronised(wire, module, average, wire_dtype)
         self._paused = False
         self._handles: list[RemovableHandle] = []
         names = self._agreed_order(module, bucket_bytes)
@@ -152,7 +161,11 @@ class Overlap:
         own = list(reversed(synchronised.in_order))
         code = hashlib.blake2b("\n".join(own).encode(), digest_size=8).digest()
         order = int.from_bytes(code, "little", signed=True)
-        fields = {"average": self._average, "bucket_bytes": bucket_bytes}
+        fields = {
+            "average": self._average,
+            "wire_dtype": str(self._wire_dtype),
+            "bucket_bytes": bucket_bytes,
+        }
 
         def job() -> list[str]:
             with opened(wire, "overlap_grads", fields, error, digest=synchronised.digest) as said:
@@ -219,13 +232,15 @@ class Overlap:
             there.get(name) is not known.parameter(name) for name in known.names
         )
 
-    def _finish(self, wire: Wire, average: bool) -> None:
+    def _finish(self, wire: Wire, average: bool, wire_dtype: torch.dtype | None) -> None:
         """What `sync_grads` does with this module."""
         works = self._works
         try:
-            if wire is not self._wire or average != self._average:
+            asked = average, wire_dtype
+            if wire is not self._wire or asked != (self._average, self._wire_dtype):
                 self._synchronised.error = (
-                    "sync_grads has another group or average than overlap_grads had: pass the same"
+                    "sync_grads has another group, average or wire_dtype than overlap_grads had: "
+                    "pass the same"
                 )
             elif self._is_replaced():
                 self._synchronised.error = (

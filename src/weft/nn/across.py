@@ -174,7 +174,7 @@ class Sum(_Crossing):
             self.terms.take(peer, told[peer][:TICKET].numpy().data, terms[peer])
 
         def add() -> None:
-            reduce_parts([terms[rank] for rank in self._ranks], torch.add, own)
+            reduce_parts([terms[rank] for rank in self._ranks], own)
 
         self.terms.settle(add, opens=True)
         return self.shared(told)

@@ -204,7 +204,7 @@ def reduce_scatter(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire, nbytes: 
         here = mine[start : start + step]
         values = dict(zip(peers, pending.wait(), strict=True))
         values[wire.rank] = here
-        reduce_parts([values[rank] for rank in ranks], torch.add, here)
+        reduce_parts([values[rank] for rank in ranks], here)
         lease.release()
         expect()
     _finish(going, leases)

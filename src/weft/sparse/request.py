@@ -30,7 +30,7 @@ from ..wire.base import is_plain
 from . import registry
 from .call import Out, overlapping, unwritable
 
-__all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside"]
+__all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside", "wrong_wire_dtype"]
 
 RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
@@ -298,9 +298,9 @@ class Request:
         if dtype is None:
             self.dtype, self.fields["wire dtype"] = own, "no wire_dtype"
             return
-        if dtype not in WIRE_DTYPES:
-            names = " or ".join(map(str, WIRE_DTYPES))
-            raise _WrongError(f"wire_dtype is {dtype}: pass {names}, or None")
+        if error := wrong_wire_dtype(dtype):
+            raise _WrongError(error)
+        assert isinstance(dtype, torch.dtype)
         if not own.is_floating_point:
             raise _WrongError(
                 f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
@@ -377,6 +377,13 @@ def _plain(given: object) -> tuple[Rows, _Kind] | None:
     if not plain:
         return None
     return Rows(indices, values, height), (form, indices.dtype, values.dtype, shape[1:])
+
+
+def wrong_wire_dtype(dtype: object) -> str | None:
+    """What is wrong with a `wire_dtype`, in a sentence, or None."""
+    if dtype is None or dtype in WIRE_DTYPES:
+        return None
+    return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
 
 
 def _key(kind: _Kind, op: object, algorithm: object, wire_dtype: object) -> _Key | None:

@@ -320,12 +320,13 @@ def reduce_floats(wire: Wire) -> list[bytes]:
             torch.randn(10_007, generator=torch.Generator().manual_seed(rank)).to(dtype)
             for rank in range(wire.size)
         ]
-        mine = parts[wire.rank].clone()
-        wire.dense_all_reduce(mine, "sum").wait()
         right = torch.stack([part.double() for part in parts]).sum(0)
         places = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.1)
-        assert torch.allclose(mine.double(), right, atol=places, rtol=places)
-        results.append(bytes(mine.view(torch.uint8).tolist()))
+        for op, divisor in (("sum", 1), ("avg", wire.size)):
+            mine = parts[wire.rank].clone()
+            wire.dense_all_reduce(mine, op).wait()
+            assert torch.allclose(mine.double(), right / divisor, atol=places, rtol=places)
+            results.append(bytes(mine.view(torch.uint8).tolist()))
     return results
 
 

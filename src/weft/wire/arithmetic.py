@@ -5,6 +5,7 @@ What belongs here needs no wire. Half precision is accumulated in float32 and ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,15 +13,19 @@ from torch import Tensor
 
 from .base import flattened
 
-__all__ = ["OPS", "Combine", "arithmetic", "cut", "grain", "reduce", "reduce_parts", "refuses"]
+__all__ = ["OPS", "Reduce", "arithmetic", "cut", "grain", "reduce", "reduce_parts", "refuses"]
 
 _BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 
 Combine = Callable[..., Tensor]
 
+Reduce = Callable[[Sequence[Tensor], Tensor], None]
+"""Combines all contributions, in rank order, into the second; see `reduce_parts`."""
+
 OPS: dict[str, Combine] = {
     "sum": torch.add,
+    "avg": torch.add,  # then divided by how many there are
     "min": torch.minimum,
     "max": torch.maximum,
     "prod": torch.mul,
@@ -53,7 +58,9 @@ def refuses(op: str, dtype: torch.dtype) -> str | None:
     """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
     if op not in OPS:
         return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
-    combine, nothing = arithmetic(op, torch.empty(0, dtype=dtype))
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"op avg is for floating point, the tensor is {dtype}: sum, then divide"
+    combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
     try:
         combine(nothing, nothing)
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -70,18 +77,24 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
         op: one of `OPS`.
         out: contiguous; may be one of the parts.
     """
-    combine, flat = arithmetic(op, flattened(out))
+    combined, flat = arithmetic(op, flattened(out))
     seen = [part.view(flat.dtype) for part in parts]
     if not len(flat):
         return
     if len(seen) == 1:
         flat.copy_(seen[0])
     else:
-        reduce_parts(seen, combine, flat)
+        combined(seen, flat)
 
 
-def arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
-    """How two contributions combine, and the tensor seen in the dtype in which they do."""
+def arithmetic(op: str, flat: Tensor) -> tuple[Reduce, Tensor]:
+    """How contributions combine, and the tensor seen in the dtype in which they do."""
+    combine, seen = _arithmetic(op, flat)
+    return functools.partial(reduce_parts, combine=combine, mean=op == "avg"), seen
+
+
+def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
+    """`arithmetic`, of two contributions."""
     combine, dtype = OPS[op], flat.dtype
     if dtype in _SIGNED:
         signed = flat.view(_SIGNED[dtype])
@@ -98,9 +111,12 @@ def arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
     return combine, flat
 
 
-def reduce_parts(parts: Sequence[Tensor], combine: Combine, out: Tensor) -> None:
-    """Combine in the order given, into `out`, which may be one of the parts.
+def reduce_parts(
+    parts: Sequence[Tensor], out: Tensor, combine: Combine = torch.add, *, mean: bool = False
+) -> None:
+    """Combine at least two in the order given, into `out`, which may be one of the parts.
 
+    For the `mean` of them, what comes of that is divided, in half precision before it is rounded.
     The others are left as they are, but if `out` is the third or a later one, the first is
     overwritten: memory that is fresh for each step costs more than the arithmetic.
     """
@@ -110,10 +126,12 @@ def reduce_parts(parts: Sequence[Tensor], combine: Combine, out: Tensor) -> None
             wide = blocks[0].float()
             for block in blocks[1:]:
                 combine(wide, block.float(), out=wide)
-            target.copy_(wide)
+            target.copy_(wide.div_(len(parts)) if mean else wide)
         return
     first, second, *rest = parts
     into = first if any(part.data_ptr() == out.data_ptr() for part in rest) else out
     for part in rest:
         first, second = combine(first, second, out=into), part
     combine(first, second, out=out)
+    if mean:
+        out.div_(len(parts))

@@ -162,9 +162,9 @@ class Wire(abc.ABC):
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
-        Every rank gets the same bits. `op` is "sum", "min", "max", "prod", "band", "bor" or
-        "bxor"; int16 and float16 work here even where the transport below refuses them.
-        `wait()` returns `[tensor]`.
+        Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
+        "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
+        transport below refuses them. `wait()` returns `[tensor]`.
         """
 
     @abc.abstractmethod

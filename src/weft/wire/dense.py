@@ -19,13 +19,14 @@ bits; half precision is accumulated in float32 and rounded once.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
 from . import near
-from .arithmetic import OPS, Combine, arithmetic, cut, grain, reduce, reduce_parts, refuses
+from .arithmetic import OPS, Reduce, arithmetic, cut, grain, reduce, reduce_parts, refuses
 from .base import Pending, Wire, flattened
 from .hosts import Hosts
 from .memory import Lease, typed
@@ -33,6 +34,7 @@ from .memory import Lease, typed
 __all__ = [
     "OPS",
     "SCRATCH",
+    "Stage",
     "all_reduce",
     "cut",
     "messages",
@@ -52,7 +54,37 @@ _CHUNKS = 16  # of a part, where they are worth it: the last one goes all the wa
 _SCATTER, _GATHER = 1 << 16, 1 << 17  # channels that nobody else uses
 
 
-def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = None) -> Pending:
+class Stage(Protocol):
+    """Where a tensor that is workspace comes from and goes to, in pieces, while others travel."""
+
+    def load(self, first: int, last: int) -> None:
+        """Write what this rank contributes to some elements of the tensor there."""
+
+    def store(self, first: int, last: int) -> None:
+        """Take the results of some elements of the tensor, which stay where they are."""
+
+
+class _Nowhere:
+    """The stage of a tensor that is where it belongs."""
+
+    def load(self, first: int, last: int) -> None:
+        return None
+
+    def store(self, first: int, last: int) -> None:
+        return None
+
+
+_NOWHERE = _Nowhere()
+
+
+def all_reduce(
+    wire: Wire,
+    tensor: Tensor,
+    op: str,
+    *,
+    source: Tensor | None = None,
+    stage: Stage = _NOWHERE,
+) -> Pending:
     """Start reducing `tensor` (contiguous, CPU) over all ranks of `wire`, in place.
 
     Args:
@@ -61,6 +93,8 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
         op: how two of them combine.
         source: this rank's contribution, if it shall be left as it is; of the same shape and
             dtype, contiguous. Then `tensor` may hold anything.
+        stage: is asked to `load` each element before it is sent, and to `store` it, once, before
+            the wait ends. Then `tensor` may hold anything, too.
 
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
@@ -72,13 +106,15 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str, *, source: Tensor | None = N
     if source is not None and small:
         tensor.copy_(source)
     if wire.size == 1 or not len(flat):
+        stage.load(0, len(flat))
+        stage.store(0, len(flat))
         return _Done(tensor)
     if small:
-        return _Whole(wire, tensor, flat, combine)
+        return _Whole(wire, tensor, flat, combine, stage)
     given = flat if source is None else flattened(source).view(flat.dtype)
     if wire.near:
-        return _Near(wire, tensor, flat, combine, given)
-    return _Parts(wire, tensor, flat, combine, given)
+        return _Near(wire, tensor, flat, combine, given, stage)
+    return _Parts(wire, tensor, flat, combine, given, stage)
 
 
 def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
@@ -131,16 +167,21 @@ class _Done(Pending):
 class _Whole(Pending):
     """From each to all, then everyone reduces the same."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine) -> None:
+    def __init__(
+        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Reduce, stage: Stage
+    ) -> None:
         self._tensor, self._flat, self._combine, self._done = tensor, flat, combine, False
+        self._stage = stage
+        stage.load(0, len(flat))
         self._own = flat.view(torch.uint8)
         self._pending = wire.small_all_gather(self._own, len(self._own))
 
     def wait(self) -> list[Tensor]:
         if not self._done:
             parts = [part.view(self._flat.dtype) for part in self._pending.wait()]
-            reduce_parts(parts, self._combine, self._flat)
+            self._combine(parts, self._flat)
             self._pending.release()
+            self._stage.store(0, len(self._flat))
             self._done = True
         return [self._tensor]
 
@@ -152,18 +193,26 @@ class _Near(Pending):
     """All ranks read each other's contributions and sums, if they find that all can."""
 
     def __init__(
-        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine, given: Tensor
+        self,
+        wire: Wire,
+        tensor: Tensor,
+        flat: Tensor,
+        combine: Reduce,
+        given: Tensor,
+        stage: Stage = _NOWHERE,
     ) -> None:
-        self._of, self._done = (wire, tensor, flat, combine, given), False
+        self._of, self._done = (wire, tensor, flat, combine, given, stage), False
+        stage.load(0, len(flat))
 
     def wait(self) -> list[Tensor]:
-        wire, tensor, flat, combine, given = self._of
+        wire, tensor, flat, combine, given, stage = self._of
         if not self._done:
             places = near.told(wire, given, flat)
             if places is None:
-                _Parts(wire, tensor, flat, combine, given).wait()
+                _Parts(wire, tensor, flat, combine, given, stage).wait()
             else:
                 near.all_reduce(wire, flat, combine, given, places)
+                stage.store(0, len(flat))
             self._done = True
         return [tensor]
 
@@ -181,10 +230,16 @@ class _Parts(Pending):
     """
 
     def __init__(
-        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Combine, given: Tensor
+        self,
+        wire: Wire,
+        tensor: Tensor,
+        flat: Tensor,
+        combine: Reduce,
+        given: Tensor,
+        stage: Stage = _NOWHERE,
     ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
-        self._given = given
+        self._given, self._stage = given, stage
         aligned = grain(flat)
         self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
@@ -197,10 +252,18 @@ class _Parts(Pending):
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
         self._done = False
 
+    def _bounds(self, rank: int, start: int) -> tuple[int, int]:
+        """First element of the chunk that begins `start` elements into rank's part, and its end."""
+        first, end = rank * self._part, min((rank + 1) * self._part, len(self._flat))
+        return min(first + start, end), min(first + start + self._step, end)
+
     def _piece(self, of: Tensor, rank: int, start: int) -> Tensor:
-        """The chunk that begins `start` elements into rank's part; it may be empty."""
-        first, end = rank * self._part, min((rank + 1) * self._part, len(of))
-        return of[min(first + start, end) : min(first + start + self._step, end)]
+        """That chunk; it may be empty."""
+        first, end = self._bounds(rank, start)
+        return of[first:end]
+
+    def _store(self, rank: int, start: int) -> None:
+        self._stage.store(*self._bounds(rank, start))
 
     def _scatter_chunk(self, start: int) -> tuple[Pending, Lease] | None:
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
@@ -209,6 +272,8 @@ class _Parts(Pending):
         wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         lease = wire.lease((wire.size - 1) * own.numel() * own.element_size())
         slots = typed(lease.tensor, (wire.size - 1, len(own)), own.dtype)
+        for rank in range(wire.size):
+            self._stage.load(*self._bounds(rank, start))
         sends = [(peer, self._piece(self._given, peer, start)) for peer in wire.peers]
         recvs = [(peer, slot) for peer, slot in zip(wire.peers, slots, strict=True)]
         if self._given is not self._flat:
@@ -225,31 +290,36 @@ class _Parts(Pending):
         return [self._tensor]
 
     def _to_all(self) -> None:
-        wire, pending = self._wire, []
-        for start in range(0, self._part, self._step):
+        wire, starts, pending = self._wire, range(0, self._part, self._step), []
+        for start in starts:
             own = self._reduced(start)
             sends = [(peer, own) for peer in wire.peers]
             recvs = [(peer, self._piece(self._flat, peer, start)) for peer in wire.peers]
             pending.append(wire.post(sends, recvs, _GATHER))
-        for each in pending:
+            self._store(wire.rank, start)
+        for start, each in zip(starts, pending, strict=True):
             each.wait()
+            for peer in wire.peers:
+                self._store(peer, start)
 
     def _round_the_ring(self) -> None:
         sent: list[Pending] = []
-        coming: list[tuple[int, Tensor, Pending]] = []
+        coming: list[tuple[int, int, Pending]] = []
         for step in range(self._chunks + self._wire.size - 1):
             if step < self._chunks:
                 sent.append(self._post_right(self._reduced(step * self._step)))
+                self._store(self._wire.rank, step * self._step)
             here, coming = coming, self._post_left(step)
-            for origin, piece, pending in here:
+            for origin, start, pending in here:
                 pending.wait()
                 if origin != self._right:
-                    sent.append(self._post_right(piece))
+                    sent.append(self._post_right(self._piece(self._flat, origin, start)))
+                self._store(origin, start)
         for pending in sent:
             pending.wait()
 
-    def _post_left(self, step: int) -> list[tuple[int, Tensor, Pending]]:
-        """Receive what the left neighbour sends in a step, in its order; and whose it is."""
+    def _post_left(self, step: int) -> list[tuple[int, int, Pending]]:
+        """Receive what the left neighbour sends in a step, in its order; whose it is, and where."""
         coming = []
         for distance in range(1, self._wire.size):
             chunk = step - (distance - 1)
@@ -257,7 +327,7 @@ class _Parts(Pending):
                 origin = (self._wire.rank - distance) % self._wire.size
                 piece = self._piece(self._flat, origin, chunk * self._step)
                 pending = self._wire.post((), [(self._left, piece)], _GATHER)
-                coming.append((origin, piece, pending))
+                coming.append((origin, chunk * self._step, pending))
         return coming
 
     def _post_right(self, piece: Tensor) -> Pending:
@@ -271,7 +341,7 @@ class _Parts(Pending):
         wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
         parts = dict(zip(wire.peers, pending.wait(), strict=True))
         parts[wire.rank] = own
-        reduce_parts([parts[rank] for rank in range(wire.size)], self._combine, own)
+        self._combine([parts[rank] for rank in range(wire.size)], own)
         lease.release()
         return own
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .arithmetic import Combine, cut, grain, reduce_parts
+from .arithmetic import Reduce, cut, grain
 from .base import Wire
 from .loans import TICKET, Loans
 from .memory import typed
@@ -59,7 +59,7 @@ def told(wire: Wire, given: Tensor, flat: Tensor) -> dict[int, tuple[int, int]] 
 
 
 def all_reduce(
-    wire: Wire, flat: Tensor, combine: Combine, given: Tensor, places: Mapping[int, tuple[int, int]]
+    wire: Wire, flat: Tensor, combine: Reduce, given: Tensor, places: Mapping[int, tuple[int, int]]
 ) -> None:
     """Reduce `given` over all ranks into `flat`, which may be the same memory.
 
@@ -77,7 +77,7 @@ def all_reduce(
 
 
 def _whole(
-    wire: Wire, flat: Tensor, combine: Combine, given: Tensor, places: Mapping[int, tuple[int, int]]
+    wire: Wire, flat: Tensor, combine: Reduce, given: Tensor, places: Mapping[int, tuple[int, int]]
 ) -> None:
     loans, peers = Loans(wire), wire.peers
     with wire.lease(len(peers) * given.nbytes) as memory:
@@ -88,7 +88,7 @@ def _whole(
             loans.take(peer, _ticket(places[peer][0]), terms[peer])
 
         def add() -> None:
-            reduce_parts([terms[rank] for rank in range(wire.size)], combine, flat)
+            combine([terms[rank] for rank in range(wire.size)], flat)
 
         if given.data_ptr() == flat.data_ptr():  # which others read until all has been read
             loans.settle()
@@ -98,7 +98,7 @@ def _whole(
 
 
 def _parts(
-    wire: Wire, flat: Tensor, combine: Combine, given: Tensor, places: Mapping[int, tuple[int, int]]
+    wire: Wire, flat: Tensor, combine: Reduce, given: Tensor, places: Mapping[int, tuple[int, int]]
 ) -> None:
     peers, size, part = wire.peers, flat.element_size(), cut(flat, wire.size)
 
@@ -124,7 +124,7 @@ def _parts(
 
             def add(into: Tensor = into, parts: dict[int, Tensor] = parts) -> None:
                 if len(into):
-                    reduce_parts([parts[rank] for rank in range(wire.size)], combine, into)
+                    combine([parts[rank] for rank in range(wire.size)], into)
 
             terms.settle(add, opens=start + step >= part)
     for peer in peers:

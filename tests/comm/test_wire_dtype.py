@@ -1,0 +1,312 @@
+"""Gradients and tensors that travel rounded: where they are rounded, and how far off they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.comm import buckets
+from weft.rows import Rows
+from weft.testing import spmd
+from weft.testing.oracle import expected
+from weft.wire import dense
+from weft.wire.hosts import Hosts
+
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
+
+SHAPES = {
+    "absent": (50,),
+    "empty": (0, 3),
+    "expanded": (40, 5),
+    "large": (70_001,),
+    "scalar": (),
+    "small": (7, 3),
+    "turned": (301, 307),
+    "wide": (90,),
+}
+
+
+def numbers(rank, name, dtype=torch.float32):
+    """Of all magnitudes that float16 has, those below its smallest normal number too."""
+    seed = 100 * rank + sorted(SHAPES).index(name)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(SHAPES[name], generator=generator)
+    return (values * 2.0 ** torch.randint(-22, 9, SHAPES[name], generator=generator)).to(dtype)
+
+
+def has(rank, name):
+    return name != "absent" or rank % 3 == 1
+
+
+def dense_model(rank):
+    """Parameters of all kinds, with the gradients of this rank, whose memory differs by rank."""
+    module = nn.ParameterDict()
+    for name, shape in SHAPES.items():
+        dtype = torch.float64 if name == "wide" else torch.float32
+        module[name] = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if not has(rank, name):
+            continue
+        gradient = numbers(rank, name, dtype)
+        if name == "expanded":
+            gradient = gradient[:1].expand(shape)
+        elif name == "turned" and rank % 2:
+            gradient = gradient.t().contiguous().t()
+        module[name].grad = gradient
+    return module
+
+
+def right(name, size, wire_dtype, average):
+    """Each rank's rounded, added in rank order in float32, and rounded."""
+    total = None
+    for rank in range(size):
+        mine = numbers(rank, name)
+        if name == "expanded":
+            mine = mine[:1].expand(SHAPES[name])
+        mine = mine.to(wire_dtype).float() if has(rank, name) else torch.zeros(SHAPES[name])
+        total = mine if total is None else total + mine
+    return (total / size if average else total).to(wire_dtype)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["after", "while backward runs"])
+@spmd(1, 2, 3, 4, 7, 8)
+def test_dense_gradients_are_rounded_twice_and_added_wide(wire, overlaps):
+    for wire_dtype in WIRE_DTYPES:
+        for average in (True, False):
+            module = dense_model(wire.rank)
+            if overlaps:
+                overlap = weft.overlap_grads(
+                    module, average, bucket_bytes=1000, wire_dtype=wire_dtype
+                )
+                for parameter in module.values():
+                    gradient, parameter.grad = parameter.grad, None
+                    if gradient is not None:  # what backward would bring
+                        (parameter * gradient).sum().backward()
+            weft.sync_grads(module, average, wire_dtype=wire_dtype)
+            for name in SHAPES:
+                found, want = module[name].grad, right(name, wire.size, wire_dtype, average)
+                if name == "absent" and wire.size == 1:
+                    assert found is None
+                    continue
+                assert found.dtype == module[name].dtype
+                assert torch.equal(found.to(wire_dtype), want), (name, wire_dtype, average)
+                assert torch.equal(found, want.to(found.dtype)), (name, wire_dtype, average)
+            if overlaps:
+                overlap.remove()
+
+
+@spmd(1, 2, 3, 4, 7, 8)
+def test_sparse_gradients_beside_dense_ones(wire):
+    """Rows as `sparse_all_reduce` rounds them, on some ranks none; what is half stays as it is."""
+
+    def rows(rank, dtype):
+        generator = torch.Generator().manual_seed(rank)
+        count = 0 if rank == 1 else 5 + rank
+        indices = torch.randint(0, 20, (count,), generator=generator)
+        return Rows(indices, torch.randn(count, 3, generator=generator).to(dtype), 20)
+
+    kinds = {"table": torch.float32, "doubles": torch.float64, "halves": torch.float16}
+    for wire_dtype in WIRE_DTYPES:
+        module = nn.ParameterDict({"dense": torch.zeros(300)})
+        module["dense"].grad = torch.full((300,), 0.1 * (1 + wire.rank))
+        module["unused"] = torch.zeros(20, 3)
+        for name, dtype in kinds.items():
+            module[name] = torch.zeros(20, 3, dtype=dtype)
+            mine = rows(wire.rank, dtype)
+            if wire.rank != 2:
+                module[name].grad = torch.sparse_coo_tensor(
+                    mine.indices[None], mine.values, (20, 3), check_invariants=True
+                )
+        weft.sync_grads(module, wire_dtype=wire_dtype)
+        for name, dtype in kinds.items():
+            parts = [rows(rank, dtype) for rank in range(wire.size) if rank != 2]
+            # the mean is over all ranks, those without a gradient too
+            parts += [Rows(rows(1, dtype).indices, rows(1, dtype).values, 20)] * (wire.size > 2)
+            want, found = expected(parts, "avg", wire_dtype), module[name].grad
+            assert torch.equal(found._indices()[0], want.indices), name
+            assert torch.equal(found._values(), want.values), name
+        assert module["unused"].grad is None
+        total = sum(torch.tensor(0.1 * (1 + r)).to(wire_dtype).float() for r in range(wire.size))
+        assert module["dense"].grad.eq((total / wire.size).to(wire_dtype).float()).all()
+
+
+@spmd(2, 3)
+def test_integers_and_complex_gradients_travel_as_they_are(wire):
+    module = nn.Module()
+    for name, dtype in {
+        "whole": torch.int64,
+        "turned": torch.complex64,
+        "rows": torch.int32,
+    }.items():
+        parameter = nn.Parameter(torch.zeros(4, 1, dtype=dtype), requires_grad=False)
+        setattr(module, name, parameter)
+    module.real = nn.Parameter(torch.zeros(1))
+    module.whole.grad = torch.full((4, 1), 1_000_001)
+    module.turned.grad = torch.full((4, 1), 1.001 + 0.001j, dtype=torch.complex64)
+    module.rows.grad = torch.sparse_coo_tensor(
+        [[1, 1]], torch.tensor([[70_001], [1]], dtype=torch.int32), (4, 1), check_invariants=True
+    )
+    module.real.grad = torch.tensor([1.001])
+    weft.sync_grads(module, average=False, wire_dtype=torch.bfloat16)
+    assert module.whole.grad.eq(1_000_001 * wire.size).all()
+    wanted = sum(torch.tensor(1.001 + 0.001j, dtype=torch.complex64) for _ in range(wire.size))
+    assert module.turned.grad.eq(wanted).all()
+    assert module.rows.grad.to_dense().flatten().tolist() == [0, 70_002 * wire.size, 0, 0]
+    assert module.real.grad.item() == wire.size
+
+
+@spmd(3)
+def test_doubles_are_rounded_once(wire):
+    """By way of float32 the first would be a tie, and go down."""
+    module = nn.ParameterDict({"weight": torch.zeros(3, dtype=torch.float64)})
+    above = [1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1e300]
+    module["weight"].grad = torch.tensor(above, dtype=torch.float64)
+    weft.sync_grads(module, wire_dtype=torch.bfloat16)
+    assert module["weight"].grad.tolist() == [1 + 2**-7, 1, torch.inf]
+    tensor = torch.tensor(above[:2], dtype=torch.float64, requires_grad=True)
+    result = weft.all_reduce(tensor, "max", wire_dtype=torch.bfloat16)
+    assert result.tolist() == [1 + 2**-7, 1]
+    result.sum().backward()
+    assert tensor.grad.dtype is torch.float64
+
+
+@spmd(2)
+def test_float16_means_of_what_would_overflow_in_a_sum(wire):
+    module = nn.Linear(3, 1, bias=False)
+    module.weight.grad = torch.full((1, 3), 60000.0)
+    weft.sync_grads(module, wire_dtype=torch.float16)
+    assert module.weight.grad.eq(60000).all()
+    weft.sync_grads(module, average=False, wire_dtype=torch.float16)
+    assert module.weight.grad.isinf().all()
+
+
+@spmd(1, 2, 3, 8)
+def test_the_bound_holds(wire):
+    """That of docs/wire-dtype.md, in float64."""
+    size = wire.size
+    for wire_dtype in WIRE_DTYPES:
+        for average in (False, True):
+            module = nn.ParameterDict({"weight": torch.zeros(SHAPES["large"])})
+            module["weight"].grad = numbers(wire.rank, "large")
+            weft.sync_grads(module, average, wire_dtype=wire_dtype)
+            parts = torch.stack([numbers(rank, "large").double() for rank in range(size)])
+            exact, absolute = parts.sum(0), parts.abs().sum(0)
+            if average:
+                exact, absolute = exact / size, absolute / size
+            u, least = UNIT[wire_dtype], LEAST[wire_dtype]
+            most = u * exact.abs() + u * (1 + u) * absolute + (size + 1) * least
+            most += (1 + u) ** 2 * size * 2**-24 * absolute
+            off = (module["weight"].grad.double() - exact).abs()
+            assert bool((off <= most).all()), float((off / most).max())
+            assert bool((off > 0).any())
+
+
+@spmd(2, 3, 4, on=("threads",))
+def test_pieces_of_gradients_in_buckets(wire, monkeypatch):
+    """However they are cut and travel, and whatever this rank's memory of them is."""
+    for far, chunk, apart in ((600, 64, False), (4000, 1 << 17, False), (100_000, 1000, True)):
+        monkeypatch.setattr(buckets, "_FAR", far)
+        monkeypatch.setattr(dense, "_SMALL", 100)
+        monkeypatch.setattr(dense, "SCRATCH", 3 * chunk)
+        monkeypatch.setattr(dense, "_CHUNK", chunk)
+        if apart:  # round the ring
+            wire.hosts = Hosts.named("abcd"[: wire.size])
+        module = dense_model(wire.rank)
+        weft.sync_grads(module, wire_dtype=torch.bfloat16)
+        for name in SHAPES:
+            found = module[name].grad
+            want = right(name, wire.size, torch.bfloat16, True).to(found.dtype)
+            assert torch.equal(found, want), name
+
+
+@spmd(4, on=("threads",))
+def test_half_the_bytes(wire):
+    sent = {}
+    for wire_dtype in (None, *WIRE_DTYPES):
+        module = nn.ParameterDict({str(n): torch.zeros(20_000 * (n + 1)) for n in range(4)})
+        for parameter in module.values():
+            parameter.grad = torch.ones_like(parameter)
+        wire.traffic.reset()
+        weft.sync_grads(module, wire_dtype=wire_dtype)
+        sent[wire_dtype] = wire.traffic.bytes
+    assert sent[torch.bfloat16] == sent[torch.float16]
+    assert 0.49 < sent[torch.float16] / sent[None] < 0.51
+
+
+@spmd(3)
+def test_who_disagrees_is_named_and_nothing_changes(wire):
+    module = nn.Linear(3, 2)
+    module(torch.ones(1, 3)).sum().backward()
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    module.table = table
+    before = module.weight.grad.clone()
+    mine = torch.bfloat16 if wire.rank == 1 else None
+    with pytest.raises(weft.WeftError, match="differ in wire_dtype") as caught:
+        weft.sync_grads(module, wire_dtype=mine)
+    assert "torch.bfloat16" in str(caught.value) and "rank 1" in str(caught.value)
+    with pytest.raises(weft.WeftError, match="differ in wire_dtype"):
+        weft.overlap_grads(module, wire_dtype=mine)
+    with pytest.raises(weft.WeftError, match=r"differ in dtype.* sent as torch.bfloat16") as caught:
+        weft.all_reduce(torch.ones(2), wire_dtype=mine)
+    assert "rank 1" in str(caught.value)
+    given = torch.ones(2, dtype=torch.bfloat16 if wire.rank else torch.float32)
+    with pytest.raises(weft.WeftError, match="differ in dtype"):  # the same bytes, though
+        weft.all_reduce(given, wire_dtype=None if wire.rank else torch.bfloat16)
+    for wrong in (torch.float32, "bfloat16", torch.int16):
+        text = rf"rank 2: wire_dtype is {wrong}: pass torch.bfloat16 or torch.float16, or None"
+        bad = wrong if wire.rank == 2 else None
+        for call in (weft.sync_grads, weft.overlap_grads):
+            with pytest.raises(weft.WeftError, match=text):
+                call(module, wire_dtype=bad)
+        with pytest.raises(weft.WeftError, match=text):
+            weft.all_reduce(torch.ones(2), wire_dtype=bad)
+    with pytest.raises(weft.WeftError, match=r"rank 0: wire_dtype is .* and the tensor is torch.i"):
+        weft.all_reduce(torch.ones(2).int(), wire_dtype=None if wire.rank else torch.float16)
+    assert torch.equal(module.weight.grad, before)
+    weft.sync_grads(module, wire_dtype=torch.bfloat16)
+    assert torch.equal(module.weight.grad, before)
+
+
+@spmd(2)
+def test_overlap_and_sync_grads_name_one_wire_dtype(wire):
+    module = nn.Linear(2, 1)
+    overlap = weft.overlap_grads(module, wire_dtype=torch.bfloat16)
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(weft.WeftError, match="another group, average or wire_dtype"):
+        weft.sync_grads(module)
+    overlap.remove()
+
+
+@spmd(1, 2, 3, 4, 7, 8)
+def test_all_reduce_rounds_the_same_way(wire):
+    combine = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
+    for name in ("small", "large", "empty", "scalar"):
+        for wire_dtype in WIRE_DTYPES:
+            for op in ("sum", "avg", "min", "max", "prod"):
+                terms = [numbers(r, name).to(wire_dtype).float() for r in range(wire.size)]
+                want = terms[0]
+                for term in terms[1:]:
+                    want = combine.get(op, torch.add)(want, term)
+                want = (want / wire.size if op == "avg" else want).to(wire_dtype).float()
+                for _ in range(3):  # the third is a habit
+                    mine = numbers(wire.rank, name)
+                    found = weft.all_reduce(mine, op, wire_dtype=wire_dtype)
+                    assert found.dtype is torch.float32 and found.shape == want.shape
+                    assert torch.equal(found, want), (name, wire_dtype, op)
+                    assert torch.equal(mine, numbers(wire.rank, name))
+
+
+@spmd(2, 3)
+def test_gradients_of_all_reduce_travel_rounded_too(wire):
+    for op, share in (("sum", wire.size), ("avg", 1.0)):
+        tensor = torch.full((3,), 1.0, requires_grad=wire.rank == 0)
+        result = weft.all_reduce(tensor, op, wire_dtype=torch.bfloat16)
+        assert result.requires_grad
+        (result * 0.1).sum().backward()
+        if wire.rank == 0:
+            once = torch.tensor(0.1).bfloat16().float()
+            assert tensor.grad.eq((once * share).bfloat16().float()).all()
