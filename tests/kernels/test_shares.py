@@ -109,6 +109,19 @@ def test_who_holds_a_place(case, data):
         assert found == [int(index in one) for one in sets]
 
 
+@SOME
+@given(case=unions(), most=st.sampled_from([0, 1, 7, 1000]))
+def test_the_first_rows_that_no_other_run_has(case, most):
+    runs, union, _ = case
+    which, total = [len(runs) - 1, 0], len(union.indices)
+    found, ours = (m.alone(union.slots, which, total, most) for m in (reference, cpu_shares))
+    for run, one, other in zip(which, found, ours, strict=True):
+        others = set(torch.cat([runs[run][:0], *runs[:run], *runs[run + 1 :]]).tolist())
+        alone = [row for row, index in enumerate(runs[run].tolist()) if index not in others]
+        assert one.tolist() == other.tolist() == alone[:most]
+        assert one.dtype == other.dtype == torch.int32
+
+
 @pytest.mark.parametrize("module", [reference, cpu_shares])
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_equal_weights_are_equal_shares(module, runs):

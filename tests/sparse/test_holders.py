@@ -18,8 +18,8 @@ from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.choice import fitted
 from weft.sparse.own import OwnRows
 from weft.sparse.placement import busiest, weights
-from weft.sparse.relay import relay_memory, relay_rows
-from weft.sparse.stream import SUMS, VALUES
+from weft.sparse.relay import LEADS, relay_memory, relay_rows
+from weft.sparse.stream import FIRST, SUMS, VALUES
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
@@ -61,7 +61,7 @@ def values_moved(wire, rows, **arguments):
     moved, post = [0, 0], wire._post
 
     def counting(sends, recvs, channel):
-        if channel in (VALUES, SUMS):
+        if channel in (VALUES, SUMS, FIRST):
             for way, messages in enumerate((sends, recvs)):
                 moved[way] += sum(tensor.numel() * tensor.element_size() for _, tensor in messages)
         return post(sends, recvs, channel)
@@ -142,7 +142,7 @@ def test_the_result_is_asked_for_before_a_value_moves(wire):
     post = wire._post
 
     def watched(sends, recvs, channel):
-        moved_before.append(channel in (VALUES, SUMS))
+        moved_before.append(channel in (VALUES, SUMS, FIRST))
         return post(sends, recvs, channel)
 
     def allocate(count, row_shape, dtypes):
@@ -191,7 +191,7 @@ def in_order(kind, ranks, row):
         wire.link, said, post = SLOW, [], wire._post
 
         def watched(sends, recvs, channel):
-            said.extend(channel for _ in sends if channel in (VALUES, SUMS))
+            said.extend(channel for _ in sends if channel in (VALUES, SUMS, FIRST))
             return post(sends, recvs, channel)
 
         indices = sets[wire.rank]
@@ -211,14 +211,42 @@ SLOW_CHUNK = 1 << 18
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_rows_for_others_go_between_the_first_chunks(ranks):
-    """A chunk of what one has alone is on its way before anything is made ready for sums."""
+    """Some chunks of what one has alone are on their way before anything is made ready for sums."""
     said, steps = in_order("uniform", ranks, 256)
     assert steps > 8
     for channels in said:
-        assert channels[0] == SUMS
         first, last = channels.index(VALUES), len(channels) - channels[::-1].index(VALUES)
-        assert first == 1
+        assert channels[:first] == [FIRST] * LEADS and FIRST not in channels[first:]
         assert channels[first:last].count(SUMS) < (ranks - 1) * (steps - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_lead_by_as_many_chunks_as_they_have_alone(ranks):
+    """None, some, or more than may go ahead; each in turn is the neighbour of each."""
+    alone = [0, 9, 1, 3, 0, 2, 0, 5]  # chunks of 32 rows, and some rows more
+
+    def part(rank):
+        many = 32 * alone[rank] + 17
+        own = 1000 * (rank + 1) + torch.arange(many)
+        indices = torch.cat([torch.arange(300), own])
+        return weft.Rows(indices, (indices[:, None] + torch.arange(2048)).float() % 64)
+
+    def body(wire):
+        wire.link, said, post = SLOW, [], wire._post
+
+        def watched(sends, recvs, channel):
+            said.extend(channel for _ in sends)
+            return post(sends, recvs, channel)
+
+        wire._post = watched
+        total = weft.sparse_all_reduce(part(wire.rank), algorithm="holders")
+        wire._post = post
+        return total, said.count(FIRST)
+
+    want = expected([part(rank) for rank in range(ranks)])
+    for rank, (total, leads) in enumerate(run(ranks, body)):
+        assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
+        assert leads == min(alone[rank], LEADS)
 
 
 def test_rows_for_others_go_first_where_nobody_has_rows_alone():

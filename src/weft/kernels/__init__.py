@@ -20,7 +20,7 @@ The vocabulary:
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
   run was given, and where it has them; `put` brings rows to places.
-* `held`, `copy`, `take`, `quantiles`, `sketch`: see each.
+* `alone`, `held`, `copy`, `take`, `quantiles`, `sketch`: see each.
 * `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
   there.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
@@ -54,6 +54,7 @@ __all__ = [
     "Picked",
     "Shares",
     "Union",
+    "alone",
     "combine",
     "copy",
     "deal",
@@ -274,6 +275,27 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
     meter.spend(meter.PICK * len(slots))
     found = cpu_shares.deal(slots, shares) if on_cpu(slots) else None
     return reference.deal(slots, shares) if found is None else found
+
+
+def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
+    """For some runs the first rows that no other run has.
+
+    Args:
+        slots: of all runs, as `union` gives them.
+        runs: which runs.
+        total: U, the places of the union.
+        most: how many rows of each to look for.
+
+    Returns:
+        For each of `runs` int32: positions in the run, ascending.
+
+    Example:
+        >>> alone(union([torch.tensor([2, 5]), torch.tensor([1, 5, 7])]).slots, [1], 4, most=9)
+        [tensor([0, 2], dtype=torch.int32)]
+    """
+    slots = [slot.contiguous() for slot in slots]
+    found = cpu_shares.alone(slots, runs, total, most) if on_cpu(slots[0]) else None
+    return reference.alone(slots, runs, total, most) if found is None else found
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:

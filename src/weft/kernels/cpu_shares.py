@@ -12,7 +12,7 @@ from . import pool
 from .compile import Key, compiler
 from .reference import Picked, Shares
 
-__all__ = ["KEY", "deal", "held", "pick", "put", "shares"]
+__all__ = ["KEY", "alone", "deal", "held", "pick", "put", "shares"]
 
 KEY: Key = ("share",)
 """The one set of loops for all dtypes."""
@@ -72,6 +72,26 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor] | None:
     rows = torch.empty(len(slots), dtype=torch.int32)
     loops["deal"](*which, starts.data_ptr(), rows.data_ptr())
     return list(torch.split(rows, counts.tolist()))
+
+
+def alone(
+    slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int
+) -> list[Tensor] | None:
+    """See `weft.kernels.alone`."""
+    loops = compiler.loops(KEY)
+    if loops is None:
+        return None
+    marks = torch.zeros(total, dtype=torch.uint8)
+    for slot in slots:
+        loops["mark_again"](slot.data_ptr(), len(slot), marks.data_ptr())
+
+    def first(slot: Tensor) -> Tensor:
+        room = min(most, len(slot))
+        rows = torch.empty(room, dtype=torch.int32)
+        found = loops["alone"](slot.data_ptr(), len(slot), marks.data_ptr(), room, rows.data_ptr())
+        return rows[:found]
+
+    return [first(slots[run]) for run in runs]
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor | None:

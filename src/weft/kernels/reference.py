@@ -244,6 +244,13 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
     return list(torch.split(torch.argsort(to, stable=True).int(), counts.tolist()))
 
 
+def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
+    """See `weft.kernels.alone`."""
+    holders = torch.bincount(torch.cat([_places(slot) for slot in slots]), minlength=total)
+    single = [torch.nonzero(holders[_places(slots[run])] == 1).view(-1) for run in runs]
+    return [rows[:most].int() for rows in single]
+
+
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
     """See `weft.kernels.held`."""
     return torch.stack([torch.isin(places, _places(slot)).long() for slot in slots], 1)

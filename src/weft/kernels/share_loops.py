@@ -19,10 +19,12 @@ from .machine import load, store
 
 LOOPS = (
     "aim",
+    "alone",
     "arrange",
     "choose",
     "deal",
     "held",
+    "mark_again",
     "pick",
     "put1",
     "put4",
@@ -35,6 +37,7 @@ __all__ = ["LOOPS", *LOOPS]
 
 int32: Any = np.int32  # casts, in machine code
 int64: Any = np.int64
+uint8: Any = np.uint8
 
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio; as in `reference`
 _LOW = 0xFFFFFFFF
@@ -107,6 +110,35 @@ def arrange() -> Callable[..., None]:
         for key in range(many, 0, -1):
             store("i64", starts, key, load("i64", starts, key - 1))
         store("i64", starts, 0, int64(0))
+
+    return loop
+
+
+def mark_again() -> Callable[..., None]:
+    """Mark the places of a run that an earlier run has too: a byte for each place."""
+
+    def loop(slots: int, count: int, marks: int) -> None:
+        for i in range(count):
+            slot = int64(load("i32", slots, i))
+            if slot >= 0:
+                store("u8", marks, slot, uint8(1))
+
+    return loop
+
+
+def alone() -> Callable[..., int]:
+    """The first `most` rows of a run whose places no other run has; returns how many there are."""
+
+    def loop(slots: int, count: int, marks: int, most: int, rows: int) -> int:
+        found = 0
+        for i in range(count):
+            if found == most:
+                break
+            slot = int64(load("i32", slots, i))
+            if slot < 0 and load("u8", marks, ~slot) == 0:
+                store("i32", rows, found, int32(i))
+                found += 1
+        return found
 
     return loop
 

@@ -11,7 +11,7 @@ makes a result of that dtype, whose memory is the end of the caller's. There it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,6 +62,8 @@ class Call:
         target: the caller's own memory, where the result must still be copied to.
         header: what all ranks together said; known once they agreed.
         load: what costs are computed from; known once they agreed.
+        lists: the indices of those ranks that sent them in the opening, as on the wire.
+        union: what `kernels.union` made of them, where all did.
     """
 
     wire: Wire
@@ -77,6 +79,8 @@ class Call:
     target: Rows | None = None
     header: Header = field(init=False)
     load: Load = field(init=False)
+    lists: dict[int, Tensor] = field(default_factory=dict)
+    union: kernels.Union | None = None
     _widened: Rows = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +91,10 @@ class Call:
     def wire_index(self) -> torch.dtype:
         """The dtype of indices on the wire: int32 when all fit."""
         return torch.int32 if self.load.index == 4 else torch.int64
+
+    def united(self, runs: Sequence[Tensor]) -> kernels.Union:
+        """The union of all ranks' index lists, given in rank order."""
+        return kernels.union(runs) if self.union is None else self.union
 
     @property
     def partial(self) -> torch.dtype:

@@ -32,6 +32,7 @@ __all__ = [
     "choose",
     "explained",
     "fitted",
+    "packs",
     "predicted",
     "together",
     "workspace",
@@ -162,7 +163,12 @@ def fitted(load: Load, link: Link) -> Load:
     # to the nearest power, so that a link measured a little faster than it is has the same chunks
     chunk = 1 << max(0, round(math.sqrt(0.5) * _CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
-    return replace(load, chunk=chunk, gaps=link.beta > _GAPS_PAY * link.gamma, link=link)
+    return replace(load, chunk=chunk, gaps=packs(link), link=link)
+
+
+def packs(link: Link) -> bool:
+    """Whether index lists are packed on that link."""
+    return link.beta > _GAPS_PAY * link.gamma
 
 
 def link_of(wire: Wire) -> Link:

@@ -11,6 +11,7 @@ The idea is that of inverted files: Witten, Moffat and Bell, "Managing Gigabytes
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from .. import kernels
 from ..wire.memory import Lease, Pool, typed
 
-__all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "unpack"]
+__all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "packed", "unpack"]
 
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size
@@ -33,17 +34,30 @@ _WORTH = 1024  # indices: packing fewer takes 25 µs, as sending them does at 1 
 def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
     """A sorted, unique list (int32 or int64, contiguous, on the CPU) as bytes."""
     count, plain = indices.numel(), indices.numel() * indices.element_size()
-    if gaps and count >= _WORTH:
-        code = kernels.gap_code(indices)
-        if code is not None:  # and then of so many indices it is always the shorter
-            lease = memory.lease(PREFIX + code.most)
-            size = kernels.pack_gaps(indices, code, lease.tensor[PREFIX:])
-            lease.tensor = lease.tensor[: PREFIX + size]
-            _say(lease.tensor, count, size, int(indices[0]))
-            return lease
+    lease = packed(indices, memory) if gaps else None
+    if lease is not None:  # of so many indices it is always the shorter
+        return lease
     lease = memory.lease(PREFIX + plain)
     _say(lease.tensor, count, plain, -1)
     typed(lease.tensor, (count,), indices.dtype, PREFIX).copy_(indices)
+    return lease
+
+
+def packed(indices: Tensor, memory: Pool, most: float = math.inf) -> Lease | None:
+    """As `pack` in few bits, in `most` bytes at most; None where that cannot be, or does not pay.
+
+    Whether indices are int32 or int64 makes no difference to the bytes.
+    """
+    count = indices.numel()
+    if count < _WORTH or count > 8 * most:  # none takes less than a bit
+        return None
+    code = kernels.gap_code(indices)
+    if code is None or PREFIX + code.most > most:
+        return None
+    lease = memory.lease(PREFIX + code.most)
+    size = kernels.pack_gaps(indices, code, lease.tensor[PREFIX:])
+    lease.tensor = lease.tensor[: PREFIX + size]
+    _say(lease.tensor, count, size, int(indices[0]))
     return lease
 
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import torch
 
-from .. import kernels
 from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .registry import algorithm
-from .stream import VALUES, FromRing, IndexLists, Own, Ring, Source, list_messages, merge_blocks
+from .stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_messages, merge_blocks
 
 
 def cost(load: Load) -> Cost:
@@ -43,13 +42,10 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost)
+@algorithm(cost=cost, lists=True)
 def gather(rows: Rows, call: Call) -> Rows:
-    wire, order = call.wire, range(call.wire.size)
-    indices = rows.indices.to(call.wire_index)
-    lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
-    found = lists.wait() | {wire.rank: indices}
-    runs = [found[rank] for rank in order]
+    wire = call.wire
+    runs, lists = all_lists(call, rows.indices.to(call.wire_index))
 
     counts = [run.numel() * (rank != wire.rank) for rank, run in enumerate(runs)]
     with wire.lease(sum(counts) * call.load.row) as memory:
@@ -58,12 +54,12 @@ def gather(rows: Rows, call: Call) -> Rows:
         ring = Ring(call, values, VALUES)
         ring.send(rows.values)
 
-        union = kernels.union(runs)
+        union = call.united(runs)
         result = call.result(union.indices.numel())
         result.indices.copy_(union.indices)
         sources: list[Source] = [
             Own(rows.values) if rank == wire.rank else FromRing(ring, rank, values[rank])
-            for rank in order
+            for rank in range(wire.size)
         ]
         for _ in merge_blocks(call, runs, sources, union, result.values):
             pass

@@ -38,8 +38,8 @@ from .cost import Cost, Load
 from .own import OwnRows
 from .placement import weights
 from .registry import algorithm
-from .relay import Relay, relay_memory, relay_rows
-from .stream import SUMS, IndexLists, Inflow, Source, list_messages, send_rows, window
+from .relay import LEADS, Relay, relay_memory, relay_rows
+from .stream import FIRST, SUMS, Inflow, Source, all_lists, list_messages, send_rows, window
 
 
 def cost(load: Load) -> Cost:
@@ -78,10 +78,8 @@ _INDEX = 224  # bytes that could be merged while an index is united, and its pla
 def _holders(own: OwnRows, call: Call) -> Rows:
     wire, me = call.wire, call.wire.rank
     order = range(wire.size)
-    indices = own.indices.to(call.wire_index)
-    lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
-    found = lists.wait() | {me: indices}
-    union = kernels.union([found[rank] for rank in order])
+    runs, lists = all_lists(call, own.indices.to(call.wire_index))
+    union = call.united(runs)
     total = union.indices.numel()
     result = call.result(total)
     if not call.load.row:  # rows without bytes
@@ -89,28 +87,34 @@ def _holders(own: OwnRows, call: Call) -> Rows:
         lists.release()
         return result
 
+    relay = Relay(call, SUMS, FIRST)
+    _lead(relay, call, own, union.slots, total)
+
     # who sums what: the same on every rank
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
     places = [shares.of(rank) for rank in order]
-    relay = Relay(call, [shares.count(rank) for rank in order], SUMS)
+    relay.start([shares.count(rank) for rank in order])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
-    # Before this step nobody sums: all send what they alone hold. So the first chunk goes out ahead
-    # of the preparations, and what others sum goes out between chunks.
+    # Before this step nobody sums: all send what they alone hold. So what others sum goes out
+    # between chunks.
     until = min(shares.alone(rank) for rank in order) // relay.rows
     outflow = _Outflow(call, own, until)
 
     def to_others(step: int) -> None:
         if step == 0:
             sums.expect()
+            wire.advance()
             outflow.deal(kernels.deal(union.slots[me], shares))
-            result.indices.copy_(union.indices)
         outflow.send()
+        if step == 0:
+            wire.advance()
+            result.indices.copy_(union.indices)
 
     for step in range(relay.steps):
         if until == 0:
             to_others(step)
         chunk = relay.own(step)
-        if chunk is not None:
+        if chunk is not None and not relay.led(step):
             sums.write(step, chunk)
             relay.send(step)
         if until:
@@ -128,9 +132,28 @@ def _holders(own: OwnRows, call: Call) -> Rows:
     return result
 
 
-@algorithm(cost=cost, uncombined=_holders)
+@algorithm(cost=cost, uncombined=_holders, lists=True)
 def holders(rows: Rows, call: Call) -> Rows:
     return _holders(OwnRows.of(rows), call)
+
+
+def _lead(relay: Relay, call: Call, own: OwnRows, slots: Sequence[Tensor], total: int) -> None:
+    """Send the first chunks of what this rank alone holds: it sums that, whoever sums the rest."""
+    me, step = call.wire.rank, relay_rows(call.load, math.inf)
+    ends = (me, (me - 1) % call.wire.size)
+    mine, lefts = kernels.alone(slots, ends, total, LEADS * step)
+
+    def write(number: int, out: Tensor) -> None:
+        _write_alone(call, own, mine[number * step : (number + 1) * step], out)
+
+    if max(len(mine), len(lefts)) >= step:
+        relay.lead(len(mine) // step, write, len(lefts) // step)
+
+
+def _write_alone(call: Call, own: OwnRows, rows: Tensor, out: Tensor) -> None:
+    """Write rows that nobody else holds: nothing is added, so nothing has to be widened."""
+    own.take(rows, out)
+    call.finish(out, out)
 
 
 class _Outflow:
@@ -179,12 +202,8 @@ class _Chosen:
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         if stop > start:
             piece = torch.empty(stop - start, *self._call.row_shape, dtype=self._call.dtype)
-            self.copy(start, piece)
+            self._own.take(self._rows[start:stop], piece)
             yield piece
-
-    def copy(self, start: int, out: Tensor) -> None:
-        """As many as there is room for, from `start` on."""
-        self._own.take(self._rows[start : start + len(out)], out)
 
 
 class _Sums:
@@ -197,7 +216,7 @@ class _Sums:
         me = call.wire.rank
         self._call, self._slots, self._shares, self._step = call, slots, shares, step
         self._picked = {me: kernels.pick(slots[me], shares, me, me)}
-        self._own = _Chosen(call, own, self._picked[me].rows)
+        self._mine, self._own = own, _Chosen(call, own, self._picked[me].rows)
         self._alone = shares.alone(me)
         self._inflows: dict[int, Inflow] = {}
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
@@ -222,10 +241,9 @@ class _Sums:
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
-        call, first = self._call, number * self._step
-        if first + len(out) <= self._alone:  # nothing to add, so nothing to widen
-            self._own.copy(first, out)
-            call.finish(out, out)
+        call, me, first = self._call, self._call.wire.rank, number * self._step
+        if first + len(out) <= self._alone:
+            _write_alone(call, self._mine, self._picked[me].rows[first : first + len(out)], out)
             return
         if not self._runs:
             self._cut()

@@ -31,7 +31,7 @@ from .call import Call
 from .cost import Cost, Load
 from .dense import Reduction
 from .registry import algorithm
-from .stream import IndexLists, list_messages
+from .stream import all_lists, list_messages
 
 _LOOKED = 6.0  # bytes that could be merged while a place is marked, and looked at
 
@@ -112,7 +112,9 @@ def _union(indices: Tensor, call: Call) -> Tensor:
         return indices
     if _by_bitmap(call.load):
         return _reduced_bitmap(indices, call)
-    lists = IndexLists(call, dict.fromkeys(call.wire.peers, indices), call.wire.peers)
-    union = kernels.union([indices, *lists.wait().values()]).indices
+    if call.union is not None:
+        return call.union.indices
+    runs, lists = all_lists(call, indices)
+    union = kernels.union(runs).indices
     lists.release()
     return union

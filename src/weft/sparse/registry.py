@@ -37,6 +37,8 @@ class Algorithm:
         pays: None, or why `auto` leaves it where it could serve.
         uncombined: the same schedule, for a rank's own rows whose duplicates it combines as it
             sends them; None if it wants them combined.
+        lists: it begins by sending every rank's index list to all (`stream.all_lists`), which may
+            then come in the opening.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Algorithm:
     applies: Callable[[Load], str | None]
     pays: Callable[[Load], str | None]
     uncombined: Callable[[OwnRows, Call], Rows] | None
+    lists: bool = False
 
 
 def _always(load: Load) -> None:
@@ -60,12 +63,13 @@ def algorithm(
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
     uncombined: Callable[[OwnRows, Call], Rows] | None = None,
+    lists: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name."""
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays, uncombined)
+        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays, uncombined, lists)
         return schedule
 
     return register

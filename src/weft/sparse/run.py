@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from ..agree import Agreement, agree, is_direct
 from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire
+from ..wire.memory import Lease
 from .call import Call, row_bytes, shape_in
-from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
+from .choice import ALONE, EAGER, Explanation, choose, is_eager, packs, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, of_all, tables_in
+from .header import Header, ListInHeader, RowsInHeader, of_all, tables_in
 from .own import OwnRows
-from .registry import find
+from .registry import Algorithm, find
 from .request import Request
 
 __all__ = [
@@ -38,6 +39,9 @@ __all__ = [
     "settle",
     "too_small",
 ]
+
+
+_Said = Header | RowsInHeader | ListInHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,12 @@ class Opened:
 
 
 @contextmanager
-def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
-    """Agree on a call and look at everybody's rows; collective."""
+def opened(wire: Wire, request: Request, name: str, *, lists: bool = False) -> Iterator[Opened]:
+    """Agree on a call and look at everybody's rows; collective.
+
+    Where `lists`, the call is one that an algorithm of the registry will serve, whose index lists
+    a rank may send at once.
+    """
     given, count = request.rows, request.distinct.indices.numel()
     call = Call(
         wire,
@@ -90,10 +98,11 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
     eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
     own = OwnRows.asked(request, call.op, wire.memory)
     agreement = None
+    leases: list[Lease] = []
     try:
-        agreement = _open(wire, request, name, own, eager=eager)
+        agreement = _open(wire, request, name, own, eager=eager, lists=lists)
         said = _said(agreement, call)
-        load = _load(wire, request, said, call)
+        load = _load(wire, request, said, call, own, leases)
         everyone = None
         if eager and is_eager(wire, load, given.indices.dtype):
             everyone = [one for one in said if isinstance(one, RowsInHeader)]
@@ -102,13 +111,15 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         yield Opened(call, own, everyone)
     finally:
         own.release()
+        for lease in leases:
+            lease.release()
         if agreement is not None:
             agreement.release()
 
 
 def reduced(wire: Wire, request: Request) -> Done:
     """Run one call; collective."""
-    with opened(wire, request, "sparse_all_reduce") as opening:
+    with opened(wire, request, "sparse_all_reduce", lists=True) as opening:
         call = opening.call
         if opening.everyone is not None:
             name, result = EAGER, merge_eager(opening.everyone, call)
@@ -130,10 +141,15 @@ _KINDS = 64  # of calls of which that is remembered
 
 def _run(name: str, opening: Opened) -> Rows:
     """Run that algorithm's schedule."""
-    found = find(name)
+    found, call = find(name), opening.call
+    if call.union is not None and not found.lists:  # then nobody has said where its rows lie
+        full = Header.together(
+            [Header.of(run, rank, digest=False) for rank, run in sorted(call.lists.items())]
+        )
+        call.header = replace(call.header, points=full.points, weights=full.weights)
     if found.uncombined is not None:
-        return found.uncombined(opening.own, opening.call)
-    return found.run(opening.mine, opening.call)
+        return found.uncombined(opening.own, call)
+    return found.run(opening.mine, call)
 
 
 def _kind(rows: Rows) -> tuple[object, ...]:
@@ -151,15 +167,15 @@ def _note(wire: Wire, request: Request, name: str) -> None:
         lately[_kind(request.rows)] = name
 
 
-def _combines(wire: Wire, request: Request) -> bool:
-    """Whether the schedule that is asked for, or was taken last time, combines duplicates itself.
+def _expected(wire: Wire, request: Request) -> Algorithm | None:
+    """The algorithm that is asked for, or was taken last time for rows like these.
 
-    This rank's guess: it says when that is done, and nothing else.
+    This rank's guess: on that no other rank may depend.
     """
     name = request.algorithm
     if name == "auto":
         name = wire.kept.get(_LATELY, {}).get(_kind(request.rows), ALONE)
-    return name != ALONE and find(name).uncombined is not None
+    return None if name == ALONE else find(name)
 
 
 def handed_out(result: Rows, call: Call) -> Rows:
@@ -194,22 +210,28 @@ def _open(
     own: OwnRows | None = None,
     *,
     eager: bool = False,
+    lists: bool = False,
 ) -> Agreement:
     """Exchange headers, or where `eager` the rows themselves; collective.
 
-    Meanwhile the duplicates among its `own` rows are combined, if that is to be expected.
+    Where `lists`, an index list takes the place of a header if it is going to be asked for. What a
+    statement holds it says itself, so ranks need not do alike. Meanwhile the duplicates among the
+    `own` rows are combined, if that is to be expected.
     """
     indices, capacity, fallible = request.distinct.indices, request.capacity, request.fallible
+    expected, body = _expected(wire, request), None
     if eager and own is not None:
         body = RowsInHeader(indices, own.values, capacity, fallible).pack()
-    else:
+    elif lists and expected is not None and expected.lists and _may_list(wire):
+        body = ListInHeader.pack(indices, wire.memory, capacity, fallible)
+    if body is None:
         body = Header.of(indices, wire.rank, capacity=capacity, fallible=fallible).pack()
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Header.unpack(lower).combine(Header.unpack(upper)).pack()
 
     def meanwhile() -> None:
-        if own is not None and not _combines(wire, request):
+        if own is not None and (expected is None or expected.uncombined is None):
             _ = own.values
 
     while True:
@@ -229,47 +251,103 @@ def _open(
         agreement.release()
 
 
-def _said(agreement: Agreement, call: Call) -> list[Header | RowsInHeader]:
+def _may_list(wire: Wire) -> bool:
+    """Whether index lists may come in the opening: packed, and each rank hears every other's."""
+    return wire.size > 1 and is_direct(wire) and wire.link is not None and packs(wire.link)
+
+
+def _said(agreement: Agreement, call: Call) -> list[_Said]:
     """What each rank said, or all together; also fills in what this rank alone did not know."""
     shape = agreement.fields["row shape"]
     call.row_shape = call.row_shape if shape == "?" else shape_in(shape)
-    return [
-        RowsInHeader.unpack(body, call.row_shape, call.dtype)
-        if RowsInHeader.are_in(body)
-        else Header.unpack(body)
-        for body in agreement.bodies
-    ]
+    return [_unpacked(body, call) for body in agreement.bodies]
 
 
-def _load(wire: Wire, request: Request, said: Sequence[Header | RowsInHeader], call: Call) -> Load:
-    """What all ranks together said."""
-    rows = [one for one in said if isinstance(one, RowsInHeader)]
-    if len(rows) == len(said):
-        header = of_all(rows)
+def _unpacked(body: Tensor, call: Call) -> _Said:
+    if RowsInHeader.are_in(body):
+        return RowsInHeader.unpack(body, call.row_shape, call.dtype)
+    return ListInHeader.unpack(body) if ListInHeader.is_in(body) else Header.unpack(body)
+
+
+def _load(
+    wire: Wire,
+    request: Request,
+    said: Sequence[_Said],
+    call: Call,
+    own: OwnRows | None = None,
+    leases: list[Lease] | None = None,
+) -> Load:
+    """What all ranks together said.
+
+    Args:
+        wire, request, call: of the call; here it learns what came of its opening.
+        said: by each rank.
+        own: this rank's rows.
+        leases: to which is added the memory of index lists.
+    """
+    height, index = request.rows.height, 4 if max(one.highest for one in said) < 2**31 else 8
+    listed = [one for one in said if not isinstance(one, Header)]
+    if any(isinstance(one, ListInHeader) for one in said):
+        assert own is not None and leases is not None
+        _take_lists(wire, said, call, own, torch.int32 if index == 4 else torch.int64, leases)
+    if len(listed) == len(said):
+        header = of_all(listed)
     else:
         header = Header.together(
             [
-                one.described(rank) if isinstance(one, RowsInHeader) else one
+                one if isinstance(one, Header) else _described(one, rank, call)
                 for rank, one in enumerate(said)
             ]
         )
     call.header = header
-    height = request.rows.height
+    union, identical = header.union(height), header.identical
+    if len(call.lists) == wire.size:
+        call.union = kernels.union([call.lists[rank] for rank in range(wire.size)])
+        union = len(call.union.indices)
+        identical = header.total == wire.size * union
     call.load = Load(
         ranks=wire.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
-        union=header.union(height),
+        union=union,
         height=height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
-        index=4 if header.highest < 2**31 else 8,
+        index=index,
         places=header.highest + 1,
         in_order=not call.op.builtin,
-        identical=header.identical,
+        identical=identical,
     )
     return call.load
+
+
+def _take_lists(
+    wire: Wire,
+    said: Sequence[_Said],
+    call: Call,
+    own: OwnRows,
+    index: torch.dtype,
+    leases: list[Lease],
+) -> None:
+    """Read the index lists that came."""
+
+    def room(nbytes: int) -> Tensor:
+        leases.append(wire.lease(nbytes))
+        return leases[-1].tensor
+
+    for rank, one in enumerate(said):
+        if isinstance(one, RowsInHeader):
+            call.lists[rank] = one.indices.to(index)
+        elif isinstance(one, ListInHeader):
+            mine = rank == wire.rank
+            call.lists[rank] = own.indices.to(index) if mine else one.indices(index, room)
+
+
+def _described(one: RowsInHeader | ListInHeader, rank: int, call: Call) -> Header:
+    """The header that the rank would have sent."""
+    indices = one.indices if isinstance(one, RowsInHeader) else call.lists[rank]
+    return Header.of(indices, rank, capacity=one.capacity, fallible=one.fallible)
 
 
 def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:

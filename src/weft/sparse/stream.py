@@ -2,6 +2,7 @@
 
 * `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
   fixed cap and says the length; what does not fit in it follows in one message of known size.
+  `all_lists`: those of all ranks at all ranks.
 * `send_rows` and `Inflow`: one rank's rows on their way to another, in chunks; `ToOwners`: all
   ranks' rows on their way to those that own them.
 * `Ring`: everybody's rows on their way to everybody, each rank hearing its left neighbour and
@@ -33,6 +34,7 @@ from .call import Call
 from .cost import Load
 
 __all__ = [
+    "FIRST",
     "SUMS",
     "VALUES",
     "FromRing",
@@ -42,6 +44,7 @@ __all__ = [
     "Ring",
     "Source",
     "ToOwners",
+    "all_lists",
     "chunks",
     "list_messages",
     "merge_blocks",
@@ -53,7 +56,7 @@ __all__ = [
 HEAD = 128 << 10
 """Bytes of the first message of an index list."""
 
-LISTS, VALUES, SUMS = range(3)
+LISTS, VALUES, SUMS, FIRST = range(4)
 """The channels."""
 
 _SLOTS = 8  # chunks that an inflow is ahead at the most
@@ -119,6 +122,23 @@ class IndexLists:
         self._heads.release()
         for lease in self._leases:
             lease.release()
+
+
+def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
+    """The index lists of all ranks, in rank order; those that did not come in the opening are sent.
+
+    Args:
+        call: the call this is for.
+        indices: this rank's, as on the wire.
+
+    Returns:
+        The lists, and what to release when they are not needed any more.
+    """
+    wire, known = call.wire, call.lists
+    sends = {} if wire.rank in known else dict.fromkeys(wire.peers, indices)
+    lists = IndexLists(call, sends, [peer for peer in wire.peers if peer not in known])
+    found = lists.wait() | known | {wire.rank: indices}
+    return [found[rank] for rank in range(wire.size)], lists
 
 
 class Source(Protocol):

@@ -210,6 +210,13 @@ class Wire(abc.ABC):
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         return self._post(sends, recvs, _SMALL)
 
+    def advance(self) -> None:  # noqa: B027  # nothing to do where a post moves all by itself
+        """Move what can be moved now, of all that is posted; waits for nothing.
+
+        Waits do that, and while nobody waits some wires look in every few milliseconds only. For
+        who has work to do before the next wait, while others are idle until what is posted moves.
+        """
+
     def routine(self, script: Script) -> Routine:
         """Prepare an exchange of small messages that is made again and again."""
         from .routine import Routine  # here, since it is given a wire

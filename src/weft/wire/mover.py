@@ -276,6 +276,16 @@ class Mover:
                         continue
                     self._step(remaining, awake)
 
+    def advance(self) -> None:
+        """Move what can be moved now; nothing, if another thread is about that."""
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    self._tend()
+                    self._step(0.0)
+            finally:
+                self._turn.release()
+
     def arrived(self, orders: Iterable[Posted]) -> list[bool]:
         """Which of these are through, as far as is known while somebody waits."""
         return [order.done for _, order in orders]

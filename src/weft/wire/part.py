@@ -60,6 +60,9 @@ class Part(Wire):
     def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
         return self._wire.post_small(self._sends(sends), self._recvs(recvs))
 
+    def advance(self) -> None:
+        self._wire.advance()
+
     def lends(self, peer: int) -> bool:
         return self._wire.lends(self._ranks[peer])
 

@@ -87,6 +87,15 @@ class ProcessGroupWire(Wire):
         self._begin(posted, mover.post_small, told, asked)
         return posted
 
+    def advance(self) -> None:
+        mover = self._connections.mover if self._connections is not None else None
+        if isinstance(mover, Mover):
+            try:
+                mover.advance()
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+
     def routine(self, script: Script) -> Routine:
         self._check_peers([*script.says, *script.expects])
         mover = self._connections.mover if self._connections is not None else None
