@@ -180,16 +180,19 @@ def _numba() -> Any:
     For these it replaces `sys.stdout` while it compiles, if colorama is installed; in a thread of
     ours that would lead astray what the program prints at that moment.
     """
-    name = "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"
-    before = os.environ.get(name)
-    os.environ[name] = "1"  # looked at once, by the first import
+    # Looked at once, by the first import. What C sees stays as it is: there another thread may be
+    # looking for a variable of its own, which setting one does not bear (setenv(3)).
+    seen: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    name = os.environ.encodekey("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING")
+    before = seen.get(name)
+    seen[name] = os.environ.encodevalue("1")
     try:
         import numba
     finally:
         if before is None:
-            del os.environ[name]
+            del seen[name]
         else:
-            os.environ[name] = before
+            seen[name] = before
     return numba
 
 
