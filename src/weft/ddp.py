@@ -180,7 +180,9 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
         return run_queued(
             wire,
             [call],
-            lambda served: wire.worker.submit(name, functools.partial(sparse, served, call)),
+            lambda served, leave: wire.worker.submit(
+                name, functools.partial(sparse, served, call), leave=leave
+            ),
         )
     return wire.worker.submit("ddp dense bucket", dense)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from weft.backend.gloo import sparse_all_reduce
 from weft.errors import WeftError
+from weft.sparse import queued
 from weft.sparse.queued import QueuedCall, _Queue
 from weft.sparse.request import Request
 from weft.testing import spmd
@@ -24,6 +27,10 @@ def table(rank, number, count, height=3000):
     indices = torch.randint(height, (1, count), generator=draw)
     values = torch.randint(1, 9, (count, 64), generator=draw).float()
     return torch.sparse_coo_tensor(indices, values, (height, 64), check_invariants=False)
+
+
+def request():
+    return Request.of(table(0, 0, EAGER), "sum", "auto", None, None)
 
 
 def held(wire):
@@ -130,23 +137,73 @@ def test_a_call_that_usually_has_company_goes_alone(wire):
                           ((1, 2, 2), True), ((2, 3), True)],
 )  # fmt: skip
 def test_company_is_waited_for_where_the_last_two_bursts_had_it(bursts, waits):
-    def call():
-        return QueuedCall(lambda: Request.of(table(0, 0, EAGER), "sum", "auto", None, None))
-
     queue, found = _Queue(), []
     queue._changed.wait_for = lambda come, timeout: found.append(not come())
     for burst in (*bursts, 1):
-        calls = [call() for _ in range(burst)]
+        calls = [QueuedCall(request) for _ in range(burst)]
         queue.add(calls)
         queue.behind(calls[0])
         queue.forget(calls)
     assert found[-1] == waits
 
 
+def test_nothing_more_is_waited_for_once_backward_has_ended():
+    queue, found = _Queue(), []
+    queue._usual = {queued._kind(request()): (2, 2)}
+    queue._changed.wait_for = lambda come, timeout: found.append(not come())
+    for ended in (False, True):
+        call = QueuedCall(request)
+        queue.add([call])
+        if ended:
+            queue._end(-1, lambda: None)
+        queue.behind(call)
+        queue._start, queue._calls = None, deque()
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@spmd(2)
+def test_calls_of_a_backward_are_served_at_its_end(wire, left):
+    """All of them by the thread that called it, if they are left to it."""
+    warmed(wire)
+    ends, works, served = queued._queues[wire]._ends, [], []
+    given = torch.zeros(1, requires_grad=True)
+    twice = given * 2
+
+    def calls(gradient):
+        ends.soon = int(left)
+        for number in range(2):
+            works.append(start(wire, table(wire.rank, number, LARGE)))
+            works[-1].get_future().then(lambda _: served.append(threading.get_ident()))
+
+    before = wire.sequence
+    twice.register_hook(calls)
+    twice.sum().backward()
+    assert all(work.is_completed() for work in works) or not left
+    for number, work in enumerate(works):
+        check(wire, work, number, LARGE)
+    if left:
+        assert served == 2 * [threading.get_ident()]
+        assert wire.sequence - before == 1
+
+
+@spmd(1)
+def test_calls_are_left_to_the_end_of_backward_where_it_came_soon(wire):
+    warmed(wire)
+    queue = queued._queues[wire]
+    given = torch.zeros(1, requires_grad=True)
+    found = []
+    for moment in (0.0, 60.0, 0.0, 0.0, 0.0):
+        twice = given * 2
+        twice.register_hook(lambda _: found.append(queue.leave(wire)))
+        with mock.patch.object(queued, "_SOON", moment):
+            twice.sum().backward()
+    assert found == [False, False, True, True, False]
+    assert not queue.leave(wire)  # outside of a backward
+
+
 @spmd(2)
 def test_nothing_is_kept_of_calls_that_fail(wire):
-    from weft.sparse import queued
-
     wrong = table(wire.rank, 0, EAGER)
     wrong._indices()[0, 0] = -1
     with pytest.raises(WeftError):

@@ -12,9 +12,11 @@ Collective Reduction Operations", ICCS 2004, with direct exchanges.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,10 +70,16 @@ def op_name(op: object) -> str:
         >>> op_name(dist.ReduceOp.PRODUCT), op_name(dist.ReduceOp(dist.ReduceOp.MAX))
         ('prod', 'max')
     """
-    for name, member in dist.ReduceOp.RedOpType.__members__.items():
+    for name, member in _members():
         if op == member:  # an object of ReduceOp equals its member, but does not tell its name
             return _OPS.get(name, name)
     return str(op)
+
+
+@functools.cache
+def _members() -> tuple[tuple[str, Any], ...]:
+    """torch's reductions by name, which torch puts together anew for whoever asks."""
+    return tuple(dist.ReduceOp.RedOpType.__members__.items())
 
 
 def together(wire: Wire, tensors: list[Tensor], op: str) -> bool:

@@ -139,14 +139,14 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
     blocks = not getattr(opts, "asyncOp", True)
     calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]
 
-    def start(served: Callable[[], None]) -> Ended | Queued:
+    def start(served: Callable[[], None], leave: bool) -> Ended | Queued:
         def job() -> list[Tensor]:
             served()
             for tensor, call in zip(tensors, calls, strict=True):
                 tensor.data = call.result  # the caller's takes over the memory of the result
             return tensors
 
-        return started(wire, "all_reduce", job, opts)
+        return started(wire, "all_reduce", job, opts, leave=leave)
 
     return run_queued(wire, calls, start)
 

@@ -20,17 +20,24 @@ from ..wire.worker import Work
 __all__ = ["Ended", "Posted", "Queued", "Several", "started"]
 
 
-def started(wire: Wire, name: str, job: Callable[[], list[Tensor]], options: Any) -> Ended | Queued:
+def started(
+    wire: Wire,
+    name: str,
+    job: Callable[[], list[Tensor]],
+    options: Any,
+    *,
+    leave: bool = False,
+) -> Ended | Queued:
     """Run a collective on a wire when its turn has come.
 
     A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself, which
-    saves two hand-overs between threads.
+    saves two hand-overs between threads. If `leave`, the worker leaves it to who serves it.
 
     Raises:
         Exception: whatever the job raises, if the caller runs it.
     """
     if getattr(options, "asyncOp", True):
-        return Queued(wire.worker.submit(name, job))
+        return Queued(wire.worker.submit(name, job, leave=leave))
     return Ended(wire.worker.call(name, job))
 
 

@@ -7,11 +7,19 @@ call's turn has come, those behind it in the queue are served with it.
 How many are there is a matter of time, and differs from rank to rank. So each rank says in the
 opening exchange of the first call how many it has. If all have the same they go on; else they open
 again, with as many as are there on every rank.
+
+A thread that calls `backward` for DistributedDataParallel has nothing left to do at its end but to
+wait for the gradients. So it serves what is queued then, which takes no hand-over from thread to
+thread and back; and where the last steps came to that end soon after their calls, these are left to
+it from the beginning.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +27,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd import Variable
 
 from ..agree import is_direct
 from ..wire.base import Wire
@@ -36,6 +45,8 @@ _Kind = tuple[str, torch.dtype, torch.dtype, torch.Size, int | None]
 
 _BYTES = 32 << 20  # of values: what is larger gains nothing from company
 _MOMENT = 0.02  # seconds to wait for a call that came in the last bursts; a rank may be that late
+_SOON = 0.005  # seconds before the end of backward, in which nothing is gained by another thread
+_BELIEVED = 2  # steps for which that is expected again: ranks that share cores are late at times
 _STARTS = 256  # kinds of calls that are remembered
 _HIGHEST = 1 << 48  # an index must leave room for the number of its table
 
@@ -73,21 +84,28 @@ class _Queue:
 
     A *burst* is what comes from one moment in which there are none to the next. Its *start* is the
     kind of its first call, by which it is known again.
+
+    Attributes:
+        ticket: of the last call.
     """
 
     def __init__(self) -> None:
         self._calls: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
         self._burst = 0  # calls that this one has had so far
+        self._over = False  # and it gets no more
         self._start: _Kind | None = None
         # calls that the last two with that start had, the latest behind
         self._usual: dict[_Kind, tuple[int, int]] = {}
+        self._ends = _Ends()
+        self.ticket = -1
 
     def add(self, calls: list[QueuedCall]) -> None:
         with self._changed:
             if not self._calls:
                 self._burst, self._start = 0, None
             self._burst += len(calls)
+            self._over = False
             self._calls.extend(calls)
             self._changed.notify_all()
 
@@ -115,7 +133,7 @@ class _Queue:
             if self._start is None and not first.blocks:
                 self._start = _kind(first.asked())
                 usual = min(self._usual.get(self._start, (1, 1)))
-                self._changed.wait_for(lambda: self._burst >= usual, _MOMENT)
+                self._changed.wait_for(lambda: self._over or self._burst >= usual, _MOMENT)
             calls = list(self._calls)
         found: list[QueuedCall] = []
         for call in calls[calls.index(first) :] if first in calls else [first]:
@@ -125,18 +143,68 @@ class _Queue:
             found.append(call)
         return found[:MOST]
 
+    def leave(self, wire: Wire) -> bool:
+        """Have what is queued served at the end of this backward; whether it is left to that.
+
+        Only the thread on which a call runs follows from it, never what is communicated.
+        """
+        ends = self._ends
+        now, backward = time.monotonic(), torch._C._current_graph_task_id()
+        if backward < 0:
+            return False
+        if backward != ends.backward:
+            ends.backward, ends.first = backward, now
+            end = functools.partial(self._end, backward, weakref.ref(wire))
+            Variable._execution_engine.queue_callback(end)
+        ends.last = now
+        return ends.soon > 0
+
+    def _end(self, backward: int, its: weakref.ref[Wire]) -> None:
+        """A backward has come to its end, on this thread."""
+        ends, wire = self._ends, its()
+        if backward == ends.backward:  # else another one has begun, on another thread
+            ends.backward = -1
+            if time.monotonic() - ends.last < _SOON and ends.last - ends.first < _MOMENT:
+                ends.soon = _BELIEVED
+            else:
+                ends.soon -= ends.soon > 0
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+        if wire is not None:
+            wire.worker.serve(self.ticket)
+
+
+@dataclass(slots=True)
+class _Ends:
+    """What is known of the backwards that calls were made in.
+
+    Attributes:
+        backward: the number of the one that is running; -1: none.
+        first, last: when its calls were made.
+        soon: for how many steps calls are left to the end of backward.
+    """
+
+    backward: int = -1
+    first: float = 0.0
+    last: float = 0.0
+    soon: int = 0
+
 
 _queues: WeakKeyDictionary[Wire, _Queue] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def run_queued(wire: Wire, calls: list[QueuedCall], start: Callable[[Callable[[], None]], T]) -> T:
+def run_queued(
+    wire: Wire, calls: list[QueuedCall], start: Callable[[Callable[[], None], bool], T]
+) -> T:
     """Queue some tables' reductions; they are served when their turn comes, or before.
 
     Args:
         wire: among whom.
         calls: one for each table.
-        start: has a job take its turn on the wire; after the job, all of `calls` are done.
+        start: has a job take its turn on the wire; after the job, all of `calls` are done. Told
+            whether the job may be left to the end of backward (`Worker.submit`).
 
     Returns:
         What `start` returns.
@@ -157,9 +225,13 @@ def run_queued(wire: Wire, calls: list[QueuedCall], start: Callable[[Callable[[]
         finally:
             queue.forget(calls)
 
+    blocks = any(call.blocks for call in calls)
+    leave = not blocks and queue.leave(wire)
     queue.add(calls)
     try:
-        return start(job)
+        started = start(job, leave)
+        queue.ticket = wire.worker.made - 1
+        return started
     except BaseException:
         queue.forget(calls)
         raise
