@@ -48,7 +48,7 @@ def as_a_rank(given: list[str]) -> tuple[int, str, str]:
 def test_under_a_launcher_each_process_is_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero, one = launch(2, as_a_rank, ([],), timeout=50, env={"WEFT_CACHE_DIR": str(tmp_path)})
+    zero, one = launch(2, as_a_rank, ([],), timeout=150, env={"WEFT_CACHE_DIR": str(tmp_path)})
     assert zero[0] == 0 and "Gbit/s" in zero[1] and one == (0, "", "")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     path = default_path([socket.gethostname()])

@@ -86,9 +86,9 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
     """Which waits behind the barrier; a barrier after it is another one."""
     if wire.rank == 0:
         with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
-            weft.barrier(timeout=0.05)
+            weft.barrier(timeout=0.3)  # the worker's thread must have had its turn
     else:
-        time.sleep(1)
+        time.sleep(2)
         weft.barrier(timeout=10)
     assert weft.all_reduce(torch.ones(1)).item() == 2
     weft.barrier(timeout=10)
@@ -101,9 +101,9 @@ def test_waiting_on_may_time_out_again(wire):
     if wire.rank == 0:
         for _ in range(3):
             with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
-                weft.barrier(timeout=0.02)
+                weft.barrier(timeout=0.3)
     else:
-        time.sleep(1)
+        time.sleep(3)
     weft.barrier(timeout=10)
     assert wire.sequence == before + 1
 

@@ -135,7 +135,7 @@ def test_reductions_that_differ_are_told_apart():
 
 
 def test_an_unknown_op_says_what_there_is(pair):
-    with pytest.raises(WeftError, match="'mean' is unknown: use one of sum, min"):
+    with pytest.raises(WeftError, match="'mean' is unknown: use one of sum, avg, min"):
         pair[0].dense_all_reduce(torch.zeros(1), "mean")
 
 
