@@ -199,7 +199,7 @@ class _Near(Pending):
         flat: Tensor,
         combine: Reduce,
         given: Tensor,
-        stage: Stage = _NOWHERE,
+        stage: Stage,
     ) -> None:
         self._of, self._done = (wire, tensor, flat, combine, given, stage), False
         stage.load(0, len(flat))
@@ -236,7 +236,7 @@ class _Parts(Pending):
         flat: Tensor,
         combine: Reduce,
         given: Tensor,
-        stage: Stage = _NOWHERE,
+        stage: Stage,
     ) -> None:
         self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
         self._given, self._stage = given, stage
