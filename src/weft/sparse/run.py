@@ -346,8 +346,9 @@ def _take_lists(
 
 def _described(one: RowsInHeader | ListInHeader, rank: int, call: Call) -> Header:
     """The header that the rank would have sent."""
-    indices = one.indices if isinstance(one, RowsInHeader) else call.lists[rank]
-    return Header.of(indices, rank, capacity=one.capacity, fallible=one.fallible)
+    if isinstance(one, RowsInHeader):
+        return one.described(rank)
+    return Header.of(call.lists[rank], rank, capacity=one.capacity, fallible=one.fallible)
 
 
 def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
