@@ -10,7 +10,7 @@ import weft
 from weft.errors import WireError
 from weft.sparse import near
 from weft.testing import processes
-from weft.wire import lent, process_group
+from weft.wire import blocks, common, lent, process_group
 
 RANKS = 3
 WIDE, HEIGHT = 24, 5000
@@ -54,8 +54,9 @@ CALLS = [
 ]
 
 
-def both_ways(calls):
-    """What reading gives, what sending gives, and how often it was read."""
+def both_ways(calls, least):
+    """What reading gives, what sending gives, and how often it was read; made in common or not."""
+    common.LEAST = least
     dist.init_process_group("gloo")
     wire = process_group.of_group(None)
     reads, real = [], type(wire).read
@@ -74,9 +75,10 @@ def both_ways(calls):
 
 
 @needs_reading
-def test_what_is_read_has_the_bits_of_what_is_sent():
-    for read, sent, reads, more, asks in processes(RANKS, both_ways, CALLS, timeout=120.0):
-        assert asks and reads >= 4 * (len(CALLS) - 2) * (RANKS - 1) and more == 0
+@pytest.mark.parametrize(("least", "each"), [(0, 2), (1 << 60, 4)])
+def test_what_is_read_has_the_bits_of_what_is_sent(least, each):
+    for read, sent, reads, more, asks in processes(RANKS, both_ways, CALLS, least, timeout=120.0):
+        assert asks and reads >= each * (len(CALLS) - 2) * (RANKS - 1) and more == 0
         for ours, theirs in zip(read, sent, strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 assert mine.dtype == other.dtype and torch.equal(mine, other)
@@ -140,3 +142,40 @@ def gives_up(how):
 @pytest.mark.parametrize(("how", "culprits"), [("raises", ["own", 0, 0]), ("wipes", [0, 0, 0])])
 def test_a_rank_that_lends_nothing_any_more_is_named_by_all(how, culprits):
     assert processes(RANKS, gives_up, how, timeout=120.0) == culprits
+
+
+def kept_and_changed():
+    """Results in common that are kept, or written to on rank 0; one caller wants them elsewhere."""
+    common.LEAST = 0
+    dist.init_process_group("gloo")
+    wire = process_group.of_group(None)
+    rows = [rows_of(10 * number + wire.rank, 3000, torch.float32, WIDE) for number in range(4)]
+    wire.near, asks = False, wire.near
+    wanted = [weft.sparse_all_reduce(each, group=wire, algorithm="split") for each in rows]
+    wire.near = asks
+    kept, fine = [], []
+    for number, each in enumerate(rows * 3):
+        out = None
+        if wire.rank == 1 and number % 2:
+            room = sum(map(len, (each[0] for each in rows))) * RANKS
+            out = torch.empty(room, dtype=torch.int64), torch.empty(room, WIDE)
+        if number % 3:
+            made = weft.sparse_all_reduce(each, group=wire, algorithm="split", out=out)
+        else:
+            (made,) = weft.sparse_all_reduce([each], group=wire)
+        fine.append(all(map(torch.equal, made, wanted[number % 4])))
+        if wire.rank == 0:
+            made[1].mul_(-1)
+        elif number % 4 < 2:
+            kept.append((made, number % 4))
+    fine += [all(map(torch.equal, made, wanted[number])) for made, number in kept]
+    begun = wire.kept[common._KEPT] is not None
+    dist.destroy_process_group()
+    return fine, begun
+
+
+@needs_reading
+@pytest.mark.skipif(not blocks.works(), reason="this kernel has no blocks (before 5.14?)")
+def test_a_result_in_common_is_each_rank_s_own():
+    for fine, begun in processes(RANKS, kept_and_changed, timeout=120.0):
+        assert all(fine) and begun

@@ -15,7 +15,7 @@ from weft.kernels.compile import compiler
 from weft.sparse import coalesced, last_call, near_tables
 from weft.sparse.joint import Joint
 from weft.testing import processes
-from weft.wire import lent, process_group
+from weft.wire import common, lent, process_group
 
 RANKS = 3
 
@@ -96,8 +96,9 @@ def same(ours, theirs):
     )
 
 
-def both_ways(calls, how):
+def both_ways(calls, how, least):
     """For each call whether reading gave what sending does, and what all else was as it should."""
+    common.LEAST = least
     wire = started(how)
     if wire.rank == 1:  # late: its rows are ready before anybody hears where they are
         real = Joint.values
@@ -129,13 +130,15 @@ def both_ways(calls, how):
 
 @needs_reading
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_read_has_the_bits_of_what_is_sent(how):
-    for found in processes(RANKS, both_ways, CALLS, how, timeout=120.0):
+@pytest.mark.parametrize("least", [0, 1 << 60])  # the result made in common, or not
+def test_what_is_read_has_the_bits_of_what_is_sent(how, least):
+    for found in processes(RANKS, both_ways, CALLS, how, least, timeout=120.0):
         assert found == [(True, True, True)] * (2 * len(CALLS))
 
 
-def moved():
+def moved(least):
     """Bytes that a rank read in a call, and what the call's record says that it sent."""
+    common.LEAST = least
     wire = started()
     rows = tables(wire.rank, MIXED, 2000)
     weft.sparse_all_reduce(rows, group=wire)
@@ -153,9 +156,12 @@ def moved():
 
 @needs_reading
 def test_what_is_read_counts_as_sent():
-    read, sent = map(sum, zip(*processes(RANKS, moved, timeout=120.0), strict=True))
+    read, sent = map(sum, zip(*processes(RANKS, moved, 1 << 60, timeout=120.0), strict=True))
     said = RANKS * (RANKS - 1) * 2000  # statements, and where sums are
     assert read > 10 * said and read < sent < read + said
+    rows, counted = map(sum, zip(*processes(RANKS, moved, 0, timeout=120.0), strict=True))
+    assert 10 * said < rows < read - 10 * said  # no sums
+    assert sent - said < counted < sent + said
 
 
 def one_cannot(how):
@@ -189,6 +195,7 @@ def test_where_one_rank_cannot_lend_all_open_again_and_rest(how):
 
 def gives_up(how, by):
     """Rank 0 lends nothing any more when the others are about to read: what they raise."""
+    common.LEAST = 1 << 60  # sums are read
     wire = started(by)
     rows = tables(wire.rank, ALIKE, 3000)
     weft.sparse_all_reduce(rows, group=wire)

@@ -136,8 +136,8 @@ def test_nonsense_in_the_environment_is_said_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = memory._shelf.__wrapped__
-    usual = made()._limit
+    usual = made().limit
     monkeypatch.setenv("WEFT_KEEP", "3")
-    assert made()._limit == 3 << 20
+    assert made().limit == 3 << 20
     monkeypatch.setenv("WEFT_KEEP", "lots")
-    assert made()._limit == usual and "WEFT_KEEP is 'lots'" in caplog.text
+    assert made().limit == usual and "WEFT_KEEP is 'lots'" in caplog.text

@@ -5,6 +5,8 @@ where its part of them is, an owner tells everybody where its sums are, and all 
 they have read them: three small messages a peer, in place of a stream of chunks with what announces
 and answers it. Sums are made in leased memory that peers map (`weft.wire.arena`), so a rank that is
 done may do as it likes with the result while a peer still reads.
+
+A large result is not even read: owners write their sums where all have them (`weft.wire.common`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from torch import Tensor
 from .. import kernels
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
+from ..wire.common import Common, begun
 from ..wire.memory import typed
 from ..wire.routine import NUMBER, Rooms, Routine, Script
 from .call import Call
 from .owners import parts
-from .stream import Own, merge_blocks
+from .stream import Own, Source, merge_blocks
 
 __all__ = ["Lent", "lent_of", "read_all", "say_read", "split_near", "staying", "told"]
 
@@ -98,22 +101,64 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
         indices[part[me]] if rank == me else _read_indices(call, rank, lent[rank]) for rank in order
     ]
     union = kernels.union(runs)
-    count = union.indices.numel()
     piece = min(call.chunk_rows, max(map(len, runs))) * row
-    with wire.lease(piece) as memory, wire.lease(count * row, lent=True) as space:
-        sums = typed(space, (count, *call.row_shape), call.dtype)
-        sources = [
+    with wire.lease(piece) as memory:
+        sources: list[Source] = [
             Own(rows.values[part[me]]) if rank == me else _There(call, rank, lent[rank], memory)
             for rank in order
         ]
-        for _ in merge_blocks(call, runs, sources, union, sums):
-            pass
+        adds = _Adds(call, runs, sources, union)
+        most = load.total * (row + union.indices.itemsize)
+        common = begun(wire, most, (as_bytes(union.indices).numel(), union.indices.numel() * row))
+        return _read(adds) if common is None else _made(adds, common)
 
-        # the result, from the sums of all
-        said = dict.fromkeys(peers, lent_of(able, union.indices, sums))
+
+class _Adds(NamedTuple):
+    """What is to be added up at an owner: of each rank its indices, and where its rows are."""
+
+    call: Call
+    runs: list[Tensor]
+    sources: list[Source]
+    union: kernels.Union
+
+    def write(self, sums: Tensor) -> None:
+        """Add it up, and count the sums as sent: the peers read them."""
+        wire = self.call.wire
+        for _ in merge_blocks(self.call, self.runs, self.sources, self.union, sums):
+            pass
+        wire.count([(peer, each) for peer in wire.peers for each in (self.union.indices, sums)])
+
+
+def _made(adds: _Adds, common: Common) -> Rows:
+    """The sums of all, which each owner writes where all ranks have them."""
+    call, indices = adds.call, adds.union.indices
+    with common:
+        keys, sums = common.mine
+        keys.copy_(as_bytes(indices))
+        adds.write(typed(sums, (len(indices), *call.row_shape), call.dtype))
+        common.finish()
+        keys = common.whole(0).view(call.wire_index)
+        shape = (len(keys), *call.row_shape)
+        if call.out is None and call.wide is None:
+            indices = keys.to(call.index, copy=True)
+            return Rows(indices, typed(common.own(1), shape, call.dtype), call.height)
+        result = call.result(len(keys))
+        result.indices.copy_(keys)
+        result.values.copy_(typed(common.whole(1), shape, call.dtype))
+    return result
+
+
+def _read(adds: _Adds) -> Rows:
+    """The sums of all, each owner's read where they lie."""
+    call, union = adds.call, adds.union
+    wire, me, peers, row = call.wire, call.wire.rank, call.wire.peers, call.load.row
+    count = union.indices.numel()
+    with wire.lease(count * row, lent=True) as space:
+        sums = typed(space, (count, *call.row_shape), call.dtype)
+        adds.write(sums)
+        said = dict.fromkeys(peers, lent_of(True, union.indices, sums))
         summed = told(wire, said)
-        wire.count([(peer, each) for peer in peers for each in (union.indices, sums)])
-        counts = [count if rank == me else summed[rank].rows for rank in order]
+        counts = [count if rank == me else summed[rank].rows for rank in range(wire.size)]
         result = call.result(sum(counts))
         for rank, (low, high) in enumerate(pairwise([0, *accumulate(counts)])):
             if rank == me:

@@ -8,7 +8,8 @@ otherwise needs three (`near`).
 
 Rows and sums are leased from the arena of the wire (`weft.wire.arena`). Who maps that adds rows
 where they lie, and need not say that it has read the sums: they stay until all have spoken in
-a later call. Others say so in a second exchange.
+a later call. Others say so in a second exchange. A large result is made in common, in two exchanges
+and without reading sums (`weft.wire.common`).
 
 Rows that are few came in the statement itself, and are taken from there.
 """
@@ -27,6 +28,7 @@ from .. import kernels
 from ..kernels import lent
 from ..kernels.lists import List, cut, moved
 from ..wire.base import Wire, as_bytes
+from ..wire.common import Common, begun
 from ..wire.memory import fresh, typed
 from .call import Call, partial_dtype
 from .mixed import Extents, Merge, Stacked, widened
@@ -78,7 +80,6 @@ def split(
         space: the keys of all ranks.
     """
     wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
-    order = range(wire.size)
     lists = _lists(wire, keys, everyone, space)
     sizes = None if len(stacks) == 1 else space.row[space.tables]
     ranges = cut(lists, space.starts, sizes)
@@ -93,26 +94,48 @@ def split(
         spans.append(_bytes_before(one, space, (first, last)))
     extents = [Extents(run, stacks) for run in runs]
     merge = Merge(call, stacks, runs, extents)
+    sources: list[_Source] = []
+    for rank, (low, high) in enumerate(spans):
+        here = values if rank == me else everyone[rank].values
+        address = (everyone[rank].lent or (0, 0))[1] + low
+        sources.append(address if here is None else here[low:high])
+    adds = _Adds(call, merge, sources, extents)
+    wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
+    most = sum(int((said.numbers[:, ROWS] * (space.row + 8)).sum()) for said in everyone)
+    common = begun(wire, most, (as_bytes(merge.keys).numel(), merge.extents.bytes[-1]))
+    found = _read(adds, space) if common is None else _made(adds, space, common)
+    return widened(found, stacks)
+
+
+def _made(adds: _Adds, space: Space, common: Common) -> Stacked:
+    """The sums of all, which each owner writes where all ranks have them."""
+    with common:
+        keys, sums = common.mine
+        keys.copy_(as_bytes(adds.merge.keys))
+        adds.write(sums)
+        adds.count(sums)
+        common.finish()
+        return Stacked(common.whole(0).view(space.index).clone(), common.own(1))
+
+
+def _read(adds: _Adds, space: Space) -> Stacked:
+    """The sums of all, each owner's read where they lie."""
+    call, merge = adds.call, adds.merge
+    wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
     size = merge.extents.bytes[-1]
     keys_at = -(-size // 8) * 8
-    wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
     lease = wire.lease(keys_at + as_bytes(merge.keys).numel(), lent=True)
     try:
         memory = lease.tensor
         sums, keys = memory[:size], typed(memory, tuple(merge.keys.shape), space.index, keys_at)
         keys.copy_(merge.keys)
-        sources: list[_Source] = []
-        for rank, (low, high) in enumerate(spans):
-            here = values if rank == me else everyone[rank].values
-            address = (everyone[rank].lent or (0, 0))[1] + low
-            sources.append(address if here is None else here[low:high])
-        for number in range(len(stacks)):
-            _sum(call, merge, number, sources, extents, sums)
-
+        adds.write(sums)
+        adds.count(sums)
         said = staying(wire, keys, sums)
         summed = told(wire, said)
-        wire.count([(peer, each) for peer in peers for each in (merge.keys, sums)])
-        counts = [merge.keys.numel() if rank == me else summed[rank].rows for rank in order]
+        counts = [
+            merge.keys.numel() if rank == me else summed[rank].rows for rank in range(wire.size)
+        ]
         places = [0, *accumulate(counts)]
         result = torch.empty(places[-1], dtype=space.index)
         spots = [result[low:high] for low, high in pairwise(places)]
@@ -129,7 +152,7 @@ def split(
         say_read(wire, said, summed)
     finally:
         lease.release(later=True)
-    return widened(Stacked(result, out), stacks)
+    return Stacked(result, out)
 
 
 def _lists(wire: Wire, own: Tensor, everyone: Sequence[Tables], space: Space) -> list[List]:
@@ -152,40 +175,59 @@ def _lists(wire: Wire, own: Tensor, everyone: Sequence[Tables], space: Space) ->
     return found
 
 
-def _sum(
-    call: Call,
-    merge: Merge,
-    number: int,
-    sources: Sequence[_Source],
-    extents: Sequence[Extents],
-    sums: Tensor,
-) -> None:
-    """Add up the rows of one stack, in the order of ranks, in its part of `sums`."""
-    wire, stack, union = call.wire, merge.stacks[number], merge.unions[number]
-    total = stack.typed(sums, union.indices.numel(), merge.extents.bytes[number])
-    partial = partial_dtype(call.op, stack.dtype, stack.wide)
-    wider = total.numel() * partial.itemsize if partial != stack.dtype else 0
-    with wire.lease(max(_PIECE, stack.row)) as scratch, wire.lease(wider) as memory:
-        into = typed(memory, tuple(total.shape), partial) if wider else total
-        for rank, (source, extent) in enumerate(zip(sources, extents, strict=True)):
-            slots, start = union.slots[rank], extent.bytes[number]
-            count = slots.numel() if stack.row else 0
-            if isinstance(source, Tensor):
-                kernels.combine(into, slots, stack.typed(source, slots.numel(), start), call.op)
-                continue
-            at, done = source + start, None
-            lender = wire.lender(rank) if into is total and count else None
-            if lender is not None:
-                done = lent.combine(into, slots, lender, at, call.op, scratch)
-            if done is False:
-                wire.unread(rank, scratch)
-            step = scratch.numel() // max(1, stack.row)
-            for first in range(0, count, step) if done is None else ():
-                rows = stack.typed(scratch, min(step, count - first), 0)
-                wire.read_all([(rank, at + first * stack.row, rows)])
-                kernels.combine(into, slots[first : first + step], rows, call.op)
-        if into is not total or call.divisor != 1:
-            kernels.finish(into, total, call.divisor)
+class _Adds:
+    """What is to be added up at an owner.
+
+    Attributes:
+        call: what every rank knows of it.
+        merge: where rows of ranks belong among the sums.
+    """
+
+    def __init__(
+        self, call: Call, merge: Merge, sources: Sequence[_Source], extents: Sequence[Extents]
+    ) -> None:
+        self.call, self.merge = call, merge
+        self._sources, self._extents = sources, extents
+
+    def write(self, sums: Tensor) -> None:
+        """The sums of all stacks."""
+        for number in range(len(self.merge.stacks)):
+            self._stack(number, sums)
+
+    def count(self, sums: Tensor) -> None:
+        """Count them as sent: the peers read them."""
+        wire = self.call.wire
+        wire.count([(peer, each) for peer in wire.peers for each in (self.merge.keys, sums)])
+
+    def _stack(self, number: int, sums: Tensor) -> None:
+        """Add up the rows of one stack, in the order of ranks, in its part of `sums`."""
+        call, merge = self.call, self.merge
+        wire, stack, union = call.wire, merge.stacks[number], merge.unions[number]
+        total = stack.typed(sums, union.indices.numel(), merge.extents.bytes[number])
+        partial = partial_dtype(call.op, stack.dtype, stack.wide)
+        wider = total.numel() * partial.itemsize if partial != stack.dtype else 0
+        with wire.lease(max(_PIECE, stack.row)) as scratch, wire.lease(wider) as memory:
+            into = typed(memory, tuple(total.shape), partial) if wider else total
+            for rank, (source, extent) in enumerate(zip(self._sources, self._extents, strict=True)):
+                slots, start = union.slots[rank], extent.bytes[number]
+                count = slots.numel() if stack.row else 0
+                if isinstance(source, Tensor):
+                    rows = stack.typed(source, slots.numel(), start)
+                    kernels.combine(into, slots, rows, call.op)
+                    continue
+                at, done = source + start, None
+                lender = wire.lender(rank) if into is total and count else None
+                if lender is not None:
+                    done = lent.combine(into, slots, lender, at, call.op, scratch)
+                if done is False:
+                    wire.unread(rank, scratch)
+                step = scratch.numel() // max(1, stack.row)
+                for first in range(0, count, step) if done is None else ():
+                    rows = stack.typed(scratch, min(step, count - first), 0)
+                    wire.read_all([(rank, at + first * stack.row, rows)])
+                    kernels.combine(into, slots[first : first + step], rows, call.op)
+            if into is not total or call.divisor != 1:
+                kernels.finish(into, total, call.divisor)
 
 
 def _bytes_before(one: List, space: Space, rows: Sequence[int]) -> list[int]:

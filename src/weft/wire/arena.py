@@ -30,7 +30,7 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["HEAD", "ROOM", "WORKS", "Arena", "Pages", "seen"]
+__all__ = ["HEAD", "ROOM", "WORKS", "Arena", "Pages", "advise", "seen"]
 
 WORKS = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether ranks share memory: arenas, and pipes (`pipe`)."""
@@ -44,6 +44,7 @@ HEAD = 2 << 20
 _GRAIN = 64  # bytes, of which all places are multiples
 _NAME = "weft-arena"
 _FAILED = ctypes.c_void_p(-1).value
+_NORESERVE = 0x4000  # MAP_NORESERVE: no swap space is set aside for pages that may be written to
 
 
 class Pages:
@@ -56,15 +57,18 @@ class Pages:
 
     __slots__ = ("__weakref__", "address", "memory")
 
-    def __init__(self, fd: int, offset: int, size: int, *, write: bool) -> None:
-        """Map them.
+    def __init__(
+        self, fd: int, offset: int, size: int, *, write: bool, private: bool = False
+    ) -> None:
+        """Map them; what is written to those that are `private`, nobody else sees.
 
         Raises:
             OSError: they cannot be.
         """
         protection = mmap.PROT_READ | mmap.PROT_WRITE * write
+        kind = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
         c = _c()
-        found = c.mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
+        found = c.mmap(None, size, protection, kind, fd, offset)
         if found == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -152,6 +156,17 @@ def seen(process: int, fd: int, guard: bytes) -> Pages | None:
         if mine >= 0:
             os.close(mine)
     return pages if ctypes.string_at(pages.address, len(guard)) == guard else None
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Tell the kernel something about pages that are mapped here.
+
+    Raises:
+        OSError: it does not know that, or cannot do it.
+    """
+    if _c().madvise(address, size, advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 @functools.cache

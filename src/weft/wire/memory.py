@@ -27,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .arena import Arena
 
-__all__ = ["Lease", "Pool", "Shelf", "fresh", "typed"]
+__all__ = ["Lease", "Pool", "Shelf", "fresh", "kept_at_most", "typed"]
 
 _log = logging.getLogger("weft")
 
@@ -154,12 +154,17 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
 
 
+def kept_at_most() -> int:
+    """Bytes of memory of past results that this process may keep for the next."""
+    return _shelf().limit
+
+
 class Shelf:
     """Memory that tensors had, kept for the tensors that come next; any thread may ask."""
 
     def __init__(self, limit: int) -> None:
         """Keep up to `limit` bytes."""
-        self._limit = limit
+        self.limit = limit
         self._kept: list[_Piece] = []
         self._back: deque[_Piece] = deque()
         self._lock = threading.Lock()
@@ -220,7 +225,7 @@ class Shelf:
     def _put_away(self) -> None:
         while self._back:
             self._kept.append(self._back.popleft())
-        room = self._limit
+        room = self.limit
         for piece in reversed(self._kept):  # those used last are wanted first
             room -= len(piece.pages)
             if room < 0:

@@ -1,0 +1,174 @@
+"""Results that the ranks of a host make in common: each writes a part, and all have the whole.
+
+Two exchanges of small messages. In the first, ranks say how large their parts are, and rank 0 says
+in which block (`weft.wire.blocks`) they lie, one behind the other; in the second, that theirs are
+written. Where blocks do not work on some rank or are not wanted (`WEFT_KEEP=0`), which all tell
+each other the first time, or callers hold all there are, there is nothing in common and all know.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .base import Wire
+from .blocks import MOST, RANKS, Block, Blocks, Giver, Place
+from .memory import kept_at_most
+from .routine import NUMBER, Rooms, Routine, Script
+
+__all__ = ["LEAST", "Common", "begun"]
+
+LEAST = 1 << 21
+"""Bytes of a result from which on making it in common is worth an exchange more."""
+
+_GRAIN = 64  # bytes, of which the beginning of each area is a multiple
+_AREAS = 2  # of a result: its indices and its values
+_SAID = struct.Struct("<5q")  # bytes of a part in each area; the block: number, start, size
+_NOWHERE = Place(-1, 0, 0)
+_CARD = struct.Struct("<qq16s")  # process and file of rank 0, what is in it
+_KEPT = "results in common"  # what a wire keeps by that name
+
+
+class Common:
+    """A result in the making, with two areas in each of which ranks' parts lie in rank order.
+
+    Use it in a `with` block: afterwards only what `own` returned may be touched.
+
+    Attributes:
+        mine: this rank's part of each area (uint8, 1-D), which it writes.
+        sizes: of each area, the bytes of every rank's part.
+    """
+
+    def __init__(self, routine: Routine, block: Block, sizes: Sequence[list[int]], rank: int):
+        self._routine, self._block, self.sizes = routine, block, sizes
+        self._starts = [0]
+        for area in sizes:
+            self._starts.append(_rounded(self._starts[-1] + sum(area)))
+        self.mine = [
+            block.memory[start + sum(area[:rank]) :][: area[rank]]
+            for start, area in zip(self._starts, sizes, strict=False)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._block.release()
+
+    def finish(self) -> None:
+        """Say that this rank's parts are written, and hear it of all.
+
+        Raises:
+            WireError: the deadline passed, or a peer failed.
+        """
+        _exchanged(self._routine, bytes(_SAID.size))
+
+    def whole(self, area: int) -> Tensor:
+        """All of an area, to be read."""
+        return self._block.memory[self._starts[area] :][: sum(self.sizes[area])]
+
+    def own(self, area: int) -> Tensor:
+        """All of an area as memory of its own, for a caller; once."""
+        start = self._starts[area]
+        return self._block.own(start, start + sum(self.sizes[area]))
+
+
+def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
+    """Begin a result; collective among ranks that can all read each other's memory.
+
+    Args:
+        wire: among whom.
+        most: bytes of all parts at the most, of every rank; the same on each.
+        mine: bytes of this rank's part of each area.
+
+    Returns:
+        The result to be written, or None on every rank.
+
+    Raises:
+        WireError: the deadline passed, or a peer failed.
+    """
+    most += _AREAS * _GRAIN
+    if not LEAST <= most <= MOST:
+        return None
+    found = _blocks(wire)
+    if found is None:
+        return None
+    blocks, giver, routine = found
+    blocks.settle()
+    place = (giver.take(most) if giver is not None else None) or _NOWHERE
+    heard = _exchanged(routine, _SAID.pack(*mine, *place))
+    said = [_SAID.unpack(heard.get(rank) or _SAID.pack(*mine, *place)) for rank in range(wire.size)]
+    place = Place(*said[0][_AREAS:])
+    if place == _NOWHERE:
+        return None
+    sizes = [[each[area] for each in said] for area in range(_AREAS)]
+    return Common(routine, blocks.block(place), sizes, wire.rank)
+
+
+def _blocks(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
+    """What a wire keeps for it; None on every rank where some cannot."""
+    if _KEPT not in wire.kept:
+        wire.kept[_KEPT] = _opened(wire)
+    found: tuple[Blocks, Giver | None, Routine] | None = wire.kept[_KEPT]
+    return found
+
+
+def _opened(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
+    giver: Giver | None = None
+    keep = kept_at_most()
+    if wire.rank == 0 and wire.size <= RANKS and keep:
+        try:
+            giver = Giver(wire.size, keep)
+        except OSError:
+            giver = None
+    try:
+        card = (0, -1, b"") if giver is None else (os.getpid(), giver.fd, giver.sign)
+        process, fd, sign = _CARD.unpack(_gathered(wire, _CARD.pack(*card))[0])
+        blocks = giver.blocks if giver is not None else None
+        if blocks is None and fd >= 0 and keep:
+            blocks = Blocks.seen(process, fd, wire.rank, sign)
+        able = _gathered(wire, bytes([blocks is not None]))
+    finally:
+        if giver is not None:
+            giver.close()
+    if blocks is None or not all(said[0] for said in able):
+        return None
+    peers, blank = wire.peers, bytes(_SAID.size)
+    lengths = dict.fromkeys(peers, len(blank))
+    script = Script(
+        dict.fromkeys(peers, blank),
+        dict.fromkeys(peers, b""),
+        lengths,
+        Rooms(NUMBER + len(blank)),
+        common=True,
+        soon=False,
+    )
+    return blocks, giver, wire.routine(script)
+
+
+def _gathered(wire: Wire, message: bytes) -> list[bytes]:
+    pending = wire.small_all_gather(
+        torch.frombuffer(bytearray(message), dtype=torch.uint8), len(message)
+    )
+    found = [bytes(heard.tolist()) for heard in pending.wait()]
+    pending.release()
+    return found
+
+
+def _exchanged(routine: Routine, message: bytes) -> dict[int, bytes]:
+    """What each peer says, who hears this."""
+    for said in routine.said.values():
+        said[:] = message
+    if routine.run(0) is None:
+        routine.start(0)
+        routine.finish()
+    return {peer: heard.numpy()[NUMBER:].tobytes() for peer, heard in routine.heard.items()}
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN
