@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 
-from weft import kernels
-from weft.kernels import OPS, Op, lent
+from weft.kernels import lent
 from weft.kernels.compile import compiler
 from weft.kernels.cpu_talk import lender
+from weft.kernels.talk_table import ARENA
 from weft.wire.lent import _read
 
 pytestmark = pytest.mark.skipif(_read() is None, reason="this system has no process_vm_readv")
@@ -31,9 +31,8 @@ class Lending:
 
 @pytest.fixture(autouse=True)
 def machine_code():
-    for key in (lent.KEY, kernels.cpu.value_key(torch.float32, torch.float32, OPS["sum"])):
-        compiler.make(key)
-        assert compiler.made(key)
+    compiler.make(lent.KEY)
+    assert compiler.made(lent.KEY)
 
 
 def test_reads_fill_what_they_are_for():
@@ -58,35 +57,10 @@ def test_the_first_that_cannot_be_read_is_told():
     assert lent.fetch([(there.record, 8, into[0])]) == 0  # no memory is there
 
 
-@pytest.mark.parametrize("room", [256, 4000, 10**6])
-def test_rows_are_added_as_if_they_were_here(room):
-    draw = torch.Generator().manual_seed(3)
-    runs = [torch.randint(900, (400,), generator=draw).unique() for _ in range(3)]
-    rows = [torch.randn(len(run), 64, generator=draw) for run in runs]
-    union = kernels.union(runs)
-    sums, expected = torch.empty(2, len(union.indices), 64)
-    there, scratch = Lending(), torch.empty(room, dtype=torch.uint8)
-    for slots, values in zip(union.slots, rows, strict=True):
-        kernels.combine(expected, slots, values, OPS["sum"])
-        at = values.data_ptr()
-        assert lent.combine(sums, slots, there.record, at, OPS["sum"], scratch) is True
-    assert torch.equal(sums, expected)
-
-
-def test_rows_that_are_not_lent_any_more_are_not_added():
-    there, values = Lending(), torch.ones(4, 8)
-    there.wipe()
-    slots, out = kernels.union([torch.arange(4)]).slots[0], torch.zeros(4, 8)
-    scratch = torch.empty(64, dtype=torch.uint8)
-    done = lent.combine(out, slots, there.record, values.data_ptr(), OPS["sum"], scratch)
-    assert done is False and not out.any()
-
-
-def test_a_function_is_left_to_the_caller():
-    there, values = Lending(), torch.ones(4, 8)
-    slots, out = kernels.union([torch.arange(4)]).slots[0], torch.zeros(4, 8)
-    op = Op("mine", torch.add, builtin=False)
-    at = values.data_ptr()
-    assert (
-        lent.combine(out, slots, there.record, at, op, torch.empty(64, dtype=torch.uint8)) is None
-    )
+def test_what_is_mapped_here_is_found():
+    there = Lending().record
+    there[ARENA:] = torch.tensor([5000, 100, 90_000, 0]).numpy()
+    assert lent.mapped(there, [(5000, 100), (5030, 10)]) == [90_000, 90_030]
+    assert lent.mapped(there, [(5000, 10), (5095, 6)]) is None
+    assert lent.mapped(there, [(4999, 10)]) is None
+    assert lent.mapped(Lending().record, [(5000, 0)]) is None

@@ -1,8 +1,9 @@
-"""Keys of lists of tables: machine code gives what NumPy gives, and ranges have equal work."""
+"""Lists of tables: machine code gives what NumPy and the other kernels give, bit for bit."""
 
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import torch
 from weft import kernels
 from weft.kernels import lists
 from weft.kernels.compile import compiler
+from weft.kernels.ops import OPS
 
+DTYPES = [torch.float32, torch.float64, torch.int8]
 HEIGHTS = [(1,), (40_000,), (10**6, 5), (300, 1, 40_000, 70), (5000,) * 26]
 
 
@@ -35,25 +38,11 @@ def drawn(heights, ranks, dtype=torch.int64):
     ]
 
 
-def made(tables):
-    """The lists of all ranks, and where tables begin in the space of all."""
-    heights = np.array(
-        [[int(part.max()) + 1 if len(part) else 0 for part in own] for own in tables]
-    )
-    whole = []
-    for own, spans in zip(tables, heights, strict=True):
-        given = [part for part in own if len(part)]
-        keys = lists.joined(given)[0] if given else torch.empty(0, dtype=torch.int64)
-        keys = kernels.distinct(keys).indices
-        ends = keys.numpy().searchsorted([0, *np.cumsum(spans)])
-        whole.append(lists.List(keys, np.diff(ends), spans))
-    return whole, np.cumsum([0, *heights.max(0)])
-
-
 @pytest.fixture(autouse=True)
 def machine_code():
-    compiler.make(lists.KEY)
-    assert compiler.made(lists.KEY)
+    for key in (lists.KEY, *(lists.sums_key(dtype, OPS["sum"]) for dtype in DTYPES)):
+        compiler.make(key)
+        assert compiler.made(key)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -76,59 +65,142 @@ def test_a_negative_index_is_told():
     assert lows.tolist() == [3, -4]
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-@pytest.mark.parametrize("heights", HEIGHTS)
-def test_ranges_are_those_of_numpy(heights, ranks, weighed, monkeypatch):
-    whole, starts = made(drawn(heights, ranks))
-    sizes = np.arange(1, len(heights) + 1) * 64 if weighed else None
-    found = lists.cut(whole, starts, sizes)
-    with in_numpy(monkeypatch):
-        assert found == lists.cut(whole, starts, sizes)
-    for one, ends in zip(whole, found, strict=True):
-        assert ends[0] == 0 and ends[-1] == len(one.keys) and ends == sorted(ends)
+def placed(given, op, index):
+    """What `laid` makes of tables: of each its indices and rows, in the order of the indices."""
+    first, count = given[0][1], sum(len(which) for which, _ in given)
+    indices = torch.full((count,), -1, dtype=index)
+    nbytes = sum(rows.nbytes for _, rows in given)
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    counts, lows, highs = lists.laid(given, op, indices, memory)
+    assert lows == [int(which.min()) for which, _ in given]
+    assert highs == [int(which.max()) for which, _ in given]
+    size = sum(counts) * first[:1].nbytes
+    rows = memory[:size].view(first.dtype).view(sum(counts), *first.shape[1:])
+    assert bool((indices[sum(counts) :] == -1).all())
+    found = []
+    for which, part in zip(indices.split_with_sizes([*counts, count - sum(counts)]),
+                           rows.split_with_sizes(counts), strict=False):  # fmt: skip
+        order = which.argsort()
+        found.append((which[order], part[order]))
+    return found
 
 
-@pytest.mark.parametrize("heights", [(40_000,), (5000,) * 26])
-def test_ranges_have_equal_work(heights):
-    ranks = 4
-    whole, starts = made(drawn(heights, ranks))
-    found = lists.cut(whole, starts)
-    work = []
-    for owner in range(ranks):
-        runs = [
-            lists.moved(one, starts, *ends[owner : owner + 2], torch.int32)
-            for one, ends in zip(whole, found, strict=True)
-        ]
-        work.append(sum(map(len, runs)) + (ranks - 1) * len(torch.cat(runs).unique()))
-    assert max(work) < 1.15 * min(work)
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (23,), (2, 32)])
+def test_rows_are_laid_each_index_once(shape, dtype, wide, op):
+    """In the order of the indices they are what a sort and a sum of duplicates give."""
+    draw = torch.Generator().manual_seed(len(shape) + wide)
+    compiler.make(lists.sums_key(dtype, OPS[op]))
+    given = []
+    for count, places in ((1, 1), (500, 10**6), (500, 20), (64, 64), (3000, 900)):
+        which = torch.randint(places, (count,), generator=draw)
+        which = which * 2**33 if wide and count == 64 else which
+        which = which.int() if count == 500 else which
+        values = torch.randn(count, *shape, generator=draw).mul(99).to(dtype)
+        given.append((which, values))
+    given.append((torch.arange(40)[::2], torch.ones(20, *shape).to(dtype)))
+    found = placed(given, OPS[op], torch.int64 if wide else torch.int32)
+    for (which, values), (indices, rows) in zip(given, found, strict=True):
+        distinct = kernels.distinct(which)
+        assert torch.equal(indices.long(), distinct.indices.long())
+        assert torch.equal(rows, kernels.reduce(values, distinct, OPS[op]))
+
+
+def test_indices_that_fall_together_are_told_apart():
+    """Multiples of powers of two, of which a part of the bits is the same."""
+    for power in range(0, 60, 3):
+        which = torch.arange(7)[torch.arange(700) % 7] << power
+        values = torch.arange(700.0)
+        ((indices, rows),) = placed([(which, values)], OPS["sum"], torch.int64)
+        assert indices.tolist() == [i << power for i in range(7)]
+        assert rows.tolist() == [values[i::7].sum().item() for i in range(7)]
+
+
+def test_values_that_are_put_off_or_apart_are_laid_as_they_are():
+    apart = torch.arange(12.0).view(3, 4).t()[:2]
+    put_off = torch.tensor([[1j, 2j], [3j, 4j]]).conj().imag
+    assert put_off.is_neg() and not apart.is_contiguous()
+    where = torch.tensor([4, 2, 0, 9])[::2]
+    first, second = placed([(where, apart), (where, apart * 2)], OPS["sum"], torch.int32)
+    assert first[0].tolist() == second[0].tolist() == [0, 4]
+    assert first[1].tolist() == [[1, 5, 9], [0, 4, 8]]
+    ((_, rows),) = placed([(where, put_off)], OPS["sum"], torch.int32)
+    assert rows.tolist() == [[-3, -4], [-1, -2]]
+
+
+def test_what_sorting_does_better_is_left_to_it(monkeypatch):
+    rows = torch.arange(100), torch.ones(100)
+    room = torch.empty(100, dtype=torch.int64), torch.empty(400, dtype=torch.uint8)
+    assert lists.laid([rows], OPS["sum"], *room) == ([100], [0], [99])
+    monkeypatch.setattr(lists, "_HASHED", 99)
+    assert lists.laid([rows], OPS["sum"], *room) is None
+    half = rows[0], rows[1].half()
+    assert lists.laid([half], OPS["sum"], *room) is None
+
+
+def test_indices_that_do_not_fit_are_laid_as_int64_only():
+    rows = torch.tensor([2**31, 3, 2**31]), torch.ones(3)
+    room = torch.empty(3, dtype=torch.int64), torch.empty(12, dtype=torch.uint8)
+    few = torch.tensor([2**31 - 1]), torch.ones(1)
+    assert lists.laid([few, rows], OPS["sum"], room[0].int(), room[1]) is None
+    assert lists.laid([rows], OPS["sum"], *room) == ([2], [3], [2**31])
+    assert room[0][:2].tolist() == [2**31, 3]
+    assert lists.laid([few], OPS["sum"], room[0].int(), room[1]).counts == [1]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (23,), (2, 32)])
+def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, whole):
+    heights, ends = (300, 1, 40_000, 70), (0, 2, 4)
+    starts = np.cumsum([0, *heights])
+    low, high = (0, int(starts[-1])) if whole else (150, 20_000)
+    draw = torch.Generator().manual_seed(7)
+    memory, rows, runs = [], [], []
+    for own in drawn(heights, 3, index):
+        own = [part.unique()[torch.randperm(len(part.unique()), generator=draw)] for part in own]
+        which = torch.cat(own)
+        values = torch.randn(len(which), *shape, generator=draw).mul(99).to(dtype)
+        memory.append((which, values))
+        rows.append([len(part) for part in own])
+        keys = which.long() + torch.from_numpy(np.repeat(starts[:-1], rows[-1]))
+        order = keys.argsort()
+        order = order[(keys[order] >= low) & (keys[order] < high)]
+        runs.append((keys[order], values[order]))
+    places = [lists.Place(w.data_ptr(), w.element_size(), v.data_ptr()) for w, v in memory]
+    keys = lists.sorted_keys(places, np.array(rows), starts, low, high)
+    assert keys.many == sum(len(run) for run, _ in runs)
+    out, found = torch.empty(keys.many, *shape, dtype=dtype), 0
+    indices = torch.empty(keys.many, dtype=torch.int64 if index is torch.int32 else torch.int32)
+    for tables in pairwise(ends):  # as two stacks
+        words = (keys.before(int(np.clip(starts[at], low, high))) for at in tables)
+        bases = [place.values for place in places]
+        found += lists.sums(keys, *words, bases, OPS["sum"], indices[found:], out[found:])
+    union, sums = kernels.merge(runs, OPS["sum"])
+    assert torch.equal(indices[:found].long(), union) and torch.equal(out[:found], sums)
+
+
+def test_keys_that_do_not_fit_are_left_to_others():
+    place = lists.Place(0, 8, 0)
+    assert lists.sorted_keys([place], np.array([[100]]), np.array([0, 2**61]), 0, 2**61) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("heights", HEIGHTS)
-def test_keys_are_moved_into_the_space_of_all_and_back(heights, dtype, monkeypatch):
-    tables = drawn(heights, 3)
-    whole, starts = made(tables)
-    for own, one in zip(tables, whole, strict=True):
-        count = len(one.keys)
-        for first, last in ((0, count), (count // 3, count // 2), (count, count)):
-            keys = lists.moved(one, starts, first, last, dtype)
-            with in_numpy(monkeypatch):
-                expected = lists.moved(one, starts, first, last, dtype)
-            assert keys.dtype is dtype and torch.equal(keys, expected)
-        keys = lists.moved(one, starts, 0, count, dtype)
+def test_sorted_keys_are_taken_apart(heights, dtype, monkeypatch):
+    for own in drawn(heights, 3):
+        spans = [int(part.max()) + 1 if len(part) else 0 for part in own]
+        starts = np.cumsum([0, *spans])
+        parts = [part.unique() for part in own]
+        keys = torch.cat([part + int(at) for part, at in zip(parts, starts, strict=False)])
         for index in (torch.int32, torch.int64):
-            indices, ends = lists.parted(keys, starts, index)
+            indices, ends = lists.parted(keys.to(dtype), starts, index)
             with in_numpy(monkeypatch):
-                expected, expected_ends = lists.parted(keys, starts, index)
+                expected, expected_ends = lists.parted(keys.to(dtype), starts, index)
             assert indices.dtype is index and torch.equal(indices, expected)
             assert ends == expected_ends
-            parts = indices.tensor_split(ends[:-1])
-            assert all(map(torch.equal, parts, (part.unique().to(index) for part in own)))
-
-
-def test_a_space_too_large_for_machine_code_is_cut_all_the_same():
-    keys = torch.arange(0, 2**45, 2**35)
-    one = lists.List(keys, np.array([len(keys)]), np.array([2**45]))
-    (ends, _) = lists.cut([one, one], np.array([0, 2**45]))
-    assert abs(ends[1] - len(keys) // 2) <= len(keys) // 16
+            pieces = indices.tensor_split(ends[:-1])
+            assert all(map(torch.equal, pieces, (part.to(index) for part in parts)))

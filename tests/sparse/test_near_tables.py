@@ -11,13 +11,15 @@ import torch.distributed as dist
 import weft
 from weft import kernels
 from weft.errors import WireError
+from weft.kernels import lists
 from weft.kernels.compile import compiler
+from weft.kernels.ops import OPS
 from weft.sparse import coalesced, last_call, near_tables
 from weft.sparse.joint import Joint
 from weft.testing import processes
 from weft.wire import common, lent, process_group
 
-RANKS = 3
+RANKS, F32 = 3, torch.float32
 
 needs_reading = pytest.mark.skipif(
     lent._read() is None or ((lent.yama() or 0) > 0 and not lent.may_trace()),
@@ -69,7 +71,8 @@ def started(how="torch"):
     dist.init_process_group("gloo")
     wire = process_group.of_group(None)
     if how == "machine code" or (how == "both" and wire.rank != 1):
-        for key in (kernels.lent.KEY, kernels.lists.KEY):
+        added = [kernels.lists.sums_key(dtype, OPS["sum"]) for dtype in (F32, torch.float64)]
+        for key in (kernels.lent.KEY, kernels.lists.KEY, *added):
             compiler.make(key)
             assert compiler.made(key)
     else:
@@ -101,7 +104,12 @@ def both_ways(calls, how, least):
     common.LEAST = least
     wire = started(how)
     if wire.rank == 1:  # late: its rows are ready before anybody hears where they are
-        real = Joint.values
+        real, really = Joint.values, Joint.lay
+
+        def lay(self, memory, op):
+            memory.zero_()
+            time.sleep(0.05)
+            return really(self, memory, op)
 
         def values(self, memory, op):
             if self._values is None:
@@ -109,7 +117,7 @@ def both_ways(calls, how, least):
                 time.sleep(0.05)
             return real(self, memory, op)
 
-        Joint.values = values
+        Joint.values, Joint.lay = values, lay
     reads, found = counted(near_tables, "split"), []
     for kinds, count, options in calls:
         for few in (False, True):  # rows that fit in the opening, on one rank
@@ -134,6 +142,39 @@ def both_ways(calls, how, least):
 def test_what_is_read_has_the_bits_of_what_is_sent(how, least):
     for found in processes(RANKS, both_ways, CALLS, how, least, timeout=120.0):
         assert found == [(True, True, True)] * (2 * len(CALLS))
+
+
+def skewed(how, places):
+    """Tables of which the first has most rows: what is right, and who sorted how often."""
+    wire = started(how)
+    draw = torch.Generator().manual_seed(wire.rank)
+    rows = []
+    for count in (6000, 900, 30, 0):
+        indices = torch.randint(places, (count,), generator=draw)
+        rows.append(weft.Rows(indices, torch.randn(count, 24, generator=draw)))
+    sent = weft.sparse_all_reduce(rows, group=wire, algorithm="gather")
+    other = last_call(wire)
+    sorts, sums, splits = (
+        counted(Joint, "sort"),
+        counted(lists, "sums"),
+        counted(near_tables, "split"),
+    )
+    right = same(weft.sparse_all_reduce(rows, group=wire), sent)
+    record = last_call(wire)
+    noted = (record.rows, record.total, record.bound_bytes)
+    alike = noted == (other.rows, other.total, other.bound_bytes)
+    dist.destroy_process_group()
+    return right, alike, len(splits), (len(sorts), len(sums))
+
+
+@needs_reading
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("places", [10**5, 1000], ids=["distinct", "repeated"])
+def test_a_table_is_cut_in_the_middle(how, places):
+    found = processes(RANKS, skewed, how, places, timeout=120.0)
+    assert [each[:3] for each in found] == [(True, True, 1)] * RANKS
+    if how == "machine code":  # nobody sorts its own rows, and all are added where they lie
+        assert [each[3] for each in found] == [(0, 1)] * RANKS
 
 
 def moved(least):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.kernels import OPS, cpu, lent, union
+from weft.kernels import lent
 from weft.kernels.compile import compiler
 from weft.kernels.talk_table import ARENA, GUARD
 from weft.sparse import near_tables
@@ -105,25 +105,18 @@ def test_what_is_not_lent_any_more_is_not_read(lending, read):
     assert not read(reach, memory.data_ptr(), into)
 
 
-def test_rows_are_added_where_they_lie(lending):
+def test_what_lies_in_it_is_seen_here(lending):
     own, guard, reach = lending
-    for key in (lent.KEY, cpu.value_key(torch.float32, torch.float32, OPS["sum"])):
-        compiler.make(key)
-    slots = union([torch.arange(50), torch.arange(25, 75)]).slots
-    rows = own.take(50 * 64 * 4).view(torch.float32).view(50, 64)
-    rows.copy_(torch.arange(50.0)[:, None].expand(50, 64))
-    out, scratch = torch.zeros(75, 64), torch.full((256,), 77, dtype=torch.uint8)
-    record, at = without_calls(reach).record, rows.data_ptr()
-    for which in slots:
-        assert lent.combine(out, which, record, at, OPS["sum"], scratch) is True
-    expected = torch.zeros(75)
-    expected[:50] += torch.arange(50)
-    expected[25:] += torch.arange(50)
-    assert torch.equal(out, expected[:, None].expand(75, 64)) and bool((scratch == 77).all())
-    with pytest.raises(IndexError):
-        lent.combine(out[:3], slots[0], record, at, OPS["sum"], scratch)
+    compiler.make(lent.KEY)
+    memory = numbers(own.take(5000))
+    record, at = without_calls(reach).record, memory.data_ptr()
+    (first, second) = lent.mapped(record, [(at, 100), (at + 1000, 4000)])
+    assert ctypes.string_at(first, 100) == bytes(memory[:100])
+    assert ctypes.string_at(second, 4000) == bytes(memory[1000:])
+    nothing = torch.empty(0, dtype=torch.uint8)  # who reads as much of it hears that it is lent
+    assert lent.fetch([(record, at, nothing)]) == 1
     guard.wipe()
-    assert lent.combine(out, slots[0], record, at, OPS["sum"], scratch) is False
+    assert lent.fetch([(record, at, nothing)]) == 0
 
 
 def test_peers_may_not_write(lending):
@@ -264,22 +257,21 @@ def tables(rank):
 
 
 def without_reading():
-    """A call in which no system call can read what peers lend, but the keys of their rows."""
+    """A call in which no system call can read what peers lend: bits, and when that began."""
     dist.init_process_group("gloo")
     wire = process_group.of_group(None)
-    for key in (lent.KEY, cpu.value_key(torch.float32, torch.float32, OPS["sum"])):
-        compiler.make(key)
+    compiler.make(lent.KEY)
     rows = tables(wire.rank)
     expected = weft.sparse_all_reduce(rows, algorithm="gather", group=wire)
     weft.sparse_all_reduce(rows, group=wire)
     reaches = [line.reach for line in wire._connections.mover.lines.values()]
-    real, times = near_tables.cut, []
+    real, times = near_tables.split, []
 
-    def behind_the_keys(*args):
+    def behind_the_opening(*args):
         times.append(len([without_calls(reach) for reach in reaches]))
         return real(*args)
 
-    near_tables.cut = behind_the_keys
+    near_tables.split = behind_the_opening
     made = weft.sparse_all_reduce(rows, group=wire)
     pairs = zip(made, expected, strict=True)
     same = all(torch.equal(a, b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
@@ -302,15 +294,15 @@ def slow_reader(then):
     )
     expected = weft.sparse_all_reduce(first, algorithm="gather", group=wire)
     weft.sparse_all_reduce(first, group=wire)
-    read_all, values, others = wire.read_all, Joint.values, [0, 2]
+    read_all, statement, others = wire.read_all, Joint.statement, [0, 2]
 
     def late(wanted):
         if wanted[-1][0] == 1:  # its own sums come with all others
             store.wait([f"{rank} went on" for rank in others], timedelta(seconds=30))
         return read_all(wanted)
 
-    def ready(self, memory, op):
-        made = values(self, memory, op)
+    def ready(*args, **options):
+        made = statement(*args, **options)
         with contextlib.ExitStack() as leases:  # as whatever is lent next
             for bits in range(12, 22):
                 leases.enter_context(wire.lease(1 << bits, lent=True)).fill_(255)
@@ -322,7 +314,7 @@ def slow_reader(then):
     made = weft.sparse_all_reduce(first, group=wire)
     wire.read_all = read_all
     if then == "call":
-        Joint.values = ready  # its rows are where peers may read them
+        Joint.statement = ready  # its rows are where peers may read them
         weft.sparse_all_reduce(second, group=wire)
     elif wire.rank != 1:
         wire.close()
@@ -361,7 +353,7 @@ def broken():
     dist.init_process_group("gloo")
     wire = process_group.of_group(None)
     weft.sparse_all_reduce(tables(wire.rank), group=wire)
-    before, real = maps(), near_tables._sum
+    before, real = maps(), near_tables.owned
 
     def going(*args):
         if wire.rank == 1:
@@ -369,7 +361,7 @@ def broken():
             raise RuntimeError("enough")
         return real(*args)
 
-    near_tables._sum = going
+    near_tables.owned = going
     culprit = None
     try:
         weft.sparse_all_reduce(tables(wire.rank), group=wire)
@@ -377,7 +369,7 @@ def broken():
         culprit = error.culprit
     except RuntimeError:
         culprit = 1
-    near_tables._sum = real
+    near_tables.owned = real
     wire.close()
     after = maps()
     dist.destroy_process_group()

@@ -490,5 +490,6 @@ def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[st
         return []
     if total != dtype:
         values.append(cpu.value_key(total, total, op))
+    values.append(lists.sums_key(dtype, op))
     keys = [cpu_indices.index_key(index_dtype), *(key for key in values if key is not None)]
     return list(dict.fromkeys(keys))

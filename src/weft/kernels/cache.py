@@ -40,6 +40,7 @@ _SOURCES = (
     "index_loops.py",
     "lent_loops.py",
     "list_loops.py",
+    "owned_loops.py",
     "share_loops.py",
     "talk_loops.py",
     "talk_table.py",

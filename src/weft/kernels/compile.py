@@ -1,7 +1,7 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
 A *set* is the loops that are made together, named by a key: `("index", kind)`, `("gaps", kind)`,
-`("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)` or
+`("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)`, `("owned", kind, op)` or
 `("value", src, dst, op, total)`.
 `Compiler.loops` gives a set that is there, at once; if it is not, one background thread starts to
 make it, and the caller does without. So no collective waits for a compiler. `Compiler.make` makes a
@@ -149,6 +149,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         index_loops,
         lent_loops,
         list_loops,
+        owned_loops,
         share_loops,
         talk_loops,
         value_loops,
@@ -160,6 +161,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         "gaps": gap_loops,
         "lent": lent_loops,
         "list": list_loops,
+        "owned": owned_loops,
         "share": share_loops,
         "copy": copy_loops,
         "talk": talk_loops,

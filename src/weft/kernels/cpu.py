@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .compile import KINDS, Key, Loops, compiler
 from .ops import OPS, Op
 from .reference import Distinct
 
-__all__ = ["combine", "reduce", "reduce_parts", "row_loop", "value_key"]
+__all__ = ["combine", "reduce", "reduce_parts", "value_key"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CONVERTED = {
@@ -156,15 +156,6 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bo
             "pass the slots of those places only"
         )
     return True
-
-
-def row_loop(out: Tensor, op: Op) -> tuple[Callable[..., int], int] | None:
-    """The loop `combine` for plain rows of the dtype of `out`, and its numbers in a row."""
-    key, loops = _loops(out, out, op)
-    if loops is None:
-        return None
-    width = math.prod(out.shape[1:])
-    return loops["combine"], width * out.element_size() if key[1] == "u8" else width
 
 
 def _loops(values: Tensor, out: Tensor, op: Op) -> tuple[Key, Loops | None]:

@@ -1,4 +1,4 @@
-"""What other processes of this host lend, by machine code: read, and added while in the cache.
+"""What other processes of this host lend: read by machine code, or added where it lies.
 
 The one place beside `cpu_talk` where more is done than arithmetic, for the same reason: a few reads
 cost more in Python than in the system calls that do them. What is not compiled, or is not the
@@ -11,22 +11,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
-from . import meter
 from .compile import Key, compiler
-from .cpu import row_loop
 from .cpu_talk import Lender
-from .ops import Op
 from .talk_table import ARENA
 
-__all__ = ["KEY", "combine", "fetch"]
+__all__ = ["KEY", "fetch", "mapped"]
 
 KEY: Key = ("lent",)
 """The one set of loops."""
-
-_OUTSIDE = "slots are of places outside of what they are added to"
 
 
 def fetch(reads: Sequence[tuple[Lender | None, int, Tensor]]) -> int | None:
@@ -41,50 +35,22 @@ def fetch(reads: Sequence[tuple[Lender | None, int, Tensor]]) -> int | None:
     loops = compiler.loops(KEY)
     if loops is None:
         return None
-    table = array("q")
+    table, records = array("q"), {id(None): 0}
     for lender, address, into in reads:
-        whose = 0 if lender is None else lender.ctypes.data
-        table.extend((whose, address, into.data_ptr(), into.nbytes))
+        whose = records.get(id(lender))
+        if whose is None and lender is not None:  # which takes as long as all else here
+            whose = records[id(lender)] = lender.ctypes.data
+        table.extend((whose or 0, address, into.data_ptr(), into.nbytes))
     return len(reads) - int(loops["fetch"](table.buffer_info()[0], len(reads)))
 
 
-def combine(
-    out: Tensor, slots: Tensor, lender: Lender, address: int, op: Op, scratch: Tensor
-) -> bool | None:
-    """`weft.kernels.combine` of rows that lie in another process, of the dtype of `out`.
+def mapped(lender: Lender, spans: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Where memory of another process, addresses and bytes there, lies in this one.
 
-    Args:
-        out: `[n, *row_shape]`, contiguous.
-        slots: int32 `[k]`, ascending in their places.
-        lender: of those rows.
-        address: of the first of them there; they lie one behind the other.
-        op: how to combine, `out` on the left.
-        scratch: uint8, for some of them at a time; at least one row. Those in an arena that is
-            mapped here are added from there.
-
-    Returns:
-        Whether all could be read; else `out` holds anything. None: nothing was done.
+    None: it does not, or nobody here could tell whether it is still lent.
     """
-    loops, loop = compiler.loops(KEY), row_loop(out, op)
-    if loops is None or loop is None:
-        return None
-    call, width = loop
-    row, count = out[:1].nbytes, slots.numel()
-    meter.spend(meter.CALL + count * row)
-    step, height, at = max(1, scratch.nbytes // row), out.shape[0], scratch.data_ptr()
-    fetched, to, where = loops["fetch"], out.data_ptr(), slots.data_ptr()
-    table = np.array([lender.ctypes.data, address, at, 0], np.int64)
-    told = table.ctypes.data
     there, room, here, _ = lender[ARENA:].tolist()
-    if room and 0 <= address - there <= room - count * row:
-        if call(to, height, 0, where, here + address - there, row, 0, count, width):
-            raise IndexError(_OUTSIDE)
-        return not fetched(told, 1)  # of no bytes: whether they were still lent
-    for first in range(0, count, step):
-        rows = min(step, count - first)
-        table[1], table[3] = address + first * row, rows * row
-        if fetched(told, 1):
-            return False
-        if call(to, height, 0, where + 4 * first, at, row, 0, rows, width):
-            raise IndexError(_OUTSIDE)
-    return True
+    inside = all(0 <= address - there <= room - nbytes for address, nbytes in spans)
+    if not (room and inside and compiler.loops(KEY)):
+        return None
+    return [here + address - there for address, _ in spans]

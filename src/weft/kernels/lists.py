@@ -1,17 +1,18 @@
-"""Keys of lists of tables: made, cut in ranges of equal work, and taken apart again.
+"""Rows of lists of tables: laid where others read them, sorted by their keys, added, taken apart.
 
-A *list* is one rank's rows of several tables: their keys, sorted, one table behind the other. Each
-rank numbers its keys by itself, a table beginning where the one before ends; in the *space* of all
-ranks, tables begin where that says. Here is the definition, in NumPy, and what hands the work to
-machine code (`list_loops`), which gives the same numbers: a list of some thousand rows costs more
-in calls than in work.
+A key is an index and a table in one number: in a *space* of keys each table begins where the one
+before ends. A list of some thousand rows costs more in calls than in work, so all tables are done
+at once, in machine code (`list_loops`, `owned_loops`). Where there is none, NumPy gives the same
+numbers, or None says that nothing was done.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,41 +20,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .compile import Key, compiler
+from .cpu import value_key
+from .ops import Op
 
-__all__ = ["KEY", "List", "cut", "even_cuts", "joined", "moved", "parted"]
+__all__ = [
+    "KEY",
+    "Laid",
+    "Place",
+    "Sorted",
+    "adds",
+    "even_cuts",
+    "joined",
+    "laid",
+    "parted",
+    "sorted_keys",
+    "sums",
+    "sums_key",
+]
 
 KEY: Key = ("list",)
 """The one set of loops."""
 
 _BINS = 64
-_POINTS = 128  # of each list
+_DIGIT = 12  # bits that one pass of the sort looks at; its counts then fit the first cache
+_HASHED = 1 << 16  # rows of a table; places of more are not in the cache, and sorting is quicker
 
 Longs = NDArray[np.int64]
-
-
-class List:
-    """One rank's keys.
-
-    Attributes:
-        keys: int64, sorted.
-        rows: of each table how many of them are its.
-        heights: of each table how many keys it spans; at least one.
-    """
-
-    __slots__ = ("heights", "keys", "rows")
-
-    def __init__(self, keys: Tensor, rows: Longs, heights: Longs) -> None:
-        self.keys = keys
-        self.rows, self.heights = np.ascontiguousarray(rows), np.ascontiguousarray(heights)
-
-    def row(self) -> tuple[int, int, int, int]:
-        """What machine code is told of it."""
-        where = self.rows.ctypes.data, self.heights.ctypes.data
-        return (self.keys.data_ptr(), self.keys.numel(), *where)
-
-    def shifts(self, starts: Longs) -> Longs:
-        """What is added to the keys of each table in the space of all."""
-        return starts[:-1] - np.cumsum(self.heights) + self.heights
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, Longs, Longs]:
@@ -83,73 +75,6 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, Longs, Longs]:
     at = ends.ctypes.data
     loops["joined"](given.buffer_info()[0], len(parts), at, at + 8 * len(parts), keys.data_ptr())
     return keys, ends[0], ends[1]
-
-
-def cut(lists: Sequence[List], starts: Longs, sizes: Longs | None = None) -> list[list[int]]:
-    """Cut the space in as many ranges of equal work as there are lists.
-
-    Args:
-        lists: of all ranks.
-        starts: where tables begin in the space of all, and its end.
-        sizes: bytes of a row of each table; None: all are alike.
-
-    Returns:
-        Of each list, how many of its keys lie below each range, and how many there are.
-
-    Example:
-        >>> one = List(torch.arange(8), np.array([8]), np.array([8]))
-        >>> cut([one, one], np.array([0, 8]))
-        [[0, 4, 8], [0, 4, 8]]
-    """
-    size, tables = len(lists), len(starts) - 1
-    loops = compiler.loops(KEY)
-    if loops is not None and tables:
-        told = array("q")
-        for one in lists:
-            told.extend(one.row())
-        space = np.empty((2 * _POINTS + 2) * size + 3 * (_BINS + 1), np.int64)
-        found = np.empty((size, size + 1), np.int64)
-        at, begins = space.ctypes.data, np.ascontiguousarray(starts)
-        heavy = None if sizes is None else np.ascontiguousarray(sizes)
-        if not loops["cut"](
-            *(told.buffer_info()[0], size, begins.ctypes.data),
-            *(0 if heavy is None else heavy.ctypes.data, tables, _POINTS, _BINS),
-            *(at, at + 8 * (2 * _POINTS + 2) * size, found.ctypes.data),
-        ):
-            edges: list[list[int]] = found.tolist()
-            return edges
-    points, weights = map(
-        np.concatenate, zip(*(_points(one, starts) for one in lists), strict=True)
-    )
-    order = np.argsort(points, kind="stable")
-    points, weights = points[order], weights[order]
-    heights = None
-    if sizes is not None:
-        heights = sizes[starts[1:-1].searchsorted(points, "right")]
-    end = int(starts[-1])
-    cuts = [0, *even_cuts(points, weights, end, size, heights), end]
-    return [_below(one, starts, cuts) for one in lists]
-
-
-def _points(one: List, starts: Longs) -> tuple[Longs, Longs]:
-    """Keys in the space of all that cut these in equal shares, and those."""
-    count = one.keys.numel()
-    parts = min(_POINTS, count)
-    shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
-    at = shares[:-1]
-    tables = np.cumsum(one.rows).searchsorted(at, "right")
-    return one.keys.numpy()[at] + one.shifts(starts)[tables], np.diff(shares)
-
-
-def _below(one: List, starts: Longs, edges: Sequence[int]) -> list[int]:
-    """How many of these lie below each key of the space of all."""
-    if not len(one.heights):
-        return [0] * len(edges)
-    tables = starts[1:-1].searchsorted(edges, "right")
-    inside = np.minimum(edges - starts[tables], one.heights[tables])
-    begins = (np.cumsum(one.heights) - one.heights)[tables]
-    below: list[int] = one.keys.numpy().searchsorted(begins + inside).tolist()
-    return below
 
 
 def even_cuts(
@@ -204,27 +129,200 @@ def even_cuts(
     return result
 
 
-def moved(one: List, starts: Longs, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Keys `first` to `last` of a list, in the space of all.
+class Laid(NamedTuple):
+    """What was laid.
+
+    Attributes:
+        counts: how many rows are left of each table.
+        lows, highs: the least and the greatest index of each.
+    """
+
+    counts: list[int]
+    lows: list[int]
+    highs: list[int]
+
+
+def laid(
+    tables: Sequence[tuple[Tensor, Tensor]], op: Op, indices: Tensor, values: Tensor
+) -> Laid | None:
+    """Lay rows of tables of one kind one behind the other, those of one index as one.
+
+    These are combined in the order in which they come, where the first of them is. The rows of a
+    table come in no order that anybody may rely on.
+
+    Args:
+        tables: indices (int32 or int64, not empty) and values of each.
+        op: how to combine.
+        indices: int32 or int64, with room for all; to be filled from its beginning.
+        values: uint8, likewise.
+
+    Returns:
+        What was laid. None: nothing was, for want of machine code, because other ways are quicker,
+        or because an index does not fit into `indices`.
 
     Example:
-        >>> one = List(torch.tensor([0, 4, 5]), np.array([1, 2]), np.array([4, 2]))
-        >>> moved(one, np.array([0, 10, 20]), 0, 3, torch.int32)
-        tensor([ 0, 10, 11], dtype=torch.int32)
+        >>> from weft.kernels.ops import OPS
+        >>> compiler.make(sums_key(torch.float32, OPS["sum"]))
+        >>> rows = torch.tensor([3, 0, 3]), torch.tensor([1.0, 2.0, 4.0])
+        >>> indices, values = torch.empty(3, dtype=torch.int32), torch.empty(12, dtype=torch.uint8)
+        >>> laid([rows], OPS["sum"], indices, values)
+        Laid(counts=[2], lows=[0], highs=[3])
+        >>> indices[:2], values[:8].view(torch.float32)
+        (tensor([3, 0], dtype=torch.int32), tensor([5., 2.]))
     """
-    loops = compiler.loops(KEY)
-    if loops is None:
-        ends = np.cumsum(one.rows).clip(first, last)
-        counts = np.diff(ends, prepend=first)
-        keys = one.keys[first:last].numpy() + np.repeat(one.shifts(starts), counts)
-        return torch.from_numpy(keys).to(dtype)
-    out, begins = torch.empty(last - first, dtype=dtype), np.ascontiguousarray(starts)
-    row = array("q", one.row())
-    loops["moved"](
-        *(row.buffer_info()[0], begins.ctypes.data, first, last),
-        *(int(dtype is torch.int64), out.data_ptr()),
+    first = tables[0][1]
+    key = sums_key(first.dtype, op)
+    loops = None if key is None else compiler.loops(key)
+    most = max([len(which) for which, _ in tables])
+    if loops is None or key is None or most > _HASHED:
+        return None
+    width, size = math.prod(first.shape[1:]), len(tables)
+    kept, told = [], array("q")
+    for which, rows in tables:
+        if not which.is_contiguous():
+            which = which.contiguous()
+        if rows.is_neg() or not rows.is_contiguous():
+            rows = rows.resolve_neg().contiguous()
+        kept.append((which, rows))
+        count = len(which)
+        about = which.data_ptr(), count, which.itemsize, rows.data_ptr(), 2 + count.bit_length()
+        told.extend(about)
+    ends = array("q", bytes(24 * size))
+    at = ends.buffer_info()[0]
+    places = torch.empty(4 << most.bit_length(), dtype=torch.int32)
+    if loops["laid"](
+        *(told.buffer_info()[0], size),
+        *(width * first.itemsize if key[1] == "u8" else width, indices.itemsize == 8),
+        *(indices.data_ptr(), values.data_ptr(), at, at + 8 * size, at + 16 * size),
+        places.data_ptr(),
+    ):
+        return None
+    found = ends.tolist()
+    return Laid(found[:size], found[size : 2 * size], found[2 * size :])
+
+
+class Place(NamedTuple):
+    """Where a rank's rows of some tables lie in this process.
+
+    Attributes:
+        indices: the address of the first index.
+        itemsize: bytes of an index, 4 or 8.
+        values: the address of the first row.
+    """
+
+    indices: int
+    itemsize: int
+    values: int
+
+
+class Sorted(NamedTuple):
+    """Keys of some ranks' rows, in order, with where they come from.
+
+    Attributes:
+        words: key, rank and position in one number each, see `list_loops.sorted_keys`.
+        many: how many.
+        low: what keys count from.
+        position_bits, bits: of positions, and of ranks and positions.
+    """
+
+    words: Tensor
+    many: int
+    low: int
+    position_bits: int
+    bits: int
+
+    def before(self, key: int) -> int:
+        """How many words there are of lesser keys."""
+        words = self.words.numpy()[: self.many]
+        return int(words.searchsorted((key - self.low) << self.bits))
+
+    def distinct(self, first: int, last: int) -> int:
+        """How many keys the words have from the first to before the last."""
+        keys = self.words.numpy()[first:last] >> self.bits
+        return int(np.count_nonzero(keys[1:] != keys[:-1])) + (last > first)
+
+
+def sorted_keys(
+    places: Sequence[Place], rows: Longs, starts: Longs, low: int, high: int
+) -> Sorted | None:
+    """Sort the keys of some tables of all ranks that are `low` to `high - 1`.
+
+    Args:
+        places: of each rank.
+        rows: `[ranks, tables]`, how many each rank has.
+        starts: where the tables begin in the space of keys.
+        low, high: keys.
+
+    Returns:
+        None where there is no machine code for it, or too many keys.
+    """
+    loops, (ranks, tables) = compiler.loops(KEY), rows.shape
+    totals = rows.sum(1).tolist()
+    position_bits = max(1, max(totals).bit_length())
+    bits, key_bits = position_bits + (ranks - 1).bit_length(), max(1, (high - low).bit_length())
+    if loops is None or bits + key_bits > 63 or high <= low:
+        return None
+    room = sum(totals) + 1
+    passes = -(-key_bits // _DIGIT)
+    digit = -(-key_bits // passes)
+    scratch = torch.empty(2 * room + (1 << digit) // 2, dtype=torch.int64)
+    sources = np.empty((ranks, tables + 2), np.int64)
+    sources[:, :2] = [place[:2] for place in places]
+    sources[:, 2:] = rows
+    words, begins, at = scratch[:room], np.ascontiguousarray(starts), scratch.data_ptr()
+    count = loops["sorted_keys"](
+        *(sources.ctypes.data, ranks, tables, begins.ctypes.data, low, high - low),
+        *(position_bits, bits, digit, passes, at, at + 8 * room, at + 16 * room),
     )
-    return out
+    return Sorted(words, count, low, position_bits, bits)
+
+
+def sums(
+    keys: Sorted, first: int, last: int, bases: Sequence[int], op: Op, found: Tensor, out: Tensor
+) -> int:
+    """Add up the rows of some words, those of one kind, in the order of their keys.
+
+    Each rank has a row of a key once; they are added in the order of ranks.
+
+    Args:
+        keys: what was sorted.
+        first, last: words; other keys begin there.
+        bases: where each rank's row of position 0 would lie.
+        op: how to combine.
+        found: int32 or int64, to be filled from its beginning with the keys.
+        out: `[n, *row_shape]`, to be filled likewise, contiguous.
+
+    Returns:
+        How many keys there are.
+
+    Raises:
+        TypeError: there is no machine code for it, which `adds` tells.
+    """
+    key = sums_key(out.dtype, op)
+    loops = None if key is None else compiler.loops(key)
+    if loops is None or key is None:
+        raise TypeError(f"no machine code adds rows of {out.dtype} here")
+    width, where = math.prod(out.shape[1:]), array("q", bases)
+    many: int = loops["sums"](
+        *(keys.words.data_ptr(), first, last, keys.position_bits, keys.bits, keys.low),
+        *(where.buffer_info()[0], width * out.element_size() if key[1] == "u8" else width),
+        *(found.element_size() == 8, found.data_ptr(), out.data_ptr()),
+    )
+    return many
+
+
+def adds(dtype: torch.dtype, op: Op) -> bool:
+    """Whether `sums` adds rows of that dtype; once it does, it always will."""
+    key = sums_key(dtype, op)
+    return key is not None and compiler.loops(key) is not None
+
+
+def sums_key(dtype: torch.dtype, op: Op) -> Key | None:
+    """The set of loops for `laid` and `sums`; None: there is none for that."""
+    key = value_key(dtype, dtype, op)
+    if key is None or key[4] != key[2] or key[1] in ("f16", "bf16"):
+        return None
+    return ("owned", key[1], key[3])
 
 
 def parted(keys: Tensor, starts: Longs, dtype: torch.dtype) -> tuple[Tensor, list[int]]:

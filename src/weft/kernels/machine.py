@@ -22,6 +22,7 @@ __all__ = [
     "NOT_NOW",
     "SIZES",
     "apply",
+    "block",
     "clock_gettime",
     "count_ones",
     "fence",
@@ -154,23 +155,50 @@ def apply(context: Any, op: Any, left: Any, right: Any) -> Any:
     min and max are those of IEEE 754-2019: NaN wins, and -0.0 is less than 0.0.
     """
     name = op.literal_value
-    floating, signed = isinstance(left, types.Float), getattr(left, "signed", True)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, a, b = arguments
-        if name in ("min", "max") and floating:
-            form = ir.FunctionType(a.type, [a.type, a.type])
-            function = builder.module.declare_intrinsic(f"llvm.{name}imum", [a.type], form)
-            return builder.call(function, [a, b])
-        if name in ("min", "max"):
-            compare = builder.icmp_signed if signed else builder.icmp_unsigned
-            return builder.select(compare("<" if name == "min" else ">", a, b), a, b)
-        if floating:
-            return builder.fadd(a, b) if name == "sum" else builder.fmul(a, b)
-        words = {"sum": "add", "prod": "mul", "band": "and_", "bor": "or_", "bxor": "xor"}
-        return getattr(builder, words[name])(a, b)
+        return _applied(builder, name, left, *arguments[1:])
 
     return left(op, left, left), code
+
+
+def _applied(builder: Any, name: str, kind: Any, a: Any, b: Any) -> Any:
+    """Two numbers, or vectors of them, of a kind that loops compute with."""
+    if name in ("min", "max") and isinstance(kind, types.Float):
+        one = getattr(a.type, "element", a.type).intrinsic_name
+        many = f"v{a.type.count}" if isinstance(a.type, ir.VectorType) else ""
+        full = f"llvm.{name}imum.{many}{one}"
+        form = ir.FunctionType(a.type, [a.type, a.type])
+        function = builder.module.globals.get(full) or ir.Function(builder.module, form, full)
+        return builder.call(function, [a, b])
+    if name in ("min", "max"):
+        compare = builder.icmp_signed if getattr(kind, "signed", True) else builder.icmp_unsigned
+        return builder.select(compare("<" if name == "min" else ">", a, b), a, b)
+    if isinstance(kind, types.Float):
+        return builder.fadd(a, b) if name == "sum" else builder.fmul(a, b)
+    words = {"sum": "add", "prod": "mul", "band": "and_", "bor": "or_", "bxor": "xor"}
+    return getattr(builder, words[name])(a, b)
+
+
+@_word
+def block(context: Any, op: Any, kind: Any, size: Any, to: Any, left: Any, right: Any) -> Any:
+    """block(op, kind, size, to, left, right): `size` numbers at `left` and `right`, combined.
+
+    All are read before any is written, at `to`, so they are added at once. Where `op` is "first",
+    they are those at `left`. Not for half precision.
+    """
+    name, stored = op.literal_value, KINDS[kind.literal_value]
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(stored[0], size.literal_value).as_pointer()
+        to, a, b = (builder.inttoptr(address, vector) for address in arguments[3:])
+        number = builder.load(a, align=1)
+        if name != "first":
+            number = _applied(builder, name, stored[1], number, builder.load(b, align=1))
+        builder.store(number, to, align=1)
+        return context.get_dummy_value()
+
+    return types.void(op, kind, size, types.int64, types.int64, types.int64), code
 
 
 @_word

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..agree import agree, is_direct
+from ..agree import BODY, agree, is_direct
 from ..errors import WeftError
 from ..kernels.lists import parted
 from ..rows import Rows
@@ -123,6 +123,8 @@ def _parts(
     """What goes into one call each, and the first error of all."""
     starts = range(0, len(requests), MOST)
     parts = [Joint(requests[start : start + MOST], wire.rank, start) for start in starts]
+    for part in parts if len(parts) > 1 else ():  # what is wrong with one, the first call says
+        part.sort()
     return parts, error or next((part.error for part in parts if part.error), None)
 
 
@@ -185,7 +187,14 @@ def _opened(
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
     lends = auto and near_tables.lends(wire, own.size)
-    with wire.lease(own.size, lent=lends) as memory:
+    lays = lends and own.plain and own.size > BODY and not (own.is_sorted or described)
+    if not lays:
+        own.sort()
+        lends = auto and near_tables.lends(wire, own.size)
+    with wire.lease(own.room if lends else own.size, lent=lends) as memory:
+        if lays and not own.lay(memory, call.op):
+            own.sort()
+        error = error or own.error
         while True:
             body = torch.empty(0, dtype=torch.uint8)
             if error is None:
@@ -200,7 +209,7 @@ def _opened(
                 error,
                 body,
                 combine,
-                meanwhile=lambda: own.values(memory, call.op),
+                meanwhile=lambda: own.is_sorted and own.values(memory, call.op),
             )
             try:
                 bodies = agreement.bodies
@@ -216,6 +225,7 @@ def _opened(
                 if not both.lends and any(one.lent for one in everyone):
                     near_tables.pause(wire)
                     lends = False
+                    own.sort()
                     continue
                 eager = wire.size > 1 and all(one.index is not None for one in everyone)
                 if not (eager or both.header or any(one.lent for one in everyone)):
@@ -237,9 +247,8 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
         if opening.eager:
             algorithm, result = EAGER, _merged(opening.everyone, call, space)
         elif opening.lends:
-            values = own.values(opening.memory, call.op)
             algorithm = near_tables.NAME
-            result = near_tables.split(values, own.own, opening.everyone, call, space)
+            result = near_tables.split(opening.everyone, call, space)
         else:
             algorithm, result = _run(call, own, opening.memory, both, space, requests[0].algorithm)
     if result is None:
@@ -397,7 +406,7 @@ def _handed_out(
     wire, requests = call.wire, own.requests
     of_dtype: dict[torch.dtype, Tensor] = {}
     ends: list[int] = []
-    for dtype in {requests[table].rows.indices.dtype for table in space.tables}:
+    for dtype in own.index_dtypes:
         of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
     sizes = [last - first for first, last in pairwise([0, *ends])]
     counts = [0] * len(requests)
@@ -411,6 +420,7 @@ def _handed_out(
                 raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
+    alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
     reduced: dict[int, Rows] = {}
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
@@ -421,7 +431,8 @@ def _handed_out(
         pieces = values.split_with_sizes(many)
         for place, (table, piece) in enumerate(zip(tables, pieces, strict=True), first):
             given = requests[table].rows
-            reduced[table] = Rows(indices[given.indices.dtype][place], piece, given.height)
+            where = alone or indices[given.indices.dtype]
+            reduced[table] = Rows(where[place], piece, given.height)
     rows = _in_order(requests, reduced)
     for table, request in enumerate(requests):
         if request.out is not None:

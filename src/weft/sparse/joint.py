@@ -1,9 +1,13 @@
-"""One rank's rows of all tables of a list: sorted all at once, and laid out as they travel.
+"""One rank's rows of all tables of a list: duplicates combined, and laid out as they travel.
 
 A sort, a sum of duplicates and their checks cost a table of some hundred rows more in calls than in
 work. So the tables' indices get one space of keys here, that of this rank alone, one table
 behind the other; they are sorted together, and each table is a range of what comes out. The tables
 lie in the order of `tables.layout`: those of one row shape and dtype are neighbours.
+
+Rows that others read where they lie are not sorted, which their owners do: each is laid behind the
+one before, or added to that of its index. So every row is moved once, whether duplicates are many
+or few, and none is looked for beyond its table.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
-from ..kernels.lists import joined
+from ..kernels.lists import Laid, joined, laid
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
@@ -59,8 +63,12 @@ class Joint:
             error there are no rows.
         lines: of each table what it is.
         numbers: of each table, see `tables`.
-        counts: of each table its rows, duplicates combined.
-        size: bytes of the values of all rows, as they travel.
+        index_dtypes: of the indices of all tables.
+        plain: nothing is rounded on its way, so rows can be `laid`.
+        is_sorted: `sort` did its work.
+        size: bytes of the values of all rows, as they travel: with duplicates, until these are
+            combined, by `lay` or `sort`; only behind one of these is known:
+        counts: of each table its rows.
     """
 
     def __init__(self, requests: Sequence[Request], rank: int, start: int = 0) -> None:
@@ -72,44 +80,116 @@ class Joint:
         requests = requests[:bad]
         lines: list[str] = []
         kinds: list[_Kind] = []  # by which rows are laid out
+        given: list[int] = []
         self._row: list[int] = []
+        self.index_dtypes: set[torch.dtype] = set()
         before = None
         for request in requests:
-            if before is not None and before.fields is request.fields:  # what is in it, is there
-                lines.append(lines[-1])
-                kinds.append(kinds[-1])
-                self._row.append(self._row[-1])
-                continue
-            before, rows = request, request.rows
-            said = request.fields["row shape"]
-            shape = UNKNOWN if said is None else said
-            own = rows.indices.dtype, rows.values.dtype
-            lines.append(line(*own, rows.height, shape, request.dtype))
-            kinds.append((request.dtype, own[1], tuple(rows.row_shape)))
-            self._row.append(row_bytes(kinds[-1][2], request.dtype))
+            rows = request.rows
+            given.append(len(rows.indices))
+            if before is None or before.fields is not request.fields:  # what is in it, is there
+                before, said = request, request.fields["row shape"]
+                shape = UNKNOWN if said is None else said
+                own = rows.indices.dtype, rows.values.dtype
+                text = line(*own, rows.height, shape, request.dtype)
+                kind = request.dtype, own[1], tuple(rows.row_shape)
+                row = row_bytes(kind[2], request.dtype)
+                self.index_dtypes.add(own[0])
+            lines.append(text)
+            kinds.append(kind)
+            self._row.append(row)
         self.lines, self._kinds = tuple(lines), kinds
-        given = [request.rows.indices.numel() for request in requests]
-        order = [table for table in layout(self.lines) if given[table]]
-        self._order: list[int] = []  # none, where something is wrong
-        self._begins = [0, *accumulate(given[table] for table in order)]
+        self._order = [table for table in layout(self.lines) if given[table]]
+        self._begins = [0, *accumulate(given[table] for table in self._order)]
         self._starts = self._firsts = np.zeros(0, np.int64)
         self._distinct = kernels.Distinct(_NOTHING, None, None)
         self._values: Tensor | None = None
         self.numbers = np.empty((len(requests), COLUMNS), np.int64)
         self.numbers[:] = _UNLIMITED
         self.numbers[:, WHOSE:] = rank  # and who told the row shape
-        for table, request in enumerate(requests):
-            if request.out is not None and request.capacity is not None:
+        outs = [(table, each) for table, each in enumerate(requests) if each.out is not None]
+        for table, request in outs:
+            if request.capacity is not None:
                 self.numbers[table, ROOM] = request.capacity
-        self.counts = [0] * len(requests)
-        if order:
-            keys, lows, highs = joined([requests[table].rows.indices for table in order])
-            self.error = _wrong(requests, order, lows, highs, start) or self.error
-            if self.error is None:
-                self._order = order
+        self.counts = given
+        self.size = self._bytes()
+        self._lent: tuple[int, int] | None = None
+        self.is_sorted = False
+        self.fallible = any(each.fallible for each in (*requests[:1], *(one for _, one in outs)))
+        self.plain = not self.fallible and all(
+            dtype == wide and requests[0].op.accumulator(dtype) == dtype
+            for dtype, wide, _ in set(kinds)
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes of memory for all rows with their indices, where others read them."""
+        return self.size + 8 * sum(self.counts) + 8
+
+    def _bytes(self) -> int:
+        return sum(self.counts[table] * self._row[table] for table in self._order)
+
+    def lay(self, memory: Tensor, op: Op) -> bool:
+        """Lay rows, which are `plain`, in `memory`, where others may read them; in no order.
+
+        False: that is not to be had, and nothing was done. What is wrong is in `error` then.
+        """
+        begin = -(-self.size // 8) * 8
+        for index in (torch.int32, torch.int64):
+            where = memory[begin : begin + self._begins[-1] * index.itemsize].view(index)
+            found = self._laid(where, memory, op)
+            if found is not None:
+                break
+        else:
+            return False
+        counts, lows, highs = np.array(found)
+        if not self._right(lows, highs):
+            return True
+        self.numbers[self._order, ROWS] = counts
+        self.numbers[self._order, HIGHEST] = highs
+        self.counts = self.numbers[:, ROWS].tolist()
+        self.size = self._bytes()
+        self._lent = memory.data_ptr() + begin, memory.data_ptr()
+        return True
+
+    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> Laid | None:
+        """`lay` with indices of this dtype."""
+        done = Laid([], [], [])
+        row = size = 0
+        for _, stack in groupby(self._order, self._kinds.__getitem__):
+            tables = list(stack)
+            rows = [self.requests[table].rows for table in tables]
+            pairs = [(each.indices, each.values) for each in rows]
+            found = laid(pairs, op, where[row:], memory[size:])
+            if found is None:
+                return None
+            for all_, these in zip(done, found, strict=True):
+                all_.extend(these)
+            many = sum(found.counts)
+            row, size = row + many, size + many * self._row[tables[0]]
+        return done
+
+    def sort(self) -> None:
+        """Sort the rows and find what is distinct among them; once.
+
+        What is wrong with their indices is in `error` then, and there are no rows.
+        """
+        if self.is_sorted:
+            return
+        self.is_sorted, self._lent = True, None
+        if self._order:
+            keys, lows, highs = joined([self.requests[table].rows.indices for table in self._order])
+            if self._right(lows, highs):
                 self._sort(keys, highs)
-        self.size = sum(self.counts[table] * self._row[table] for table in self._order)
-        self.fallible = any(request.fallible for request in requests)
+        self.size = self._bytes()
+
+    def _right(self, lows: Longs, highs: Longs) -> bool:
+        """Whether all indices are; else there are no rows."""
+        wrong = _wrong(self.requests, self._order, lows, highs, self.numbered.start)
+        self.error = wrong or self.error
+        if self.error is not None:
+            self._order, self.counts, self.size = [], [0] * len(self.counts), 0
+        return self.error is None
 
     def _sort(self, keys: Tensor, highs: Longs) -> None:
         ends = np.add.accumulate(highs + 1)
@@ -126,11 +206,6 @@ class Joint:
     def _offset(self, starts: Longs) -> Tensor:
         """Of each row what its table has in `starts`."""
         return torch.from_numpy(np.repeat(starts, np.diff(self._firsts)))
-
-    @property
-    def own(self) -> Tensor:
-        """Their keys, int64, in the space of this rank alone."""
-        return self._distinct.indices
 
     def indices(self) -> Tensor:
         """In the order in which rows are laid out; int32 if all fit."""
@@ -168,6 +243,9 @@ class Joint:
             described: whether rows that do not travel in it have a header though it can.
         """
         lines, numbers, fallible = self.lines, self.numbers, self.fallible
+        if self._lent is not None and not (eager and self.size <= BODY):
+            return Tables(lines, numbers, fallible=fallible, lends=True, lent=self._lent)
+        self.sort()
         said = Tables(lines, numbers, fallible=fallible, lends=lends)
         if eager and self.size <= BODY:
             rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
@@ -176,12 +254,14 @@ class Joint:
                 return rows
         if lends and not described:
             self.values(memory, op)  # now: a peer reads as soon as it hears where
-            place = self.own.data_ptr(), memory.data_ptr()
+            indices, begin = self.indices(), -(-self.size // 8) * 8
+            memory[begin : begin + indices.nbytes].view(indices.dtype).copy_(indices)
+            place = memory.data_ptr() + begin, memory.data_ptr()
             return Tables(lines, numbers, fallible=fallible, lends=True, lent=place)
         return replace(said, header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:
-        """The bytes of all rows, in `memory`; computed once."""
+        """The bytes of all rows, which are sorted, in `memory`; computed once."""
         if self._values is None:
             place = start = 0
             firsts = self._firsts.tolist()

@@ -191,8 +191,8 @@ def lent_of(able: bool, indices: Tensor, values: Tensor) -> Lent:
 def staying(wire: Wire, indices: Tensor, values: Tensor) -> dict[int, Lent]:
     """What to say to each peer of rows in leased memory, which is going to be released later."""
     stays = wire.stays(indices) and wire.stays(values)
-    lent = lent_of(True, indices, values)._replace(stays=stays)
-    return {peer: lent._replace(sees=wire.sees(peer)) for peer in wire.peers}
+    where = indices.numel(), indices.data_ptr(), values.data_ptr()
+    return {peer: Lent(True, stays, wire.sees(peer), *where) for peer in wire.peers}
 
 
 def read_all(wire: Wire, peer: int, address: int, into: Tensor) -> None:

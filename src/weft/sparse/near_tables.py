@@ -1,10 +1,12 @@
 """split of a list of tables among ranks of one host, by reading alone: two rounds and no header.
 
-Ranks that can read each other's memory need not describe their rows. Each says in its statement
-where its keys and its rows lie. Everybody reads everybody's keys, from which all compute the same
-cuts, and the rows of what it owns; then tells where its sums are and reads the others'. So nothing
-is sampled, estimated or chosen, and the opening is followed by one small exchange where `split`
-otherwise needs three (`near`).
+Ranks that can read each other's memory need not describe their rows. Each lays them where the
+others read them, one table behind the other, its duplicates combined but in any order, and says
+where in its statement; from the numbers of rows in there all compute the same cuts. Everybody reads
+the rows of what it owns, sorts them by their keys and adds them up, tells where its sums are, and
+reads the others'. So rows are sorted once, by their owner; nothing is sampled beside a table that
+is cut in the middle, nothing is estimated or chosen, and the opening is followed by one small
+exchange where `split` otherwise needs three (`near`).
 
 Rows and sums are leased from the arena of the wire (`weft.wire.arena`). Who maps that adds rows
 where they lie, and need not say that it has read the sums: they stay until all have spoken in
@@ -16,7 +18,9 @@ Rows that are few came in the statement itself, and are taken from there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
@@ -24,17 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import lent
-from ..kernels.lists import List, cut, moved
-from ..wire.base import Wire, as_bytes
+from ..wire.base import Wire
 from ..wire.common import Common, begun
 from ..wire.memory import fresh, typed
-from .call import Call, partial_dtype
-from .mixed import Extents, Merge, Stacked, widened
+from .call import Call
+from .mixed import Extents, Stacked, widened
 from .near import say_read, staying, told
+from .near_rows import Cut, Part, Spans, itemsize, owned
 from .space import Space
-from .tables import HIGHEST, ROWS, Tables
+from .tables import ROWS, Longs, Tables
 
 __all__ = ["NAME", "lends", "pause", "split"]
 
@@ -43,10 +45,9 @@ NAME = "split"
 
 _MOST = 16 << 20  # bytes of a rank's rows; for more a header, by which to choose, costs little
 _PAUSE = 64  # openings of all calls until ranks that could not all lend try it again
-_PIECE = 1 << 18  # bytes of rows that are read at once, to be added while they are in the cache
-
-_Source = Tensor | int
-"""The bytes of a rank's rows, or where they lie in its memory."""
+_INDEX = 8  # bytes of a row besides its values, in the work of an owner
+_EVEN = 8  # a table is cut in the middle only where a share would be this part of it off
+_BYTE = torch.empty(1, dtype=torch.uint8)
 
 _resting: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
 
@@ -67,172 +68,117 @@ def pause(wire: Wire) -> None:
     _resting[wire] = wire.sequence + _PAUSE
 
 
-def split(
-    values: Tensor, keys: Tensor, everyone: Sequence[Tables], call: Call, space: Space
-) -> Stacked:
+def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     """The sums of all ranks' rows.
 
     Args:
-        values: the bytes of this rank's rows, as they travel.
-        keys: where they belong, in the space of keys of this rank alone.
         everyone: what each rank said.
         call: what every rank knows of it.
         space: the keys of all ranks.
     """
-    wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
-    lists = _lists(wire, keys, everyone, space)
-    sizes = None if len(stacks) == 1 else space.row[space.tables]
-    ranges = cut(lists, space.starts, sizes)
-    if everyone[me].lent is not None:  # what the owners of its rows read here
-        ends = _bytes_before(lists[me], space, ranges[me])
-        wire.count([(peer, keys) for peer in peers])
-        wire.count([(peer, values[ends[peer] : ends[peer + 1]]) for peer in peers])
-    runs, spans = [], []
-    for one, ends in zip(lists, ranges, strict=True):
-        first, last = ends[me : me + 2]
-        runs.append(moved(one, space.starts, first, last, space.index))
-        spans.append(_bytes_before(one, space, (first, last)))
-    extents = [Extents(run, stacks) for run in runs]
-    merge = Merge(call, stacks, runs, extents)
-    sources: list[_Source] = []
-    for rank, (low, high) in enumerate(spans):
-        here = values if rank == me else everyone[rank].values
-        address = (everyone[rank].lent or (0, 0))[1] + low
-        sources.append(address if here is None else here[low:high])
-    adds = _Adds(call, merge, sources, extents)
+    wire, me = call.wire, call.wire.rank
+    rows = np.array([said.numbers[space.tables, ROWS] for said in everyone])
+    sizes = space.row[space.tables]
+    spans = Spans.of(rows, sizes)
+    work = rows.sum(0) * (sizes + _INDEX)
+    cuts = _cuts(work, wire.size)
+    wire.count(_read_by(everyone[me], spans, cuts, wire))
     wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
-    most = sum(int((said.numbers[:, ROWS] * (space.row + 8)).sum()) for said in everyone)
-    common = begun(wire, most, (as_bytes(merge.keys).numel(), merge.extents.bytes[-1]))
-    found = _read(adds, space) if common is None else _made(adds, space, common)
-    return widened(found, stacks)
+    with ExitStack() as undo:
+        with owned(call, space, everyone, spans, _touched(cuts, me)) as mine:
+            parts = mine.between(cuts[me : me + 2])
+            count = sum(part.many for part in parts)
+            size = sum(part.many * part.stack.row for part in parts)
+            common = begun(wire, int(work.sum()), (count * space.index.itemsize, size))
+            if common is not None:
+                places, sums = undo.enter_context(common).mine
+                keys = places.view(space.index)
+            else:
+                keys_at = -(-size // 8) * 8
+                lease = wire.lease(keys_at + count * space.index.itemsize, lent=True)
+                undo.callback(lease.release, later=True)
+                sums = lease.tensor[:size]
+                keys = typed(lease.tensor, (count,), space.index, keys_at)
+            _add_up(parts, keys, sums)
+        wire.count([(peer, each) for peer in wire.peers for each in (keys, sums)])
+        found = _read(call, space, keys, sums) if common is None else _made(space, common)
+    return widened(found, space.stacks)
 
 
-def _made(adds: _Adds, space: Space, common: Common) -> Stacked:
-    """The sums of all, which each owner writes where all ranks have them."""
-    with common:
-        keys, sums = common.mine
-        keys.copy_(as_bytes(adds.merge.keys))
-        adds.write(sums)
-        adds.count(sums)
-        common.finish()
-        return Stacked(common.whole(0).view(space.index).clone(), common.own(1))
+def _add_up(parts: Sequence[Part], keys: Tensor, sums: Tensor) -> None:
+    """The keys and the bytes of the rows that this rank owns."""
+    count = size = 0
+    for part in parts:
+        last = count + part.many
+        part.add_up(keys[count:last], part.stack.typed(sums, part.many, size))
+        count, size = last, size + part.many * part.stack.row
 
 
-def _read(adds: _Adds, space: Space) -> Stacked:
+def _made(space: Space, common: Common) -> Stacked:
+    """The sums of all, which each owner wrote where all ranks have them."""
+    common.finish()
+    return Stacked(common.whole(0).view(space.index).clone(), common.own(1))
+
+
+def _read(call: Call, space: Space, keys: Tensor, sums: Tensor) -> Stacked:
     """The sums of all, each owner's read where they lie."""
-    call, merge = adds.call, adds.merge
     wire, me, peers, stacks = call.wire, call.wire.rank, call.wire.peers, space.stacks
-    size = merge.extents.bytes[-1]
-    keys_at = -(-size // 8) * 8
-    lease = wire.lease(keys_at + as_bytes(merge.keys).numel(), lent=True)
-    try:
-        memory = lease.tensor
-        sums, keys = memory[:size], typed(memory, tuple(merge.keys.shape), space.index, keys_at)
-        keys.copy_(merge.keys)
-        adds.write(sums)
-        adds.count(sums)
-        said = staying(wire, keys, sums)
-        summed = told(wire, said)
-        counts = [
-            merge.keys.numel() if rank == me else summed[rank].rows for rank in range(wire.size)
-        ]
-        places = [0, *accumulate(counts)]
-        result = torch.empty(places[-1], dtype=space.index)
-        spots = [result[low:high] for low, high in pairwise(places)]
-        spots[me].copy_(keys)
-        reads = [(peer, summed[peer].indices, spots[peer]) for peer in peers]
-        if len(stacks) > 1:  # whose extents depend on what these are
-            wire.read_all(reads)
-            reads = []
-        whole = Extents(result, stacks)
-        out = fresh((whole.bytes[-1],), torch.uint8)
-        parts = [out[low:high] for low, high in pairwise(map(whole.at, places))]
-        reads += [(peer, summed[peer].values, parts[peer]) for peer in peers]
-        wire.read_all([*reads, (me, sums.data_ptr(), parts[me])])
-        say_read(wire, said, summed)
-    finally:
-        lease.release(later=True)
+    said = staying(wire, keys, sums)
+    summed = told(wire, said)
+    counts = [keys.numel() if rank == me else summed[rank].rows for rank in range(wire.size)]
+    places = [0, *accumulate(counts)]
+    result = torch.empty(places[-1], dtype=space.index)
+    spots = [result[low:high] for low, high in pairwise(places)]
+    spots[me].copy_(keys)
+    reads = [(peer, summed[peer].indices, spots[peer]) for peer in peers]
+    if len(stacks) > 1:  # whose extents depend on what these are
+        wire.read_all(reads)
+        reads = []
+    whole = Extents(result, stacks)
+    out = fresh((whole.bytes[-1],), torch.uint8)
+    parts = [out[low:high] for low, high in pairwise(map(whole.at, places))]
+    reads += [(peer, summed[peer].values, parts[peer]) for peer in peers]
+    wire.read_all([*reads, (me, sums.data_ptr(), parts[me])])
+    say_read(wire, said, summed)
     return Stacked(result, out)
 
 
-def _lists(wire: Wire, own: Tensor, everyone: Sequence[Tables], space: Space) -> list[List]:
-    """The keys of all ranks' rows: read, where they did not come along."""
-    found: list[List] = []
-    reads: list[tuple[int, int, Tensor]] = []
-    for rank, said in enumerate(everyone):
-        numbers = said.numbers[space.tables]
-        rows, heights = numbers[:, ROWS], numbers[:, HIGHEST] + 1
-        if said.lent is None:
-            shift = np.repeat(np.cumsum(heights) - heights, rows)
-            keys = said.own_indices() + torch.from_numpy(shift)
-        elif rank == wire.rank:
-            keys = own
-        else:
-            keys = torch.empty(int(rows.sum()), dtype=torch.int64)
-            reads.append((rank, said.lent[0], keys))
-        found.append(List(keys, rows, heights))
-    wire.read_all(reads)
-    return found
+def _read_by(
+    said: Tables, spans: Spans, cuts: Sequence[Cut], wire: Wire
+) -> list[tuple[int, Tensor]]:
+    """What the owners of its rows read here, of which only the sizes are right."""
+    if said.lent is None:
+        return []
+    size, rows, bytes_ = itemsize(said), spans.rows[wire.rank], spans.bytes[wire.rank]
+    reads = []
+    for peer in wire.peers:
+        first, last = _touched(cuts, peer)
+        nbytes = (rows[last] - rows[first]) * size + bytes_[last] - bytes_[first]
+        reads.append((peer, _BYTE.expand(nbytes)))
+    return reads
 
 
-class _Adds:
-    """What is to be added up at an owner.
+def _cuts(work: Longs, ranks: int) -> list[Cut]:
+    """Where the range of each rank begins, so that all have about equal work, and where they end.
 
-    Attributes:
-        call: what every rank knows of it.
-        merge: where rows of ranks belong among the sums.
+    Between two tables, if that is nearly as even.
     """
-
-    def __init__(
-        self, call: Call, merge: Merge, sources: Sequence[_Source], extents: Sequence[Extents]
-    ) -> None:
-        self.call, self.merge = call, merge
-        self._sources, self._extents = sources, extents
-
-    def write(self, sums: Tensor) -> None:
-        """The sums of all stacks."""
-        for number in range(len(self.merge.stacks)):
-            self._stack(number, sums)
-
-    def count(self, sums: Tensor) -> None:
-        """Count them as sent: the peers read them."""
-        wire = self.call.wire
-        wire.count([(peer, each) for peer in wire.peers for each in (self.merge.keys, sums)])
-
-    def _stack(self, number: int, sums: Tensor) -> None:
-        """Add up the rows of one stack, in the order of ranks, in its part of `sums`."""
-        call, merge = self.call, self.merge
-        wire, stack, union = call.wire, merge.stacks[number], merge.unions[number]
-        total = stack.typed(sums, union.indices.numel(), merge.extents.bytes[number])
-        partial = partial_dtype(call.op, stack.dtype, stack.wide)
-        wider = total.numel() * partial.itemsize if partial != stack.dtype else 0
-        with wire.lease(max(_PIECE, stack.row)) as scratch, wire.lease(wider) as memory:
-            into = typed(memory, tuple(total.shape), partial) if wider else total
-            for rank, (source, extent) in enumerate(zip(self._sources, self._extents, strict=True)):
-                slots, start = union.slots[rank], extent.bytes[number]
-                count = slots.numel() if stack.row else 0
-                if isinstance(source, Tensor):
-                    rows = stack.typed(source, slots.numel(), start)
-                    kernels.combine(into, slots, rows, call.op)
-                    continue
-                at, done = source + start, None
-                lender = wire.lender(rank) if into is total and count else None
-                if lender is not None:
-                    done = lent.combine(into, slots, lender, at, call.op, scratch)
-                if done is False:
-                    wire.unread(rank, scratch)
-                step = scratch.numel() // max(1, stack.row)
-                for first in range(0, count, step) if done is None else ():
-                    rows = stack.typed(scratch, min(step, count - first), 0)
-                    wire.read_all([(rank, at + first * stack.row, rows)])
-                    kernels.combine(into, slots[first : first + step], rows, call.op)
-            if into is not total or call.divisor != 1:
-                kernels.finish(into, total, call.divisor)
+    done = [0, *np.add.accumulate(work).tolist()]
+    total, near = done[-1], done[-1] // (_EVEN * ranks)
+    found: list[Cut] = [(0, 0.0)]
+    for rank in range(1, ranks):
+        goal = total * rank // ranks
+        table = bisect_right(done, goal) - 1
+        if goal - done[table] <= near:
+            found.append((table, 0.0))
+        elif done[table + 1] - goal <= near:
+            found.append((table + 1, 0.0))
+        else:
+            found.append((table, (goal - done[table]) / (done[table + 1] - done[table])))
+    return [*found, (len(work), 0.0)]
 
 
-def _bytes_before(one: List, space: Space, rows: Sequence[int]) -> list[int]:
-    """Bytes of a list's rows before each of these."""
-    if len(space.stacks) == 1:
-        return [row * space.stacks[0].row for row in rows]
-    ends, sizes = np.cumsum(one.rows), space.row[space.tables]
-    return [int((np.diff(ends.clip(max=row), prepend=0) * sizes).sum()) for row in rows]
+def _touched(cuts: Sequence[Cut], rank: int) -> tuple[int, int]:
+    """The first of the tables that a rank owns something of, and their end."""
+    last, into = cuts[rank + 1]
+    return cuts[rank][0], last + (into > 0)

@@ -353,7 +353,7 @@ def _plain(given: object) -> tuple[Rows, _Kind] | None:
     height = form = None
     if type(given) is tuple and len(given) == 2:
         indices, values = given
-        if not (type(indices) is type(values) is Tensor) or indices.dim() != 1:
+        if not type(indices) is type(values) is Tensor:
             return None
     elif type(given) is Tensor and given.layout is torch.sparse_coo and given.is_cpu:
         if given.sparse_dim() != 1 or given.requires_grad:
@@ -363,11 +363,11 @@ def _plain(given: object) -> tuple[Rows, _Kind] | None:
         height = form[0]
     else:
         return None
-    shape, count = values.shape, indices.numel()
+    shape, rows = values.shape, indices.shape
     plain = (
-        count > 0
-        and len(shape) > 0
-        and shape[0] == count
+        len(rows) == 1
+        and rows[0] > 0
+        and shape[:1] == rows
         and values.layout is torch.strided
         and indices.is_cpu
         and values.is_cpu

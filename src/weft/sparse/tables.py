@@ -131,7 +131,7 @@ class Tables:
         return cls(
             _lines_in(bytes(raw[first : first + lines])) if tables else (),
             numbers.reshape(tables, COLUMNS).copy(),
-            bytes(raw[second : second + trouble]).decode(),
+            bytes(raw[second : second + trouble]).decode() if trouble else "",
             fallible,
             lends,
             (where[0], where[1]) if kind == _LENT else None,
@@ -176,9 +176,9 @@ class Tables:
             return first  # the fingerprints tell
         everyone = np.array([one.numbers for one in said])
         numbers = first.numbers.copy()
-        numbers[:, ROWS] = everyone[:, :, ROWS].sum(0)
-        numbers[:, HIGHEST] = everyone[:, :, HIGHEST].max(0)
-        if everyone[:, :, ROOM].min(initial=NO_LIMIT) < NO_LIMIT:
+        np.add.reduce(everyone[:, :, ROWS], 0, out=numbers[:, ROWS])
+        np.maximum.reduce(everyone[:, :, HIGHEST], 0, out=numbers[:, HIGHEST])
+        if (everyone[:, :, ROOM] < NO_LIMIT).any():
             tightest = everyone[:, :, ROOM].argmin(0)
             rooms = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
             numbers[:, [ROOM, WHOSE]] = rooms
