@@ -17,6 +17,7 @@ import torch
 
 from weft.errors import WeftError, WireError
 from weft.testing import RankFailure, pool, processes, run, spmd
+from weft.testing.spmd import LIMIT
 from weft.wire import default
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
@@ -236,7 +237,6 @@ def test_the_processes_end_when_they_are_not_wanted_any_more():
     assert not {pid for pid, _ in run(3, process_ids, on="processes")} & set(pids)
 
 
-@pytest.mark.timeout(120)  # it imports torch twice, which a busy machine takes long for
 def test_the_processes_end_when_the_caller_dies(tmp_path):
     program = """
         import os, sys, weft.testing
@@ -257,3 +257,9 @@ def test_the_processes_end_when_the_caller_dies(tmp_path):
     assert done.returncode == 3
     assert len(done.stdout.split()) == 2
     assert gone(done.stdout.split())
+
+
+def test_whoever_hangs_is_heard_before_the_process_ends(pytestconfig):
+    """First the ranks, then the threads: a worker of pytest-xdist ends without a word."""
+    heard = [float(pytestconfig.getini(name)) for name in ("faulthandler_timeout", "timeout")]
+    assert LIMIT < heard[0] < heard[1]

@@ -20,7 +20,6 @@ CLEAR = f"{CLEAR} GLOO_SOCKET_IFNAME"
 
 on_hosts = [
     pytest.mark.network,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None,
         reason="network namespaces need root and iproute2",

@@ -116,7 +116,6 @@ def test_the_command_line_starts_without_what_only_a_run_needs() -> None:
     assert found.stdout == "[]\n"
 
 
-@pytest.mark.timeout(180)
 def test_all_three_ways_on_a_small_text(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +141,6 @@ def test_all_three_ways_on_a_small_text(
     ]
 
 
-@pytest.mark.timeout(120)
 def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> None:
     tables = []
     for name in ("one", "two"):
@@ -155,7 +153,6 @@ def test_one_rank_alone_and_the_same_seed_again(tmp_path: Path, text: Path) -> N
     assert tables[0] == tables[1]
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
     with started(
         "--ranks", 2, "--steps", 1000, "--dim", 8, "--batch", 128, "--text", text,

@@ -131,7 +131,6 @@ def test_refusals_are_one_line_and_status_2(tmp_path, monkeypatch, options, said
     assert (found.exit_code, found.stderr) == (2, f"weft demo: {said}\n")
 
 
-@pytest.mark.timeout(120)
 def test_the_whole_of_it_on_a_small_graph(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "read", lambda name: small())
     found = demo("--ranks", 2, "--steps", STEPS, "--dim", 8, "--out", tmp_path)

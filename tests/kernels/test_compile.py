@@ -234,6 +234,32 @@ assert status == 0, status
     run(body, tmp_path)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_keeps_no_turn_to_compile(tmp_path):
+    """Others would wait a minute for each loop, as long as a worker that loads data lives."""
+
+    def free():
+        with open(tmp_path / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    mine, end = cache._turn, os.pipe()
+    mine.take(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os.close(end[1])
+        os.read(end[0], 1)  # until its parent closes the pipe
+        os._exit(mine._file is not None)
+    try:
+        with pytest.raises(BlockingIOError):
+            free()
+        mine.give()
+        free()
+    finally:
+        for fd in end:
+            os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # Whose directory it may be.
 
 

@@ -59,13 +59,13 @@ def both_ways(calls, least):
     common.LEAST = least
     dist.init_process_group("gloo")
     wire = process_group.of_group(None)
-    reads, real = [], type(wire).read
+    reads, real = [], type(wire).read_all
 
-    def read(self, peer, address, into):
-        reads.append(into.numel())
-        return real(self, peer, address, into)
+    def read_all(self, wanted):
+        reads.extend(wanted)
+        real(self, wanted)
 
-    type(wire).read = read
+    type(wire).read_all = read_all
     read_ones = reduced(wire, calls)
     count, asks = len(reads), wire.near
     wire.near = False

@@ -50,7 +50,6 @@ Line = dict[str, Any]
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(
         not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None,
         reason="network namespaces need root and iproute2",

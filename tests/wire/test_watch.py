@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -234,6 +235,27 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
         three.watch.close()
         assert three.hear(1) == {"bye": True}
         assert three.hear(1) == {}, "the socket is closed"
+
+
+def test_closing_waits_for_no_thread_that_waits_for_whoever_closes(peers, monkeypatch):
+    """As where a collection of garbage drops a wire in the middle of a handler of the log."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    three, handler = peers(), logging.NullHandler()
+    handler.handle = lambda record: held.wait(30)
+    held = threading.Event()
+    module._log.addHandler(handler)
+    try:
+        three.ends[2].close()  # which its thread says in the log
+        assert three.watch._settled.wait(10.0)
+        closing = threading.Thread(target=three.watch.close, daemon=True)
+        closing.start()
+        closing.join(10.0)
+        assert not closing.is_alive()
+    finally:
+        held.set()
+        module._log.removeHandler(handler)
+    three.watch._thread.join(10.0)
+    assert three.watch._wake.fileno() < 0, "nobody closed the sockets"
 
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(peers):

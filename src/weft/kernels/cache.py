@@ -187,12 +187,23 @@ class _Turn:
     def give(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            os.close(file)  # and so unlocked
+            # not only closed: a child that was forked meanwhile shares what holds the lock
+            fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+
+    def after_fork(self) -> None:
+        """In a child: the turn is the parent's, and ends with it whatever the child does."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 _turn = _Turn()
 patience = _turn.hurry
 """Once set, nobody waits for other processes any more: the interpreter is about to end."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn.after_fork)
 
 
 @contextmanager

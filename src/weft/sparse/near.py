@@ -29,7 +29,7 @@ from .call import Call
 from .owners import parts
 from .stream import Own, Source, merge_blocks
 
-__all__ = ["Lent", "lent_of", "read_all", "say_read", "split_near", "staying", "told"]
+__all__ = ["Lent", "lent_of", "say_read", "split_near", "staying", "told"]
 
 _SAID = struct.Struct("<3?5x3q")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -67,7 +67,7 @@ class _There:
         for first in range(start, stop, call.chunk_rows):
             count = min(call.chunk_rows, stop - first)
             piece = self._memory[: count * row]
-            read_all(call.wire, self._peer, self._lent.values + first * row, piece)
+            call.wire.read_all([(self._peer, self._lent.values + first * row, piece)])
             yield typed(piece, (count, *call.row_shape), call.dtype)
 
 
@@ -166,7 +166,7 @@ def _read(adds: _Adds) -> Rows:
                 result.values[low:high] = sums
             else:
                 result.indices[low:high] = _read_indices(call, rank, summed[rank])
-                read_all(wire, rank, summed[rank].values, as_bytes(result.values[low:high]))
+                wire.read_all([(rank, summed[rank].values, result.values[low:high])])
         say_read(wire, said, summed)
     return result
 
@@ -195,12 +195,6 @@ def staying(wire: Wire, indices: Tensor, values: Tensor) -> dict[int, Lent]:
     return {peer: Lent(True, stays, wire.sees(peer), *where) for peer in wire.peers}
 
 
-def read_all(wire: Wire, peer: int, address: int, into: Tensor) -> None:
-    """Fill `into` from what a peer lends, or raise."""
-    if into.numel() and not wire.read(peer, address, into):
-        wire.unread(peer, into)
-
-
 def told(wire: Wire, said: Mapping[int, Lent]) -> dict[int, Lent]:
     """What each peer tells this rank, which tells it what is `said`."""
     if _KEPT not in wire.kept:  # making a routine takes longer than using it
@@ -222,5 +216,5 @@ def told(wire: Wire, said: Mapping[int, Lent]) -> dict[int, Lent]:
 
 def _read_indices(call: Call, peer: int, lent: Lent) -> Tensor:
     indices = torch.empty(lent.rows, dtype=call.wire_index)
-    read_all(call.wire, peer, lent.indices, as_bytes(indices))
+    call.wire.read_all([(peer, lent.indices, indices)])
     return indices

@@ -36,7 +36,7 @@ def on_wires(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    limit: float = 45.0,
+    limit: float = 180.0,
 ) -> list[Outcome]:
     """Run `body(wire, *args, **kwargs)` with each of the wires, one thread for each.
 

@@ -32,6 +32,7 @@ __all__ = ["Wait", "Watch"]
 _ANSWER = 0.7  # seconds that ranks get to say where they are
 _LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
 _NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself
+_PATIENCE = 5.0  # seconds that the thread gets to end
 _LONGEST = 1 << 16  # bytes of a message between watchers
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -139,7 +140,12 @@ class Watch:
         return self.verdict or self.settle(failed)
 
     def close(self) -> None:
-        """Say bye to all, end the thread, close the sockets. Twice is fine."""
+        """Say bye to all, end the thread, close the sockets. Twice is fine.
+
+        A collection of garbage may bring a thread here in the middle of anything: even of what the
+        watcher's own thread does, or waits for (such as a handler of the log). Then that thread
+        closes the sockets as it ends.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -147,10 +153,12 @@ class Watch:
             if self.verdict is None:
                 for peer in list(self._mesh):
                     self._send(peer, {"bye": True})
-        self._rouse()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._let_go()
+            self._rouse()  # before the thread, which may be awake, has closed what that takes
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(_PATIENCE)
+        if not self._thread.is_alive():
+            self._let_go()
 
     def _let_go(self) -> None:
         self._selector.close()
@@ -193,6 +201,9 @@ class Watch:
         except Exception as error:  # whatever it is, nobody watches any more
             _log.exception("rank %d: the watcher failed", self.rank)
             self.settle(Verdict(self.rank, f"the watcher of rank {self.rank} failed: {error!r}"))
+        with self._lock:
+            if self._closed:
+                self._let_go()
 
     def _turn(self) -> None:
         """Sleep until something comes in or falls due, and see to it."""

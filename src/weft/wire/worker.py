@@ -323,7 +323,8 @@ class Worker:
     def _after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
         self._forked = True
-        self._turns = threading.Condition()  # it may have been held
+        self._lock = threading.Lock()  # it may have been held
+        self._turns = threading.Condition(self._lock)
         self._queue.clear()
         self._left.clear()
         self._naps = self._left_alone = False
