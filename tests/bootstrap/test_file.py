@@ -158,17 +158,54 @@ def test_of_two_that_would_be_rank_0_one_finds_the_other(tmp_path: Path, door: D
     assert read(path) == first
 
 
+def refused(*_: object) -> None:
+    raise PermissionError("no links here")
+
+
 def test_a_file_system_without_links_will_do(
     tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refused)
     path, mine = tmp_path / "run7", invitation(door.port)
     assert claim(path, replace(mine, nonce=b"stale".hex())) is None
     assert claim(path, mine) is None
     assert claim(path, replace(mine, pid=13)) == mine
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_is_not_taken_away_in_place_of_an_old_one(
+    links: bool, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came between the look and the taking away; without links it was lost."""
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    path, rename = tmp_path / "run7", os.rename
+    stale, new = invitation(door.port, b"stale"), invitation(door.port)
+    assert claim(path, stale) is None
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        path.write_text(new.to_json())
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    withdraw(path, stale)
+    assert read(path) == new
+    assert os.listdir(tmp_path) == ["run7"]
+
+
+def test_a_link_that_was_made_though_its_answer_was_lost_is_no_other_rank_0(
+    tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS asks again, and hears that the file is there."""
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    assert claim(tmp_path / "run7", invitation(door.port)) is None
 
 
 def rewrite(path: Path, **part: object) -> None:
@@ -226,6 +263,19 @@ def test_a_file_of_another_user_is_refused(
 def test_a_rank_that_waits_says_for_whom(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(WireError, match=rf"rank 2: waited 0 s for rank 0 at .*; {why}"):
         find(tmp_path / name, 2, soon(0.1))
+
+
+def test_a_rank_that_waits_says_where_only_rank_0_itself_can_call(
+    tmp_path: Path, door: Door
+) -> None:
+    path = tmp_path / "run7"
+    silent = invitation(door.port, b"another's")
+    claim(path, silent)
+    with pytest.raises(WireError, match=r"127.0.0.1 port \d+: only its own host reaches it there"):
+        find(path, 1, soon(0.1))
+    claim(path, replace(silent, host=socket.gethostname()))  # whom it would lead astray
+    with pytest.raises(WireError, match=r"is that an earlier run, or one behind a firewall"):
+        find(path, 1, soon(0.1))
 
 
 def test_looks_are_made_less_and_less_often(

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from weft.bootstrap import meeting
+from weft.bootstrap import addresses, meeting
 from weft.bootstrap.launchers import Launch
 from weft.bootstrap.meeting import File, Mpi, Ports, Tcp, place
 from weft.bootstrap.store import listener
@@ -142,17 +142,11 @@ def test_rank_0_needs_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
             where.meet(TWO, time.monotonic() + 0.1)
 
 
-@pytest.mark.parametrize("where", [Ports("127.0.0.1", "12.0"), File(Path("/tmp/run7"))])
-def test_rank_0_tells_that_its_interface_is_not_there(
-    where: Ports | File, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", [Ports("127.0.0.1", "12.0"), File(Path("run7")), Mpi()])
+def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
+    where: Ports | File | Mpi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As an error that the other ranks hear (`notice`), and not as one of the network."""
-    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
-    with pytest.raises(WeftError, match=r"^rank 0: WEFT_INTERFACE=nothing7 names no interface"):
-        where.meet(Launch("srun", 0, 2, 0, 2), time.monotonic() + 5)
-
-
-def test_over_mpi_too_all_hear_why_rank_0_cannot_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all, on whatever host, hear of it in the roll call."""
     said: list[str] = []
 
     class World:
@@ -160,9 +154,38 @@ def test_over_mpi_too_all_hear_why_rank_0_cannot_host(monkeypatch: pytest.Monkey
             said.append(text)
             return said[0]
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(meeting, "_mpi_world", lambda launch, deadline: World())
     monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
-    for rank in range(2):
-        with pytest.raises(WeftError, match=r"^rank 0: WEFT_INTERFACE=nothing7 names no interface"):
-            Mpi().meet(Launch("mpirun", rank, 2, 0, 1), time.monotonic() + 5)
-    assert len(said) == 2
+    host = where.meet(Launch("srun", 0, 2, 0, 2), time.monotonic() + 5)
+    guest = where.meet(Launch("srun", 1, 2, 0, 2), time.monotonic() + 5)
+    host.store.set("there", "yes")
+    assert guest.store.get("there") == b"yes"
+    host.close()
+
+
+def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a service of Kubernetes: whoever calls it is led to rank 0."""
+    monkeypatch.setattr(addresses, "is_here", lambda host: False)
+    with listener("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    where = Tcp("127.0.0.1", port, False, "there")
+    host = where.meet(Launch("environment", 0, 2, 0, 2), time.monotonic() + 5)
+    guest = where.meet(TWO, time.monotonic() + 5)
+    host.store.set("there", "yes")
+    assert guest.store.get("there") == b"yes"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
+def test_rank_0_that_is_not_where_it_should_be_says_so(
+    host: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    where = Tcp(host, 29500, False, "there")
+    began = time.monotonic()
+    with pytest.raises(WireError, match=rf"rank 0 is on .*, which is not {host} .* lead here with"):
+        where.meet(Launch("environment", 0, 2, 0, 2), began + 0.5)
+    assert time.monotonic() - began < 5  # torch and the others' ears would take longer
+    assert capfd.readouterr().err == ""  # none of torch's stack traces
+    assert [record.message for record in caplog.records if "waiting for that" in record.message]

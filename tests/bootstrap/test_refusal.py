@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from weft.bootstrap import file, notice, store
+from weft.bootstrap import file, init, notice, store
 from weft.bootstrap.file import find
 from weft.bootstrap.meeting import Tcp, can_host
 from weft.errors import WeftError, WireError
@@ -270,6 +270,30 @@ def test_a_listener_that_comes_late_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert found.get("a") == b"b"
     with pytest.raises(ZeroDivisionError):
         store.connect("127.0.0.1", free_port(), 20.0, look=lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "who", "culprit"),
+    [
+        ("Gloo connectFullMesh failed\nand where", "some ranks", None),
+        ("wait timeout after 4000ms, keys: /weft/group1/group/0//cpu//0/1\nand where", "rank 1", 1),
+    ],
+)
+def test_ranks_that_met_and_cannot_connect_are_told_that(
+    said: str, who: str, culprit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one freezes then, or a firewall leaves them the port of the meeting alone."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    complaint = rf"^rank 0: all 1 ranks came to tcp.*, and then {who} did not connect: .*firewall"
+    with pytest.raises(WireError, match=complaint) as caught:
+        init.init(rendezvous=f"tcp://127.0.0.1:{free_port()}")
+    assert caught.value.culprit == culprit
 
 
 def test_a_key_is_waited_for_until_the_deadline() -> None:

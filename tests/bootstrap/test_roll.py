@@ -36,6 +36,10 @@ COMPLETE = [entry(0), entry(2), entry(1)]
             [entry(rank, address="127.0.0.1", machine=str(rank)) for rank in range(3)],
             "ranks 0, 1 and 2 would listen at 127.0.0.1, .* WEFT_INTERFACE",
         ),
+        (  # each host's docker0
+            [entry(r, address=f"172.17.0.{r % 2}", machine=str(r)) for r in range(3)],
+            r"ranks 0 and 2 would both listen at 172.17.0.0, .*host0, host2.* WEFT_INTERFACE",
+        ),
     ],
 )
 def test_what_does_not_fit(entries: Sequence[Entry], error: str) -> None:
@@ -50,8 +54,9 @@ def test_what_fits() -> None:
     assert all(judge(COMPLETE[:count]) is None for count in range(3))
     decision = judge(COMPLETE)
     assert decision is not None and (decision.error, decision.backend) == ("", "gloo")
-    local = [entry(rank, address="127.0.0.1", machine="one") for rank in range(3)]
-    assert judge(local) == decision
+    for address in ("127.0.0.1", "10.0.0.7"):
+        local = [entry(rank, address=address, machine="one") for rank in range(3)]
+        assert judge(local) == decision
 
 
 def test_the_devices_of_all_choose_the_backend() -> None:

@@ -115,7 +115,8 @@ WRONG = {
     "bits": (lambda: (torch.ones(2), "bor"), "op bor does not apply to torch.float32"),
     "average": (lambda: (torch.ones(2).long(), "avg"), "op avg is for floating point"),
     "sparse": (lambda: (torch.ones(2).to_sparse(), "sum"), "weft.sparse_all_reduce"),
-    "nothing": (lambda: (None, "sum"), "tensor is NoneType"),
+    "meta": (lambda: (torch.ones(2, device="meta"), "sum"), "tensor is on the meta device"),
+    "nothing": (lambda: (None, "sum"), "tensor is a NoneType"),
     "gradient": (lambda: (torch.ones(2, requires_grad=True), "prod"), "prod has no gradient here"),
 }
 

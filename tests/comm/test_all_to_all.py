@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,13 +200,20 @@ def test_backward_in_another_order_is_told(wire):
         calls[wire.rank][0].sum().backward()
 
 
+with warnings.catch_warnings():  # torch calls them a prototype
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
+
+
 WRONG = {
     "no list": (lambda x: x[0], "inputs is a Tensor: pass a list of 3 tensors"),
     "count": (lambda x: x[:2], "inputs has 2 tensors for 3 ranks"),
     "no tensor": (lambda x: [x[0], None, x[1]], r"inputs\[1\] is a NoneType"),
     "dtypes": (lambda x: [*x[:2], x[2].double()], r"inputs\[2\] has dtype torch.float64"),
     "dtype": (lambda x: [t.double() for t in x], r"dtype: .*float32, rank 1 has torch.float64"),
-    "sparse": (lambda x: [t.to_sparse() for t in x], r"inputs\[0\] has layout torch.sparse_coo"),
+    "sparse": (lambda x: [t.to_sparse() for t in x], r"inputs\[0\] is of layout torch.sparse_coo"),
+    "nested": (lambda x: [NESTED] * len(x), r"inputs\[0\] is nested: pass strided"),
+    "meta": (lambda x: [t.to("meta") for t in x], r"inputs\[0\] is on the meta device"),
 }
 
 
@@ -259,9 +268,18 @@ BAD_ROWS = {
     "negative": (lambda r, to: (r, [None, None, torch.tensor([-1])]), r"to\[2\] has index -1"),
     "dtype": (lambda r, to: (r, [torch.ones(1), None, None]), r"to\[0\] is torch.float32"),
     "count": (lambda r, to: (r, to[:2]), "to is 2 entries for 3 ranks"),
-    "2-D": (lambda r, to: (r, [torch.ones(1, 1).long(), None, None]), r"to\[0\] is shape \(1, 1\)"),
+    "2-D": (
+        lambda r, to: (r, [torch.ones(1, 1).long(), None, None]),
+        r"to\[0\] has shape \(1, 1\)",
+    ),
+    "meta indices": (
+        lambda r, to: (r, [torch.ones(1, device="meta").long(), None, None]),
+        r"to\[0\] is on the meta device",
+    ),
     "row shape": (lambda r, to: (r[:, :1], to), r"row shape: .* \(2,\), rank 1 has \(1,\)"),
-    "no rows": (lambda r, to: (torch.tensor(1.0), to), "rows is torch.strided without rows"),
+    "no rows": (lambda r, to: (torch.tensor(1.0), to), "rows has no dimension"),
+    "nested": (lambda r, to: (NESTED, to), "rows is nested: pass a strided"),
+    "meta": (lambda r, to: (r.to("meta"), to), "rows is on the meta device"),
 }
 
 

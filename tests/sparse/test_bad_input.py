@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -36,6 +38,12 @@ class Mute:
 def one(*indices, values=None, height=10, dtype=torch.int64):
     found = torch.tensor(indices, dtype=dtype)
     return weft.Rows(found, torch.ones(found.shape[0], 4) if values is None else values, height)
+
+
+def nested():
+    with warnings.catch_warnings():  # torch calls them a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
 
 
 SHARED = torch.empty(64, dtype=torch.int64)
@@ -143,6 +151,7 @@ WRONG = {
         lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
         "rows are on meta, where nothing is held",
     ),
+    "nested rows": (lambda: {"rows": weft.Rows(torch.ones(2).long(), nested())}, "are nested"),
     "rows of lists": (lambda: {"rows": weft.Rows([1], [2.0])}, "weft.Rows of list and list"),
     "a height in words": (lambda: {"rows": one(1, height="ten")}, "height is 'ten': pass the num"),
     "a name too long": (

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from weft.wire import pipe
-from weft.wire.mesh import Listener
+from weft.wire.mesh import AbsentError, Door, Listener
 
 LANES = ("data", "small", "side")
 
@@ -167,6 +167,14 @@ def test_who_does_not_come_is_named(listeners):
     assert time.monotonic() - began < 5.0
 
 
+def test_who_cannot_be_reached_is_named(listeners):
+    _, other = listeners[:2]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        door = Door("127.0.0.1", closed.getsockname()[1], bytes(16))
+    with pytest.raises(AbsentError, match=r"^rank 0 cannot be reached at 127.0.0.1 port .*refused"):
+        other.mesh(1, {0: door}, LANES, time.monotonic() + 5.0)
+
+
 def test_no_time_left_is_said(listeners):
     doors = {0: listeners[0].door}
     with pytest.raises(TimeoutError, match="no time was left"):
@@ -177,7 +185,7 @@ def test_a_door_that_is_shut_leaves_nothing_open(listeners, nothing_left):
     with Listener("127.0.0.1", 1) as gone:
         shut = gone.door
     doors = {0: listeners[0].door, 1: replace(shut, token=bytes(16))}
-    with nothing_left(), pytest.raises(ConnectionRefusedError):
+    with nothing_left(), pytest.raises(AbsentError):
         listeners[2].mesh(2, doors, LANES, time.monotonic() + 5.0)
 
 

@@ -134,6 +134,17 @@ def test_who_did_not_join_is_named():
     assert time.monotonic() - began < 5.0
 
 
+def test_who_joined_and_said_no_more_is_named():
+    """It ended, or was stopped, before it said where it listens."""
+    store = dist.HashStore()
+    store.add("weft/x/1", 1)
+    store.add("weft/x/2", 1)
+    store.set("weft/x/1/2", '{"door": ["127.0.0.1", 9, "00"]}')
+    with pytest.raises(WireError, match="joined: rank 1 came, and then did not say wh") as caught:
+        connect(store, 0, 3, 0.5, name="x")
+    assert caught.value.culprit == 1
+
+
 def with_few_files(path):
     """The soft limit is raised; a hard limit that is too low on one rank is told to both."""
     import resource

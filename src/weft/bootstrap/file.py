@@ -14,6 +14,7 @@ import ipaddress
 import json
 import os
 import secrets
+import socket
 import stat
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WeftError, WireError
+from ..wire.interface import is_loopback
 from .door import knock
 from .store import pauses
 
@@ -140,16 +142,9 @@ def claim(path: Path, invitation: Invitation) -> Invitation | None:
             file.flush()
             os.fsync(file.fileno())
         while True:
-            try:
-                os.link(draft, path)
+            # a link that is there may be ours: NFS asks again where an answer was lost
+            if _placed(draft, path) or (there := read(path)) == invitation:
                 return None
-            except FileExistsError:
-                there = read(path)
-            except OSError:  # a file system without links
-                there = read(path)
-                if there is None:
-                    os.replace(draft, path)
-                    return None
             if there is not None:
                 if there.answer() is not None:
                     return there
@@ -172,7 +167,7 @@ def withdraw(path: Path, invitation: Invitation) -> None:
             return
         os.rename(path, aside)  # at once, so that what is taken away is what is looked at
         if read(aside) != invitation:
-            os.link(aside, path)  # somebody was quicker: it is a new one
+            _placed(aside, path)  # somebody was quicker: it is a new one
     except (OSError, WeftError):
         return  # it is gone, or the folder is: nobody can be led astray then
     finally:
@@ -237,6 +232,23 @@ def private() -> Path:
     return folder
 
 
+def _placed(source: Path, path: Path) -> bool:
+    """Give a file a name that no other has: whether it has it now.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links; nothing better is left to it
+        if os.path.lexists(path):
+            return False
+        os.rename(source, path)
+    return True
+
+
 def _unusable(path: Path) -> str | None:
     """Why rank 0, which is of this user, cannot leave a file there, as far as this host can see."""
     folder = path.parent
@@ -257,10 +269,12 @@ def _answer(path: Path) -> tuple[tuple[str, dict[str, Any]] | None, str]:
     invitation = read(path)
     if invitation is None:
         return None, "there is no such file: is rank 0 started, and does it see the same folder?"
+    why = "is that an earlier run, or one behind a firewall?"
+    if invitation.host != socket.gethostname() and all(map(is_loopback, invitation.addresses)):
+        why = "only its own host reaches it there: name a network interface there in WEFT_INTERFACE"
     return invitation.answer(), (
         f"the file there is that of {invitation}, which does not answer at "
-        f"{', '.join(invitation.addresses)} port {invitation.port}: is that an earlier run, or "
-        "one behind a firewall?"
+        f"{', '.join(invitation.addresses)} port {invitation.port}: {why}"
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ __all__ = ["init", "shutdown"]
 
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 _TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
+_LATE = 0.5  # seconds after the timeout in which others may find it over by themselves
+_AWAITED = re.compile(
+    r"^wait timeout after \d+ms, keys: \S*/(\d+)$"
+)  # gloo's, for a rank's address
 _log = logging.getLogger("weft")
 
 
@@ -216,6 +221,7 @@ def _together(
     With an error of this rank's all of them raise that instead.
     """
     deadline = time.monotonic() + timeout
+    met = False
     try:
         with meeting.at(place, launch, deadline) as (there, times):
             decision, space = roll.call(
@@ -226,6 +232,7 @@ def _together(
                 hosts=there.hosts,
                 elastic=_is_elastic(),
             )
+        met = True
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
             launch.rank,
@@ -244,11 +251,22 @@ def _together(
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
+        said = str(failed).splitlines()[0]
+        late = _AWAITED.search(said) if met else None
+        who = f"rank {late[1]}" if late else "some ranks"
+        why = (
+            f"all {launch.size} ranks came to {place.where}, and then {who} did not connect: is it "
+            "stopped, did it end, or does a firewall close the ports that the system chooses?"
+            if met
+            else f"the {launch.size} ranks did not meet at {place.where} within {timeout:g} s: are "
+            "all of them started, and is that address reachable?"
+        )
+        if met and there.hosts:
+            time.sleep(_LATE)  # the others wait for the same at a store that ends with this process
         raise WireError(
-            f"rank {launch.rank}: the {launch.size} ranks did not meet at {place.where} within "
-            f"{timeout:g} s: are all of them started, and is that address reachable? "
-            f"({str(failed).splitlines()[0]})",
+            f"rank {launch.rank}: {why} ({said})",
             rank=launch.rank,
+            culprit=int(late[1]) if late else None,
         ) from failed
 
 

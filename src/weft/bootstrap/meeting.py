@@ -68,6 +68,9 @@ class Tcp:
     def meet(self, launch: Launch, deadline: float) -> Meeting:
         if launch.rank != 0 or self.agent:
             return Meeting(self._join(launch.rank, _left(deadline)))
+        behind = None
+        if not addresses.is_here(self.host):
+            behind = addresses.led_here(self.host, self.port, _left(deadline))
         try:
             made = dist.TCPStore(
                 self.host,
@@ -76,6 +79,7 @@ class Tcp:
                 wait_for_workers=False,
                 multi_tenant=True,  # the program may hold a store there itself
                 timeout=timedelta(seconds=_left(deadline)),
+                master_listen_fd=behind,  # which the store closes
             )
         except RuntimeError as error:
             taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
@@ -223,16 +227,10 @@ class Mpi:
     def meet(self, launch: Launch, deadline: float) -> Meeting:
         world = _mpi_world(launch, deadline)
         if launch.rank == 0:
-            try:
-                mine, hosted = _invite(secrets.token_bytes(32), deadline)
-            except WeftError as error:
-                world.broadcast(f"{_REFUSED}{error}", _left(deadline))
-                raise
+            mine, hosted = _invite(secrets.token_bytes(32), deadline)
             world.broadcast(mine.to_json(), _left(deadline))
             return hosted
         told = world.broadcast("", _left(deadline))
-        if told.startswith(_REFUSED):
-            raise WeftError(told.removeprefix(_REFUSED))
         invitation = file.Invitation.from_json(told.encode())
         answer = invitation.answer()
         if answer is None:
@@ -246,8 +244,6 @@ class Mpi:
         return Meeting(_store_at(*answer, launch.rank, _left(deadline)))
 
 
-_REFUSED = "refused: "  # begins what rank 0 says over MPI where it cannot host the meeting
-
 Place = Tcp | File | Ports | Mpi
 
 
@@ -257,12 +253,7 @@ def can_host(where: Place) -> bool:
         return True
     if not isinstance(where, Tcp) or where.agent:
         return False
-    try:
-        address = socket.getaddrinfo(where.host, None, type=socket.SOCK_STREAM)[0][4][0]
-        store.listener(str(address), 0).close()
-    except OSError:  # it is another host's
-        return False
-    return True
+    return addresses.is_here(where.host)
 
 
 def place(

@@ -162,6 +162,16 @@ def judge(entries: Sequence[Entry]) -> Decision | None:
             "WEFT_INTERFACE, and let MASTER_ADDR be no loopback",
             came=came,
         )
+    at: dict[str, Entry] = {}
+    for entry in filter(lambda e: e.address, ranked):
+        twin = at.setdefault(entry.address, entry)
+        if twin.machine != entry.machine:
+            return Decision(
+                error=f"{names([twin.rank, entry.rank])} would both listen at {entry.address}, on "
+                f"two hosts ({twin.host}, {entry.host}), so that is no address by which others "
+                "reach them: name another network interface in WEFT_INTERFACE",
+                came=came,
+            )
     return Decision(backend=ranked[0].backend or backends.best(e.able for e in ranked), came=came)
 
 

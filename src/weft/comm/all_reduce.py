@@ -30,7 +30,7 @@ from ..wire.base import Wire, as_bytes, flattened
 from ..wire.memory import fresh
 from .differentiable import applied
 from .habit import known, learn
-from .movement import host, on_host
+from .movement import has_elements, host, lacking, on_host
 from .opening import Mode, Opening, opened
 from .rounding import narrowed, travelling
 
@@ -102,8 +102,8 @@ def combined(
 
 def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     """What is wrong with what a caller passed, or None."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+    if not isinstance(tensor, Tensor) or not has_elements(tensor):
+        what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
     if op not in dense.OPS:
         return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"

@@ -28,7 +28,17 @@ from ..wire.loans import Loans
 from .delivery import Coming, Delivery
 from .differentiable import applied
 from .habit import Habit, known, learn
-from .movement import STAGED, empty, host, is_movable, moved, on_host, rounds_of
+from .movement import (
+    STAGED,
+    empty,
+    has_elements,
+    host,
+    is_movable,
+    lacking,
+    moved,
+    on_host,
+    rounds_of,
+)
 from .opening import NO_LIMIT, Mode, Opening, opened
 
 __all__ = ["Scatter", "all_to_all", "check_round"]
@@ -109,8 +119,8 @@ def _wrong(inputs: object, size: int, name: str) -> str | None:
     for to, tensor in enumerate(inputs):
         if not isinstance(tensor, Tensor):
             return f"{name}[{to}] is a {type(tensor).__name__}: pass a tensor, empty if need be"
-        if tensor.layout != torch.strided:
-            return f"{name}[{to}] has layout {tensor.layout}: pass strided tensors"
+        if not has_elements(tensor):
+            return f"{name}[{to}] is {lacking(tensor)}: pass strided tensors with data"
         for what in ("dtype", "device"):
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
-from .movement import is_movable
+from .movement import has_elements, is_movable, lacking
 from .opening import NO_LIMIT
 
 __all__ = ["exchange"]
@@ -77,9 +77,12 @@ def exchange(
 
 def _wrong(rows: object, to: object, size: int) -> str | None:
     """What is wrong with what a caller passed, or None."""
-    if not isinstance(rows, Tensor) or rows.layout != torch.strided or rows.dim() == 0:
-        what = rows.layout if isinstance(rows, Tensor) else type(rows).__name__
-        return f"rows is {what} without rows: pass a strided tensor of at least one dimension"
+    if not isinstance(rows, Tensor):
+        return f"rows is a {type(rows).__name__}: pass a tensor"
+    if not has_elements(rows):
+        return f"rows is {lacking(rows)}: pass a strided tensor with data"
+    if rows.dim() == 0:
+        return "rows has no dimension, and so no rows: pass a tensor of at least one"
     if not is_movable(rows.dtype):
         return f"rows is {rows.dtype}, which torch does not copy: view another dtype"
     if not isinstance(to, list | tuple) or len(to) != size:
@@ -88,9 +91,12 @@ def _wrong(rows: object, to: object, size: int) -> str | None:
     for rank, some in enumerate(to):
         if some is None:
             continue
-        if not isinstance(some, Tensor) or some.dim() != 1:
-            what = f"shape {tuple(some.shape)}" if isinstance(some, Tensor) else type(some).__name__
-            return f"to[{rank}] is {what}: pass 1-D indices, or None"
+        if not isinstance(some, Tensor):
+            return f"to[{rank}] is a {type(some).__name__}: pass 1-D indices, or None"
+        if not has_elements(some):
+            return f"to[{rank}] is {lacking(some)}: pass 1-D indices, or None"
+        if some.dim() != 1:
+            return f"to[{rank}] has shape {tuple(some.shape)}: pass 1-D indices, or None"
         if some.dtype not in (torch.int32, torch.int64):
             return f"to[{rank}] is {some.dtype}: indices must be int32 or int64"
         if some.device != rows.device:

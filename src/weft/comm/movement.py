@@ -16,7 +16,17 @@ from torch import Tensor
 from ..wire.base import Wire, plain
 from ..wire.memory import fresh
 
-__all__ = ["STAGED", "empty", "host", "is_movable", "moved", "on_host", "rounds_of"]
+__all__ = [
+    "STAGED",
+    "empty",
+    "has_elements",
+    "host",
+    "is_movable",
+    "lacking",
+    "moved",
+    "on_host",
+    "rounds_of",
+]
 
 STAGED = 128 << 20
 """Bytes that a rank whose tensors are on another device sends and receives in one round."""
@@ -38,6 +48,19 @@ def is_movable(dtype: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Whether a tensor lies somewhere, with strides: no sparse, nested or meta tensor does."""
+    # nested tensors of the older kind have a strided layout, and no shape
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def lacking(tensor: Tensor) -> str:
+    """What one is that has no elements, for messages."""
+    if tensor.is_meta:
+        return "on the meta device, where nothing is held"
+    return "nested" if tensor.is_nested else f"of layout {tensor.layout}"
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire
 from .all_to_all import Scatter
-from .movement import is_movable
+from .movement import has_elements, is_movable, lacking
 from .opening import Mode
 
 __all__ = [
@@ -66,9 +66,9 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
         if is_lazy(tensor):
             return [], {}, f"{kind} {name!r} has no shape yet: run the module once"
         place = local(tensor)
-        if place.layout != torch.strided or place.device.type == "meta":
-            what = "on the meta device" if place.is_meta else f"of layout {place.layout}"
-            return [], {}, f"{kind} {name!r} is {what}: only strided tensors with memory can move"
+        if not has_elements(place):
+            why = f"{kind} {name!r} is {lacking(place)}: only strided tensors with memory can move"
+            return [], {}, why
         if not is_movable(place.dtype):
             return [], {}, f"{kind} {name!r} is {place.dtype}, which torch does not copy"
         # what has no memory is told apart by itself; `place` is gone after this round

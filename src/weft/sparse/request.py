@@ -240,6 +240,8 @@ class Request:
         indices, values = rows.indices, rows.values
         if rows.height is not None and not isinstance(rows.height, int):
             raise _WrongError(f"height is {rows.height!r}: pass the number of rows, or None")
+        if indices.is_nested or values.is_nested:  # the older kind has no shape
+            raise _WrongError("indices or values are nested: they must be strided")
         if indices.dim() != 1:
             raise _WrongError(f"indices have shape {tuple(indices.shape)}: they must be 1-D")
         if indices.dtype not in (torch.int32, torch.int64):

@@ -21,7 +21,16 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-__all__ = ["VARIABLES", "Interface", "interface_of", "interfaces", "is_loopback", "own_address"]
+__all__ = [
+    "VARIABLES",
+    "Interface",
+    "free_address",
+    "interface_of",
+    "interfaces",
+    "is_loopback",
+    "is_own",
+    "own_address",
+]
 
 VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
 
@@ -79,6 +88,22 @@ def own_address(store: dist.Store | None = None) -> str:
     return _free_choice(host, route, lambda address: True)
 
 
+def free_address() -> str:
+    """`own_address` at no store yet, whatever is named."""
+    return _free_choice(None, None, lambda address: True)
+
+
+def is_own(address: str) -> bool:
+    """Whether it is an address of this machine."""
+    try:
+        family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.bind(name)
+    except OSError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address is the machine's own to itself; a name is not."""
     try:
@@ -134,18 +159,7 @@ def _of_machine() -> Iterator[str]:
 
 def _is_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
-    return not is_loopback(address) and _is_own(address)
-
-
-def _is_own(address: str) -> bool:
-    """Whether it is an address of this machine."""
-    try:
-        family, kind, *_, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.bind(name)
-    except OSError:
-        return False
-    return True
+    return not is_loopback(address) and is_own(address)
 
 
 def _means_loopback(host: str) -> bool:
@@ -164,7 +178,7 @@ def _of_interfaces(variable: str, named: str, route: str | None) -> str:
             for each in exact or [each for each in there if each.name.startswith(name)]:
                 return route if route in each.addresses and route else each.addresses[0]
         else:
-            if _is_own(name):
+            if is_own(name):
                 return name
     raise OSError(
         f"{variable}={named} names no interface with an address, and no address, of "

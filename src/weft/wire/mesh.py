@@ -29,13 +29,25 @@ from torch import Tensor
 from . import pipe
 from .verdict import names
 
-__all__ = ["Door", "Listener", "Mesh"]
+__all__ = ["AbsentError", "Door", "Listener", "Mesh"]
 
 _TOKEN = 16  # bytes
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
 _AGAIN = 0.1  # seconds after which to try again
 _NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
 _WHO = struct.Struct("!II")  # rank, lane
+
+
+class AbsentError(TimeoutError):
+    """Some ranks were not there when others connected.
+
+    Attributes:
+        ranks: those, in order.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str) -> None:
+        super().__init__(f"{names(ranks)} {what}")
+        self.ranks = list(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +121,8 @@ class Listener:
             small: the lane that may be Unix sockets, with pipes beside them.
 
         Raises:
-            OSError: somebody could not be reached, or did not come in time.
+            AbsentError: somebody could not be reached, or did not come in time.
+            OSError: the connection to somebody broke.
         """
         made: dict[tuple[int, int], socket.socket] = {}
         shared: dict[int, Tensor] = {}
@@ -117,7 +130,7 @@ class Listener:
             for peer, door in doors.items():
                 for lane in range(len(lanes) if peer < rank else 0):
                     near = _connected_near(door, deadline) if lanes[lane] == small else None
-                    made[peer, lane] = near or self._connect(door, deadline)
+                    made[peer, lane] = near or self._connect(peer, door, deadline)
             piped = sum(map(_is_near, made.values())) < pipe.MOST
             for (peer, lane), sock in made.items():
                 words = doors[peer].token + _WHO.pack(rank, lane)
@@ -143,13 +156,16 @@ class Listener:
         sockets = {name: {peer: made[peer, lane] for peer in doors} for lane, name in by_lane}
         return Mesh(sockets, shared)
 
-    def _connect(self, door: Door, deadline: float) -> socket.socket:
+    def _connect(self, peer: int, door: Door, deadline: float) -> socket.socket:
         while True:
             try:
                 return self._connect_once(door, _remaining(deadline))
             except OSError as error:
                 if error.errno not in _PASSING:
-                    raise
+                    why = error.strerror or str(error)
+                    raise AbsentError(
+                        [peer], f"cannot be reached at {door.host} port {door.port} ({why})"
+                    ) from error
                 time.sleep(_AGAIN)
 
     def _connect_once(self, door: Door, timeout: float) -> socket.socket:
@@ -186,7 +202,7 @@ class Listener:
                     ready = selector.select(max(0.0, deadline - time.monotonic()))
                     if not ready:
                         late = sorted({peer for peer, _ in missing})
-                        raise TimeoutError(f"{names(late)} did not connect")
+                        raise AbsentError(late, "did not connect")
                     for sock in [key.fileobj for key, _ in ready]:
                         assert isinstance(sock, socket.socket)
                         if sock in listening:

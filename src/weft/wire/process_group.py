@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import WeftError, WireError
 from .joined import Joined
+from .mesh import AbsentError
 from .process_group_connections import Connections
 from .process_group_wire import ProcessGroupWire
 from .verdict import names
@@ -99,11 +100,12 @@ def connect(
         return ProcessGroupWire(rank, size, timeout, connections, part)
     absent = _absent(store, name, size)
     who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
+    late = absent or (failure.ranks if isinstance(failure, AbsentError) else [])
     raise WireError(
         f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
         "see that all ranks were started and reach each other",
         rank=rank,
-        culprit=absent[0] if absent else None,
+        culprit=late[0] if late else None,
     ) from failure
 
 

@@ -16,7 +16,7 @@ from ..errors import WeftError
 from .files import make_room
 from .interface import own_address
 from .joined import Joined
-from .mesh import Door, Listener, Mesh
+from .mesh import AbsentError, Door, Listener, Mesh
 from .mover import Mover
 
 __all__ = ["Connections"]
@@ -70,12 +70,18 @@ def _met(
 
     Raises:
         WeftError: of some rank it is what is in the way; the first one's, on every rank.
+        AbsentError: some rank said nothing in time.
         RuntimeError: from the store.
     """
     store.set(f"{rank}", json.dumps(said))
     peers = [peer for peer in range(size) if peer != rank]
     left = max(deadline - time.monotonic(), 0.001)
-    store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
+    try:
+        store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
+    except RuntimeError:
+        if late := [peer for peer in peers if not store.check([f"{peer}"])]:
+            raise AbsentError(late, "came, and then did not say where to connect") from None
+        raise
     found: dict[int, dict[str, Any]] = {peer: json.loads(store.get(f"{peer}")) for peer in peers}
     for one, words in sorted((found | {rank: said}).items()):
         if "trouble" in words:
