@@ -12,6 +12,7 @@ section 3.2, has buckets and their order.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ def overlap_grads(
     """Have the gradients of a module reduced while backward runs; `weft.sync_grads` finishes it.
 
     Collective, once for each model, on every rank. Afterwards a step is as it was: `backward()`,
-    then `weft.sync_grads(module)`, whose arguments must be the ones given here.
+    then `weft.sync_grads(module)`, whose arguments must be the ones given here. It raises on every
+    rank if they are not on some, or if a gradient changed there after its bucket had begun.
 
     Args:
         module: the same parameters, by name, dtype and shape, on every rank.
@@ -185,18 +187,20 @@ class Overlap:
         self._missing = [self._ends[b] - self._start(b) for b in range(len(self._ends))]
         self._seen: set[str] = set()
         self._works: list[Work[bool]] = []
+        self._changed: str | None = None  # what was, too late
 
     def _hook(self, name: str) -> Any:
         def seen(parameter: Tensor) -> None:
             if self._paused:
                 return
             bucket = self._bucket_of[name]
-            if bucket < len(self._works):
-                raise WeftError(
-                    f"rank {self._wire.rank}: the gradient of {name!r} changes while it is "
-                    "reduced: call weft.sync_grads after each backward, or let those that only "
-                    "accumulate run in paused()"
+            if bucket < len(self._works):  # said, by all ranks, when all have come to sync_grads
+                self._changed = self._changed or (
+                    f"the gradient of {name!r} changed while it was reduced and holds anything: "
+                    "call weft.sync_grads after each backward, or let those that only accumulate "
+                    "run in paused()"
                 )
+                return
             if name not in self._seen:
                 self._seen.add(name)
                 self._missing[bucket] -= 1
@@ -234,27 +238,34 @@ class Overlap:
 
     def _finish(self, wire: Wire, average: bool, wire_dtype: torch.dtype | None) -> None:
         """What `sync_grads` does with this module."""
-        works = self._works
+        failure: WeftError | None = None
         try:
-            asked = average, wire_dtype
+            asked, error = (average, wire_dtype), self._changed
             if wire is not self._wire or asked != (self._average, self._wire_dtype):
-                self._synchronised.error = (
+                error = (
                     "sync_grads has another group, average or wire_dtype than overlap_grads had: "
                     "pass the same"
                 )
             elif self._is_replaced():
-                self._synchronised.error = (
+                error = (
                     "the module has other parameters than when overlap_grads was called: remove() "
                     "that and call it again"
                 )
-            bucket, more = len(works), True
-            while bucket < len(self._ends) and more:
-                more = self._wire.worker.call(NAME, self._step(bucket, ready=False))
-                bucket += 1
-            for work in works:
-                work.wait()
-            if self._synchronised.error is not None:  # and backward had started all there is
-                raise WeftError(f"rank {self._wire.rank}: {self._synchronised.error}")
+            for bucket in range(len(self._ends)):
+                try:
+                    if bucket < len(self._works):
+                        self._works[bucket].wait()
+                    elif not self._wire.worker.call(NAME, self._step(bucket, ready=False)):
+                        break
+                except WeftError as raised:  # on every rank, some of which have begun more buckets
+                    failure = failure or raised
+            if failure is not None:
+                raise failure
+            self._wire.worker.call(NAME, functools.partial(self._end, error))
         finally:
-            self._synchronised.error = None
             self._restart()
+
+    def _end(self, error: str | None) -> None:
+        """Tell each other what went wrong since buckets began; all ranks are in `sync_grads`."""
+        with opened(self._wire, NAME, {}, error):
+            return
