@@ -47,15 +47,19 @@ def test_mask_where_all_ranks_have_the_same_rows():
     check(simulate("mask", lambda _: rows, 8, replace(SLOW, beta=1e-10)))
 
 
-def test_gather_merges_most_while_chunks_come():
-    link = replace(SLOW, gamma=4 * MERGE)
+@pytest.mark.parametrize("slowly", [4, 16])
+@pytest.mark.parametrize("name", ["gather", "holders"])
+def test_what_is_merged_while_chunks_come_takes_time_once_that_is_too_much(name, slowly):
+    link = replace(SLOW, gamma=slowly * MERGE)
 
     def rows(rank):
         return spread(rank, count=6000, height=24_000)
 
-    done = simulate("gather", rows, 8, link)
-    assert done.cost.meanwhile * link.gamma > 0.1 * done.seconds
-    assert done.predicted == pytest.approx(done.seconds, rel=0.05)
+    done = simulate(name, rows, 8, link)
+    assert done.predicted == pytest.approx(done.seconds, rel=0.08)
+    late = sum(merged for merged, _ in done.cost.meanwhile)
+    at_last = replace(done.cost, merged=done.cost.merged + late, meanwhile=())
+    assert at_last.seconds(link) > 1.1 * done.seconds
 
 
 @pytest.mark.parametrize("name", ["doubling", "holders"])

@@ -7,6 +7,7 @@ import torch
 
 import weft
 from weft.testing import run, spmd
+from weft.wire import link
 from weft.wire.link import Link, measure
 
 
@@ -14,20 +15,30 @@ from weft.wire.link import Link, measure
 def test_all_ranks_get_the_same_figures(wire):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WEFT_LINK", raising=False)
-        link = measure(wire)
-    assert isinstance(link, Link)
-    mine = torch.tensor([link.alpha, link.beta, link.gamma, link.work], dtype=torch.float64)
+        found = measure(wire)
+    assert isinstance(found, Link)
+    figures = [found.alpha, found.beta, found.gamma, found.work]
+    mine = torch.tensor(figures, dtype=torch.float64)
     pending = wire.small_all_gather(mine.view(torch.uint8), 32)
     assert all(torch.equal(other, mine.view(torch.uint8)) for other in pending.wait())
     pending.release()
-    assert min(link.alpha, link.beta, link.gamma, link.work) > 0
+    assert min(figures) > 0
+
+
+@pytest.mark.parametrize(("burst", "latency"), [(0, 0.0), (1 << 19, 0.0), (0, 2e-3)])
+def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+    rate = 16e-9
+    monkeypatch.setattr(link, "_round", lambda _, size: latency + max(0, size - burst) * rate)
+    for found in run(2, measure):
+        assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
 
 
 def test_the_environment_may_say_them(monkeypatch):
     monkeypatch.setenv("WEFT_LINK", "100,1")
-    (link,) = run(1, measure)
-    assert link.alpha == pytest.approx(1e-4, rel=0.1)  # to a quarter of an octave
-    assert link.beta == pytest.approx(8e-9, rel=0.1)
+    (found,) = run(1, measure)
+    assert found.alpha == pytest.approx(1e-4, rel=0.1)  # to a quarter of an octave
+    assert found.beta == pytest.approx(8e-9, rel=0.1)
     assert "1 Gbit/s" in str(Link(1e-4, 8e-9, 1e-9, 1e-5))
 
 

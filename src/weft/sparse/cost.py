@@ -25,6 +25,7 @@ UNEVEN = 0.08
 """Of the bytes: streams between all pairs share links unevenly, and a ring waits for the last."""
 
 _CARRY = 16  # bytes that could be merged while the other ranks of a core send and receive one
+_CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message does
 _SLOT = 4  # bytes that say where in a union an index belongs
 
 
@@ -182,8 +183,8 @@ class Cost:
             their work is done while the first are on their way.
         trailing: of the messages, those that follow another one to the same peer: their work is
             done while that is under way, as far as the core is idle then.
-        meanwhile: bytes of rows that go through kernels while others come, and take time only so
-            far as the core is not idle then.
+        meanwhile: pairs of bytes of rows that go through kernels and bytes that are received at the
+            same time: it takes time only so far as the core is not idle then.
     """
 
     rounds: int
@@ -197,7 +198,7 @@ class Cost:
     behind: float = 0.0
     direct: int = 0
     trailing: float = 0.0
-    meanwhile: float = 0.0
+    meanwhile: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
@@ -209,6 +210,9 @@ class Cost:
         hidden = min(self.direct * link.work / 2, streaming)
         others = link.gamma * (1 - 1 / link.share)
         idle = max(0.0, streaming - self.bytes * _CARRY * others)
-        trailing, meanwhile = self.trailing * link.work, self.meanwhile * link.gamma
-        late = max(0.0, trailing + meanwhile - idle) - trailing
+        if self.trailing:
+            waiting += max(0.0, _CHUNKED * streaming - idle)
+        hidden += min(self.trailing * link.work, idle)
+        free = max(0.0, idle - self.trailing * link.work) / max(1.0, self.bytes)  # for each byte
+        late = sum(max(0.0, rows * link.gamma - under * free) for rows, under in self.meanwhile)
         return waiting - hidden + streaming + late + self.merged * link.gamma

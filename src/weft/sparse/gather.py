@@ -29,13 +29,14 @@ def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
     chunks = load.chunks(load.mean, load.row)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
+    first = merged / max(1, chunks)  # the first sums need the first chunk of the last to come
     return Cost(
         rounds=1,
         messages=others * (list_messages(load.mean * index) + chunks),
         bytes=others * load.mean * (load.row + index),
-        merged=merged / max(1, chunks),  # the first sums need the first chunk of the last to come
+        merged=first,
         trailing=others * load.trailing(load.mean),
-        meanwhile=merged - merged / max(1, chunks),
+        meanwhile=((merged - first, load.mean * load.row),),  # the rows of the last to come
         memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
         hops=others,
         behind=load.behind(load.mean),

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import Shares
-from ..kernels.meter import PUT
+from ..kernels.meter import CALL, PLACE, PUT
 from ..rows import Rows
 from ..wire.base import Pending
 from ..wire.memory import Lease, typed
@@ -46,33 +46,33 @@ def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
     sums = load.union / load.ranks
     chunk = relay_rows(load, sums)
+    steps = math.ceil(sums / chunk)
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
+    pieces = others * steps * -math.expm1(-away / others / max(1, steps))
+    bytes_ = others * load.mean * index + (away + others * sums) * load.row
+    alone = load.union - load.union_of(others)  # rows of a rank that nobody else has
+    leading = min(LEADS, alone // chunk) * chunk * load.row  # bytes that are sent before the rest
+    dealt = _DEAL * load.total + away * load.row
+    made = load.merging(load.mean, pieces)
+    first = made / max(1, steps)
+    told = PUT * load.union * load.row + load.ranks * steps * CALL
     return Cost(
         rounds=3,
         messages=round(load.parted(away / others, load.row, others))
-        + others * (list_messages(load.mean * index) + math.ceil(sums / chunk) * bool(load.row)),
-        bytes=others * load.mean * index + (away + others * sums) * load.row,
-        merged=load.merging(load.mean, _pieces(load, away / others, sums, chunk))
-        + away * load.row
-        + _INDEX * load.total,
+        + others * (list_messages(load.mean * index) + steps * bool(load.row)),
+        bytes=bytes_,
+        merged=PLACE * load.total + first,
         memory=away * load.row
         + relay_memory(load, sums)
         + min(away * load.row, others * window(load) * load.chunk),
         hops=others,
-        trailing=others * max(0, math.ceil(sums / chunk) - 1),
-        meanwhile=PUT * load.union * load.row,
+        trailing=others * max(0, steps - 1),
+        meanwhile=((dealt, leading), (made - first + told, bytes_ - leading)),
         behind=max(0.0, sums - chunk) * load.row,
     )
 
 
-def _pieces(load: Load, away: float, sums: float, chunk: int) -> float:
-    """Pieces of rows that are brought to their places: those summed here, and all sums."""
-    steps = math.ceil(sums / chunk)
-    combined = (load.ranks - 1) * steps * -math.expm1(-away / steps) if steps else 0.0
-    return combined + load.ranks * steps
-
-
-_INDEX = 224  # bytes that could be merged while an index is united, and its place given to a rank
+_DEAL = 176  # bytes that could be merged while an index's place is given to a rank
 
 
 def _holders(own: OwnRows, call: Call) -> Rows:

@@ -53,7 +53,8 @@ def cost(load: Load) -> Cost:
         + load.union * load.listed(load.union),
         hops=others,
         behind=load.behind(sums),
-        trailing=others * (load.trailing(to_owner) + load.trailing(sums)),
+        # on one host rows are read where they lie, not in chunks that come one after the other
+        trailing=others * (load.trailing(to_owner) + load.trailing(sums)) * (not load.on_one_host),
     )
 
 

@@ -147,18 +147,21 @@ def _latency(wire: Wire) -> tuple[float, float]:
 def _rate(wire: Wire) -> float:
     """Seconds a byte takes when every rank sends to the next and receives from the last.
 
-    The size grows until the slowest rank is busy for long enough: shapers let a first burst pass.
+    The size grows until the slowest rank is busy for long enough. Shapers let a first burst pass:
+    so what a byte more takes counts, where that is more than the average byte.
     """
     if wire.size == 1:
         return 1e-10
-    nbytes = 1 << 19
+    nbytes, before = 1 << 19, (0, 0.0)
     while True:
         # twice, since one hiccup would be believed for as long as the wire lives
         quickest = min(_round(wire, nbytes), _round(wire, nbytes))
         if quickest >= _ENOUGH or nbytes >= _LARGEST:
             passes = range(2, _PASSES if quickest < 4 * _ENOUGH else 2)
-            return min([quickest, *(_round(wire, nbytes) for _ in passes)]) / nbytes
-        nbytes *= 4
+            quickest = min([quickest, *(_round(wire, nbytes) for _ in passes)])
+            more = (quickest - before[1]) / (nbytes - before[0])
+            return max(quickest / nbytes, more)
+        nbytes, before = 4 * nbytes, (nbytes, quickest)
 
 
 def _round(wire: Wire, nbytes: int) -> float:
