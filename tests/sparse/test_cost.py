@@ -105,6 +105,25 @@ def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():
     assert chunks.seconds(slow) == one.seconds(slow)
 
 
+def test_sums_that_all_have_in_common_are_not_copied():
+    load = Load(4, 40_000, 10_000, 10_000, 30_000, None, 256, 256, 4, hosts=Hosts.named("aaaa"))
+    link = Link(50e-6, 1e-9, 0.25e-9, 20e-6)
+    found = {}
+    for name, each in [
+        ("usual", load),
+        ("common", dataclasses.replace(load, common=True)),
+        ("apart", dataclasses.replace(load, common=True, hosts=Hosts.named("aabb"))),
+        ("small", dataclasses.replace(load, common=True, total=400, union=300)),
+    ]:
+        found[name] = ALGORITHMS["split"].cost(each)
+    saved = 3 * 7500 * 256
+    assert found["common"].common == saved and found["common"].bytes == found["usual"].bytes
+    assert found["usual"].seconds(link) - found["common"].seconds(link) == pytest.approx(
+        saved * link.beta
+    )
+    assert found["apart"].common == found["small"].common == found["usual"].common == 0
+
+
 def test_the_union_of_some_ranks():
     load = Load(8, 8000, 1000, 1000, 1000, None, 256, 256, 4)
     assert load.union_of(1) == pytest.approx(1000)

@@ -15,6 +15,7 @@ import torch
 
 from ..agree import DIRECT, is_direct
 from ..errors import WeftError
+from ..wire import common
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
 from ..wire.link import Link, figures
@@ -151,7 +152,7 @@ def with_link(wire: Wire, load: Load) -> Load:
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return fitted(replace(load, hosts=wire.hosts), link)
+    return fitted(replace(load, hosts=wire.hosts, common=common.works(wire)), link)
 
 
 def fitted(load: Load, link: Link) -> Load:

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 from ..kernels.meter import CALL, PLACE
+from ..wire.common import LEAST
 from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -49,6 +50,7 @@ class Load:
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
+        common: ranks of one host make large results in common (`weft.wire.common`).
         link: the network's figures, where they are known.
     """
 
@@ -67,6 +69,7 @@ class Load:
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
+    common: bool = False
     link: Link | None = None
 
     @property
@@ -111,6 +114,11 @@ class Load:
             return 0.0
         crowd = max(map(len, self.hosts.ranks))
         return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)
+
+    def in_common(self, sums: float) -> float:
+        """Of a rank's rows of sums, how many the other ranks of its host need not copy."""
+        made = self.common and self.on_one_host and self.total * self.row >= LEAST
+        return sums if made else 0.0
 
     def union_of(self, ranks: float) -> float:
         """Rows expected in the sum of that many ranks."""
@@ -174,6 +182,7 @@ class Cost:
         merged: bytes of rows that go through kernels.
         memory: bytes of workspace beyond the result and the call's own copy of the rank's rows,
             at the rank with fewest rows.
+        common: of these, bytes that lie where all ranks have them, and that nobody copies.
         queued: bytes that pass its host's link meanwhile, for the other ranks of the host.
         slowest: what the rank that all wait for does, where that is not the average one.
         hops: times that what came from one neighbour is handed on to the next.
@@ -192,6 +201,7 @@ class Cost:
     bytes: float
     merged: float
     memory: float = 0.0
+    common: float = 0.0
     queued: float = 0.0
     slowest: Cost | None = None
     hops: int = 0
@@ -204,7 +214,7 @@ class Cost:
         """Predicted time on that link."""
         if self.slowest is not None:
             return self.slowest.seconds(link)
-        streaming = (self.bytes + self.queued) * link.beta
+        streaming = (self.bytes - self.common + self.queued) * link.beta
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)

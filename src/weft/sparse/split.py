@@ -45,6 +45,7 @@ def cost(load: Load) -> Cost:
         messages=others * (list_messages(asked) + list_messages(told))
         + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
+        common=others * load.in_common(sums) * load.row,
         merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums)),
         queued=load.queue * others * (to_owner * load.row + asked) + UNEVEN * bytes_ * (others > 1),
         # the index lists of one's own share, then those of all sums

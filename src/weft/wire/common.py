@@ -21,7 +21,7 @@ from .blocks import MOST, RANKS, Block, Blocks, Giver, Place
 from .memory import kept_at_most
 from .routine import NUMBER, Rooms, Routine, Script
 
-__all__ = ["LEAST", "Common", "begun"]
+__all__ = ["LEAST", "Common", "begun", "works"]
 
 LEAST = 1 << 21
 """Bytes of a result from which on making it in common is worth an exchange more."""
@@ -108,6 +108,11 @@ def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
         return None
     sizes = [[each[area] for each in said] for area in range(_AREAS)]
     return Common(routine, blocks.block(place), sizes, wire.rank)
+
+
+def works(wire: Wire) -> bool:
+    """Whether results are made in common here, as far as is known; the same on every rank."""
+    return wire.near and wire.kept.get(_KEPT, True) is not None
 
 
 def _blocks(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
