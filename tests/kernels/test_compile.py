@@ -156,6 +156,13 @@ print(len(count), kernels.describe())
 """
 
 
+NO_COMPILER = """
+import numba.core.compiler
+def refuse(*args, **kwargs): raise AssertionError("compiled again")
+numba.core.compiler.compile_extra = refuse
+"""
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A cache that one process filled, and what it said of that; not to be changed."""
@@ -173,18 +180,23 @@ def test_another_process_loads_what_one_compiled(tmp_path, compiled):
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     made = sorted(path.name for path in directory.iterdir())
     assert any(name.endswith(".nbc") for name in made)
-    no_compiler = """
-import numba.core.compiler
-def refuse(*args, **kwargs): raise AssertionError("compiled again")
-numba.core.compiler.compile_extra = refuse
-"""
-    forked(1, no_compiler + body, tmp_path, **where)
+    forked(1, NO_COMPILER + body, tmp_path, **where)
     assert sorted(path.name for path in directory.iterdir()) == made
 
     for path in directory.glob("*.nb?"):  # and damage is repaired
         path.write_bytes(path.read_bytes()[:-20] if path.suffix == ".nbc" else b"nonsense")
     forked(1, body, tmp_path, **where)
-    forked(1, no_compiler + body, tmp_path, **where)
+    forked(1, NO_COMPILER + body, tmp_path, **where)
+
+
+def test_loops_that_close_over_functions_are_kept_too(tmp_path):
+    where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
+    body = "compiler.make(('owned', 'f32', 'sum')); assert compiler.made(('owned', 'f32', 'sum'))"
+    forked(1, body, tmp_path, **where)
+    (directory,) = (tmp_path / "cache" / "kernels").iterdir()
+    made = sorted(path.name for path in directory.iterdir())
+    forked(1, NO_COMPILER + body, tmp_path, **where)
+    assert sorted(path.name for path in directory.iterdir()) == made
 
 
 def test_one_process_compiles_and_the_others_wait(tmp_path, compiled):

@@ -475,7 +475,12 @@ def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[st
     sets = [
         key
         for index_dtype, dtype, op in pairs
-        for key in (*_keys(index_dtype, dtype, op), gaps_key(index_dtype))
+        for key in (
+            *_keys(index_dtype, dtype, op),
+            gaps_key(index_dtype),
+            lists.sums_key(dtype, op),
+        )
+        if key is not None
     ]
     # these are for every dtype, and fewest calls need them
     common = lists.KEY, lent.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY
@@ -490,6 +495,5 @@ def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[st
         return []
     if total != dtype:
         values.append(cpu.value_key(total, total, op))
-    values.append(lists.sums_key(dtype, op))
     keys = [cpu_indices.index_key(index_dtype), *(key for key in values if key is not None)]
     return list(dict.fromkeys(keys))
