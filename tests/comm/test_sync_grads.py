@@ -321,9 +321,7 @@ def test_accumulating_takes_a_pause(wire):
     assert module.weight.grad.tolist() == [[6, 6]]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-@spmd(1, 2, 3)
-def test_a_gradient_that_changes_too_late_is_an_error_on_every_rank(wire, bucket_bytes):
+def changes_too_late(wire, bucket_bytes):
     module, last = nn.Linear(2, 1), wire.size - 1
     weft.overlap_grads(module, average=False, bucket_bytes=bucket_bytes)
     for _ in range(4):
@@ -336,6 +334,16 @@ def test_a_gradient_that_changes_too_late_is_an_error_on_every_rank(wire, bucket
         module(torch.ones(1, 2)).sum().backward()
         weft.sync_grads(module, average=False)
         assert module.weight.grad.tolist() == [[wire.size] * 2]
+
+
+@spmd(1, 2, 3)
+def test_a_gradient_that_changes_too_late_is_an_error_on_every_rank(wire):
+    changes_too_late(wire, 1 << 20)
+
+
+@spmd(1, 2, 3, on=("processes",))  # threads see that what is being sent changes, and break the wire
+def test_a_gradient_that_changes_in_a_bucket_of_its_own_is_too(wire):
+    changes_too_late(wire, 1)
 
 
 @spmd(2, 3)

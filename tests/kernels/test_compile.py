@@ -189,7 +189,7 @@ def test_another_process_loads_what_one_compiled(tmp_path, compiled):
     forked(1, NO_COMPILER + body, tmp_path, **where)
 
 
-def test_loops_that_close_over_functions_are_kept_too(tmp_path):
+def test_loops_for_lists_are_kept_too(tmp_path):
     where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
     body = "compiler.make(('owned', 'f32', 'sum')); assert compiler.made(('owned', 'f32', 'sum'))"
     forked(1, body, tmp_path, **where)

@@ -83,7 +83,10 @@ def test_auto_keeps_the_promise_where_anything_does(ranks, most, share, overlap,
         union = min(union, height)
     load = Load(ranks, total, most, fewest, union, height, row, row, 4, places=1 << 21)
     wire = SimpleNamespace(
-        size=ranks, link=Link(1e-4, rate, 3e-10, 5e-5), hosts=Hosts(tuple(range(ranks)))
+        size=ranks,
+        link=Link(1e-4, rate, 3e-10, 5e-5),
+        hosts=Hosts(tuple(range(ranks))),
+        near=False,
     )
     load = choice.with_link(wire, load)
     chosen = choice.choose(wire, load, "auto")

@@ -45,6 +45,15 @@ __all__ = ["launch", "send"]
 T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "numba", "weft", "weft.bootstrap.local"]
+_THREADS = {
+    # with its pool of threads OpenBLAS would make the server a process with threads, and those must
+    # not fork; torch's own threads are not touched by it
+    "OPENBLAS_NUM_THREADS": "1",
+    # threads of torch that wait do not spin, on cores that other ranks want: a step of the graph's
+    # demo took one process with two threads 472 ms, and takes it 22
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""What the server's environment has, and the ranks', where it says nothing else."""
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
 _LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
 
@@ -315,15 +324,13 @@ def _cores() -> int:
 
 def start_forkserver(context: multiprocessing.context.ForkServerContext) -> None:
     context.set_forkserver_preload(_PRELOAD)  # if a server runs already, it stays as it is
-    # With its pool of threads OpenBLAS would make the server a process with threads, and those
-    # must not fork. Its ranks inherit the setting; torch's own threads are not touched by it.
-    unset = "OPENBLAS_NUM_THREADS" not in os.environ
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    unset = [name for name in _THREADS if name not in os.environ]
+    os.environ.update({name: _THREADS[name] for name in unset})
     try:
         forkserver.ensure_running()
     finally:
-        if unset:
-            del os.environ["OPENBLAS_NUM_THREADS"]
+        for name in unset:
+            del os.environ[name]
 
 
 def _file_of(module: str) -> str | None:

@@ -237,11 +237,6 @@ def _cache_class() -> Any:
             self._impl_class, self._directory = Implementation, path
             super().__init__(function)  # type: ignore[no-untyped-call]  # as all of numba is
 
-        def _index_key(self, sig: Any, codegen: Any) -> Any:
-            # what numba would write of functions that a loop closes over differs in each process
-            text = _closed_over(self._py_func)
-            return sig, codegen.magic_tuple(), hashlib.sha256(text.encode()).hexdigest()
-
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             found = self._found(sig, target_context)
             if found is None:
@@ -267,13 +262,6 @@ def _cache_class() -> Any:
                 _log.info("a compiled kernel cannot be kept in %s: %r", self._directory, error)
 
     return Cache
-
-
-def _closed_over(function: Any) -> str:
-    """What tells a function from others that the same lines of our sources made."""
-    inside = [cell.cell_contents for cell in function.__closure__ or ()]
-    names = [_closed_over(one) if callable(one) else repr(one) for one in inside]
-    return f"{function.__module__}.{function.__qualname__}({', '.join(names)})"
 
 
 def _locator(path: Path) -> Any:

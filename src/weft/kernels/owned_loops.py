@@ -1,7 +1,8 @@
 """The compiled loops that lay rows of tables where others read them, and sum those of all ranks.
 
 Made and called like `value_loops`: all arguments are int64, addresses and counts; the kind of
-numbers and the operation are constants of the loops. See `lists`.
+numbers and the operation are constants of the loops. See `lists`. They close over nothing else:
+over functions, no two processes would find the same loop in the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import SIZES, block, load, memset, part, prefetch, store
+from .machine import SIZES, block, load, memcpy, memset, prefetch, store
 
 LOOPS = ("laid", "sums")
 
@@ -26,25 +27,6 @@ int32: Any = np.int32  # casts, in machine code
 int64: Any = np.int64
 
 
-def _adding(op: str, kind: str) -> Callable[[int, int, int, int], None]:
-    """Writes a row that is two rows combined, or where `op` is "first" the left one."""
-    size = SIZES[kind]
-
-    def add(to: int, left: int, right: int, width: int) -> None:
-        at = int64(0)
-        while at + 16 <= width:
-            block(op, kind, 16, to + at * size, left + at * size, right + at * size)
-            at += 16
-        while at + 4 <= width:
-            block(op, kind, 4, to + at * size, left + at * size, right + at * size)
-            at += 4
-        while at < width:
-            block(op, kind, 1, to + at * size, left + at * size, right + at * size)
-            at += 1
-
-    return part(add)
-
-
 def laid(kind: str, op: str) -> Callable[..., int]:
     """Lay some tables' rows one behind the other, each index of a table once.
 
@@ -56,7 +38,6 @@ def laid(kind: str, op: str) -> Callable[..., int]:
     or 1 behind the first table that has an index which is no int32, if not `wide`.
     """
     size = SIZES[kind]
-    copy, add = _adding("first", kind), _adding(op, kind)
 
     def loop(
         given: int, tables: int, width: int, wide: int, indices: int, values: int, counts: int,
@@ -83,7 +64,7 @@ def laid(kind: str, op: str) -> Callable[..., int]:
                             store("i64", indices, found, index)
                         else:
                             store("i32", indices, found, int32(index))
-                        copy(values + found * row, rows, rows, width)
+                        memcpy(values + found * row, rows, row)
                         found += 1
                         break
                     if wide:
@@ -91,8 +72,19 @@ def laid(kind: str, op: str) -> Callable[..., int]:
                     else:
                         other = int64(load("i32", indices, place))
                     if other == index:
-                        there = values + place * row
-                        add(there, there, rows, width)
+                        there, done = values + place * row, int64(0)
+                        while done + 16 <= width:
+                            to, more = there + done * size, rows + done * size
+                            block(op, kind, 16, to, to, more)
+                            done += 16
+                        while done + 4 <= width:
+                            to, more = there + done * size, rows + done * size
+                            block(op, kind, 4, to, to, more)
+                            done += 4
+                        while done < width:
+                            to, more = there + done * size, rows + done * size
+                            block(op, kind, 1, to, to, more)
+                            done += 1
                         break
                     at = (at + 1) & mask
                 rows += row
@@ -117,7 +109,6 @@ def sums(kind: str, op: str) -> Callable[..., int]:
     if `wide`, else as int32. Returns how many there are.
     """
     size = SIZES[kind]
-    copy, add = _adding("first", kind), _adding(op, kind)
 
     def loop(
         words: int, at: int, stop: int, position_bits: int, bits: int, low: int, bases: int,
@@ -145,10 +136,23 @@ def sums(kind: str, op: str) -> Callable[..., int]:
             at += 1
             word = load("i64", words, at)
             if word >> bits != key:
-                copy(out, first, first, width)
+                memcpy(out, first, row)
             while word >> bits == key:
                 other = load("i64", bases, (word >> position_bits) & ranks)
-                add(out, first, other + (word & position) * row, width)
+                other += (word & position) * row
+                number = int64(0)
+                while number + 16 <= width:
+                    offset = number * size
+                    block(op, kind, 16, out + offset, first + offset, other + offset)
+                    number += 16
+                while number + 4 <= width:
+                    offset = number * size
+                    block(op, kind, 4, out + offset, first + offset, other + offset)
+                    number += 4
+                while number < width:
+                    offset = number * size
+                    block(op, kind, 1, out + offset, first + offset, other + offset)
+                    number += 1
                 first = out
                 at += 1
                 word = load("i64", words, at)
