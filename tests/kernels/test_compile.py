@@ -419,3 +419,22 @@ assert compiler.made(SMALL_SET)
 assert not colorama.init.called and not colorama.reinit.called, "numba replaced sys.stdout"
 """
     run(colours, tmp_path)
+
+
+def test_no_two_functions_have_one_name(tmp_path):
+    body = """
+from weft.kernels import talk_loops
+keys = [("value", kind, kind, op, kind) for kind in ("f32", "f64") for op in ("sum", "max")]
+keys += [("owned", "f32", "sum"), ("owned", "f64", "sum"), ("list",)]
+for key in keys:
+    compiler.make(key)
+made = [loop.py_func for key in keys for loop in compiler.loops(key).values()]
+made += [part for name, part in vars(talk_loops).items() if name.startswith("_add_")]
+names = [(each.__module__, each.__qualname__) for each in made]
+print(len(names), len(set(names)))
+"""
+    # numba tells them apart by a count in each process, and the cache brings several's together:
+    # float64 was added where float32 was to be
+    (said,) = forked(1, body, tmp_path)
+    count, distinct = map(int, said.split())
+    assert count == distinct == 23

@@ -86,7 +86,7 @@ class Compiler:
                 for name, loop in _members(key).items():
                     if self._ending.is_set():
                         return
-                    loops[name] = _machine_code(numba, loop)
+                    loops[name] = _machine_code(numba, loop, (name, *key))
                 self._made[key] = loops
             except Exception as error:  # the reference serves whatever the compiler dislikes
                 self._failed.add(key)
@@ -198,7 +198,10 @@ def _numba() -> Any:
     return numba
 
 
-def _machine_code(numba: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _machine_code(numba: Any, function: Callable[..., Any], name: Key) -> Callable[..., Any]:
+    from .machine import named
+
+    named(function, *name)
     dispatcher = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
     arguments = function.__code__.co_argcount
     with cache.attach(dispatcher):

@@ -65,9 +65,19 @@ R = TypeVar("R")
 
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function a part of the loops that call it."""
+    """Makes a function a part of the loops that call it.
+
+    Its name in machine code is of what it closes over, too: numba tells functions of one name apart
+    by a count in each process, and loops that two processes compiled may come together in a third.
+    """
+    named(function, *(str(cell.cell_contents) for cell in function.__closure__ or ()))
     made: Callable[P, R] = register_jitable(function)
     return made
+
+
+def named(function: Callable[..., Any], *key: str) -> None:
+    """Give a function a name that none has which other arguments made."""
+    function.__qualname__ = ".".join([function.__qualname__, *key])
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
