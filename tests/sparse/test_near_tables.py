@@ -14,7 +14,7 @@ from weft.errors import WireError
 from weft.kernels import lists
 from weft.kernels.compile import compiler
 from weft.kernels.ops import OPS
-from weft.sparse import coalesced, last_call, near_tables
+from weft.sparse import coalesced, joint, last_call, near_tables
 from weft.sparse.joint import Joint
 from weft.testing import processes
 from weft.wire import common, lent, process_group
@@ -306,3 +306,25 @@ def errs(what):
 )  # fmt: skip
 def test_what_is_wrong_is_told_before_anybody_reads(what, text):
     assert processes(RANKS, errs, what, timeout=120.0) == [(text, True, 0)] * RANKS
+
+
+def laid_late():
+    """Machine code comes while a rank lays its rows: whether the result is right."""
+    wire = started("machine code")
+    rows = tables(wire.rank, ALIKE, 3000)
+    sent = weft.sparse_all_reduce(rows, group=wire, algorithm="gather")
+    real, calls = joint.laid, []
+
+    def laid(*args):
+        calls.append(args)
+        return None if len(calls) == 1 else real(*args)
+
+    joint.laid = laid
+    right = same(weft.sparse_all_reduce(rows, group=wire), sent)
+    dist.destroy_process_group()
+    return right, len(calls) > 1
+
+
+@needs_reading
+def test_machine_code_may_come_while_rows_are_laid():
+    assert processes(RANKS, laid_late, timeout=120.0) == [(True, True)] * RANKS

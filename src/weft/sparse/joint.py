@@ -143,6 +143,8 @@ class Joint:
         else:
             return False
         counts, lows, highs = np.array(found)
+        if index == torch.int64 and int(highs.max()) < 2**31:  # machine code came in between, and
+            return False  # who reads goes by the greatest index
         if not self._right(lows, highs):
             return True
         self.numbers[self._order, ROWS] = counts
