@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from weft.wire import blocks
+from weft.wire import blocks, memory
 from weft.wire.arena import advise
 from weft.wire.blocks import Blocks, Giver
 
@@ -169,7 +169,7 @@ def test_memory_that_serves_nobody_goes_back_to_the_system(two):
     for block in filled(ones, place, 7):
         block.release()
     before = ones[0].block(place).memory
-    for _ in range(blocks._PATIENCE):
+    for _ in range(memory.PATIENCE):
         other = giver.take(40 * SIZE)
         for block in filled(ones, other, 1):
             block.release()

@@ -65,7 +65,7 @@ def test_not_while_anybody_sees_it(shelf: Shelf, hold: Callable[[Tensor], Any]) 
 def test_what_is_much_larger_stays_and_goes_in_time(shelf: Shelf) -> None:
     del_me = fresh((4 * LARGE,), torch.uint8)
     del del_me
-    for _ in range(memory._PATIENCE - 1):
+    for _ in range(memory.PATIENCE - 1):
         held = fresh((LARGE,), torch.uint8)
         assert shelf.kept >= 4 * LARGE
         del held

@@ -241,10 +241,7 @@ def apart(wire: Wire) -> list[Finding]:
 
     at = hosts_of(wire).of
     guard, host = Guard(), digest_of(wire.host)
-    card = torch.frombuffer(bytearray(guard.card(host)), dtype=torch.uint8)
-    pending = wire.small_all_gather(card, Reach.SIZE)
-    cards = [bytes(each.tolist()) for each in pending.wait()]
-    pending.release()
+    cards = wire.all_gather_bytes(guard.card(host), Reach.SIZE)
     fails = torch.zeros(wire.size, dtype=torch.int32)
     for peer in wire.peers:
         if at[peer] == at[wire.rank] and Reach.of(cards[peer], host) is None:

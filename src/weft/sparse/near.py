@@ -21,10 +21,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
+from ..wire import routine
 from ..wire.base import Wire, as_bytes
 from ..wire.common import Common, begun
 from ..wire.memory import typed
-from ..wire.routine import NUMBER, Rooms, Routine, Script
 from .call import Call
 from .owners import parts
 from .stream import Own, Source, merge_blocks
@@ -33,7 +33,7 @@ __all__ = ["Lent", "lent_of", "say_read", "split_near", "staying", "told"]
 
 _SAID = struct.Struct("<3?5x3q")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_KEPT = "near"  # what a wire keeps by that name: the routine in which ranks say what they lend
+_KEPT = "near"  # the exchange in which ranks say what they lend
 _MOST = 48 << 20  # bytes of sums at a rank, of which there is a copy for a moment
 
 
@@ -197,21 +197,9 @@ def staying(wire: Wire, indices: Tensor, values: Tensor) -> dict[int, Lent]:
 
 def told(wire: Wire, said: Mapping[int, Lent]) -> dict[int, Lent]:
     """What each peer tells this rank, which tells it what is `said`."""
-    if _KEPT not in wire.kept:  # making a routine takes longer than using it
-        peers, size = wire.peers, _SAID.size
-        none, same = dict.fromkeys(peers, b""), dict.fromkeys(peers, size)
-        blank, rooms = dict.fromkeys(peers, bytes(size)), Rooms(NUMBER + size)
-        wire.kept[_KEPT] = wire.routine(Script(blank, none, same, rooms, soon=False))
-    routine: Routine = wire.kept[_KEPT]
-    for peer, lent in said.items():
-        routine.said[peer][:] = _SAID.pack(*lent)
-    if routine.run(0) is None:
-        routine.start(0)
-        routine.finish()
-    return {
-        peer: Lent(*_SAID.unpack_from(heard.numpy().data, NUMBER))
-        for peer, heard in routine.heard.items()
-    }
+    packed = {peer: _SAID.pack(*lent) for peer, lent in said.items()}
+    heard = routine.told(wire, _KEPT, packed, _SAID.size)
+    return {peer: Lent(*_SAID.unpack(text)) for peer, text in heard.items()}
 
 
 def _read_indices(call: Call, peer: int, lent: Lent) -> Tensor:

@@ -263,10 +263,7 @@ def _statement() -> dict[str, Any]:
 def _everybody(wire: Wire, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """What all ranks say, in rank order; collective."""
     text = json.dumps(mine).encode()
-    message = torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
-    pending = wire.small_all_gather(message, _CAP)
-    heard = [bytes(each.numpy()) for each in pending.wait()]
-    pending.release()
+    heard = wire.all_gather_bytes(_LENGTH.pack(len(text)) + text, _CAP)
     start = _LENGTH.size
     return [json.loads(each[start : start + _LENGTH.unpack_from(each)[0]]) for each in heard]
 

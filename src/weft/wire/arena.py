@@ -20,17 +20,20 @@ that on x86-64, where alone there are arenas, as there are pipes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
 import platform
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["HEAD", "ROOM", "WORKS", "Arena", "Pages", "advise", "seen"]
+__all__ = ["HEAD", "ROOM", "WORKS", "Arena", "Pages", "advise", "opened", "seen"]
 
 WORKS = sys.platform == "linux" and platform.machine() == "x86_64"
 """Whether ranks share memory: arenas, and pipes (`pipe`)."""
@@ -139,23 +142,39 @@ class Arena:
 
 def seen(process: int, fd: int, guard: bytes) -> Pages | None:
     """The file of another process's arena, to be read; None: it is gone, or may not be opened."""
-    if not WORKS or fd < 0:
-        return None
-    path = f"/proc/{process}/fd/{fd}"
-    mine = -1
     try:
-        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # another one by now
-            return None
-        mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if os.fstat(mine).st_size != HEAD + ROOM:
-            return None
-        pages = Pages(mine, 0, HEAD + ROOM, write=False)
+        with opened(process, fd, _NAME, HEAD + ROOM) as mine:
+            pages = Pages(mine, 0, HEAD + ROOM, write=False)
     except OSError:
         return None
-    finally:
-        if mine >= 0:
-            os.close(mine)
     return pages if ctypes.string_at(pages.address, len(guard)) == guard else None
+
+
+@contextmanager
+def opened(process: int, fd: int, name: str, size: int, *, write: bool = False) -> Iterator[int]:
+    """Another process's file in memory, within.
+
+    Args:
+        process, fd: where it is.
+        name: that it was made with.
+        size: its bytes.
+        write: whether to write to it, too.
+
+    Raises:
+        OSError: it is gone, another one by now, or may not be opened.
+    """
+    if not WORKS or fd < 0:
+        raise OSError(errno.EBADF, "no file in memory")
+    path = f"/proc/{process}/fd/{fd}"
+    if not os.readlink(path).startswith(f"/memfd:{name} "):
+        raise OSError(errno.EBADF, f"no {name}", path)
+    mine = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        if os.fstat(mine).st_size != size:
+            raise OSError(errno.EBADF, f"not of {size} bytes", path)
+        yield mine
+    finally:
+        os.close(mine)
 
 
 def advise(address: int, size: int, advice: int) -> None:

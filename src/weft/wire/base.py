@@ -236,6 +236,23 @@ class Wire(abc.ABC):
         )
         return _InRankOrder(pending, order, self.rank, message)
 
+    def all_gather_bytes(self, message: bytes, cap: int | None = None) -> list[bytes]:
+        """Tell all ranks something, and hear what each says, in rank order.
+
+        Args:
+            message: of at most `cap` bytes.
+            cap: for whoever's length is not known: all but the own are then that long. None: all
+                messages are as long as this one.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        pending = self.small_all_gather(own, len(message) if cap is None else cap)
+        heard = [each.numpy().tobytes() for each in pending.wait()]
+        pending.release()
+        return heard
+
     def lends(self, peer: int) -> bool:
         """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
         return False

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .arena import WORKS, Pages, advise
-from .memory import fresh
+from .arena import WORKS, Pages, advise, opened
+from .memory import PATIENCE, SPARE, fresh, piece_size
 
 __all__ = ["MOST", "RANKS", "Block", "Blocks", "Giver", "Place", "works"]
 
@@ -44,8 +44,6 @@ _ROOM = 1 << 30  # bytes of the file; pages that nobody touched cost nothing
 _HEAD = 1 << 13  # bytes in front of them: its sign, and the marks
 _NAME, _SIGN = "weft-blocks", 16  # by which the file is known from others
 _BLOCKS = 64  # at a time
-_SPARE = 1.25  # times what is asked for, that a block may have
-_PATIENCE = 8  # times that a block may be passed over before its memory is let go
 _COPIES = 64  # results that are copied after one that was written to
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which Python has no name
 _ENTRY = 8  # bytes about a page in the page map, of which these bits:
@@ -90,17 +88,11 @@ class Blocks:
     @classmethod
     def seen(cls, process: int, fd: int, rank: int, sign: bytes) -> Blocks | None:
         """The file that the first rank opened; None: it is out of reach."""
-        path, mine = f"/proc/{process}/fd/{fd}", -1
         try:
-            if not WORKS or not os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                return None
-            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            blocks = cls(mine, rank)
+            with opened(process, fd, _NAME, _HEAD + _ROOM, write=True) as mine:
+                blocks = cls(mine, rank)
         except OSError:
             return None
-        finally:
-            if mine >= 0:
-                os.close(mine)
         return blocks if blocks._head[:_SIGN].tobytes() == sign else None
 
     def block(self, place: Place) -> Block:
@@ -217,14 +209,14 @@ class Giver:
     def take(self, nbytes: int) -> Place | None:
         """Memory for a block, held by all ranks; None: there is no more."""
         free = [p for p in self._pieces if not self.blocks._marks[p.place.number].any()]
-        fit = [p for p in free if nbytes <= p.place.size <= nbytes * _SPARE]
+        fit = [p for p in free if nbytes <= p.place.size <= nbytes * SPARE]
         found = min(fit, key=lambda piece: piece.place.size, default=None)
         room, leave = self._limit, []
         for other in sorted(free, key=lambda piece: piece.passed_over):
             if other is found:
                 continue
             other.passed_over += 1
-            if other.passed_over >= _PATIENCE or other.place.size > room:
+            if other.passed_over >= PATIENCE or other.place.size > room:
                 leave.append(other)
             else:
                 room -= other.place.size
@@ -242,8 +234,7 @@ class Giver:
 
     def _cut(self, nbytes: int) -> _Piece | None:
         """A new piece."""
-        eighth = max(mmap.PAGESIZE, 1 << max(0, (nbytes - 1).bit_length() - 4))
-        size = -(-nbytes // eighth) * eighth
+        size = piece_size(nbytes, mmap.PAGESIZE)
         used = {piece.place.number for piece in self._pieces}
         number = next((n for n in range(_BLOCKS) if n not in used), None)
         start = 0

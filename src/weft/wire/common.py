@@ -13,13 +13,12 @@ import struct
 from collections.abc import Sequence
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from .base import Wire
 from .blocks import MOST, RANKS, Block, Blocks, Giver, Place
 from .memory import kept_at_most
-from .routine import NUMBER, Rooms, Routine, Script
+from .routine import told
 
 __all__ = ["LEAST", "Common", "begun", "works"]
 
@@ -32,6 +31,7 @@ _SAID = struct.Struct("<5q")  # bytes of a part in each area; the block: number,
 _NOWHERE = Place(-1, 0, 0)
 _CARD = struct.Struct("<qq16s")  # process and file of rank 0, what is in it
 _KEPT = "results in common"  # what a wire keeps by that name
+_TOLD = "about results in common"  # the exchanges, both of them
 
 
 class Common:
@@ -44,13 +44,13 @@ class Common:
         sizes: of each area, the bytes of every rank's part.
     """
 
-    def __init__(self, routine: Routine, block: Block, sizes: Sequence[list[int]], rank: int):
-        self._routine, self._block, self.sizes = routine, block, sizes
+    def __init__(self, wire: Wire, block: Block, sizes: Sequence[list[int]]) -> None:
+        self._wire, self._block, self.sizes = wire, block, sizes
         self._starts = [0]
         for area in sizes:
             self._starts.append(_rounded(self._starts[-1] + sum(area)))
         self.mine = [
-            block.memory[start + sum(area[:rank]) :][: area[rank]]
+            block.memory[start + sum(area[: wire.rank]) :][: area[wire.rank]]
             for start, area in zip(self._starts, sizes, strict=False)
         ]
 
@@ -66,7 +66,7 @@ class Common:
         Raises:
             WireError: the deadline passed, or a peer failed.
         """
-        _exchanged(self._routine, bytes(_SAID.size))
+        _exchanged(self._wire, bytes(_SAID.size))
 
     def whole(self, area: int) -> Tensor:
         """All of an area, to be read."""
@@ -98,16 +98,16 @@ def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
     found = _blocks(wire)
     if found is None:
         return None
-    blocks, giver, routine = found
+    blocks, giver = found
     blocks.settle()
     place = (giver.take(most) if giver is not None else None) or _NOWHERE
-    heard = _exchanged(routine, _SAID.pack(*mine, *place))
+    heard = _exchanged(wire, _SAID.pack(*mine, *place))
     said = [_SAID.unpack(heard.get(rank) or _SAID.pack(*mine, *place)) for rank in range(wire.size)]
     place = Place(*said[0][_AREAS:])
     if place == _NOWHERE:
         return None
     sizes = [[each[area] for each in said] for area in range(_AREAS)]
-    return Common(routine, blocks.block(place), sizes, wire.rank)
+    return Common(wire, blocks.block(place), sizes)
 
 
 def works(wire: Wire) -> bool:
@@ -115,15 +115,15 @@ def works(wire: Wire) -> bool:
     return wire.near and wire.kept.get(_KEPT, True) is not None
 
 
-def _blocks(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
+def _blocks(wire: Wire) -> tuple[Blocks, Giver | None] | None:
     """What a wire keeps for it; None on every rank where some cannot."""
     if _KEPT not in wire.kept:
         wire.kept[_KEPT] = _opened(wire)
-    found: tuple[Blocks, Giver | None, Routine] | None = wire.kept[_KEPT]
+    found: tuple[Blocks, Giver | None] | None = wire.kept[_KEPT]
     return found
 
 
-def _opened(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
+def _opened(wire: Wire) -> tuple[Blocks, Giver | None] | None:
     giver: Giver | None = None
     keep = kept_at_most()
     if wire.rank == 0 and wire.size <= RANKS and keep:
@@ -133,46 +133,22 @@ def _opened(wire: Wire) -> tuple[Blocks, Giver | None, Routine] | None:
             giver = None
     try:
         card = (0, -1, b"") if giver is None else (os.getpid(), giver.fd, giver.sign)
-        process, fd, sign = _CARD.unpack(_gathered(wire, _CARD.pack(*card))[0])
+        process, fd, sign = _CARD.unpack(wire.all_gather_bytes(_CARD.pack(*card))[0])
         blocks = giver.blocks if giver is not None else None
         if blocks is None and fd >= 0 and keep:
             blocks = Blocks.seen(process, fd, wire.rank, sign)
-        able = _gathered(wire, bytes([blocks is not None]))
+        able = wire.all_gather_bytes(bytes([blocks is not None]))
     finally:
         if giver is not None:
             giver.close()
     if blocks is None or not all(said[0] for said in able):
         return None
-    peers, blank = wire.peers, bytes(_SAID.size)
-    lengths = dict.fromkeys(peers, len(blank))
-    script = Script(
-        dict.fromkeys(peers, blank),
-        dict.fromkeys(peers, b""),
-        lengths,
-        Rooms(NUMBER + len(blank)),
-        common=True,
-        soon=False,
-    )
-    return blocks, giver, wire.routine(script)
+    return blocks, giver
 
 
-def _gathered(wire: Wire, message: bytes) -> list[bytes]:
-    pending = wire.small_all_gather(
-        torch.frombuffer(bytearray(message), dtype=torch.uint8), len(message)
-    )
-    found = [bytes(heard.tolist()) for heard in pending.wait()]
-    pending.release()
-    return found
-
-
-def _exchanged(routine: Routine, message: bytes) -> dict[int, bytes]:
+def _exchanged(wire: Wire, message: bytes) -> dict[int, bytes]:
     """What each peer says, who hears this."""
-    for said in routine.said.values():
-        said[:] = message
-    if routine.run(0) is None:
-        routine.start(0)
-        routine.finish()
-    return {peer: heard.numpy()[NUMBER:].tobytes() for peer, heard in routine.heard.items()}
+    return told(wire, _TOLD, dict.fromkeys(wire.peers, message), _SAID.size)
 
 
 def _rounded(nbytes: int) -> int:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from .base import Wire
 
 __all__ = ["Hosts", "digest_of", "hosts_of"]
@@ -64,12 +62,7 @@ class Hosts:
 def hosts_of(wire: Wire) -> Hosts:
     """Who is on which host; the ranks tell each other, together, the first time."""
     if wire.hosts is None:
-        digest = digest_of(wire.host)
-        pending = wire.small_all_gather(
-            torch.frombuffer(bytearray(digest), dtype=torch.uint8), _DIGEST
-        )
-        wire.hosts = Hosts.named([bytes(message.tolist()) for message in pending.wait()])
-        pending.release()
+        wire.hosts = Hosts.named(wire.all_gather_bytes(digest_of(wire.host)))
     return wire.hosts
 
 

@@ -92,10 +92,7 @@ def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = ME
     """
     host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
     steps = (_step(alpha), _step(beta), _step(work), os.cpu_count() or 1)
-    mine = bytearray(_FIGURES.pack(*steps) + host)
-    pending = wire.small_all_gather(torch.frombuffer(mine, dtype=torch.uint8), len(mine))
-    heard = [bytes(message.tolist()) for message in pending.wait()]
-    pending.release()
+    heard = wire.all_gather_bytes(_FIGURES.pack(*steps) + host)
     hosts = [text[_FIGURES.size :] for text in heard]
     ranks_on = Counter(hosts)
     alphas, betas, works, cores = zip(*map(_FIGURES.unpack_from, heard), strict=True)

@@ -27,15 +27,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .arena import Arena
 
-__all__ = ["Lease", "Pool", "Shelf", "fresh", "kept_at_most", "typed"]
+__all__ = [
+    "PATIENCE",
+    "SPARE",
+    "Lease",
+    "Pool",
+    "Shelf",
+    "fresh",
+    "kept_at_most",
+    "piece_size",
+    "typed",
+]
 
 _log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
-_SPARE = 1.25  # times what is asked for, that a kept piece may have
-_PATIENCE = 8  # results that a kept piece may fail to serve before it is let go
+
+SPARE = 1.25
+"""Times what is asked for, that memory of a past result may have."""
+
+PATIENCE = 8
+"""Results that memory may fail to serve before it is let go."""
 
 _Blocks = dict[int, list[Tensor]]  # by their sizes
 
@@ -154,6 +168,17 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
 
 
+def piece_size(nbytes: int, grain: int = 1) -> int:
+    """Bytes of memory made for a result: rounded up to an eighth, for the next of about its size.
+
+    Args:
+        nbytes: of the result.
+        grain: the least to round to.
+    """
+    eighth = max(grain, 1 << max(0, (nbytes - 1).bit_length() - 4))
+    return -(-nbytes // eighth) * eighth
+
+
 def kept_at_most() -> int:
     """Bytes of memory of past results that this process may keep for the next."""
     return _shelf().limit
@@ -184,8 +209,7 @@ class Shelf:
         """
         piece = self._found(nbytes)
         if piece is None:
-            eighth = 1 << max(0, (nbytes - 1).bit_length() - 4)
-            size = -(-nbytes // eighth) * eighth
+            size = piece_size(nbytes)
             try:
                 piece = _Piece(size)
             except OSError:  # a limit of this process or the machine: what is kept counts, too
@@ -200,11 +224,11 @@ class Shelf:
         """A kept piece that fits, kept no more."""
         with self._lock:
             self._put_away()
-            fit = [p for p in self._kept if nbytes <= p.size <= nbytes * _SPARE]
+            fit = [p for p in self._kept if nbytes <= p.size <= nbytes * SPARE]
             piece = min(fit, key=lambda piece: piece.size, default=None)
             for other in self._kept:
                 other.passed_over += 1
-            self._kept = [p for p in self._kept if p is not piece and p.passed_over < _PATIENCE]
+            self._kept = [p for p in self._kept if p is not piece and p.passed_over < PATIENCE]
         return piece
 
     def clear(self) -> None:

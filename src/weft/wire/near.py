@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from .arithmetic import Reduce, cut, grain
@@ -50,10 +49,8 @@ def told(wire: Wire, given: Tensor, flat: Tensor) -> dict[int, tuple[int, int]] 
     None, on every rank, if some rank's memory cannot be read by all; then nobody asks again.
     """
     able = all(map(wire.lends, wire.peers))
-    mine = bytearray(_TOLD.pack(given.data_ptr(), flat.data_ptr(), able))
-    pending = wire.small_all_gather(torch.frombuffer(mine, dtype=torch.uint8), _TOLD.size)
-    heard = [_TOLD.unpack_from(each.numpy().data) for each in pending.wait()]
-    pending.release()
+    mine = _TOLD.pack(given.data_ptr(), flat.data_ptr(), able)
+    heard = list(map(_TOLD.unpack, wire.all_gather_bytes(mine)))
     wire.together = wire.near = all(each[2] for each in heard)
     return {rank: each[:2] for rank, each in enumerate(heard)} if wire.near else None
 

@@ -17,7 +17,7 @@ from ..errors import WeftError
 from ..kernels.cpu_talk import Came, Program
 from .base import Pending, Wire
 
-__all__ = ["NUMBER", "Rooms", "Routine", "Script"]
+__all__ = ["NUMBER", "Rooms", "Routine", "Script", "told"]
 
 NUMBER = 8
 """Bytes that every message begins with: the number of the call."""
@@ -174,3 +174,30 @@ class Routine:
         text = number.to_bytes(NUMBER, "little")
         # not the views themselves, which are compared item by item
         return all(seen.tobytes() == text + expected for seen, expected in self._seen)
+
+
+def told(wire: Wire, name: str, said: Mapping[int, bytes], size: int) -> dict[int, bytes]:
+    """Tell each peer something, and hear as much of it.
+
+    Args:
+        wire: among whom.
+        name: of this exchange, for which the wire keeps a routine: making one takes longer than
+            using it.
+        said: to each peer.
+        size: bytes of each of these; always the same for that name.
+
+    Raises:
+        WireError: the deadline passed, or a peer or a link failed.
+    """
+    routine: Routine | None = wire.kept.get(name)
+    if routine is None:
+        peers, blank = wire.peers, bytes(size)
+        none, same = dict.fromkeys(peers, b""), dict.fromkeys(peers, size)
+        script = Script(dict.fromkeys(peers, blank), none, same, Rooms(NUMBER + size), soon=False)
+        wire.kept[name] = routine = wire.routine(script)
+    for peer, message in said.items():
+        routine.said[peer][:] = message
+    if routine.run(0) is None:
+        routine.start(0)
+        routine.finish()
+    return {peer: heard.numpy()[NUMBER:].tobytes() for peer, heard in routine.heard.items()}

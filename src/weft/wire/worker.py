@@ -469,7 +469,7 @@ class Work(Generic[T]):
             else:
                 error = self._error  # of which torch takes no KeyboardInterrupt
                 known = error if isinstance(error, Exception) else RuntimeError(_text(error))
-                future.set_exception(known)  # type: ignore[arg-type]  # torch says T here
+                future.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
 
 
 def _text(error: BaseException) -> str:
