@@ -19,7 +19,7 @@ bits; half precision is accumulated in float32 and rounded once.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,26 @@ class _Nowhere:
 _NOWHERE = _Nowhere()
 
 
+class _Job(NamedTuple):
+    """What is to be done, as `all_reduce` is told it.
+
+    Attributes:
+        wire: among whom.
+        tensor: that is returned.
+        flat: the same, 1-D, as `combine` takes it.
+        combine: how.
+        given: this rank's contribution, or `flat`.
+        stage: of the elements.
+    """
+
+    wire: Wire
+    tensor: Tensor
+    flat: Tensor
+    combine: Reduce
+    given: Tensor
+    stage: Stage
+
+
 def all_reduce(
     wire: Wire,
     tensor: Tensor,
@@ -109,12 +129,11 @@ def all_reduce(
         stage.load(0, len(flat))
         stage.store(0, len(flat))
         return _Done(tensor)
+    given = flat if source is None or small else flattened(source).view(flat.dtype)
+    job = _Job(wire, tensor, flat, combine, given, stage)
     if small:
-        return _Whole(wire, tensor, flat, combine, stage)
-    given = flat if source is None else flattened(source).view(flat.dtype)
-    if wire.near:
-        return _Near(wire, tensor, flat, combine, given, stage)
-    return _Parts(wire, tensor, flat, combine, given, stage)
+        return _Whole(job)
+    return _Near(job) if wire.near else _Parts(job)
 
 
 def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
@@ -167,23 +186,21 @@ class _Done(Pending):
 class _Whole(Pending):
     """From each to all, then everyone reduces the same."""
 
-    def __init__(
-        self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Reduce, stage: Stage
-    ) -> None:
-        self._tensor, self._flat, self._combine, self._done = tensor, flat, combine, False
-        self._stage = stage
-        stage.load(0, len(flat))
-        self._own = flat.view(torch.uint8)
-        self._pending = wire.small_all_gather(self._own, len(self._own))
+    def __init__(self, job: _Job) -> None:
+        self._job, self._done = job, False
+        job.stage.load(0, len(job.flat))
+        own = job.flat.view(torch.uint8)
+        self._pending = job.wire.small_all_gather(own, len(own))
 
     def wait(self) -> list[Tensor]:
+        job = self._job
         if not self._done:
-            parts = [part.view(self._flat.dtype) for part in self._pending.wait()]
-            self._combine(parts, self._flat)
+            parts = [part.view(job.flat.dtype) for part in self._pending.wait()]
+            job.combine(parts, job.flat)
             self._pending.release()
-            self._stage.store(0, len(self._flat))
+            job.stage.store(0, len(job.flat))
             self._done = True
-        return [self._tensor]
+        return [job.tensor]
 
     def release(self) -> None:
         return None
@@ -192,29 +209,21 @@ class _Whole(Pending):
 class _Near(Pending):
     """All ranks read each other's contributions and sums, if they find that all can."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        tensor: Tensor,
-        flat: Tensor,
-        combine: Reduce,
-        given: Tensor,
-        stage: Stage,
-    ) -> None:
-        self._of, self._done = (wire, tensor, flat, combine, given, stage), False
-        stage.load(0, len(flat))
+    def __init__(self, job: _Job) -> None:
+        self._job, self._done = job, False
+        job.stage.load(0, len(job.flat))
 
     def wait(self) -> list[Tensor]:
-        wire, tensor, flat, combine, given, stage = self._of
+        job = self._job
         if not self._done:
-            places = near.told(wire, given, flat)
+            places = near.told(job.wire, job.given, job.flat)
             if places is None:
-                _Parts(wire, tensor, flat, combine, given, stage).wait()
+                _Parts(job).wait()
             else:
-                near.all_reduce(wire, flat, combine, given, places)
-                stage.store(0, len(flat))
+                near.all_reduce(job.wire, job.flat, job.combine, job.given, places)
+                job.stage.store(0, len(job.flat))
             self._done = True
-        return [tensor]
+        return [job.tensor]
 
     def release(self) -> None:
         return None
@@ -229,17 +238,9 @@ class _Parts(Pending):
     being sent; and it sends on what came of those of the step before.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        tensor: Tensor,
-        flat: Tensor,
-        combine: Reduce,
-        given: Tensor,
-        stage: Stage,
-    ) -> None:
-        self._wire, self._tensor, self._flat, self._combine = wire, tensor, flat, combine
-        self._given, self._stage = given, stage
+    def __init__(self, job: _Job) -> None:
+        self._wire, self._tensor, self._flat, self._combine, self._given, self._stage = job
+        wire, flat = job.wire, job.flat
         aligned = grain(flat)
         self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
