@@ -84,7 +84,9 @@ def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
     assert len(set(texts)) == 1
     assert "ranks differ in wire_dtype" in texts[0][0] and "rank 1 has torch.float16" in texts[0][0]
     assert texts[0][1].startswith("rank 2: wire_dtype is float16: pass torch.bfloat16 or")
-    assert texts[0][2].startswith("rank 0: register takes a DistributedDataParallel model, this is Linear: wrap")
+    assert texts[0][2].startswith(
+        "rank 0: register takes a DistributedDataParallel model, this is Linear: wrap"
+    )
 
 
 def disagreeing() -> tuple[str, ...]:
