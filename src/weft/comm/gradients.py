@@ -134,7 +134,7 @@ class Synchronised:
 
     def __init__(self, wire: Wire, module: Any, average: object, wire_dtype: Any) -> None:
         found, self.manifest, self.error = of_module(module, buffers=False)
-        self._wire, self._op = wire, "avg" if average else "sum"
+        self._wire, self._op = wire, "sum" if average is False else "avg"
         self._wire_dtype = wire_dtype
         self._of = {each.name: each.owner for each in found}
         self.names = list(self._of)
