@@ -11,8 +11,8 @@ section 3.2, has buckets.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -76,25 +76,32 @@ def reduce_dense(
 class _Gradient:
     """A gradient as numbers one after the other; if it does not lie so, in a copy meanwhile."""
 
+    __slots__ = ("_copied", "_flat", "_missing", "_tensor", "count", "dtype", "nbytes")
+
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._flat = tensor, tensor
-        self.dtype, self.count, self.nbytes = tensor.dtype, tensor.numel(), tensor.nbytes
-        self.on_host = on_host(tensor)
-        self._missing = self.count
+        self._tensor, self.dtype, self.count = tensor, tensor.dtype, tensor.numel()
+        self.nbytes = self.count * self.dtype.itemsize
+        self._flat: Tensor | None = None
+        self._copied, self._missing = False, self.count
 
     @property
-    def flat(self) -> Tensor:
-        """Its elements, 1-D."""
-        if self._flat is self._tensor:
-            self._flat = flattened(plain(self._tensor))
-        return self._flat
+    def on_host(self) -> bool:
+        return on_host(self._tensor)
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Some of its elements, 1-D."""
+        flat = self._flat
+        if flat is None:
+            self._copied = not is_plain(self._tensor)
+            self._flat = flat = flattened(plain(self._tensor) if self._copied else self._tensor)
+        return flat if last - first == self.count else flat[first:last]
 
     def stored(self, count: int) -> None:
         """So many elements more are as they shall be."""
         self._missing -= count
-        if not self._missing and not is_plain(self._tensor):
+        if self._copied and not self._missing:
+            assert self._flat is not None
             self._tensor.copy_(self._flat.view(self._tensor.shape))
-            self._flat = self._tensor
 
 
 _Piece = tuple[_Gradient, int, int]
@@ -112,7 +119,7 @@ class _Bucket:
         self._lease = wire.lease(0 if self._in_place else count * dtype.itemsize)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
-            self._pending: Pending = dense.all_reduce(wire, gradient.flat[start:end], op)
+            self._pending: Pending = dense.all_reduce(wire, gradient.flat(start, end), op)
         else:
             flat = typed(self._lease.tensor, (count,), dtype)
             self._pending = dense.all_reduce(wire, flat, op, stage=_Staged(flat, pieces))
@@ -132,25 +139,40 @@ class _Staged:
 
     def __init__(self, flat: Tensor, pieces: Sequence[_Piece]) -> None:
         self._flat, self._pieces = flat, pieces
-        sizes = (last - first for _, first, last in pieces)
+        sizes = [last - first for _, first, last in pieces]
         self._starts = [*accumulate(sizes, initial=0)]
+        self._places = flat.split_with_sizes(sizes)
+        # torch would round these twice
+        self._twice = flat.dtype.itemsize == 2 and any(
+            gradient.dtype is torch.float64 for gradient, _, _ in pieces
+        )
 
-    def _of(self, first: int, last: int) -> Iterator[tuple[_Gradient, Tensor, Tensor]]:
-        """The gradients that these elements are of, and the elements, there and in workspace."""
-        number = bisect_right(self._starts, first) - 1
-        while first < last:
-            start, end = self._starts[number : number + 2]
-            until = min(last, end)
-            gradient, offset, _ = self._pieces[number]
-            offset -= start
-            yield gradient, gradient.flat[offset + first : offset + until], self._flat[first:until]
-            first, number = until, number + 1
+    def _of(self, first: int, last: int) -> tuple[list[_Piece], list[Tensor]]:
+        """The pieces that these elements are of, cut to them, and their places in workspace."""
+        starts = self._starts
+        begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
+        pieces, places = list(self._pieces[begin:end]), list(self._places[begin:end])
+        for number in {begin, end - 1}:  # of all others all elements are among these
+            low, high = max(first, starts[number]), min(last, starts[number + 1])
+            gradient, start, _ = pieces[number - begin]
+            start -= starts[number]
+            pieces[number - begin] = gradient, start + low, start + high
+            places[number - begin] = self._flat[low:high]
+        return pieces, places
 
     def load(self, first: int, last: int) -> None:
-        for _, here, place in self._of(first, last):
-            narrow(here, place)
+        if first < last:
+            pieces, places = self._of(first, last)
+            here = [gradient.flat(start, end) for gradient, start, end in pieces]
+            if self._twice:
+                for values, place in zip(here, places, strict=True):
+                    narrow(values, place)
+            else:  # as copy_ of each, in one call
+                torch._foreach_copy_(places, here)
 
     def store(self, first: int, last: int) -> None:
-        for gradient, here, place in self._of(first, last):
-            here.copy_(place)
-            gradient.stored(len(here))
+        if first < last:
+            pieces, places = self._of(first, last)
+            torch._foreach_copy_([each.flat(start, end) for each, start, end in pieces], places)
+            for gradient, start, end in pieces:
+                gradient.stored(end - start)
