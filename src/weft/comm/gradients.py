@@ -28,11 +28,10 @@ from .buckets import reduce_dense
 from .named import (
     Manifest,
     difference,
-    digest,
     expanded_dims,
     local,
     manifests_of_all,
-    of_module,
+    parameters_of,
     shard_of,
 )
 from .opening import NO_LIMIT, ROOM, Opening, opened
@@ -133,14 +132,11 @@ class Synchronised:
     """
 
     def __init__(self, wire: Wire, module: Any, average: object, wire_dtype: Any) -> None:
-        found, self.manifest, self.error = of_module(module, buffers=False)
+        found, self.error = parameters_of(module)
         self._wire, self._op = wire, "sum" if average is False else "avg"
         self._wire_dtype = wire_dtype
-        self._of = {each.name: each.owner for each in found}
-        self.names = list(self._of)
-        order = module.named_parameters(remove_duplicate=False) if self._of else ()
-        self.in_order = [name for name, _ in order if name in self._of]
-        self.digest = digest(self.manifest)
+        self._of, self.names, self.in_order = found.of, list(found.of), found.in_order
+        self.manifest, self.digest = found.manifest, found.digest
         if self.error is None and not isinstance(average, bool):
             self.error = f"average is {average!r}: pass True or False"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
@@ -217,7 +213,7 @@ class Synchronised:
         for number, name in enumerate(names):
             gradient = self._gradient(name)
             if gradient is not None:
-                states[number] = _state(gradient)
+                states[number] = _DENSE if gradient.layout is torch.strided else _state(gradient)
         return torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0).byte()
 
     def _gradient(self, name: str) -> Tensor | None:
@@ -230,14 +226,16 @@ class Synchronised:
             if gradient is None:
                 continue
             parameter = self._of[name]
-            if gradient.layout not in (torch.strided, torch.sparse_coo):
-                return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
+            layout = gradient.layout
+            if layout is not torch.strided and layout is not torch.sparse_coo:
+                return f"the gradient of {name!r} has layout {layout}: use a sparse COO"
             if gradient.dtype != parameter.dtype:
                 return (
                     f"the gradient of {name!r} is {gradient.dtype}, the parameter "
                     f"{parameter.dtype}: make them one"
                 )
-            if shard_of(gradient) != shard_of(parameter):
+            whole = type(gradient) is Tensor and type(parameter) is torch.nn.Parameter
+            if not whole and shard_of(gradient) != shard_of(parameter):
                 return f"the gradient of {name!r} is placed otherwise than the parameter"
             if gradient.dtype not in refused:
                 refused[gradient.dtype] = dense.refuses(self._op, gradient.dtype)
@@ -293,11 +291,23 @@ class Synchronised:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
+        elif _is_usual(gradient):
+            return gradient
         elif gradient.layout == torch.sparse_coo:
             parameter.grad = gradient = gradient.to_dense()
         elif expanded_dims(local(gradient)):
             parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
+
+
+def _is_usual(gradient: Tensor) -> bool:
+    """Whether a gradient is as most are: whole, dense, in memory of its own, without a history."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+        and not gradient.requires_grad
+    )
 
 
 def _named(error: str, names: Sequence[str]) -> str:
