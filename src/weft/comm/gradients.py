@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..agree import is_direct
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import list_job
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
-from .buckets import reduce_dense
+from .buckets import Offer, reduce_dense
 from .named import (
     Manifest,
     difference,
@@ -164,12 +165,25 @@ class Synchronised:
         Returns:
             Whether some rank was ready.
         """
-        wire, here = self._wire, list(names)
+        here = list(names)
         error = self.error or self._wrong_gradient(here)
-        if len(here) > ROOM:
-            error = error or f"{len(here)} parameters are too many for one call: at most {ROOM}"
-        said = self._agree(here, None if error else self._states(here), error, ready)
-        some_ready = said.limit == 0
+        if len(here) >= ROOM:
+            error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
+        states = b"" if error else self._states(here)
+        offer = None if error or first is not None else self._offer(here, states)
+        try:
+            said = self._agree(states, error, ready, offer)
+            if offer is not None and said.private and said.equal:
+                offer.take({peer: bytes(said.private[peer]) for peer in self._wire.peers})
+                return said.limit == 0
+        finally:
+            if offer is not None:
+                offer.release()
+        return self._reduce(here, said, first, ready)
+
+    def _reduce(self, here: list[str], said: Opening, first: int | None, ready: bool) -> bool:
+        """The rest of `reduce`, once it is known what all ranks have."""
+        wire, some_ready = self._wire, said.limit == 0
         if not said.equal:
             everyone = manifests_of_all(wire, NAME, self.manifest)
             text = difference(everyone, missing=False)
@@ -178,7 +192,7 @@ class Synchronised:
             described = {name: one[name] for one in everyone for name in one}
             # what is the same as another, on all ranks that have it, is reduced under that name
             here = [name for name in sorted(described) if ", the same as " not in described[name]]
-            said = self._agree(here, self._states(here), None, ready)
+            said = self._agree(self._states(here), None, ready)
         else:
             described = self.manifest
         states = dict(zip(here, said.mask.tolist(), strict=True))
@@ -193,28 +207,49 @@ class Synchronised:
         reduce_dense(wire, gradients, self._op, self._wire_dtype)
         return some_ready
 
-    def _agree(
-        self, names: Sequence[str], mask: Tensor | None, error: str | None, ready: bool
-    ) -> Opening:
-        fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
-        if mask is None:
-            mask = torch.zeros(0, dtype=torch.uint8)
-        limit = 0 if ready else NO_LIMIT
-        with opened(
-            self._wire, NAME, fields, error, limit=limit, digest=self.digest, mask=mask
-        ) as said:
-            return Opening(
-                said.fields, said.records, said.limit, said.equal, said.mask.clone(), [], []
-            )
+    def _offer(self, names: Sequence[str], states: bytes) -> Offer | None:
+        """What can be reduced in fewer rounds, if all ranks find the same there."""
+        if not (self._wire.together and is_direct(self._wire) and {*states} <= {0, _DENSE}):
+            return None
+        there = [self._gradient(name) for name in names]
+        given = [gradient for gradient in there if gradient is not None]
+        if not all(map(_is_usual, given)):  # others are changed, once all agree
+            return None
+        offer = Offer(self._wire, given, self._op, self._wire_dtype)
+        return offer if offer.is_made else None
 
-    def _states(self, names: Sequence[str]) -> Tensor:
+    def _agree(
+        self, states: bytes, error: str | None, ready: bool, offer: Offer | None = None
+    ) -> Opening:
+        """What all ranks said; with what they said in private if all have made the same offer."""
+        fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
+        wire, mine = self._wire, bytearray([*states, offer is not None])
+        private = None
+        if offer is not None:
+            private = [[offer.told] if rank != wire.rank else [] for rank in range(wire.size)]
+        with opened(
+            wire,
+            NAME,
+            fields,
+            error,
+            limit=0 if ready else NO_LIMIT,
+            digest=self.digest,
+            mask=torch.frombuffer(mine, dtype=torch.uint8),
+            private=private,
+        ) as said:
+            same = offer is not None and all(bytes(each) == mine for each in said.own)
+            told = [memoryview(bytes(each)) for each in said.private] if same else []
+            mask = said.mask[:-1].clone()
+            return Opening(said.fields, said.records, said.limit, said.equal, mask, [], told)
+
+    def _states(self, names: Sequence[str]) -> bytes:
         """What gradients this rank has, a byte for each name."""
         states = bytearray(len(names))
         for number, name in enumerate(names):
             gradient = self._gradient(name)
             if gradient is not None:
                 states[number] = _DENSE if gradient.layout is torch.strided else _state(gradient)
-        return torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0).byte()
+        return bytes(states)
 
     def _gradient(self, name: str) -> Tensor | None:
         return self._of[name].grad if name in self._of else None
