@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -166,13 +167,13 @@ class Synchronised:
             Whether some rank was ready.
         """
         here = list(names)
-        error = self.error or self._wrong_gradient(here)
+        survey = self._survey(here)
+        error = self.error or survey.error
         if len(here) >= ROOM:
             error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
-        states = b"" if error else self._states(here)
-        offer = None if error or first is not None else self._offer(here, states)
+        offer = None if error or first is not None else self._offer(survey.usual)
         try:
-            said = self._agree(states, error, ready, offer)
+            said = self._agree(b"" if error else survey.states, error, ready, offer)
             if offer is not None and said.private and said.equal:
                 offer.take({peer: bytes(said.private[peer]) for peer in self._wire.peers})
                 return said.limit == 0
@@ -192,7 +193,7 @@ class Synchronised:
             described = {name: one[name] for one in everyone for name in one}
             # what is the same as another, on all ranks that have it, is reduced under that name
             here = [name for name in sorted(described) if ", the same as " not in described[name]]
-            said = self._agree(self._states(here), None, ready)
+            said = self._agree(self._survey(here).states, None, ready)
         else:
             described = self.manifest
         states = dict(zip(here, said.mask.tolist(), strict=True))
@@ -207,15 +208,11 @@ class Synchronised:
         reduce_dense(wire, gradients, self._op, self._wire_dtype)
         return some_ready
 
-    def _offer(self, names: Sequence[str], states: bytes) -> Offer | None:
+    def _offer(self, gradients: Sequence[Tensor] | None) -> Offer | None:
         """What can be reduced in fewer rounds, if all ranks find the same there."""
-        if not (self._wire.together and is_direct(self._wire) and {*states} <= {0, _DENSE}):
+        if gradients is None or not (self._wire.together and is_direct(self._wire)):
             return None
-        there = [self._gradient(name) for name in names]
-        given = [gradient for gradient in there if gradient is not None]
-        if not all(map(_is_usual, given)):  # others are changed, once all agree
-            return None
-        offer = Offer(self._wire, given, self._op, self._wire_dtype)
+        offer = Offer(self._wire, gradients, self._op, self._wire_dtype)
         return offer if offer.is_made else None
 
     def _agree(
@@ -242,41 +239,32 @@ class Synchronised:
             mask = said.mask[:-1].clone()
             return Opening(said.fields, said.records, said.limit, said.equal, mask, [], told)
 
-    def _states(self, names: Sequence[str]) -> bytes:
-        """What gradients this rank has, a byte for each name."""
-        states = bytearray(len(names))
+    def _survey(self, names: Sequence[str]) -> _Survey:
+        """What gradients this rank has."""
+        states, usual, error = bytearray(len(names)), list[Tensor](), None
+        others = False
+        fine: dict[torch.dtype, str | None] = {}  # what is wrong with a dtype
         for number, name in enumerate(names):
-            gradient = self._gradient(name)
-            if gradient is not None:
-                states[number] = _DENSE if gradient.layout is torch.strided else _state(gradient)
-        return bytes(states)
+            parameter = self._of.get(name)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                continue
+            dtype = gradient.dtype
+            if dtype not in fine:
+                reason = dense.refuses(self._op, dtype)
+                fine[dtype] = reason and f"the gradient of {name!r}: {reason}"
+            if _is_usual(gradient) and type(parameter) is torch.nn.Parameter:
+                states[number] = _DENSE
+                usual.append(gradient)
+                wrong = None if dtype is parameter.dtype else _wrong(name, gradient, parameter)
+            else:
+                states[number], others = _state(gradient), True
+                wrong = _wrong(name, gradient, parameter)
+            error = error or wrong or fine[dtype]
+        return _Survey(bytes(states), None if others else usual, error)
 
     def _gradient(self, name: str) -> Tensor | None:
         return self._of[name].grad if name in self._of else None
-
-    def _wrong_gradient(self, names: Sequence[str]) -> str | None:
-        refused: dict[torch.dtype, str | None] = {}
-        for name in names:
-            gradient = self._gradient(name)
-            if gradient is None:
-                continue
-            parameter = self._of[name]
-            layout = gradient.layout
-            if layout is not torch.strided and layout is not torch.sparse_coo:
-                return f"the gradient of {name!r} has layout {layout}: use a sparse COO"
-            if gradient.dtype != parameter.dtype:
-                return (
-                    f"the gradient of {name!r} is {gradient.dtype}, the parameter "
-                    f"{parameter.dtype}: make them one"
-                )
-            whole = type(gradient) is Tensor and type(parameter) is torch.nn.Parameter
-            if not whole and shard_of(gradient) != shard_of(parameter):
-                return f"the gradient of {name!r} is placed otherwise than the parameter"
-            if gradient.dtype not in refused:
-                refused[gradient.dtype] = dense.refuses(self._op, gradient.dtype)
-            if reason := refused[gradient.dtype]:
-                return f"the gradient of {name!r}: {reason}"
-        return None
 
     def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
         """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
@@ -333,6 +321,34 @@ class Synchronised:
         elif expanded_dims(local(gradient)):
             parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What gradients a rank has.
+
+    Attributes:
+        states: a byte for each name.
+        usual: all of them, if all are as most are; else they may have to be changed first.
+        error: what is wrong with the first that cannot be reduced, or None.
+    """
+
+    states: bytes
+    usual: list[Tensor] | None
+    error: str | None
+
+
+def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
+    if gradient.dtype != parameter.dtype:
+        return (
+            f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
+            "make them one"
+        )
+    if shard_of(gradient) != shard_of(parameter):
+        return f"the gradient of {name!r} is placed otherwise than the parameter"
+    return None
 
 
 def _is_usual(gradient: Tensor) -> bool:
