@@ -28,10 +28,13 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
+from .comm.buckets import reduce_dense
+from .comm.opening import opened
+from .comm.rounding import travelling
 from .errors import WeftError
 from .sparse import Record
 from .sparse.queued import QueuedCall, run_queued
-from .sparse.request import Request
+from .sparse.request import Request, wrong_wire_dtype
 from .wire import process_group
 from .wire.base import Wire
 from .wire.worker import Work
@@ -39,6 +42,7 @@ from .wire.worker import Work
 __all__ = ["State", "hook", "keep_tables_used", "register"]
 
 _KEPT = 256  # records
+_NAME = "ddp.register"
 
 
 class State:
@@ -59,23 +63,38 @@ class State:
         Args:
             group: the model's group; None: torch.distributed's default group.
             algorithm: of `weft.sparse_all_reduce`.
-            wire_dtype: the dtype in which rows of sparse gradients travel, or None for their own.
-                Dense gradients always travel in their own.
+            wire_dtype: the dtype in which gradients of wider floating-point dtypes travel, dense
+                and sparse, or None for their own; the same on every rank, which is compared once.
         """
         self._group = None if isinstance(group, Wire) else group
         self.algorithm = algorithm
-        self.wire_dtype = wire_dtype
+        self._wire_dtype = wire_dtype
         self.calls: deque[Record] = deque(maxlen=_KEPT)
         self._wire = group if isinstance(group, Wire) else None
         self._backward: int | None = None  # which one is running
         self._pending: list[Work[Tensor] | Exception] = []  # its calls
+        self._agreed = False  # with all ranks, on what dense gradients travel in
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """As it was given: no rank may change it alone."""
+        return self._wire_dtype
 
     @property
     def wire(self) -> Wire:
-        """The wire of the group; made, collectively, when it is first asked for."""
+        """The wire of the group; made, collectively, when it is first asked for.
+
+        Raises:
+            WeftError: the ranks' `wire_dtype` differ, or one is wrong; the same text on every rank.
+        """
         if self._wire is None:
             kernels.warm()
             self._wire = process_group.of_group(self._group)
+        if not self._agreed:
+            # dense buckets are not compared one by one
+            fields = {"wire_dtype": str(self._wire_dtype)}
+            _tell(self._wire, fields, wrong_wire_dtype(self._wire_dtype))
+            self._agreed = True
         return self._wire
 
 
@@ -89,13 +108,16 @@ def register(
     Args:
         ddp_model: the wrapped model, any options; its process group is the one that is used.
         algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
-        wire_dtype: the dtype in which rows of sparse gradients travel (lossy), or None.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which gradients of wider
+            floating-point dtypes travel, dense and sparse (lossy: docs/wire-dtype.md has the bound,
+            that of `weft.sync_grads`).
 
     Returns:
         The hook's state; `state.calls` tells what the last calls did.
 
     Raises:
-        WeftError: `ddp_model` is no DistributedDataParallel. Later, from `backward()`: what the
+        WeftError: `ddp_model` is no DistributedDataParallel, `wire_dtype` is wrong or differs
+            between ranks; the same text on every rank. Later, from `backward()`: what the
             calls raise. Then `.grad` holds this rank's own values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
@@ -111,15 +133,28 @@ def register(
         tensor([[3, 7]])
     """
     if not isinstance(ddp_model, DistributedDataParallel):
-        raise WeftError(
-            f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}: "
-            "wrap it first"
+        error = (
+            f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}"
+            ": wrap it first"
         )
+        if dist.is_initialized():  # ranks that have one may be of this group, and would wait
+            _tell(process_group.of_group(None), {}, error)
+        raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
     return state
+
+
+def _tell(wire: Wire, fields: dict[str, str], error: str | None) -> None:
+    """Have all ranks say what they were given; raises, on all, what is wrong with it."""
+
+    def job() -> None:
+        with opened(wire, _NAME, fields, error):
+            return
+
+    wire.worker.call(_NAME, job)
 
 
 def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -165,11 +200,14 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
         return gradient
 
     def dense() -> Tensor:
-        staged.div_(wire.size)  # first, as DistributedDataParallel does: sums of halves overflow
         with record_function("weft::ddp_dense"):
-            pending = wire.dense_all_reduce(staged, "sum")
-            pending.wait()
-            pending.release()
+            if travelling(staged.dtype, state.wire_dtype) != staged.dtype:
+                reduce_dense(wire, [staged], "avg", state.wire_dtype)
+            else:
+                staged.div_(wire.size)  # first, as it does itself: sums of halves overflow
+                pending = wire.dense_all_reduce(staged, "sum")
+                pending.wait()
+                pending.release()
         return gradient if staged is gradient else gradient.copy_(staged)
 
     if gradient.layout == torch.sparse_coo:

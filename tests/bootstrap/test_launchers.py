@@ -28,6 +28,7 @@ SRUN = {
     "SLURM_STEP_NODELIST": "node[08-10]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
+PART = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}  # of what srun sets
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
 # srun starts the daemons of an mpirun, one on each host
 DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
@@ -38,6 +39,13 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     [
         ({}, Launch("alone", 0, 1, 0, 1)),
         (BATCH, Launch("alone", 0, 1, 0, 1)),
+        ({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"}, Launch("alone", 0, 1, 0, 1)),
+        ({**BATCH, "SLURM_STEP_ID": "4294967291"}, Launch("alone", 0, 1, 0, 1)),
+        ({**PART, "SLURM_NTASKS": "2"}, Launch("srun", 1, 2, 1, 2)),
+        ({**PART, "SLURM_NPROCS": "2"}, Launch("srun", 1, 2, 1, 2)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Launch("srun", 0, 2, 0, 2)),
+        ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"}, Launch("alone", 0, 1, 0, 1)),
+        ({**PART, **OF_TWO}, Launch("environment", 1, 2, 1, 2)),
         (OF_TWO, Launch("environment", 1, 2, 1, 2)),
         ({**OF_TWO, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 1, 2, 1, 2, "x")),
         (OPEN_MPI, Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1")),
@@ -60,7 +68,7 @@ def test_environments(env: dict[str, str], launch: Launch) -> None:
     assert detect(env) == launch
 
 
-@pytest.mark.parametrize("env", [HYDRA, {**DAEMON, **HYDRA}])
+@pytest.mark.parametrize("env", [HYDRA, {**DAEMON, **HYDRA}, {**PART, **HYDRA}])
 def test_hydra_s_job_is_named_after_whatever_started_it(env: dict[str, str]) -> None:
     launch = detect(env)
     assert (launch.kind, launch.rank, launch.size) == ("mpirun", 3, 4)
@@ -81,6 +89,11 @@ def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
         ({**HYDRA, "PMI_RANK": "x"}, "PMI_RANK='x', which is no whole number"),
         ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5: ranks start"),
         ({"PMI_SIZE": "4"}, "no PMI_RANK"),
+        (PART, "PROCID=1 but no SLURM_STEP_NUM_TASKS or SLURM_NTASKS or SLURM_NPROCS, which says"),
+        ({**PART, "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}, "SLURM_PROCID=0 but no SLURM_STEP"),
+        ({"SLURM_PROCID": "0"}, "SLURM_PROCID=0 but no .* unset SLURM_PROCID for a group of one"),
+        ({**BATCH, "SLURM_PROCID": "3"}, "SLURM_PROCID=3 but no SLURM_STEP_NUM_TASKS, which says"),
+        ({**PART, "SLURM_NTASKS": "1"}, "SLURM_PROCID=1 and SLURM_NTASKS=1: ranks start"),
     ],
 )
 def test_what_cannot_be(env: dict[str, str], complaint: str) -> None:

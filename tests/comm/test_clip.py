@@ -62,6 +62,23 @@ def test_nothing_and_what_is_wrong():
             weft.clip_grad_norm_(parameter, most, p)
 
 
+def test_what_are_no_parameters():
+    empty = nn.ReLU().parameters()
+    assert weft.clip_grad_norm_(empty, 1.0).item() == 0
+    named = model(sparse=True).named_parameters()
+    for wrong, text in (
+        (None, "parameters is a NoneType: pass a module"),
+        (3, "parameters is a int"),
+        (nn.Linear, "parameters is a type"),
+        ("abc", "parameters is a str, its item 0 a str: pass a module"),
+        ([nn.Parameter(torch.ones(2)), None], "parameters is a list, its item 1 a NoneType"),
+        (named, "parameters is a generator, its item 0 a tuple"),
+        (empty, "parameters is a generator that is used up: make another"),
+    ):
+        with pytest.raises(weft.WeftError, match=text):
+            weft.clip_grad_norm_(wrong, 1.0)
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_foreach_is_torch_s_and_changes_nothing(foreach):
     ours, plain = model(sparse=True), model(sparse=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -260,6 +262,43 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.sync_grads(Model(), average=wire.rank == 0)
     with pytest.raises(weft.WeftError, match="rank 2: average is 'yes'"):
         weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
+
+
+@spmd(2)
+def test_a_module_that_changed_since_the_last_call_is_seen_as_it_is(wire):
+    module = nn.Module()
+    module.one, module.two = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    before = module.one.data
+
+    def step(module):
+        for number, parameter in enumerate(module.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1 + wire.rank)
+        weft.sync_grads(module, average=False)
+        return [parameter.grad.tolist()[0] for parameter in module.parameters()]
+
+    assert step(module) == step(module) == [3, 5]
+    for memory, text in ((torch.zeros(2), r"shape \(2,\) on"), (before.double(), "float64 .* on")):
+        if wire.rank == 1:
+            module.one.grad, module.one.data = None, memory
+        with pytest.raises(weft.WeftError, match=rf"'one' is .* on rank 0, .*{text} rank 1"):
+            step(module)
+        if wire.rank == 1:
+            module.one.grad, module.one.data = None, before
+        assert step(module) == [3, 5]
+    module.two = module.one
+    assert step(module) == [3] and step(module) == [3]
+    module.two = nn.Parameter(torch.zeros(3))
+    module.two.data = module.one.data
+    assert (
+        step(module)[0] == 3 and module.two.grad[0] == wire.rank + 2
+    )  # the same memory: one of them
+    del module.two
+    module.three = nn.Parameter(torch.zeros(4))
+    assert step(module) == [3, 5]
+    gone = weakref.ref(module), weakref.ref(module.three)
+    del module
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is None
 
 
 @spmd(3, on=("threads",))

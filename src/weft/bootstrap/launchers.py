@@ -24,6 +24,8 @@ from ..errors import WeftError
 __all__ = ["Launch", "detect", "expand_hosts"]
 
 _log = logging.getLogger("weft")
+_SLURM_SIZES = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"
+_SPECIAL_STEPS = 0xFFFFFFF0  # steps from here on are batch scripts and the like
 _HOSTS = re.compile(r"([^,\[\]]*)\[([^\]]*)\]([^,\[\]]*)|([^,\[\]]+)")
 
 
@@ -153,9 +155,17 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
     """A task of srun's; what a batch script runs by itself is none, and is alone."""
-    if "SLURM_STEP_NUM_TASKS" not in env:
+    sizes = _sizes(env)
+    counted = next((name for name in sizes if name in env), None)
+    if not sizes or (counted is None and "PMI_SIZE" in env):  # then that says it
         return None
-    rank, size = _whole(env, "SLURM_PROCID"), _whole(env, "SLURM_STEP_NUM_TASKS")
+    if counted is None:
+        raise WeftError(
+            f"the environment has SLURM_PROCID={env['SLURM_PROCID']} but no {' or '.join(sizes)}, "
+            "which says how many tasks there are: hand on what srun sets (into a container, too), "
+            "or set RANK and WORLD_SIZE, or unset SLURM_PROCID for a group of one"
+        )
+    rank, size = _whole(env, "SLURM_PROCID"), _whole(env, counted)
     if env.get("PMI_SIZE", "1") != "1" and (env.get("PMI_RANK"), env["PMI_SIZE"]) != (
         str(rank),
         str(size),
@@ -174,6 +184,25 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         f"{job}.{step}" if job else "",
         hosts[0] if hosts else "",
     )
+
+
+def _sizes(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Which variables may tell how many tasks there are; none, if this is no task of srun's.
+
+    A batch script has number 0, too, and the job's number of tasks, though it runs alone. It is in
+    no step, or in one with a special number.
+    """
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return _SLURM_SIZES[:1]
+    if "SLURM_PROCID" not in env:
+        return ()
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    if "SLURM_STEP_NODELIST" in env or (step.isdecimal() and int(step) < _SPECIAL_STEPS):
+        return _SLURM_SIZES
+    if "SLURM_JOB_ID" not in env and "SLURM_JOBID" not in env:
+        return _SLURM_SIZES  # of a batch script there would be more than its number
+    # of the other tasks, the first takes itself for the batch script
+    return () if env["SLURM_PROCID"].strip() == "0" else _SLURM_SIZES[:1]
 
 
 def _slurm_local_size(env: Mapping[str, str]) -> int | None:
@@ -215,7 +244,7 @@ def _names(env: Mapping[str, str], launch: Launch) -> str:
     for rank, size in (
         ("RANK", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        *(("SLURM_PROCID", size) for size in _SLURM_SIZES),
         ("PMI_RANK", "PMI_SIZE"),
     ):
         if rank in env and size in env:

@@ -93,7 +93,7 @@ def combined(
     travels = dtype if error else travelling(dtype, wire_dtype)
     if travels != dtype:  # all that follows, backward too, is of a tensor of that dtype
         given = narrowed(given, travels)
-    if name in ("min", "max") and not error and given.is_floating_point():
+    if not error and name in ("min", "max") and given.is_floating_point():
         result = cast(Tensor, _extremum(wire, str(name), said, given))
     else:
         result = applied(_Reduction(wire, str(name), _NAME, error, said), [given])[0]
@@ -105,7 +105,7 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     if not isinstance(tensor, Tensor) or not has_elements(tensor):
         what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
-    if op not in dense.OPS:
+    if not isinstance(op, str) or op not in dense.OPS:
         return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"
     if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
         return "op prod has no gradient here, and the tensor requires one: detach() it"

@@ -11,20 +11,22 @@ section 3.2, has buckets.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..wire import dense
+from ..wire import dense, near
+from ..wire.arithmetic import arithmetic
 from ..wire.base import Pending, Wire, flattened, is_plain, plain
 from ..wire.memory import typed
 from .movement import on_host
 from .rounding import narrow, travelling
 
-__all__ = ["reduce_dense"]
+__all__ = ["Offer", "reduce_dense"]
 
 _ALONE, _FAR = 1 << 18, 32 << 20
 # = bytes of a gradient that is reduced where it is, and of gradients that are reduced together
@@ -42,30 +44,87 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
     """
+    _reduce(wire, _planned(wire, gradients, wire_dtype), op)
+
+
+class Offer:
+    """A reduction of gradients whose first bucket lies ready in workspace, where peers can read it.
+
+    So where it lies may be told in a statement that goes out in any case, if all ranks make an
+    offer of the same gradients: that saves the round in which they would tell each other.
+    """
+
+    def __init__(
+        self, wire: Wire, gradients: Sequence[Tensor], op: str, wire_dtype: torch.dtype | None
+    ) -> None:
+        """Copy what there is to offer; the gradients are left as they are. As `reduce_dense`."""
+        self._wire, self._op = wire, op
+        self._buckets = _planned(wire, gradients, wire_dtype)
+        first = self._buckets[0] if self._buckets else _Bucket([], torch.uint8)
+        self.is_made = not first.in_place and first.nbytes > dense.SMALL
+        self._lease = wire.lease(first.nbytes if self.is_made else 0)
+        if self.is_made:
+            self._flat = first.in_workspace(self._lease.tensor)
+            self._stage = _Staged(self._flat, first.pieces)
+            self._stage.load(0, len(self._flat))
+
+    @property
+    def told(self) -> bytes:
+        """What to tell each peer, before it takes the offer."""
+        return near.places_of(self._flat, self._flat)
+
+    def take(self, heard: Mapping[int, bytes]) -> None:
+        """Reduce the gradients, in place; collective, and all ranks have made this offer.
+
+        Args:
+            heard: what each peer told.
+        """
+        combine, flat = arithmetic(self._op, self._flat)
+        places = {peer: near.places_in(each) for peer, each in heard.items()}
+        near.all_reduce(self._wire, flat, combine, flat, places)
+        self._stage.store(0, len(self._flat))
+        _reduce(self._wire, self._buckets[1:], self._op)
+
+    def release(self) -> None:
+        """Give back the workspace."""
+        self._lease.release()
+
+
+def _planned(
+    wire: Wire, gradients: Sequence[Tensor], wire_dtype: torch.dtype | None
+) -> list[_Bucket]:
+    """What is reduced together."""
     # what is cut where may not depend on where and how a gradient lies in this rank's memory
     alone, most = (_NEAR_ALONE, _NEAR) if wire.near else (_ALONE, _FAR)
-    buckets: list[list[_Piece]] = []
-    filling: dict[torch.dtype, list[_Piece]] = {}
-    filled: dict[torch.dtype, int] = {}
+    buckets: list[_Bucket] = []
+    filling: dict[torch.dtype, _Bucket] = {}
+    travels: dict[torch.dtype, torch.dtype] = {}
     for gradient in map(_Gradient, gradients):
-        dtype = travelling(gradient.dtype, wire_dtype)
-        if gradient.dtype == dtype and gradient.nbytes >= alone:
-            buckets.append([(gradient, 0, gradient.count)])
+        own, count = gradient.dtype, gradient.count
+        dtype = travels.get(own)
+        if dtype is None:
+            dtype = travels[own] = travelling(own, wire_dtype)
+        if own == dtype and count * own.itemsize >= alone:
+            buckets.append(_Bucket([(gradient, 0, count)], dtype))
             continue
         step = most // dtype.itemsize
-        for first in range(0, gradient.count, step):
-            last = min(first + step, gradient.count)
+        for first in range(0, count, step):
+            last = min(first + step, count)
             nbytes = (last - first) * dtype.itemsize
             bucket = filling.get(dtype)
-            if bucket is None or filled[dtype] + nbytes > most:
-                bucket = filling[dtype] = []
-                filled[dtype] = 0
+            if bucket is None or bucket.nbytes + nbytes > most:
+                bucket = filling[dtype] = _Bucket([], dtype)
                 buckets.append(bucket)
-            bucket.append((gradient, first, last))
-            filled[dtype] += nbytes
-    under_way: _Bucket | None = None
+            bucket.pieces.append((gradient, first, last))
+            bucket.nbytes += nbytes
+    return buckets
+
+
+def _reduce(wire: Wire, buckets: Sequence[_Bucket], op: str) -> None:
+    """One after the other, each begun before the one before it is through."""
+    under_way: _Reduction | None = None
     for bucket in buckets:
-        following = _Bucket(wire, bucket, op, travelling(bucket[0][0].dtype, wire_dtype))
+        following = _Reduction(wire, bucket, op)
         if under_way is not None:
             under_way.finish()
         under_way = following
@@ -76,46 +135,71 @@ def reduce_dense(
 class _Gradient:
     """A gradient as numbers one after the other; if it does not lie so, in a copy meanwhile."""
 
+    __slots__ = ("_copied", "_flat", "_missing", "_tensor", "count", "dtype")
+
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._flat = tensor, tensor
-        self.dtype, self.count, self.nbytes = tensor.dtype, tensor.numel(), tensor.nbytes
-        self.on_host = on_host(tensor)
-        self._missing = self.count
+        self._tensor, self.dtype, self.count = tensor, tensor.dtype, tensor.numel()
+        self._flat: Tensor | None = None
+        self._copied, self._missing = False, self.count
 
     @property
-    def flat(self) -> Tensor:
-        """Its elements, 1-D."""
-        if self._flat is self._tensor:
-            self._flat = flattened(plain(self._tensor))
-        return self._flat
+    def on_host(self) -> bool:
+        return on_host(self._tensor)
+
+    def flat(self, first: int, last: int) -> Tensor:
+        """Some of its elements, 1-D."""
+        flat = self._flat
+        if flat is None:
+            self._copied = not is_plain(self._tensor)
+            self._flat = flat = flattened(plain(self._tensor) if self._copied else self._tensor)
+        return flat if last - first == self.count else flat[first:last]
 
     def stored(self, count: int) -> None:
         """So many elements more are as they shall be."""
         self._missing -= count
-        if not self._missing and not is_plain(self._tensor):
+        if self._copied and not self._missing:
+            assert self._flat is not None
             self._tensor.copy_(self._flat.view(self._tensor.shape))
-            self._flat = self._tensor
 
 
 _Piece = tuple[_Gradient, int, int]
 """Some elements of a gradient: the first, and their end."""
 
 
+@dataclass(slots=True)
 class _Bucket:
-    """Pieces of gradients that travel in one dtype and are reduced as one."""
+    """Pieces of gradients that travel in one dtype and are reduced as one; bytes in workspace."""
 
-    def __init__(self, wire: Wire, pieces: Sequence[_Piece], op: str, dtype: torch.dtype) -> None:
-        self._pieces = pieces
-        gradient, start, end = pieces[0]
-        self._in_place = len(pieces) == 1 and gradient.dtype == dtype and gradient.on_host
-        count = sum(last - first for _, first, last in pieces)
-        self._lease = wire.lease(0 if self._in_place else count * dtype.itemsize)
+    pieces: list[_Piece]
+    dtype: torch.dtype
+    nbytes: int = 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is reduced where it is, which only this rank knows."""
+        gradient = self.pieces[0][0] if len(self.pieces) == 1 else None
+        return gradient is not None and gradient.dtype == self.dtype and gradient.on_host
+
+    def in_workspace(self, memory: Tensor) -> Tensor:
+        """Room for its numbers."""
+        count = sum(last - first for _, first, last in self.pieces)
+        return typed(memory, (count,), self.dtype)
+
+
+class _Reduction:
+    """A bucket that is under way."""
+
+    def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
+        self._bucket, self._in_place = bucket, bucket.in_place
+        count = sum(last - first for _, first, last in bucket.pieces)
+        self._lease = wire.lease(0 if self._in_place else count * bucket.dtype.itemsize)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
-            self._pending: Pending = dense.all_reduce(wire, gradient.flat[start:end], op)
+            gradient, start, end = bucket.pieces[0]
+            self._pending: Pending = dense.all_reduce(wire, gradient.flat(start, end), op)
         else:
-            flat = typed(self._lease.tensor, (count,), dtype)
-            self._pending = dense.all_reduce(wire, flat, op, stage=_Staged(flat, pieces))
+            flat = bucket.in_workspace(self._lease.tensor)
+            self._pending = dense.all_reduce(wire, flat, op, stage=_Staged(flat, bucket.pieces))
 
     def finish(self) -> None:
         """Wait for the result, which is then where it belongs."""
@@ -123,7 +207,7 @@ class _Bucket:
         self._pending.release()
         self._lease.release()
         if self._in_place:
-            gradient, first, last = self._pieces[0]
+            gradient, first, last = self._bucket.pieces[0]
             gradient.stored(last - first)
 
 
@@ -132,25 +216,40 @@ class _Staged:
 
     def __init__(self, flat: Tensor, pieces: Sequence[_Piece]) -> None:
         self._flat, self._pieces = flat, pieces
-        sizes = (last - first for _, first, last in pieces)
+        sizes = [last - first for _, first, last in pieces]
         self._starts = [*accumulate(sizes, initial=0)]
+        self._places = flat.split_with_sizes(sizes)
+        # torch would round these twice
+        self._twice = flat.dtype.itemsize == 2 and any(
+            gradient.dtype is torch.float64 for gradient, _, _ in pieces
+        )
 
-    def _of(self, first: int, last: int) -> Iterator[tuple[_Gradient, Tensor, Tensor]]:
-        """The gradients that these elements are of, and the elements, there and in workspace."""
-        number = bisect_right(self._starts, first) - 1
-        while first < last:
-            start, end = self._starts[number : number + 2]
-            until = min(last, end)
-            gradient, offset, _ = self._pieces[number]
-            offset -= start
-            yield gradient, gradient.flat[offset + first : offset + until], self._flat[first:until]
-            first, number = until, number + 1
+    def _of(self, first: int, last: int) -> tuple[list[_Piece], list[Tensor]]:
+        """The pieces that these elements are of, cut to them, and their places in workspace."""
+        starts = self._starts
+        begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
+        pieces, places = list(self._pieces[begin:end]), list(self._places[begin:end])
+        for number in {begin, end - 1}:  # of all others all elements are among these
+            low, high = max(first, starts[number]), min(last, starts[number + 1])
+            gradient, start, _ = pieces[number - begin]
+            start -= starts[number]
+            pieces[number - begin] = gradient, start + low, start + high
+            places[number - begin] = self._flat[low:high]
+        return pieces, places
 
     def load(self, first: int, last: int) -> None:
-        for _, here, place in self._of(first, last):
-            narrow(here, place)
+        if first < last:
+            pieces, places = self._of(first, last)
+            here = [gradient.flat(start, end) for gradient, start, end in pieces]
+            if self._twice:
+                for values, place in zip(here, places, strict=True):
+                    narrow(values, place)
+            else:  # as copy_ of each, in one call
+                torch._foreach_copy_(places, here)
 
     def store(self, first: int, last: int) -> None:
-        for gradient, here, place in self._of(first, last):
-            here.copy_(place)
-            gradient.stored(len(here))
+        if first < last:
+            pieces, places = self._of(first, last)
+            torch._foreach_copy_([each.flat(start, end) for each, start, end in pieces], places)
+            for gradient, start, end in pieces:
+                gradient.stored(end - start)

@@ -6,6 +6,7 @@ the norm is that of the gradient, not of the pieces it came in.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable
 
@@ -43,8 +44,9 @@ def clip_grad_norm_(
         The norm as it was, a tensor without dimensions; 0.0 where there is no gradient.
 
     Raises:
-        WeftError: `max_norm` or `norm_type` is no number that a norm can have, a gradient has
-            another layout, or the norm is not finite and that is an error.
+        WeftError: `parameters` are none, or a generator that is used up; `max_norm` or `norm_type`
+            is no number that a norm can have, a gradient has another layout, or the norm is not
+            finite and that is an error.
 
     Example:
         >>> import torch, weft
@@ -65,12 +67,8 @@ def clip_grad_norm_(
             f"max_norm is {max_norm} and norm_type {norm_type}: the first must be at least 0 and "
             "the second above it"
         )
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, Tensor):
-        parameters = [parameters]
     values: list[Tensor] = []
-    for parameter in dict.fromkeys(parameters):
+    for parameter in dict.fromkeys(_given(parameters)):
         gradient = parameter.grad
         if gradient is None:
             continue
@@ -101,6 +99,25 @@ def clip_grad_norm_(
     for (place, _), alike in together.items():
         torch._foreach_mul_(alike, scale.to(place))
     return total
+
+
+def _given(parameters: object) -> list[Tensor]:
+    """The parameters, one by one."""
+    wanted = "pass a module, a tensor or an iterable of tensors"
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, type):
+        raise WeftError(f"parameters is a {type(parameters).__name__}: {wanted}")
+    if inspect.isgenerator(parameters) and inspect.getgeneratorstate(parameters) == "GEN_CLOSED":
+        raise WeftError("parameters is a generator that is used up: make another, or pass a list")
+    found = list(parameters)
+    for number, each in enumerate(found):
+        if not isinstance(each, Tensor):
+            kinds = f"a {type(parameters).__name__}, its item {number} a {type(each).__name__}"
+            raise WeftError(f"parameters is {kinds}: {wanted}")
+    return found
 
 
 def _norm(values: Tensor, p: float) -> Tensor:

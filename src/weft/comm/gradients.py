@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,21 +19,21 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..agree import is_direct
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import list_job
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
-from .buckets import reduce_dense
+from .buckets import Offer, reduce_dense
 from .named import (
     Manifest,
     difference,
-    digest,
     expanded_dims,
     local,
     manifests_of_all,
-    of_module,
+    parameters_of,
     shard_of,
 )
 from .opening import NO_LIMIT, ROOM, Opening, opened
@@ -133,14 +134,11 @@ class Synchronised:
     """
 
     def __init__(self, wire: Wire, module: Any, average: object, wire_dtype: Any) -> None:
-        found, self.manifest, self.error = of_module(module, buffers=False)
-        self._wire, self._op = wire, "avg" if average else "sum"
+        found, self.error = parameters_of(module)
+        self._wire, self._op = wire, "sum" if average is False else "avg"
         self._wire_dtype = wire_dtype
-        self._of = {each.name: each.owner for each in found}
-        self.names = list(self._of)
-        order = module.named_parameters(remove_duplicate=False) if self._of else ()
-        self.in_order = [name for name, _ in order if name in self._of]
-        self.digest = digest(self.manifest)
+        self._of, self.names, self.in_order = found.of, list(found.of), found.in_order
+        self.manifest, self.digest = found.manifest, found.digest
         if self.error is None and not isinstance(average, bool):
             self.error = f"average is {average!r}: pass True or False"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
@@ -168,12 +166,25 @@ class Synchronised:
         Returns:
             Whether some rank was ready.
         """
-        wire, here = self._wire, list(names)
-        error = self.error or self._wrong_gradient(here)
-        if len(here) > ROOM:
-            error = error or f"{len(here)} parameters are too many for one call: at most {ROOM}"
-        said = self._agree(here, None if error else self._states(here), error, ready)
-        some_ready = said.limit == 0
+        here = list(names)
+        survey = self._survey(here)
+        error = self.error or survey.error
+        if len(here) >= ROOM:
+            error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
+        offer = None if error or first is not None else self._offer(survey.usual)
+        try:
+            said = self._agree(b"" if error else survey.states, error, ready, offer)
+            if offer is not None and said.private and said.equal:
+                offer.take({peer: bytes(said.private[peer]) for peer in self._wire.peers})
+                return said.limit == 0
+        finally:
+            if offer is not None:
+                offer.release()
+        return self._reduce(here, said, first, ready)
+
+    def _reduce(self, here: list[str], said: Opening, first: int | None, ready: bool) -> bool:
+        """The rest of `reduce`, once it is known what all ranks have."""
+        wire, some_ready = self._wire, said.limit == 0
         if not said.equal:
             everyone = manifests_of_all(wire, NAME, self.manifest)
             text = difference(everyone, missing=False)
@@ -182,7 +193,7 @@ class Synchronised:
             described = {name: one[name] for one in everyone for name in one}
             # what is the same as another, on all ranks that have it, is reduced under that name
             here = [name for name in sorted(described) if ", the same as " not in described[name]]
-            said = self._agree(here, self._states(here), None, ready)
+            said = self._agree(self._survey(here).states, None, ready)
         else:
             described = self.manifest
         states = dict(zip(here, said.mask.tolist(), strict=True))
@@ -197,53 +208,63 @@ class Synchronised:
         reduce_dense(wire, gradients, self._op, self._wire_dtype)
         return some_ready
 
-    def _agree(
-        self, names: Sequence[str], mask: Tensor | None, error: str | None, ready: bool
-    ) -> Opening:
-        fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
-        if mask is None:
-            mask = torch.zeros(0, dtype=torch.uint8)
-        limit = 0 if ready else NO_LIMIT
-        with opened(
-            self._wire, NAME, fields, error, limit=limit, digest=self.digest, mask=mask
-        ) as said:
-            return Opening(
-                said.fields, said.records, said.limit, said.equal, said.mask.clone(), [], []
-            )
+    def _offer(self, gradients: Sequence[Tensor] | None) -> Offer | None:
+        """What can be reduced in fewer rounds, if all ranks find the same there."""
+        if gradients is None or not (self._wire.together and is_direct(self._wire)):
+            return None
+        offer = Offer(self._wire, gradients, self._op, self._wire_dtype)
+        return offer if offer.is_made else None
 
-    def _states(self, names: Sequence[str]) -> Tensor:
-        """What gradients this rank has, a byte for each name."""
-        states = bytearray(len(names))
+    def _agree(
+        self, states: bytes, error: str | None, ready: bool, offer: Offer | None = None
+    ) -> Opening:
+        """What all ranks said; with what they said in private if all have made the same offer."""
+        fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
+        wire, mine = self._wire, bytearray([*states, offer is not None])
+        private = None
+        if offer is not None:
+            private = [[offer.told] if rank != wire.rank else [] for rank in range(wire.size)]
+        with opened(
+            wire,
+            NAME,
+            fields,
+            error,
+            limit=0 if ready else NO_LIMIT,
+            digest=self.digest,
+            mask=torch.frombuffer(mine, dtype=torch.uint8),
+            private=private,
+        ) as said:
+            same = offer is not None and all(bytes(each) == mine for each in said.own)
+            told = [memoryview(bytes(each)) for each in said.private] if same else []
+            mask = said.mask[:-1].clone()
+            return Opening(said.fields, said.records, said.limit, said.equal, mask, [], told)
+
+    def _survey(self, names: Sequence[str]) -> _Survey:
+        """What gradients this rank has."""
+        states, usual, error = bytearray(len(names)), list[Tensor](), None
+        others = False
+        fine: dict[torch.dtype, str | None] = {}  # what is wrong with a dtype
         for number, name in enumerate(names):
-            gradient = self._gradient(name)
-            if gradient is not None:
-                states[number] = _state(gradient)
-        return torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0).byte()
+            parameter = self._of.get(name)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                continue
+            dtype = gradient.dtype
+            if dtype not in fine:
+                reason = dense.refuses(self._op, dtype)
+                fine[dtype] = reason and f"the gradient of {name!r}: {reason}"
+            if _is_usual(gradient) and type(parameter) is torch.nn.Parameter:
+                states[number] = _DENSE
+                usual.append(gradient)
+                wrong = None if dtype is parameter.dtype else _wrong(name, gradient, parameter)
+            else:
+                states[number], others = _state(gradient), True
+                wrong = _wrong(name, gradient, parameter)
+            error = error or wrong or fine[dtype]
+        return _Survey(bytes(states), None if others else usual, error)
 
     def _gradient(self, name: str) -> Tensor | None:
         return self._of[name].grad if name in self._of else None
-
-    def _wrong_gradient(self, names: Sequence[str]) -> str | None:
-        refused: dict[torch.dtype, str | None] = {}
-        for name in names:
-            gradient = self._gradient(name)
-            if gradient is None:
-                continue
-            parameter = self._of[name]
-            if gradient.layout not in (torch.strided, torch.sparse_coo):
-                return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
-            if gradient.dtype != parameter.dtype:
-                return (
-                    f"the gradient of {name!r} is {gradient.dtype}, the parameter "
-                    f"{parameter.dtype}: make them one"
-                )
-            if shard_of(gradient) != shard_of(parameter):
-                return f"the gradient of {name!r} is placed otherwise than the parameter"
-            if gradient.dtype not in refused:
-                refused[gradient.dtype] = dense.refuses(self._op, gradient.dtype)
-            if reason := refused[gradient.dtype]:
-                return f"the gradient of {name!r}: {reason}"
-        return None
 
     def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
         """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
@@ -293,11 +314,51 @@ class Synchronised:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
+        elif _is_usual(gradient):
+            return gradient
         elif gradient.layout == torch.sparse_coo:
             parameter.grad = gradient = gradient.to_dense()
         elif expanded_dims(local(gradient)):
             parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What gradients a rank has.
+
+    Attributes:
+        states: a byte for each name.
+        usual: all of them, if all are as most are; else they may have to be changed first.
+        error: what is wrong with the first that cannot be reduced, or None.
+    """
+
+    states: bytes
+    usual: list[Tensor] | None
+    error: str | None
+
+
+def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
+    if gradient.dtype != parameter.dtype:
+        return (
+            f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
+            "make them one"
+        )
+    if shard_of(gradient) != shard_of(parameter):
+        return f"the gradient of {name!r} is placed otherwise than the parameter"
+    return None
+
+
+def _is_usual(gradient: Tensor) -> bool:
+    """Whether a gradient is as most are: whole, dense, in memory of its own, without a history."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+        and not gradient.requires_grad
+    )
 
 
 def _named(error: str, names: Sequence[str]) -> str:

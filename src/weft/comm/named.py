@@ -11,7 +11,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,14 @@ from .opening import Mode
 __all__ = [
     "Manifest",
     "Named",
+    "Parameters",
     "difference",
     "digest",
     "expanded_dims",
     "local",
     "manifests_of_all",
     "of_module",
+    "parameters_of",
     "shard_of",
 ]
 
@@ -85,6 +88,68 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
     return found, manifest, None
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a module, by name; those that are the same memory are there once.
+
+    Attributes:
+        of: the parameters themselves, sorted by name.
+        in_order: their names, as the module has them.
+        manifest: what they and all others are.
+        digest: of the manifest.
+    """
+
+    of: dict[str, Tensor]
+    in_order: list[str]
+    manifest: Manifest
+    digest: int
+
+
+def parameters_of(module: object) -> tuple[Parameters, str | None]:
+    """The parameters of a module, and why they cannot be synchronised, or None.
+
+    A training loop asks for the same in each step: then they are looked at, but not described
+    again. Nothing that is remembered keeps a tensor.
+    """
+    listed = list(module.named_parameters(remove_duplicate=False)) if _is_module(module) else []
+    looks = [_look(name, tensor) for name, tensor in listed]
+    known = _remembered.get(module) if _is_module(module) else None
+    if known is None or known.looks != looks or None in looks:
+        found, manifest, error = of_module(module, buffers=False)
+        names = [each.name for each in found]
+        known = _Remembered(looks, names, manifest, digest(manifest))
+        if error is not None:
+            return Parameters({}, [], manifest, known.digest), error
+        if _is_module(module):
+            _remembered[module] = known
+    there: dict[str, Tensor] = dict(listed)
+    of = {name: there[name] for name in known.names}
+    return Parameters(of, [n for n in there if n in of], known.manifest, known.digest), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    looks: list[object]
+    names: list[str]
+    manifest: Manifest
+    digest: int
+
+
+_remembered: WeakKeyDictionary[nn.Module, _Remembered] = WeakKeyDictionary()
+
+
+def _is_module(module: object) -> TypeGuard[nn.Module]:
+    return isinstance(module, nn.Module)
+
+
+def _look(name: str, tensor: Tensor) -> object:
+    """Equal for what `of_module` describes alike; None of what is told apart by more than this."""
+    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+        return None
+    # those without elements are told apart by what they are
+    return name, id(tensor), *_memory(tensor)
+
+
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield "parameter", name, parameter
@@ -93,7 +158,7 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tenso
             yield "buffer", name, buffer
 
 
-def _memory(tensor: Tensor) -> object:
+def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same memory, seen alike."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

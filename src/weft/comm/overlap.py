@@ -240,8 +240,9 @@ class Overlap:
         """What `sync_grads` does with this module."""
         failure: WeftError | None = None
         try:
-            asked, error = (average, wire_dtype), self._changed
-            if wire is not self._wire or asked != (self._average, self._wire_dtype):
+            error = self._changed
+            same = average is self._average and wire_dtype is self._wire_dtype
+            if wire is not self._wire or not same:
                 error = (
                     "sync_grads has another group, average or wire_dtype than overlap_grads had: "
                     "pass the same"

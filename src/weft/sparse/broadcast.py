@@ -72,9 +72,10 @@ def sparse_broadcast(
         [[7, 2], [7, 2], [7, 2]]
     """
     wire = default.resolve(group)
-    here = wire.rank == group_src
+    is_rank = isinstance(group_src, int) and 0 <= group_src < wire.size
+    here = is_rank and wire.rank == group_src
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
-    if not isinstance(group_src, int) or not 0 <= group_src < wire.size:
+    if not is_rank:
         request.error = (
             f"group_src is {group_src!r}: pass a rank of the group, 0 to {wire.size - 1}"
         )

@@ -81,8 +81,10 @@ def sparse_reduce(
         [[1.0, 1.0, 2.0], None]
     """
     wire = default.resolve(group)
-    request = Request.of(rows, op, "auto", wire_dtype, out if wire.rank == group_dst else None)
-    if not isinstance(group_dst, int) or not 0 <= group_dst < wire.size:
+    is_rank = isinstance(group_dst, int) and 0 <= group_dst < wire.size
+    here = is_rank and wire.rank == group_dst
+    request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
+    if not is_rank:
         request.error = request.error or (
             f"group_dst is {group_dst!r}: pass a rank of the group, 0 to {wire.size - 1}"
         )

@@ -383,7 +383,7 @@ def _plain(given: object) -> tuple[Rows, _Kind] | None:
 
 def wrong_wire_dtype(dtype: object) -> str | None:
     """What is wrong with a `wire_dtype`, in a sentence, or None."""
-    if dtype is None or dtype in WIRE_DTYPES:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in WIRE_DTYPES):
         return None
     return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
 

@@ -34,6 +34,7 @@ from .memory import Lease, typed
 __all__ = [
     "OPS",
     "SCRATCH",
+    "SMALL",
     "Stage",
     "all_reduce",
     "cut",
@@ -46,7 +47,7 @@ __all__ = [
     "ring_chunk",
 ]
 
-_SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
+SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 _CHUNK = 1 << 17  # bytes of a part that are worth a message of their own, and the ring
 _CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
@@ -122,7 +123,7 @@ def all_reduce(
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {wire.rank}: {reason}")
     combine, flat = arithmetic(op, flattened(tensor))
-    small = wire.size == 1 or len(flat) * flat.element_size() <= _SMALL
+    small = wire.size == 1 or len(flat) * flat.element_size() <= SMALL
     if source is not None and small:
         tensor.copy_(source)
     if wire.size == 1 or not len(flat):
@@ -140,7 +141,7 @@ def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
     """Messages that a rank sends while so many bytes are reduced."""
     if not nbytes:
         return 0
-    if nbytes <= _SMALL:
+    if nbytes <= SMALL:
         return ranks - 1
     chunk = ring_chunk(ranks, nbytes, hosts) or SCRATCH // (ranks - 1)
     return 2 * (ranks - 1) * math.ceil(nbytes / ranks / chunk)
@@ -148,12 +149,12 @@ def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
 
 def received_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank receives while so many are reduced."""
-    return nbytes * (ranks - 1) * (1 if nbytes <= _SMALL else 2 / ranks)
+    return nbytes * (ranks - 1) * (1 if nbytes <= SMALL else 2 / ranks)
 
 
 def reduced_bytes(ranks: int, nbytes: float) -> float:
     """Bytes that a rank adds up while so many are reduced."""
-    return nbytes * (ranks - 1) / (1 if nbytes <= _SMALL else ranks)
+    return nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks)
 
 
 def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> int | None:
