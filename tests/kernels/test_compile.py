@@ -103,8 +103,12 @@ def test_the_first_calls_do_not_wait(tmp_path):
     """The reference serves while a thread compiles, which ends with the interpreter."""
     body = """
 compiler._making.acquire()  # a compiler that takes for ever
+assert compiler.busy
+compiler._making.release()
+assert not compiler.busy
+compiler._making.acquire()
 work()
-assert compiler._thread.is_alive() and not ready()
+assert compiler._thread.is_alive() and not ready() and compiler.busy
 compiler._making.release()
 """
     run(body, tmp_path)
@@ -119,6 +123,9 @@ while not ready() and time.monotonic() < end:
     time.sleep(0.05)
 assert ready()
 work()
+while compiler.busy and time.monotonic() < end:
+    time.sleep(0.05)
+assert not compiler.busy
 """
     forked(1, body, tmp_path)
 

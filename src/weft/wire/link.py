@@ -28,6 +28,7 @@ MERGE = 0.125e-9
 benchmarks/kernels.py."""
 
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
+_NEAR = 2e-4, 0.5e-9  # alpha and beta of ranks of one host, whose cores are shared
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
 _FIGURES = struct.Struct("<4q")  # steps of alpha, beta, work; cores
@@ -45,6 +46,7 @@ class Link:
         gamma: seconds for each byte of rows merged, with this host's cores shared.
         work: seconds of a core that one message costs, sent and received, cores shared.
         measured: whether they were found by measuring, and measuring again may better them.
+        early: whether ranks were busy with their start then, so that they are rough.
         share: ranks to a core, where they are closest together; at least 1.
     """
 
@@ -54,6 +56,7 @@ class Link:
     work: float
     measured: bool = False
     share: float = 1.0
+    early: bool = False
 
     def quicker(self, other: Link) -> Link:
         """The better of two measurements of a network in each figure.
@@ -67,6 +70,7 @@ class Link:
         return (
             f"{self.alpha * 1e6:.0f} µs a round, {self.work * 1e6:.0f} µs a message, "
             f"{8e-9 / self.beta:.3g} Gbit/s, {1e-9 / self.gamma:.3g} GB/s merged"
+            f"{', roughly: ranks are busy with their start' * self.early}"
         )
 
 
@@ -80,6 +84,19 @@ def figures(wire: Wire) -> Link:
     """`measure`, whatever WEFT_LINK says."""
     alpha, work = _latency(wire)
     return replace(agreed(wire, alpha, _rate(wire), work), measured=True)
+
+
+def rough(wire: Wire, *, near: bool) -> Link:
+    """`figures` while ranks are busy with something else, the same on every rank.
+
+    Args:
+        wire: among whom; collective.
+        near: all ranks read each other's memory: how quick that is differs less between machines
+            than what can be measured while their cores are busy.
+    """
+    alpha, beta = _NEAR if near else (_latency(wire)[0], _rate(wire, busy=True))
+    # what a core did for messages cannot be told from what else it did
+    return replace(agreed(wire, alpha, beta, _WORK), measured=True, early=True)
 
 
 def agreed(wire: Wire, alpha: float, beta: float, work: float, merge: float = MERGE) -> Link:
@@ -141,11 +158,12 @@ def _latency(wire: Wire) -> tuple[float, float]:
     return best, statistics.median(busy) / max(1, wire.size - 1)
 
 
-def _rate(wire: Wire) -> float:
+def _rate(wire: Wire, *, busy: bool = False) -> float:
     """Seconds a byte takes when every rank sends to the next and receives from the last.
 
     The size grows until the slowest rank is busy for long enough. Shapers let a first burst pass:
-    so what a byte more takes counts, where that is more than the average byte.
+    so what a byte more takes counts, where that is more than the average byte. Where ranks are
+    `busy` with something else, any message takes long: so the size grows until it matters, too.
     """
     if wire.size == 1:
         return 1e-10
@@ -153,7 +171,8 @@ def _rate(wire: Wire) -> float:
     while True:
         # twice, since one hiccup would be believed for as long as the wire lives
         quickest = min(_round(wire, nbytes), _round(wire, nbytes))
-        if quickest >= _ENOUGH or nbytes >= _LARGEST:
+        matters = not busy or quickest > 2 * before[1] > 0
+        if (quickest >= _ENOUGH and matters) or nbytes >= _LARGEST:
             passes = range(2, _PASSES if quickest < 4 * _ENOUGH else 2)
             quickest = min([quickest, *(_round(wire, nbytes) for _ in passes)])
             more = (quickest - before[1]) / (nbytes - before[0])
