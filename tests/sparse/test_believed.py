@@ -96,7 +96,7 @@ def test_rough_figures_of_ranks_that_share_memory_are_not_measured(wire):
 @pytest.mark.parametrize("rate", [4e-10, 8e-9, 32e-9])
 def test_what_holds_up_any_message_is_no_rate(monkeypatch, rate):
     """A core that is busy answers late, however short a message is."""
-    monkeypatch.setattr(link, "_round", lambda _, size: 0.013 + size * rate)
+    monkeypatch.setattr(link, "_round", lambda _, size: (0.013 + size * rate, 0.0))
     for found in run(2, lambda wire: rough(wire, near=False)):
         assert rate / 1.2 < found.beta < 6 * rate
     for found in run(2, link.figures):
