@@ -1,8 +1,8 @@
 """Every algorithm beside what `auto` takes, in each case on each link: is the choice right?
 
-    python benchmarks/choice.py                                # all links: 25 minutes
-    python benchmarks/choice.py --link 4x1gbit --case zipf,full
-    python benchmarks/choice.py --read --docs docs/choice.md   # into the manual
+    python benchmarks/choice.py --docs docs/choice.md          # all, into the manual: 25 minutes
+    python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or bit by bit ...
+    python benchmarks/choice.py --read --docs docs/choice.md       # ... and then into the manual
 
 All algorithms take turns in one run, so noise hits all alike; links and cases are those of
 `goals.py`. The figure is `auto`'s median over the least median of all: 1.00 means that nothing was
@@ -19,16 +19,19 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from goals import CASES, LINKS, Link, asked, command
+from goals import CASES, HERE, LINKS, Link, asked, command
 from weft.cli.bench.cases import CASES as SIZES
 from weft.sparse import ALGORITHMS
 
 LIMIT = 1.10
+ROOT = HERE.parent
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -40,6 +43,7 @@ class Choice:
         chosen: what `auto` took.
         auto: median seconds of the calls that `auto` served.
         others: median seconds of each algorithm by name, of those that serve the case.
+        measured: when, and with what.
     """
 
     link: str
@@ -47,6 +51,7 @@ class Choice:
     chosen: str
     auto: float
     others: dict[str, float]
+    measured: str
 
     @property
     def best(self) -> str:
@@ -72,11 +77,12 @@ def choices(out: Path) -> list[Choice]:
         for case in CASES:
             file = out / f"{link}-{case}.json"
             if file.exists() and (text := file.read_text(encoding="utf-8")):
-                found.append(_choice(link, case, json.loads(text)["rows"]))
+                read = json.loads(text)
+                found.append(_choice(link, case, read["rows"], read["measured"]))
     return found
 
 
-def _choice(link: str, case: str, rows: list[dict[str, Any]]) -> Choice:
+def _choice(link: str, case: str, rows: list[dict[str, Any]], measured: str) -> Choice:
     wrong = [row for row in rows if row["status"] == "wrong"]
     if wrong:
         print(f"choice: {link} {case}: {wrong[0]['name']} is wrong: {wrong[0]['why']}")
@@ -86,7 +92,7 @@ def _choice(link: str, case: str, rows: list[dict[str, Any]]) -> Choice:
     others = {name: row["median"] for name, row in done.items()}
     if auto["chosen"] not in others:  # the opening exchange carried all rows: no algorithm ran
         others[auto["chosen"]] = auto["median"]
-    return Choice(link, case, auto["chosen"], auto["median"], others)
+    return Choice(link, case, auto["chosen"], auto["median"], others, measured)
 
 
 def algorithms(link: Link, case: str) -> str:
@@ -110,6 +116,39 @@ def measure(links: Iterable[str], cases: Iterable[str], out: Path, size: float) 
             if done.returncode not in (0, 1) or not file.exists():
                 print(f"choice: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
                 raise typer.Exit(2)
+            found = json.loads(file.read_text(encoding="utf-8"))
+            found["measured"] = f"{date.today()} with commit {_commit()}, torch {torch.__version__}"
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    """The last one that changed the sources, "+" behind it if they were changed since."""
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src"], cwd=ROOT, check=False)
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=7", "--", "src"]
+    done = subprocess.run(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
+    return done.stdout.strip() + "+" * bool(changed.returncode)
+
+
+def summary(found: list[Choice]) -> str:
+    """In words: how good the choice is, and when that was measured."""
+    near = [sum(choice.ratio <= limit for choice in found) for limit in (1.05, LIMIT)]
+    lines = [
+        f"`auto` is within 5 % of the best in {near[0]} of the {len(found)} cases, and within 10 % "
+        f"in {near[1]}."
+    ]
+    worse = [
+        f"`{choice.case}` on {choice.link} ({choice.ratio:.2f} of `{choice.best}`)"
+        for choice in found
+        if choice.ratio > LIMIT
+    ]
+    if worse:
+        lines.append(f"Beyond that: {', '.join(worse)}.")
+    times: dict[str, list[str]] = {}
+    for choice in found:
+        links = times.setdefault(choice.measured, [])
+        links += [choice.link] * (choice.link not in links)
+    lines += [f"Measured {when}: {', '.join(links)}." for when, links in times.items()]
+    return "\n".join(lines)
 
 
 def table(found: list[Choice]) -> str:
@@ -183,7 +222,9 @@ def publish(found: list[Choice], page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
-    page.write_text(f"{before}{BEGIN}\n{table(found)}{END}{after}", encoding="utf-8")
+    page.write_text(
+        f"{before}{BEGIN}\n{summary(found)}\n\n{table(found)}{END}{after}", encoding="utf-8"
+    )
     draw(found, page.parent / "images" / "choice.svg")
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import typer
 
+MEASURED = "2026-11-21 with commit 4b15643, torch 2.13"
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -27,7 +28,7 @@ def a_file(out: Path, link: str, case: str, chosen: str, auto: float, **others: 
         for name, seconds in others.items()
     ]
     rows.append({"name": "weft:mask", "status": "refused", "why": "no height", "median": None})
-    (out / f"{link}-{case}.json").write_text(json.dumps({"rows": rows}))
+    (out / f"{link}-{case}.json").write_text(json.dumps({"rows": rows, "measured": MEASURED}))
 
 
 def test_the_best_is_what_was_quickest(choice: ModuleType, tmp_path: Path) -> None:
@@ -41,9 +42,21 @@ def test_the_best_is_what_was_quickest(choice: ModuleType, tmp_path: Path) -> No
     assert small.best == "eager" and small.ratio == 1.0
 
 
+def test_the_page_says_where_it_is_not_good(choice: ModuleType, tmp_path: Path) -> None:
+    a_file(tmp_path, "4x1gbit", "zipf", "split", 1.05, split=1.04, gather=1.0)
+    a_file(tmp_path, "4x1gbit", "uniform", "split", 1.08, split=1.04, gather=1.0)
+    a_file(tmp_path, "one-host", "wide", "split", 2.4, split=2.5, gather=2.0)
+    words = choice.summary(choice.choices(tmp_path)).splitlines()
+    assert words == [
+        "`auto` is within 5 % of the best in 1 of the 3 cases, and within 10 % in 2.",
+        "Beyond that: `wide` on one-host (1.20 of `gather`).",
+        f"Measured {MEASURED}: one-host, 4x1gbit.",
+    ]
+
+
 def test_a_wrong_result_ends_it(choice: ModuleType, tmp_path: Path) -> None:
     row = {"name": "weft:ring", "status": "wrong", "why": "rank 2: off", "median": None}
-    (tmp_path / "one-host-zipf.json").write_text(json.dumps({"rows": [row]}))
+    (tmp_path / "one-host-zipf.json").write_text(json.dumps({"rows": [row], "measured": MEASURED}))
     with pytest.raises(typer.Exit):
         choice.choices(tmp_path)
 
@@ -56,5 +69,6 @@ def test_the_page_gets_tables_and_a_picture(choice: ModuleType, tmp_path: Path) 
     choice.publish(choice.choices(tmp_path), page)
     text = page.read_text()
     assert "| zipf | 1.05e+03 | **1.04e+03** | 1e+03 | 1.05 |" in text
+    assert "best in 1 of the 1 cases, and within 10 % in 1.\nMeasured 2026-11-21 with" in text
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert "</svg>" in (tmp_path / "images" / "choice.svg").read_text()

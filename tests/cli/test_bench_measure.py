@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft import kernels
 from weft.cli.bench.cases import CASES, Case, indices, values
 from weft.cli.bench.contenders import DENSE_LIMIT, peer, weft_by
 from weft.cli.bench.measure import Job, run
@@ -136,6 +137,23 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
     rows = the_rows(on(2, with_a_slow_rank, job)[0][1])
     assert min(rows["tiny", "weft:gather"].seconds) >= 0.3
+
+
+def where_machine_code_is(kept: bool, job: Job) -> tuple[bool, Found]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "kept", lambda: kept)
+        patch.setattr(kernels, "prepare", lambda: lambda: None)
+        patch.setenv("RANK", str(dist.get_rank()))
+        return found_by(job)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_that_machine_code_is_made_is_told_first(kept: bool) -> None:
+    job = Job((TINY,), ("gather",), (), iters=1, warmup=0)
+    (_, found), (_, silent) = on(2, where_machine_code_is, kept, job)
+    assert silent == [] and isinstance(found[1 - kept], Head)
+    if not kept:
+        assert found[0] == "making machine code, once on this machine: it takes ten seconds or so"
 
 
 def test_no_check_means_no_check() -> None:

@@ -103,6 +103,11 @@ def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():
     assert chunks.seconds(alone) == one.seconds(alone)
     slow = dataclasses.replace(crowded, beta=1e-8)
     assert chunks.seconds(slow) == one.seconds(slow)
+    # a machine whose cores take that long for a byte, as was measured, leaves none idle there, too
+    throttled = dataclasses.replace(slow, carry=9.9e-9)
+    assert chunks.seconds(throttled) == pytest.approx(1.3 * one.seconds(throttled), rel=0.02)
+    quick = dataclasses.replace(crowded, carry=1e-9)  # less was seen than is usual
+    assert chunks.seconds(quick) == chunks.seconds(crowded)
 
 
 def test_sums_that_all_have_in_common_are_not_copied():

@@ -12,7 +12,7 @@ import weft
 from weft.sparse import profile
 from weft.sparse.profile import Figures, Profile, link, read, write
 from weft.testing import run
-from weft.wire.link import MERGE, Link
+from weft.wire.link import MERGE
 
 HERE = socket.gethostname()
 NEAR, FAR = Figures(2**-14, 2**-30, 2**-16), Figures(2**-10, 2**-27, 2**-15)
@@ -48,23 +48,6 @@ def test_auto_reads_it(file):
 
     ROWS = torch.ones(3, 2)
     assert run(2, program) == [NEAR.beta] * 2
-
-
-def test_what_was_measured_at_a_busy_moment_does_not_last(monkeypatch):
-    busy, quiet = Link(1e-2, 8e-9, 1e-9, 1e-2, True), Link(1e-4, 9e-9, 1e-9, 1e-5, True)
-    monkeypatch.delenv("WEFT_LINK", raising=False)
-    monkeypatch.setattr("weft.sparse.profile.measure", lambda _: busy)
-    monkeypatch.setattr("weft.sparse.choice.figures", lambda _: quiet)
-
-    def program(wire):
-        rows, seen = (torch.arange(3000) + wire.rank, torch.ones(3000, 20)), []
-        for _ in range(8):
-            weft.sparse_all_reduce(rows)
-            seen.append(wire.link)
-        return seen
-
-    best = Link(quiet.alpha, busy.beta, busy.gamma, quiet.work, True)
-    assert run(2, program) == [[busy] * 7 + [best]] * 2
 
 
 def broken(path, **changed):

@@ -29,9 +29,23 @@ def test_all_ranks_get_the_same_figures(wire):
 def test_a_first_burst_is_no_rate(monkeypatch, burst, latency):
     monkeypatch.delenv("WEFT_LINK", raising=False)
     rate = 16e-9
-    monkeypatch.setattr(link, "_round", lambda _, size: latency + max(0, size - burst) * rate)
+    monkeypatch.setattr(
+        link, "_round", lambda _, size: (latency + max(0, size - burst) * rate, 0.0)
+    )
     for found in run(2, measure):
         assert found.beta == pytest.approx(rate, rel=0.15)  # to a quarter of an octave
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
+    monkeypatch.delenv("WEFT_LINK", raising=False)
+    monkeypatch.setattr(link.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(link, "_round", lambda wire, size: (size * 4e-9, size * wire.rank * 1e-9))
+    for found in run(4, measure):
+        assert found.carry == pytest.approx(3e-9 * 4 / cores, rel=0.15)  # that of the last rank
+        assert found.share == max(1, 4 / cores)
+    monkeypatch.setenv("WEFT_LINK", "100,1")
+    assert run(1, measure)[0].carry < 1e-12  # not known
 
 
 def test_the_environment_may_say_them(monkeypatch):

@@ -27,8 +27,8 @@ The vocabulary:
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
 is made in the background. `ready` tells whether it is there, `warm` makes it now, `prepare` makes
-it now unless it only has to be loaded, `describe` says what serves. `WEFT_KERNELS=reference` in the
-environment keeps to the reference.
+it now unless it is `kept` and only to be loaded, `describe` says what serves.
+`WEFT_KERNELS=reference` in the environment keeps to the reference.
 
 Callers have checked their arguments (`Op.refuses` for dtypes), here only what could touch foreign
 memory is checked again. No kernel is differentiable.
@@ -36,17 +36,18 @@ memory is checked again. No kernel is differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, lent, lists, meter, reference
+from . import cpu, cpu_copy, cpu_indices, cpu_shares, lent, lists, meter, reference
 from .compile import compiler
-from .gaps import GapCode, expected_bits, gap_code, gaps_key, pack_gaps, unpack_gaps
-from .ops import OPS, Op
+from .gaps import GapCode, expected_bits, gap_code, pack_gaps, unpack_gaps
+from .ops import OPS, Op  # noqa: F401  # the examples below use OPS
 from .reduction import detached, on_cpu, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
+from .usual import kept, prepare, ready, warm
 
 __all__ = [
     "Distinct",
@@ -65,6 +66,7 @@ __all__ = [
     "gap_code",
     "hashed",
     "held",
+    "kept",
     "lent",
     "lists",
     "merge",
@@ -83,11 +85,6 @@ __all__ = [
     "unpack_gaps",
     "warm",
 ]
-
-_COMMON = (
-    (torch.int64, torch.float32, OPS["sum"]),
-    (torch.int32, torch.float32, OPS["sum"]),
-)
 
 
 def distinct(indices: Tensor) -> Distinct:
@@ -425,75 +422,6 @@ def hashed(ids: Tensor) -> Tensor:
     return reference.hashed(ids)
 
 
-def ready(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> bool:
-    """Whether calls with these on the CPU are served by machine code. Starts nothing."""
-    keys = _keys(index_dtype, dtype, op)
-    return bool(keys) and all(map(compiler.made, keys))
-
-
-def warm(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]] = _COMMON) -> None:
-    """Make the machine code for (dtype of indices, dtype of values, op) now, or load it.
-
-    Takes seconds the first time on a machine. Does nothing where there is no compiler.
-
-    Example:
-        >>> warm([(torch.int64, torch.bfloat16, OPS["avg"])])
-    """
-    for key in _sets(pairs):
-        compiler.make(key)
-
-
-def prepare() -> Callable[[], None]:
-    """Make the usual machine code now, as `warm` does, unless it is kept and only to be loaded.
-
-    Loading takes the better part of a second, most of it to import numba.
-
-    Returns:
-        What begins to load it in the background, where torch operations serve until it is there.
-    """
-    sets = _sets(_COMMON)
-    told = "\n".join(" ".join(key) for key in sets)
-    if not cache.has(told):
-        warm()
-        if all(map(compiler.made, sets)):
-            cache.note(told)
-
-    def begin() -> None:
-        for key in sets:
-            compiler.loops(key)  # asks for it
-
-    return begin
-
-
 def describe() -> str:
     """What serves on the CPU, in a line."""
     return f"{compiler.describe()}; {torch.get_num_threads()} threads"
-
-
-def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[str, ...]]:
-    """The sets of loops for these, in the order in which calls need them."""
-    sets = [
-        key
-        for index_dtype, dtype, op in pairs
-        for key in (
-            *_keys(index_dtype, dtype, op),
-            gaps_key(index_dtype),
-            lists.sums_key(dtype, op),
-        )
-        if key is not None
-    ]
-    # these are for every dtype, and fewest calls need them
-    common = lists.KEY, lent.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY
-    return list(dict.fromkeys([*sets, *common]))
-
-
-def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:
-    """All sets of loops that a call may need, none if machine code cannot serve it."""
-    total = op.accumulator(dtype)
-    values = [cpu.value_key(dtype, dtype, op), cpu.value_key(dtype, total, op)]
-    if None in values:
-        return []
-    if total != dtype:
-        values.append(cpu.value_key(total, total, op))
-    keys = [cpu_indices.index_key(index_dtype), *(key for key in values if key is not None)]
-    return list(dict.fromkeys(keys))

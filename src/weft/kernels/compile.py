@@ -70,6 +70,11 @@ class Compiler:
         """Whether the set is there; starts nothing."""
         return key in self._made
 
+    @property
+    def busy(self) -> bool:
+        """Whether sets are being made or loaded, which keeps a core, and the interpreter, busy."""
+        return self._thread is not None or self._making.locked()
+
     def make(self, key: Key) -> None:
         """Make the set now, in this thread; where that cannot be, it is logged."""
         with self._making:

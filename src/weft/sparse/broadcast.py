@@ -15,8 +15,8 @@ import torch
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
+from .believed import link_of
 from .call import shape_in
-from .choice import link_of
 from .collect import collected
 from .cost import Load
 from .record import recording, started

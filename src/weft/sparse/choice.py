@@ -8,7 +8,7 @@ measured by all ranks together, so every rank chooses alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +18,8 @@ from ..errors import WeftError
 from ..wire import common
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
-from ..wire.link import Link, figures
-from . import profile
+from ..wire.link import Link
+from .believed import link_for_call, link_of
 from .cost import Load
 from .header import RowsInHeader
 from .record import apart
@@ -50,7 +50,6 @@ _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connect
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
 _CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
 _GAPS_PAY = 8  # bytes that are merged in the time that packing takes to save one of an index
-_MEASURE_AGAIN = (8, 64)  # calls: at the first one, processes are often busy with their start
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host
 
@@ -144,11 +143,7 @@ class Explanation:
 
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
-    link = link_of(wire)
-    if link.measured:
-        wire.priced += 1
-        if wire.priced in _MEASURE_AGAIN:
-            link = wire.link = link.quicker(_aside(wire, figures))
+    link = link_for_call(wire)
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
@@ -170,21 +165,6 @@ def fitted(load: Load, link: Link) -> Load:
 def packs(link: Link) -> bool:
     """Whether index lists are packed on that link."""
     return link.beta > _GAPS_PAY * link.gamma
-
-
-def link_of(wire: Wire) -> Link:
-    """The figures of the wire's network; read or measured, by all ranks, the first time."""
-    if wire.link is None:
-        wire.link = _aside(wire, profile.link)
-    return wire.link
-
-
-def _aside(wire: Wire, look: Callable[[Wire], Link]) -> Link:
-    """The link as found by `look`, which is no part of the call that wanted to know."""
-    with apart(wire):
-        link = look(wire)
-    wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
-    return link
 
 
 def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["UNEVEN", "Cost", "Load"]
 UNEVEN = 0.08
 """Of the bytes: streams between all pairs share links unevenly, and a ring waits for the last."""
 
-_CARRY = 16  # bytes that could be merged while the other ranks of a core send and receive one
+_CARRY = 16  # at least: bytes merged while the other ranks of a core send and receive one
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message does
 _SLOT = 4  # bytes that say where in a union an index belongs
 
@@ -219,7 +219,7 @@ class Cost:
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)
         others = link.gamma * (1 - 1 / link.share)
-        idle = max(0.0, streaming - self.bytes * _CARRY * others)
+        idle = max(0.0, streaming - self.bytes * max(_CARRY * others, link.carry))
         if self.trailing:
             waiting += max(0.0, _CHUNKED * streaming - idle)
         hidden += min(self.trailing * link.work, idle)

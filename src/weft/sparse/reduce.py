@@ -21,8 +21,9 @@ from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
 from ..wire.memory import Lease, typed
+from .believed import link_of
 from .call import Call
-from .choice import ALONE, EAGER, link_of
+from .choice import ALONE, EAGER
 from .cost import Cost, Load
 from .owned import owned, to_one
 from .owners import cuts

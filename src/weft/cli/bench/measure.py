@@ -64,7 +64,10 @@ class Job:
 def run(job: Job, emit: Emit) -> bool:
     """Measure on this rank of the group that the launcher made; True if no result was wrong."""
     import weft
+    from weft import kernels
 
+    if not kernels.kept() and os.environ.get("RANK", "0") == "0":
+        emit("making machine code, once on this machine: it takes ten seconds or so")
     with weft.init(timeout=job.timeout):
         head = _head(job)
         speak = emit if dist.get_rank() == 0 else _silent
