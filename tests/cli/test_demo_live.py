@@ -52,6 +52,13 @@ def test_a_terminal_gets_panels_and_a_pipe_lines() -> None:
     assert isinstance(display(console(False), settings()), Lines)
 
 
+def test_one_rank_takes_no_turns() -> None:
+    out = console(False)
+    with Lines(out, settings()) as shown:
+        shown.begin([Run("weft", 40, 1)])
+    assert written(out).splitlines() == ["training 40 steps on 1 rank: weft"]
+
+
 def test_lines_say_a_tenth_of_the_steps_at_a_time_with_all_figures() -> None:
     out = console(False)
     weft, torch = runs = [Run("weft", 40, 2), Run("torch", 40, 2)]

@@ -264,6 +264,38 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
 
 
+@spmd(2, 3)
+def test_gradients_that_only_some_ranks_can_tell_of_at_once(wire):
+    """They take a round less where all ranks have the same; else the others do as ever."""
+    module = nn.ParameterList(nn.Parameter(torch.zeros(5000)) for _ in range(3))
+    last, messages = wire.size - 1, {}
+    for odd in ("first", "none", "missing", "expanded", "sparse", "none", "dtype", "none"):
+        for number, parameter in enumerate(module):
+            parameter.grad = torch.full((5000,), float(number + wire.rank))
+        lacks = 0
+        if odd == "missing":
+            module[1].grad, lacks = (None if wire.rank == last else module[1].grad), 1 + last
+        elif odd == "expanded" and wire.rank == last:
+            module[1].grad = torch.tensor(1.0 + last).expand(5000)
+        elif odd == "sparse" and wire.rank == last:
+            module[1].grad = module[1].grad.to_sparse()
+        dtype = torch.bfloat16 if odd == "dtype" and wire.rank == last else None
+        before = wire.traffic.messages
+        if odd == "dtype":
+            with pytest.raises(weft.WeftError, match="the ranks differ in wire_dtype"):
+                weft.sync_grads(module, average=False, wire_dtype=dtype)
+            assert module[2].grad.eq(2 + wire.rank).all()
+            continue
+        weft.sync_grads(module, average=False)
+        messages[odd] = wire.traffic.messages - before
+        for number, parameter in enumerate(module):
+            wanted = sum(number + rank for rank in range(wire.size))
+            wanted -= lacks if number == 1 else 0
+            assert parameter.grad.eq(wanted).all(), odd
+    if wire.together:
+        assert all(messages["none"] < messages[odd] for odd in ("missing", "expanded", "sparse"))
+
+
 @spmd(2)
 def test_a_module_that_changed_since_the_last_call_is_seen_as_it_is(wire):
     module = nn.Module()

@@ -209,7 +209,7 @@ def test_pieces_of_gradients_in_buckets(wire, monkeypatch):
     """However they are cut and travel, and whatever this rank's memory of them is."""
     for far, chunk, apart in ((600, 64, False), (4000, 1 << 17, False), (100_000, 1000, True)):
         monkeypatch.setattr(buckets, "_FAR", far)
-        monkeypatch.setattr(dense, "_SMALL", 100)
+        monkeypatch.setattr(dense, "SMALL", 100)
         monkeypatch.setattr(dense, "SCRATCH", 3 * chunk)
         monkeypatch.setattr(dense, "_CHUNK", chunk)
         if apart:  # round the ring

@@ -20,7 +20,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.fixture(params=["small", "one piece", "many chunks", "ring", "read whole", "read in parts"])
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
-    monkeypatch.setattr(dense, "_SMALL", 1 << 30 if request.param == "small" else 0)
+    monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
     many = request.param in ("many chunks", "ring")
     monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if many else 1 << 30)
     monkeypatch.setattr(dense, "_CHUNK", 1 << 7 if many else 1 << 30)

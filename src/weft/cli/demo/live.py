@@ -114,8 +114,11 @@ class Lines:
         self._runs = runs
         names = ", ".join(run.name for run in runs)
         same = len({run.ranks for run in runs}) == 1
-        how = "in turns" if same else "one after the other"
-        self.say(f"training {runs[0].wanted} steps on {runs[0].ranks} ranks, {how}: {names}")
+        how = ", in turns" if same else ", one after the other"
+        ranks = f"{runs[0].ranks} rank{'s' if runs[0].ranks > 1 else ''}"
+        self.say(
+            f"training {runs[0].wanted} steps on {ranks}{how if len(runs) > 1 else ''}: {names}"
+        )
 
     def arrived(self, run: Run) -> None:
         if run.done // self._every > self._shown.get(run.way, 0) // self._every:
