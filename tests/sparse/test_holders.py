@@ -18,7 +18,7 @@ from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.choice import fitted
 from weft.sparse.own import OwnRows
 from weft.sparse.placement import busiest, weights
-from weft.sparse.relay import LEADS, relay_memory, relay_rows
+from weft.sparse.relay import HOPS, LEADS, relay_memory, relay_rows
 from weft.sparse.stream import FIRST, SUMS, VALUES
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
@@ -166,7 +166,7 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
         def ordered(sends, recvs, channel):
             if channel == VALUES and sends and wire.rank == 1:  # what rank 0 needs for a sum
                 assert started.wait(20), "rank 0 does nothing until it comes"
-            if channel == SUMS and sends and wire.rank == 0:
+            if channel in (FIRST, SUMS) and sends and wire.rank == 0:
                 started.set()
             return post(sends, recvs, channel)
 
@@ -216,13 +216,16 @@ def test_rows_for_others_go_between_the_first_chunks(ranks):
     assert steps > 8
     for channels in said:
         first, last = channels.index(VALUES), len(channels) - channels[::-1].index(VALUES)
-        assert channels[:first] == [FIRST] * LEADS and FIRST not in channels[first:]
+        passed = channels[:first].count(FIRST) - LEADS  # those of the left neighbour
+        assert channels[:first] == [FIRST] * (LEADS + passed) and passed == 2 * (ranks > 2)
+        assert channels.count(FIRST) == LEADS * min(ranks - 1, HOPS)
         assert channels[first:last].count(SUMS) < (ranks - 1) * (steps - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_ranks_lead_by_as_many_chunks_as_they_have_alone(ranks):
-    """None, some, or more than may go ahead; each in turn is the neighbour of each."""
+    """None, some, or more than may go ahead; each in turn is the neighbour of each, which sends
+    them on ahead, too."""
     alone = [0, 9, 1, 3, 0, 2, 0, 5]  # chunks of 32 rows, and some rows more
 
     def part(rank):
@@ -246,7 +249,8 @@ def test_ranks_lead_by_as_many_chunks_as_they_have_alone(ranks):
     want = expected([part(rank) for rank in range(ranks)])
     for rank, (total, leads) in enumerate(run(ranks, body)):
         assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
-        assert leads == min(alone[rank], LEADS)
+        lefts = alone[(rank - 1) % ranks] if ranks > 2 else 0
+        assert leads == min(alone[rank], LEADS) + min(lefts, LEADS)
 
 
 def test_rows_for_others_go_first_where_nobody_has_rows_alone():

@@ -38,7 +38,7 @@ from .cost import Cost, Load
 from .own import OwnRows
 from .placement import weights
 from .registry import algorithm
-from .relay import LEADS, Relay, relay_memory, relay_rows
+from .relay import HOPS, LEADS, Relay, relay_memory, relay_rows
 from .stream import FIRST, SUMS, Inflow, Source, all_lists, list_messages, send_rows, window
 
 
@@ -93,6 +93,7 @@ def _holders(own: OwnRows, call: Call) -> Rows:
     # who sums what: the same on every rank
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
     places = [shares.of(rank) for rank in order]
+    relay.pass_on(1)
     relay.start([shares.count(rank) for rank in order])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
     # Before this step nobody sums: all send what they alone hold. So what others sum goes out
@@ -105,6 +106,7 @@ def _holders(own: OwnRows, call: Call) -> Rows:
             sums.expect()
             wire.advance()
             outflow.deal(kernels.deal(union.slots[me], shares))
+            relay.pass_on(2)
         outflow.send()
         if step == 0:
             wire.advance()
@@ -139,15 +141,16 @@ def holders(rows: Rows, call: Call) -> Rows:
 
 def _lead(relay: Relay, call: Call, own: OwnRows, slots: Sequence[Tensor], total: int) -> None:
     """Send the first chunks of what this rank alone holds: it sums that, whoever sums the rest."""
-    me, step = call.wire.rank, relay_rows(call.load, math.inf)
-    ends = (me, (me - 1) % call.wire.size)
-    mine, lefts = kernels.alone(slots, ends, total, LEADS * step)
+    me, size, step = call.wire.rank, call.wire.size, relay_rows(call.load, math.inf)
+    ranks = [(me - distance) % size for distance in range(min(HOPS + 1, size))]
+    alone = kernels.alone(slots, ranks, total, LEADS * step)
+    mine, *others = (len(rows) // step for rows in alone)
 
     def write(number: int, out: Tensor) -> None:
-        _write_alone(call, own, mine[number * step : (number + 1) * step], out)
+        _write_alone(call, own, alone[0][number * step : (number + 1) * step], out)
 
-    if max(len(mine), len(lefts)) >= step:
-        relay.lead(len(mine) // step, write, len(lefts) // step)
+    if mine or any(others):
+        relay.lead(mine, write, others)
 
 
 def _write_alone(call: Call, own: OwnRows, rows: Tensor, out: Tensor) -> None:

@@ -13,7 +13,9 @@ circle, however few slots there are.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,17 +24,37 @@ from ..wire.memory import Lease, typed
 from .call import Call
 from .cost import Load
 
-__all__ = ["LEADS", "Relay", "relay_memory", "relay_rows"]
+__all__ = ["HOPS", "LEADS", "Relay", "relay_memory", "relay_rows"]
+
+LEADS = 5
+"""Chunks of a rank that may lead: on their way while the rows are shared out."""
+
+HOPS = 2
+"""Ranks that they pass on a channel of their own: the first of these sends them on before it knows
+what else comes, and when."""
 
 _AHEAD = 2  # steps whose receives are posted before they are waited for
-_STEPS = _AHEAD + 3  # that have slots: chunks of the two behind may still be going out
+# That have slots: chunks of the two behind may still be going out, and what leads is in the first.
+_STEPS = max(_AHEAD + 3, LEADS + HOPS - 1)
 _MOST = 24 << 20  # bytes of slots, unless rows are larger
 
-LEADS = 4
-"""Chunks of a rank that may go ahead: fewer than steps that have slots."""
 
-_Coming = tuple[int, int, Tensor, Pending]
-"""Origin, number of the first row, and where rows come to."""
+class _Coming(NamedTuple):
+    """Rows that come.
+
+    Attributes:
+        distance: to their rank, to the left.
+        first: number of the first of them.
+        slot: where they come to.
+        pending: the receive.
+        leads: whether they come on the channel of those that do.
+    """
+
+    distance: int
+    first: int
+    slot: Tensor
+    pending: Pending
+    leads: bool
 
 
 def relay_rows(load: Load, most: float) -> int:
@@ -50,7 +72,7 @@ class Relay:
     """Everybody's rows on their way to everybody, in chunks, in steps.
 
     Who has whole chunks ready before it is known how many rows come from each rank may send those
-    first (`lead`); `start` comes before all else.
+    first (`lead`), and send on what its neighbour did (`pass_on`); `start` comes before all else.
 
     Attributes:
         rows: in a chunk; known once there was a lead, or a start.
@@ -67,32 +89,45 @@ class Relay:
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._lease: Lease | None = None
         self._leading = 0  # own chunks that went ahead
-        self._led: list[_Coming] = []  # the first chunks of the left neighbour, if ahead
+        self._led: list[list[_Coming]] = []  # those of others that did, the nearest rank's first
+        self._passed = 0  # of the nearest rank's, how many were sent on
         # of each of the last steps: what comes, in its order, and what goes
         self._coming: list[list[_Coming]] = [[] for _ in range(_STEPS)]
         self._going: list[list[Pending]] = [[] for _ in range(_STEPS)]
 
-    def lead(self, own: int, write: Callable[[int, Tensor], object], lefts: int) -> None:
+    def lead(self, own: int, write: Callable[[int, Tensor], object], others: Sequence[int]) -> None:
         """Have the first chunks written, whole ones, and send them.
 
         Args:
-            own: how many of this rank's go ahead, at most `LEADS`; the right neighbour knows.
+            own: how many of this rank's lead, at most `LEADS`; the next `HOPS` ranks know.
             write: writes the chunk of that number.
-            lefts: how many of the left neighbour's do.
+            others: how many of the last `HOPS` ranks' do, the nearest rank's first.
         """
         self._take_memory(relay_rows(self._call.load, math.inf))
-        for step in range(lefts):
-            slot = self._slots[step * self._wire.size + 1]
-            pending = self._wire.post((), [(self._left, as_bytes(slot))], self._ahead)
-            self._led.append((self._left, step * self.rows, slot, pending))
-        self._wire.advance()  # the neighbour hears that there is a place for them
+        self._led = [[] for _ in others]
+        coming = [(after, chunk) for after, some in enumerate(others) for chunk in range(some)]
+        self._expect(coming[:1])
+        self._wire.advance()  # the neighbour hears that there is a place for its first
         self._leading = own
         for step in range(own):
             slot = self._slots[step * self._wire.size]
             write(step, slot)
-            pending = self._wire.post([(self._right, as_bytes(slot))], (), self._ahead)
-            self._going[step].append(pending)
+            self._send(step, slot, self._ahead)
+            if step == 0:
+                self._expect(coming[1:])
             self._wire.advance()
+            if step < 2:
+                os.sched_yield()  # who shares this core may have sent nothing yet
+        if not own:
+            self._expect(coming[1:])
+
+    def pass_on(self, count: int) -> None:
+        """Send so many of the left neighbour's first chunks on, if they lead: they come at once."""
+        for step, coming in enumerate(self._led[0][:count] if self._led else ()):
+            if step >= self._passed and self._wire.size > 2:
+                coming.pending.wait()
+                self._send(step + 1, coming.slot, self._ahead)
+        self._passed = max(self._passed, count)
 
     def start(self, counts: Sequence[int]) -> None:
         """Post the first receives: so many rows come from each rank."""
@@ -116,7 +151,7 @@ class Relay:
         """Send the own chunk, written by then."""
         own = self.own(step)
         if own is not None:
-            self._send(step, own)
+            self._send(step, own, self._channel)
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yields (origin, number of the first row, rows) of what comes, sending it on.
@@ -129,11 +164,12 @@ class Relay:
                 pending.wait()
             self._going[(step - 2) % _STEPS].clear()
         self._receive(step + _AHEAD)
-        for origin, first, slot, pending in self._coming[step % _STEPS]:
+        self.pass_on(step + 1)
+        for distance, first, slot, pending, leads in self._coming[step % _STEPS]:
             pending.wait()
-            if origin != self._right:
-                self._send(step + 1, slot)
-            yield origin, first, slot
+            if distance < self._wire.size - 1 and not (leads and distance < HOPS):
+                self._send(step + 1, slot, self._channel)
+            yield (self._wire.rank - distance) % self._wire.size, first, slot
 
     def finish(self) -> None:
         """Wait until everything is sent on, and give back the memory."""
@@ -158,17 +194,28 @@ class Relay:
         # as the left neighbour sends; of nearer ranks all is here, and of others nothing comes yet
         nearest = max(1, step - self._chunks + 2)
         for distance in range(min(step + 1, self._wire.size - 1), nearest - 1, -1):
-            if distance == 1 and step < len(self._led):
-                coming.append(self._led[step])
+            chunk = step - distance + 1
+            led = self._led[distance - 1] if distance <= len(self._led) else ()
+            if chunk < len(led):
+                coming.append(led[chunk])
                 continue
-            origin = (self._wire.rank - distance) % self._wire.size
-            slot = self._slot(step, origin, distance)
+            slot = self._slot(step, (self._wire.rank - distance) % self._wire.size, distance)
             if slot is not None:
-                pending = self._wire.post((), [(self._left, as_bytes(slot))], self._channel)
-                coming.append((origin, (step - distance + 1) * self.rows, slot, pending))
+                coming.append(self._coming_to(slot, distance, chunk, leads=False))
 
-    def _send(self, step: int, slot: Tensor) -> None:
-        pending = self._wire.post([(self._right, as_bytes(slot))], (), self._channel)
+    def _expect(self, some: Sequence[tuple[int, int]]) -> None:
+        """Post the receives of some that lead: ranks between, and the chunk's number."""
+        for after, chunk in some:
+            slot = self._slots[(chunk + after) * self._wire.size + after + 1]
+            self._led[after].append(self._coming_to(slot, after + 1, chunk, leads=True))
+
+    def _coming_to(self, slot: Tensor, distance: int, chunk: int, *, leads: bool) -> _Coming:
+        channel = self._ahead if leads else self._channel
+        pending = self._wire.post((), [(self._left, as_bytes(slot))], channel)
+        return _Coming(distance, chunk * self.rows, slot, pending, leads)
+
+    def _send(self, step: int, slot: Tensor, channel: int) -> None:
+        pending = self._wire.post([(self._right, as_bytes(slot))], (), channel)
         self._going[step % _STEPS].append(pending)
 
     def _slot(self, step: int, origin: int, distance: int) -> Tensor | None:
