@@ -2,7 +2,8 @@
 
 Parameters are matched by name. First all ranks state which of them have a gradient, and whether it
 is sparse; one that a rank has none for counts as zero there. Then dense gradients are reduced in a
-few large `buckets` and sparse ones in one `sparse_all_reduce`.
+few large `buckets` and sparse ones in one `sparse_all_reduce`. Where ranks read each other's memory
+they also state where their first bucket lies, and reduce that at once if all have the same.
 
 `sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
 """
