@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import load, store
+from .machine import load, prefetch, store
 
 LOOPS = (
     "aim",
@@ -34,6 +34,9 @@ LOOPS = (
 )
 
 __all__ = ["LOOPS", *LOOPS]
+
+_AHEAD = 8  # rows whose places are asked for before they are written to
+_LINE, _LINES = 64, 1024  # bytes: of a line of the cache, and of those of a row that are asked for
 
 int32: Any = np.int32  # casts, in machine code
 int64: Any = np.int64
@@ -271,13 +274,17 @@ def _put(kind: str) -> Callable[..., int]:
         last: int,
         width: int,
     ) -> int:
-        outside = 0
+        outside, lines = 0, min(width * size, _LINES)
         for i in range(first, last):
             place = int64(load("i32", places, i))
             if place < 0 or place >= height:
                 outside += 1
                 continue
             target, row = out + place * width * size, values + i * stride
+            if i + _AHEAD < last:
+                soon = out + int64(load("i32", places, i + _AHEAD)) * width * size
+                for line in range(0, lines, _LINE):
+                    prefetch(soon + line)
             for j in range(width):
                 store(kind, target, j, load(kind, row, j))
         return outside
