@@ -6,6 +6,7 @@ import contextlib
 import gc
 import mmap
 import os
+import threading
 
 import pytest
 import torch
@@ -161,6 +162,60 @@ def test_a_forked_child_keeps_what_it_had(two):
     os.close(reading)
     assert giver._pieces[0].place == place and giver.blocks._marks[place.number, :2].all()
     assert again[0].own(0, SIZE).eq(9).all()
+
+
+def test_who_lets_go_while_another_thread_forks_does_not_see_old_results(two, monkeypatch):
+    giver, *ones = two
+    place = giver.take(SIZE)
+    mine, theirs = filled(ones, place, 7)
+    held = [mine.own(0, SIZE)]
+    theirs.release()
+    threads = []
+
+    def settles():
+        held.clear()
+        ones[0].settle()
+
+    def advise_late(address, size, advice):
+        """Prepare pages when another thread has let go of them, or had the time to."""
+        if not threads:  # else it is that thread, which drops what it found prepared
+            threads.append(threading.Thread(target=settles))
+            threads[0].start()
+            threads[0].join(0.2)
+        advise(address, size, advice)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "advise", advise_late)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        threads[0].join(10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not threads[0].is_alive() and not giver.blocks._marks[place.number, :2].any()
+    assert giver.take(SIZE) == place
+    assert filled(ones, place, 9)[0].memory.eq(9).all()
+    assert ones[0].lend(place, 0, SIZE).eq(9).all()
+
+
+def test_what_cannot_be_prepared_for_a_fork_is_said_and_the_rest_is(two, monkeypatch, caplog):
+    giver, *ones = two
+    places = [giver.take(SIZE), giver.take(SIZE)]
+    lent = [filled(ones, place, 7)[0].own(0, SIZE) for place in places]
+    done = []
+
+    def first_fails(address, size, advice):
+        done.append(address)
+        if len(done) == 1:
+            raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "advise", first_fails)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert len(done) == len(lent)
+    assert "child may see a result change: Cannot allocate memory" in caplog.text
 
 
 def test_memory_that_serves_nobody_goes_back_to_the_system(two):

@@ -17,8 +17,10 @@ kernel that does not know it (before 5.14) has no blocks.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -49,8 +51,14 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which Python has no name
 _ENTRY = 8  # bytes about a page in the page map, of which these bits:
 _THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
+_log = logging.getLogger("weft")
+
 _held: dict[int, int] = {}
 """What callers have of private mappings: addresses and sizes."""
+
+_forking = threading.RLock()
+"""Had by who forks, and while memory is lent or given back: the pages that a fork makes a process's
+own are those of a block that it holds, until the fork is done."""
 
 
 class Place(NamedTuple):
@@ -107,8 +115,9 @@ class Blocks:
         """
         view = memoryview(self._own.memory)[place.start + start : place.start + stop]
         address = self._own.address + place.start
-        _held[address] = place.size
-        weakref.finalize(view, _let_go, address, self._back, place).atexit = False
+        with _forking:
+            _held[address] = place.size
+            weakref.finalize(view, _let_go, address, self._back, place).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def copies(self) -> bool:
@@ -124,17 +133,18 @@ class Blocks:
         """Give back what no caller holds any more."""
         if os.getpid() != self._process:  # a child holds nothing for the others
             return
-        while self._back:
-            place = self._back.popleft()
-            address = self._own.address + place.start
-            try:
-                written = _written(address, place.size)
-            except OSError:  # no more files: as if it were
-                written = True
-            if written:
-                self._copies = _COPIES
-                advise(address, place.size, mmap.MADV_DONTNEED)
-            self.give_back(place)
+        with _forking:
+            while self._back:
+                place = self._back.popleft()
+                address = self._own.address + place.start
+                try:
+                    written = _written(address, place.size)
+                except OSError:  # no more files: as if it were
+                    written = True
+                if written:
+                    self._copies = _COPIES
+                    advise(address, place.size, mmap.MADV_DONTNEED)
+                self.give_back(place)
 
 
 class Block:
@@ -284,9 +294,16 @@ def _written(address: int, size: int) -> bool:
 
 def _make_own() -> None:
     """Make pages that callers hold this process's own, before it forks."""
+    _forking.acquire()  # another thread waits with its results until the fork is done
     for address, size in list(_held.items()):
-        advise(address, size, _POPULATE_WRITE)
+        try:
+            advise(address, size, _POPULATE_WRITE)
+        except OSError as error:
+            if address in _held:  # else it is gone by now, and its pages may be, too
+                _log.warning("a forked child may see a result change: %s", error.strerror)
 
 
 if WORKS:
-    os.register_at_fork(before=_make_own)
+    os.register_at_fork(
+        before=_make_own, after_in_parent=_forking.release, after_in_child=_forking.release
+    )
