@@ -137,7 +137,7 @@ def register(
             f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}"
             ": wrap it first"
         )
-        if dist.is_initialized():  # ranks that have one may be of this group, and would wait
+        if process_group.has_default():  # ranks that have one may be of this group, and would wait
             _tell(process_group.of_group(None), {}, error)
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)

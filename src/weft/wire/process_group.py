@@ -31,6 +31,7 @@ from .verdict import names
 __all__ = [
     "ProcessGroupWire",
     "connect",
+    "has_default",
     "mesh",
     "name_of",
     "named",
@@ -138,6 +139,11 @@ def of(group: object) -> ProcessGroupWire:
     )
 
 
+def has_default() -> bool:
+    """Whether there is a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> ProcessGroupWire:
     """The wire of a group of the caller's; None is the default group.
 
@@ -154,7 +160,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
         WireError: somebody did not come in time.
     """
     if group is None:
-        if not dist.is_available() or not dist.is_initialized():
+        if not has_default():
             raise WeftError("there is no default group: call weft.init() first")
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
