@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,8 +29,7 @@ from rich.table import Table
 from torch import nn
 
 import weft
-from turns import turns
-from weft.testing import processes
+from turns import on_ranks, turns
 from weft.wire.base import Wire
 
 SMALL = 1000  # elements of a small tensor
@@ -255,13 +253,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1 << 24, help="bytes of an exchange")
     parser.add_argument("--bytes", type=int, action="append", help="of an exchange, instead")
     parser.add_argument("--call", choices=[*MODELS, *CALLS], action="append", help="all, if none")
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        rows = rank(arguments)
-        if os.environ["RANK"] == "0":
-            show(rows, int(os.environ["WORLD_SIZE"]))
-    else:
-        show(processes(arguments.ranks, rank, arguments, timeout=600)[0], arguments.ranks)
+    on_ranks(rank, parser.parse_args(), show)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from turns import turns
-from weft.testing import processes
+from turns import on_ranks, turns
 from weft.wire.base import Wire
 
 BATCH = 4  # small: what is measured is not arithmetic
@@ -145,13 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=2048)
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        rows = rank(arguments)
-        if os.environ["RANK"] == "0":
-            show(rows, int(os.environ["WORLD_SIZE"]))
-    else:
-        show(processes(arguments.ranks, rank, arguments, timeout=600)[0], arguments.ranks)
+    on_ranks(rank, parser.parse_args(), show)
 
 
 if __name__ == "__main__":

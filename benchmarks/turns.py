@@ -1,14 +1,40 @@
-"""How contenders are timed side by side on a wire: the loop that several benchmarks share."""
+"""How contenders are timed side by side on a wire, and on which ranks: what benchmarks share."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+from weft.testing import processes
 from weft.wire.base import Wire
+
+T = TypeVar("T")
+
+
+def on_ranks(
+    rank: Callable[[argparse.Namespace], T],
+    arguments: argparse.Namespace,
+    show: Callable[[T, int], None],
+) -> None:
+    """Run one rank's program on those that a launcher started, else on `arguments.ranks` here.
+
+    Args:
+        rank: the program.
+        arguments: that it takes.
+        show: is given what rank 0 returns, and the number of ranks, once.
+    """
+    if "RANK" in os.environ:
+        found = rank(arguments)
+        if os.environ["RANK"] == "0":
+            show(found, int(os.environ["WORLD_SIZE"]))
+    else:
+        show(processes(arguments.ranks, rank, arguments, timeout=600)[0], arguments.ranks)
 
 
 def turns(
