@@ -180,10 +180,14 @@ class _Bucket:
         gradient = self.pieces[0][0] if len(self.pieces) == 1 else None
         return gradient is not None and gradient.dtype == self.dtype and gradient.on_host
 
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return sum(last - first for _, first, last in self.pieces)
+
     def in_workspace(self, memory: Tensor) -> Tensor:
         """Room for its numbers."""
-        count = sum(last - first for _, first, last in self.pieces)
-        return typed(memory, (count,), self.dtype)
+        return typed(memory, (self.count,), self.dtype)
 
 
 class _Reduction:
@@ -191,8 +195,7 @@ class _Reduction:
 
     def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
         self._bucket, self._in_place = bucket, bucket.in_place
-        count = sum(last - first for _, first, last in bucket.pieces)
-        self._lease = wire.lease(0 if self._in_place else count * bucket.dtype.itemsize)
+        self._lease = wire.lease(0 if self._in_place else bucket.count * bucket.dtype.itemsize)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
             gradient, start, end = bucket.pieces[0]

@@ -44,12 +44,13 @@ from torch import Tensor
 from . import cpu, cpu_copy, cpu_indices, cpu_shares, lent, lists, meter, reference
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, pack_gaps, unpack_gaps
-from .ops import OPS, Op  # noqa: F401  # the examples below use OPS
+from .ops import OPS, Op
 from .reduction import detached, on_cpu, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
 from .usual import kept, prepare, ready, warm
 
 __all__ = [
+    "OPS",
     "Distinct",
     "GapCode",
     "Picked",
