@@ -154,7 +154,7 @@ def test_indices_that_do_not_fit_are_laid_as_int64_only():
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (23,), (2, 32)])
-def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, whole):
+def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, whole, past=False):
     heights, ends = (300, 1, 40_000, 70), (0, 2, 4)
     starts = np.cumsum([0, *heights])
     low, high = (0, int(starts[-1])) if whole else (150, 20_000)
@@ -178,9 +178,19 @@ def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, w
     for tables in pairwise(ends):  # as two stacks
         words = (keys.before(int(np.clip(starts[at], low, high))) for at in tables)
         bases = [place.values for place in places]
-        found += lists.sums(keys, *words, bases, OPS["sum"], indices[found:], out[found:])
+        found += lists.sums(
+            keys, *words, bases, OPS["sum"], indices[found:], out[found:], past=past
+        )
     union, sums = kernels.merge(runs, OPS["sum"])
     assert torch.equal(indices[:found].long(), union) and torch.equal(out[:found], sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32,), (2, 32), (33,)])
+def test_sums_that_go_past_the_cache_are_the_same(shape, dtype):
+    test_rows_of_all_ranks_are_added_in_the_order_of_keys(
+        shape, dtype, torch.int64, True, past=True
+    )
 
 
 def test_keys_that_do_not_fit_are_left_to_others():

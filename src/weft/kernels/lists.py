@@ -43,6 +43,7 @@ KEY: Key = ("list",)
 
 _BINS = 64
 _DIGIT = 12  # bits that one pass of the sort looks at; its counts then fit the first cache
+_STREAMED = 32  # bytes that go past the cache at once
 _HASHED = 1 << 16  # rows of a table; places of more are not in the cache, and sorting is quicker
 
 Longs = NDArray[np.int64]
@@ -278,7 +279,15 @@ def sorted_keys(
 
 
 def sums(
-    keys: Sorted, first: int, last: int, bases: Sequence[int], op: Op, found: Tensor, out: Tensor
+    keys: Sorted,
+    first: int,
+    last: int,
+    bases: Sequence[int],
+    op: Op,
+    found: Tensor,
+    out: Tensor,
+    *,
+    past: bool = False,
 ) -> int:
     """Add up the rows of some words, those of one kind, in the order of their keys.
 
@@ -291,6 +300,7 @@ def sums(
         op: how to combine.
         found: int32 or int64, to be filled from its beginning with the keys.
         out: `[n, *row_shape]`, to be filled likewise, contiguous.
+        past: this process is not going to read `out` soon, so that it need not come into its cache.
 
     Returns:
         How many keys there are.
@@ -302,11 +312,12 @@ def sums(
     loops = None if key is None else compiler.loops(key)
     if loops is None or key is None:
         raise TypeError(f"no machine code adds rows of {out.dtype} here")
-    width, where = math.prod(out.shape[1:]), array("q", bases)
+    width, where, at = math.prod(out.shape[1:]), array("q", bases), out.data_ptr()
+    row = width * out.element_size()
     many: int = loops["sums"](
         *(keys.words.data_ptr(), first, last, keys.position_bits, keys.bits, keys.low),
-        *(where.buffer_info()[0], width * out.element_size() if key[1] == "u8" else width),
-        *(found.element_size() == 8, found.data_ptr(), out.data_ptr()),
+        *(where.buffer_info()[0], row if key[1] == "u8" else width, found.element_size() == 8),
+        *(past and (at | row) % _STREAMED == 0, found.data_ptr(), at),
     )
     return many
 

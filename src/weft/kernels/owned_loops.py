@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import SIZES, block, load, memcpy, memset, prefetch, store
+from .machine import SIZES, block, fence, load, memcpy, memset, prefetch, store, stream
 
 LOOPS = ("laid", "sums")
 
@@ -106,13 +106,14 @@ def sums(kind: str, op: str) -> Callable[..., int]:
     Ranks' rows of one key are added in the order of ranks; the word at `stop` is of another key.
     `bases` has for each rank where its row of position 0 would lie; a row has `width` numbers.
     Writes the sums to `out`, and their keys, which in words count from `low`, to `keys`: as int64
-    if `wide`, else as int32. Returns how many there are.
+    if `wide`, else as int32. Rows that one rank alone has go past the cache if `past`, where `out`
+    and a row's bytes are multiples of 32. Returns how many there are.
     """
     size = SIZES[kind]
 
     def loop(
         words: int, at: int, stop: int, position_bits: int, bits: int, low: int, bases: int,
-        width: int, wide: int, keys: int, out: int,
+        width: int, wide: int, past: int, keys: int, out: int,
     ) -> int:  # fmt: skip
         position, ranks = (int64(1) << position_bits) - 1, (int64(1) << (bits - position_bits)) - 1
         row, done, ahead = width * size, int64(0), int64(at)
@@ -136,7 +137,11 @@ def sums(kind: str, op: str) -> Callable[..., int]:
             at += 1
             word = load("i64", words, at)
             if word >> bits != key:
-                memcpy(out, first, row)
+                if past:
+                    for piece in range(0, row, 32):
+                        stream(out + piece, first + piece)
+                else:
+                    memcpy(out, first, row)
             while word >> bits == key:
                 other = load("i64", bases, (word >> position_bits) & ranks)
                 other += (word & position) * row
@@ -158,6 +163,7 @@ def sums(kind: str, op: str) -> Callable[..., int]:
                 word = load("i64", words, at)
             out += row
             done += 1
+        fence()
         return int(done)
 
     return loop

@@ -229,8 +229,8 @@ class Part(Protocol):
     stack: Stack
     many: int
 
-    def add_up(self, keys: Tensor, out: Tensor) -> None:
-        """Fill both with the sums and their keys, in order."""
+    def add_up(self, keys: Tensor, out: Tensor, *, past: bool) -> None:
+        """Fill both with the sums and their keys, in order; if `past`, not to be read here soon."""
 
 
 class _Words(Part):
@@ -242,9 +242,10 @@ class _Words(Part):
         self.stack, self.many = stack, keys.distinct(*words)
         self._call, self._keys, self._words, self._bases = call, keys, words, bases
 
-    def add_up(self, keys: Tensor, out: Tensor) -> None:
+    def add_up(self, keys: Tensor, out: Tensor, *, past: bool) -> None:
         call = self._call
-        lists.sums(self._keys, *self._words, self._bases, call.op, keys, out)
+        past = past and call.divisor == 1
+        lists.sums(self._keys, *self._words, self._bases, call.op, keys, out, past=past)
         if call.divisor != 1:
             kernels.finish(out, out, call.divisor)
 
@@ -257,7 +258,7 @@ class _Runs(Part):
         self.stack, self.many = stack, self._union.indices.numel()
         self._call, self._rows = call, [values for _, values in runs]
 
-    def add_up(self, keys: Tensor, out: Tensor) -> None:
+    def add_up(self, keys: Tensor, out: Tensor, *, past: bool) -> None:
         call, stack = self._call, self.stack
         keys.copy_(self._union.indices)
         partial = partial_dtype(call.op, stack.dtype, stack.wide)

@@ -99,18 +99,19 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
                 undo.callback(lease.release, later=True)
                 sums = lease.tensor[:size]
                 keys = typed(lease.tensor, (count,), space.index, keys_at)
-            _add_up(parts, keys, sums)
+            _add_up(parts, keys, sums, past=common is not None)
         wire.count([(peer, each) for peer in wire.peers for each in (keys, sums)])
         found = _read(call, space, keys, sums) if common is None else _made(space, common)
     return widened(found, space.stacks)
 
 
-def _add_up(parts: Sequence[Part], keys: Tensor, sums: Tensor) -> None:
-    """The keys and the bytes of the rows that this rank owns."""
+def _add_up(parts: Sequence[Part], keys: Tensor, sums: Tensor, *, past: bool) -> None:
+    """The keys and the bytes of the rows that this rank owns; if `past`, not read here soon."""
     count = size = 0
     for part in parts:
         last = count + part.many
-        part.add_up(keys[count:last], part.stack.typed(sums, part.many, size))
+        rows = part.stack.typed(sums, part.many, size)
+        part.add_up(keys[count:last], rows, past=past)
         count, size = last, size + part.many * part.stack.row
 
 
