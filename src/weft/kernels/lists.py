@@ -25,7 +25,6 @@ from .ops import Op
 
 __all__ = [
     "KEY",
-    "Laid",
     "Place",
     "Sorted",
     "adds",
@@ -130,22 +129,9 @@ def even_cuts(
     return result
 
 
-class Laid(NamedTuple):
-    """What was laid.
-
-    Attributes:
-        counts: how many rows are left of each table.
-        lows, highs: the least and the greatest index of each.
-    """
-
-    counts: list[int]
-    lows: list[int]
-    highs: list[int]
-
-
 def laid(
     tables: Sequence[tuple[Tensor, Tensor]], op: Op, indices: Tensor, values: Tensor
-) -> Laid | None:
+) -> Longs | None:
     """Lay rows of tables of one kind one behind the other, those of one index as one.
 
     These are combined in the order in which they come, where the first of them is. The rows of a
@@ -158,7 +144,8 @@ def laid(
         values: uint8, likewise.
 
     Returns:
-        What was laid. None: nothing was, for want of machine code, because other ways are quicker,
+        `[3, tables]`: of each table how many rows are left, and its least and greatest index. None:
+        nothing was laid, for want of machine code, because other ways are quicker,
         or because an index does not fit into `indices`.
 
     Example:
@@ -167,25 +154,29 @@ def laid(
         >>> rows = torch.tensor([3, 0, 3]), torch.tensor([1.0, 2.0, 4.0])
         >>> indices, values = torch.empty(3, dtype=torch.int32), torch.empty(12, dtype=torch.uint8)
         >>> laid([rows], OPS["sum"], indices, values)
-        Laid(counts=[2], lows=[0], highs=[3])
+        array([[2],
+               [0],
+               [3]])
         >>> indices[:2], values[:8].view(torch.float32)
         (tensor([3, 0], dtype=torch.int32), tensor([5., 2.]))
     """
     first = tables[0][1]
     key = sums_key(first.dtype, op)
     loops = None if key is None else compiler.loops(key)
-    most = max([len(which) for which, _ in tables])
+    most = max([which.numel() for which, _ in tables])
     if loops is None or key is None or most > _HASHED:
         return None
     width, size = math.prod(first.shape[1:]), len(tables)
-    kept, told = [], array("q")
+    made: list[Tensor] = []
+    told = array("q")
     for which, rows in tables:
         if not which.is_contiguous():
             which = which.contiguous()
+            made.append(which)
         if rows.is_neg() or not rows.is_contiguous():
             rows = rows.resolve_neg().contiguous()
-        kept.append((which, rows))
-        count = len(which)
+            made.append(rows)
+        count = which.numel()
         about = which.data_ptr(), count, which.itemsize, rows.data_ptr(), 2 + count.bit_length()
         told.extend(about)
     ends = array("q", bytes(24 * size))
@@ -198,8 +189,7 @@ def laid(
         places.data_ptr(),
     ):
         return None
-    found = ends.tolist()
-    return Laid(found[:size], found[size : 2 * size], found[2 * size :])
+    return np.frombuffer(ends, np.int64).reshape(3, size)
 
 
 class Place(NamedTuple):

@@ -6,7 +6,7 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from ..wire.base import Wire
 from . import coalesced, run
 from .call import extent
 from .choice import Explanation
+from .listed import listed
 from .record import Record, recording, started
-from .request import NOTHING, Request
+from .request import Request
 
 __all__ = ["explain", "sparse_all_reduce"]
 
@@ -103,8 +104,8 @@ def explain(
     """
     wire = default.resolve(group)
     if isinstance(rows, list):
-        requests = _of_list(rows, op, algorithm, wire_dtype, [])
-        return wire.worker.call("explain", lambda: coalesced.explained(wire, requests))
+        tables = listed(rows, op, algorithm, wire_dtype, [])
+        return wire.worker.call("explain", lambda: coalesced.explained(wire, tables))
     request = Request.of(rows, op, algorithm, wire_dtype, None)
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
@@ -119,7 +120,7 @@ def list_job(
 ) -> Callable[[], list[Any]]:
     """What reduces a list of tables when its turn has come."""
     places = list(out) if isinstance(out, list) else []
-    requests = _of_list(rows, op, algorithm, wire_dtype, places)
+    tables = listed(rows, op, algorithm, wire_dtype, places)
     error = None
     if out is not None and len(places) != len(rows):
         error = (
@@ -130,10 +131,10 @@ def list_job(
 
     def job() -> list[Any]:
         with recording(wire, "sparse_all_reduce") as note:
-            done = coalesced.reduced(wire, requests, error)
+            done = coalesced.reduced(wire, tables, error)
         done.noted(note)
-        results = zip(requests, done.rows, strict=True)
-        return [request.restore(result) for request, result in results][: len(rows)]
+        results = zip(tables.requests, done.pairs, strict=True)
+        return [request.gives(pair) for request, pair in results][: len(rows)]
 
     return job
 
@@ -151,20 +152,6 @@ def _shared(places: list[Any]) -> str | None:
         if start < end and one != other:
             return f"out has the same memory for tables {one} and {other}: pass one for each"
     return None
-
-
-def _of_list(
-    rows: list[Any], op: Any, algorithm: object, wire_dtype: object, places: list[Any]
-) -> list[Request]:
-    """The request of each table; an empty list is one empty table."""
-    tables = rows or [NOTHING]
-    requests: list[Request] = []
-    for table, place in zip_longest(tables, places[: len(tables)]):
-        before = requests[-1] if requests else None
-        requests.append(Request.of_table(table, op, algorithm, wire_dtype, place, before))
-    # not in the fields of others, which may be the same object
-    requests[0].fields = {**requests[0].fields, "number of tables": len(rows)}
-    return requests
 
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:

@@ -31,6 +31,7 @@ from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
 from .header import NO_LIMIT, of_tables, tables_in, tables_of
 from .joint import Joint
+from .listed import Listed, Pair
 from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
 from .record import Note, Record
@@ -57,33 +58,36 @@ class Coalesced:
 
     Attributes:
         algorithm: what ran for all tables.
-        rows: the result of each table.
+        pairs: the result of each table.
         own: rows of this rank, in all tables.
         total: rows of all ranks and tables together.
+        union: rows of the result, in all tables.
         bound: bytes that the average rank must receive.
     """
 
     algorithm: str
-    rows: list[Rows]
+    pairs: list[Pair]
     own: int
     total: int
+    union: int
     bound: float
 
     def noted(self, note: Note) -> Record:
         """The record of the call."""
-        union = sum(rows.indices.numel() for rows in self.rows)
-        return note(self.algorithm, rows=self.own, total=self.total, union=union, bound=self.bound)
+        return note(
+            self.algorithm, rows=self.own, total=self.total, union=self.union, bound=self.bound
+        )
 
 
-def reduced(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Coalesced:
+def reduced(wire: Wire, given: Listed, error: str | None = None) -> Coalesced:
     """Run one call; collective.
 
     Args:
         wire: among whom.
-        requests: one for each table, at least one, with the same op and algorithm.
+        given: the tables, with the same op and algorithm.
         error: what is wrong with the list as a whole.
     """
-    parts, error = _parts(wire, requests, error)
+    parts, error = _parts(wire, given, error)
     return _together([_reduced(wire, part, error) for part in parts])
 
 
@@ -94,35 +98,34 @@ class Fewer(Exception):
     count: int
 
 
-def as_one(wire: Wire, requests: Sequence[Request]) -> Coalesced:
+def as_one(wire: Wire, given: Listed) -> Coalesced:
     """Serve calls that queued up, of one table each, as one; collective.
 
     It opens as the first of them alone would, so ranks where fewer of them queued up take part.
 
     Args:
         wire: among whom, few enough that statements are direct.
-        requests: at least two, at most `MOST`; right as far as this rank can tell, with one op.
+        given: at least two, at most `MOST`; right as far as this rank can tell, with one op.
 
     Raises:
         Fewer: some rank has fewer of them, or they do not go together; nothing was done.
         WeftError: what the first of them alone would raise.
     """
-    return _reduced(wire, Joint(requests, wire.rank), None, queued=True)
+    return _reduced(wire, Joint(given, wire.rank), None, queued=True)
 
 
-def explained(wire: Wire, requests: Sequence[Request], error: str | None = None) -> Explanation:
+def explained(wire: Wire, given: Listed, error: str | None = None) -> Explanation:
     """Say what `reduced` would do; collective."""
-    parts, error = _parts(wire, requests, error)
+    parts, error = _parts(wire, given, error)
     found = [_explained(wire, part, part.numbered, error) for part in parts]
     return found[0] if len(found) == 1 else choice.together(found)
 
 
-def _parts(
-    wire: Wire, requests: Sequence[Request], error: str | None
-) -> tuple[list[Joint], str | None]:
+def _parts(wire: Wire, given: Listed, error: str | None) -> tuple[list[Joint], str | None]:
     """What goes into one call each, and the first error of all."""
-    starts = range(0, len(requests), MOST)
-    parts = [Joint(requests[start : start + MOST], wire.rank, start) for start in starts]
+    many = range(len(given.requests))
+    starts = many[::MOST]
+    parts = [Joint(given.part(many[start : start + MOST]), wire.rank, start) for start in starts]
     for part in parts if len(parts) > 1 else ():  # what is wrong with one, the first call says
         part.sort()
     return parts, error or next((part.error for part in parts if part.error), None)
@@ -132,9 +135,10 @@ def _together(done: Sequence[Coalesced]) -> Coalesced:
     names = dict.fromkeys(one.algorithm for one in done)
     return Coalesced(
         " and ".join(names),
-        [rows for one in done for rows in one.rows],
+        [pair for one in done for pair in one.pairs],
         sum(one.own for one in done),
         sum(one.total for one in done),
+        sum(one.union for one in done),
         sum(one.bound for one in done),
     )
 
@@ -240,7 +244,7 @@ def _opened(
 
 
 def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False) -> Coalesced:
-    requests, name = own.requests, "sparse_all_reduce" if queued else _NAME
+    name = "sparse_all_reduce" if queued else _NAME
     with _opened(wire, own, error, name, queued=queued) as opening:
         call, both, space = opening.call, opening.both, opening.space
         result: Stacked | None
@@ -250,15 +254,16 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
             algorithm = near_tables.NAME
             result = near_tables.split(opening.everyone, call, space)
         else:
-            algorithm, result = _run(call, own, opening.memory, both, space, requests[0].algorithm)
+            asked = own.requests[0].algorithm
+            algorithm, result = _run(call, own, opening.memory, both, space, asked)
     if result is None:
-        return _kind_by_kind(wire, requests, space)
+        return _kind_by_kind(wire, own.given, space)
     return _handed_out(own, both, space, call, algorithm, result)
 
 
 def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None) -> Explanation:
     """What a call for these tables would do; `numbers` are theirs in the whole list."""
-    requests, asked = own.requests, own.requests[0].algorithm
+    asked = own.requests[0].algorithm
     with _opened(wire, own, error, f"explain of {_NAME}", described=True) as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
@@ -279,7 +284,7 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
         calls = [
             _explained(
                 wire,
-                Joint([requests[table] for table in tables], wire.rank),
+                Joint(own.given.part(tables), wire.rank),
                 [numbers[table] for table in tables],
                 None,
             )
@@ -371,27 +376,22 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     return widened(Stacked(union, out), space.stacks)
 
 
-def _kind_by_kind(wire: Wire, requests: Sequence[Request], space: Space) -> Coalesced:
+def _kind_by_kind(wire: Wire, given: Listed, space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
-    rows: dict[int, Rows] = {}
+    pairs: dict[int, Pair] = {}
     done = []
     for tables in space.tables_of:
-        done.append(reduced(wire, [requests[table] for table in tables]))
-        rows |= zip(tables, done[-1].rows, strict=True)
-    return replace(_together(done), rows=_in_order(requests, rows))
+        done.append(reduced(wire, given.part(tables)))
+        pairs |= zip(tables, done[-1].pairs, strict=True)
+    return replace(_together(done), pairs=_in_order(given, pairs))
 
 
-def _in_order(requests: Sequence[Request], rows: Mapping[int, Rows]) -> list[Rows]:
+def _in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
     """The result of every table; those of which nobody has rows are in no stack."""
     return [
-        rows[table] if table in rows else _nothing(request)
-        for table, request in enumerate(requests)
+        pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
+        for table, (indices, values) in enumerate(given.pairs)
     ]
-
-
-def _nothing(request: Request) -> Rows:
-    rows = request.rows
-    return Rows(rows.indices[:0].clone(), rows.values[:0].clone(), rows.height)
 
 
 def _handed_out(
@@ -421,32 +421,35 @@ def _handed_out(
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
-    reduced: dict[int, Rows] = {}
+    pieces: list[Tensor] = []
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first = travelled.given, len(reduced)
+        stack, first = travelled.given, len(pieces)
         many = sizes[first : first + len(tables)]
         values = stack.typed(result.values, sum(many), start)
         start += values.nbytes
-        pieces = values.split_with_sizes(many)
-        for place, (table, piece) in enumerate(zip(tables, pieces, strict=True), first):
-            given = requests[table].rows
-            where = alone or indices[given.indices.dtype]
-            reduced[table] = Rows(where[place], piece, given.height)
-    rows = _in_order(requests, reduced)
+        pieces += values.split_with_sizes(many)
+    where = alone or [
+        indices[requests[table].rows.indices.dtype][place]
+        for place, table in enumerate(space.tables)
+    ]
+    found = zip(where, pieces, strict=True)
+    pairs = _in_order(own.given, dict(zip(space.tables, found, strict=True)))
     for table, request in enumerate(requests):
         if request.out is not None:
-            rows[table] = _placed(rows[table], request, call)
+            pairs[table] = _placed(pairs[table], request, call)
     if both.fallible:
         confess(wire, _NAME, call)
     given_rows = both.numbers[:, ROWS]
     received = given_rows + (wire.size - 2) * np.array(counts, np.int64)
     bound = float((received * (space.row + 4)).sum()) / wire.size
-    return Coalesced(algorithm, rows, sum(own.counts), int(given_rows.sum()), bound)
+    total, union = int(given_rows.sum()), ends[-1] if ends else 0
+    return Coalesced(algorithm, pairs, sum(own.counts), total, union, bound)
 
 
-def _placed(rows: Rows, request: Request, call: Call) -> Rows:
+def _placed(pair: Pair, request: Request, call: Call) -> Pair:
     """A table's result in the memory that its caller gave."""
+    rows = Rows(*pair, request.rows.height)
     own = Call(
         call.wire,
         request.op,
@@ -460,4 +463,5 @@ def _placed(rows: Rows, request: Request, call: Call) -> Rows:
     place.indices.copy_(rows.indices)
     place.values.copy_(rows.values)
     call.trouble = call.trouble or own.trouble
-    return handed_out(place, own)
+    there = handed_out(place, own)
+    return there.indices, there.values

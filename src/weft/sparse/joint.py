@@ -12,7 +12,6 @@ or few, and none is looked for beyond its table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
-from ..kernels.lists import Laid, joined, laid
+from ..kernels.lists import joined, laid
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
 from .call import row_bytes
 from .header import NO_LIMIT, Header
-from .request import Request, outside
+from .listed import Listed
+from .request import outside
 from .space import Space
 from .tables import (
     COLUMNS,
@@ -57,7 +57,7 @@ class Joint:
     """This rank's rows of all tables.
 
     Attributes:
-        requests: for the tables.
+        given, requests: the tables, and what was asked for each, as in `Listed`.
         numbered: their numbers in the list.
         error: what is wrong with the first table that something is wrong with, or None. With an
             error there are no rows.
@@ -71,55 +71,60 @@ class Joint:
         counts: of each table its rows.
     """
 
-    def __init__(self, requests: Sequence[Request], rank: int, start: int = 0) -> None:
+    def __init__(self, given: Listed, rank: int, start: int = 0) -> None:
         """Sort the rows of these tables; the first of them is number `start` of the list."""
+        self.given, (self.requests, self._pairs) = given, given
+        requests, pairs = given
         wrong = (number for number, each in enumerate(requests) if each.error is not None)
         bad = next(wrong, None)
         self.error = None if bad is None else f"table {start + bad}: {requests[bad].error}"
-        self.requests, self.numbered = requests, range(start, start + len(requests))
+        self.numbered = range(start, start + len(requests))
         requests = requests[:bad]
+        op = self.requests[0].op
         lines: list[str] = []
         kinds: list[_Kind] = []  # by which rows are laid out
-        given: list[int] = []
         self._row: list[int] = []
         self.index_dtypes: set[torch.dtype] = set()
+        heights: list[int] = []
+        self.fallible, self.plain = bool(requests) and requests[0].fallible, True
+        rooms: list[tuple[int, int]] = []
         before = None
-        for request in requests:
-            rows = request.rows
-            given.append(len(rows.indices))
-            if before is None or before.fields is not request.fields:  # what is in it, is there
-                before, said = request, request.fields["row shape"]
-                shape = UNKNOWN if said is None else said
-                own = rows.indices.dtype, rows.values.dtype
-                text = line(*own, rows.height, shape, request.dtype)
+        for table, request in enumerate(requests):
+            if request is not before:
+                before, rows = request, request.rows
+                own, said = (rows.indices.dtype, rows.values.dtype), request.fields["row shape"]
+                text = line(*own, rows.height, UNKNOWN if said is None else said, request.dtype)
                 kind = request.dtype, own[1], tuple(rows.row_shape)
                 row = row_bytes(kind[2], request.dtype)
                 self.index_dtypes.add(own[0])
+                self.plain &= request.dtype == own[1] == op.accumulator(request.dtype)
+                if rows.height is not None:
+                    heights.append(rows.height)
+                if request.out is not None:
+                    self.fallible |= request.fallible
+                    if request.capacity is not None:
+                        rooms.append((table, request.capacity))
             lines.append(text)
             kinds.append(kind)
             self._row.append(row)
+        self._height = min(heights, default=None)
+        self.plain &= not self.fallible
         self.lines, self._kinds = tuple(lines), kinds
-        self._order = [table for table in layout(self.lines) if given[table]]
-        self._begins = [0, *accumulate(given[table] for table in self._order)]
+        counts = [indices.numel() for indices, _ in pairs[:bad]]
+        self._order = [table for table in layout(self.lines) if counts[table]]
+        self._begins = [0, *accumulate(counts[table] for table in self._order)]
         self._starts = self._firsts = np.zeros(0, np.int64)
         self._distinct = kernels.Distinct(_NOTHING, None, None)
         self._values: Tensor | None = None
         self.numbers = np.empty((len(requests), COLUMNS), np.int64)
         self.numbers[:] = _UNLIMITED
         self.numbers[:, WHOSE:] = rank  # and who told the row shape
-        outs = [(table, each) for table, each in enumerate(requests) if each.out is not None]
-        for table, request in outs:
-            if request.capacity is not None:
-                self.numbers[table, ROOM] = request.capacity
-        self.counts = given
+        for table, room in rooms:
+            self.numbers[table, ROOM] = room
+        self.counts = counts
         self.size = self._bytes()
         self._lent: tuple[int, int] | None = None
         self.is_sorted = False
-        self.fallible = any(each.fallible for each in (*requests[:1], *(one for _, one in outs)))
-        self.plain = not self.fallible and all(
-            dtype == wide and requests[0].op.accumulator(dtype) == dtype
-            for dtype, wide, _ in set(kinds)
-        )
 
     @property
     def room(self) -> int:
@@ -142,7 +147,7 @@ class Joint:
                 break
         else:
             return False
-        counts, lows, highs = np.array(found)
+        counts, lows, highs = found
         if index == torch.int64 and int(highs.max()) < 2**31:  # machine code came in between, and
             return False  # who reads goes by the greatest index
         if not self._right(lows, highs):
@@ -154,22 +159,25 @@ class Joint:
         self._lent = memory.data_ptr() + begin, memory.data_ptr()
         return True
 
-    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> Laid | None:
+    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> Longs | None:
         """`lay` with indices of this dtype."""
-        done = Laid([], [], [])
+        done: list[Longs] = []
         row = size = 0
-        for _, stack in groupby(self._order, self._kinds.__getitem__):
-            tables = list(stack)
-            rows = [self.requests[table].rows for table in tables]
-            pairs = [(each.indices, each.values) for each in rows]
+        for tables in self._stacks():
+            pairs = [self._pairs[table] for table in tables]
             found = laid(pairs, op, where[row:], memory[size:])
             if found is None:
                 return None
-            for all_, these in zip(done, found, strict=True):
-                all_.extend(these)
-            many = sum(found.counts)
+            done.append(found)
+            many = int(found[0].sum())
             row, size = row + many, size + many * self._row[tables[0]]
-        return done
+        return np.concatenate(done, 1)
+
+    def _stacks(self) -> list[list[int]]:
+        """The tables of each kind, in the order in which rows are laid out."""
+        if len(set(map(id, self.requests))) == 1:  # looked at once
+            return [self._order]
+        return [list(tables) for _, tables in groupby(self._order, self._kinds.__getitem__)]
 
     def sort(self) -> None:
         """Sort the rows and find what is distinct among them; once.
@@ -180,18 +188,31 @@ class Joint:
             return
         self.is_sorted, self._lent = True, None
         if self._order:
-            keys, lows, highs = joined([self.requests[table].rows.indices for table in self._order])
+            keys, lows, highs = joined([self._pairs[table][0] for table in self._order])
             if self._right(lows, highs):
                 self._sort(keys, highs)
         self.size = self._bytes()
 
     def _right(self, lows: Longs, highs: Longs) -> bool:
         """Whether all indices are; else there are no rows."""
-        wrong = _wrong(self.requests, self._order, lows, highs, self.numbered.start)
-        self.error = wrong or self.error
+        limit = 1 << top(len(self.requests))
+        most = limit if self._height is None else min(limit, self._height)
+        if int(lows.min()) < 0 or int(highs.max()) >= most:
+            self.error = self._wrong(lows, highs, limit) or self.error
         if self.error is not None:
             self._order, self.counts, self.size = [], [0] * len(self.counts), 0
         return self.error is None
+
+    def _wrong(self, lows: Longs, highs: Longs, limit: int) -> str | None:
+        """What is wrong with the indices, in the first table of which they are."""
+        spans = zip(self._order, lows.tolist(), highs.tolist(), strict=True)
+        for table, low, high in sorted(spans):
+            error = outside(low, high, self.requests[table].rows.height)
+            if error is None and high >= limit:
+                error = f"index {high} is too large for a list: pass it alone"
+            if error is not None:
+                return f"table {self.numbered[table]}: {error}"
+        return None
 
     def _sort(self, keys: Tensor, highs: Longs) -> None:
         ends = np.add.accumulate(highs + 1)
@@ -267,10 +288,9 @@ class Joint:
         if self._values is None:
             place = start = 0
             firsts = self._firsts.tolist()
-            for _, stack in groupby(self._order, self._kinds.__getitem__):
-                tables = list(stack)
+            for tables in self._stacks() if self._order else ():
                 first, last = firsts[place], firsts[place + len(tables)]
-                given = [self.requests[table].rows.values for table in tables]
+                given = [self._pairs[table][1] for table in tables]
                 request = self.requests[tables[0]]
                 shape = (last - first, *request.rows.row_shape)
                 kernels.reduce_parts(
@@ -285,21 +305,3 @@ class Joint:
                 start += (last - first) * self._row[tables[0]]
             self._values = memory[:start]
         return self._values
-
-
-def _wrong(
-    requests: Sequence[Request], order: Sequence[int], lows: Longs, highs: Longs, start: int
-) -> str | None:
-    """What is wrong with the indices, in the first table of which they are."""
-    limit = 1 << top(len(requests))
-    heights = {requests[table].rows.height for table in order}
-    least = min((height for height in heights if height is not None), default=limit)
-    if int(lows.min()) >= 0 and int(highs.max()) < min(limit, least):
-        return None
-    for table, low, high in sorted(zip(order, lows.tolist(), highs.tolist(), strict=True)):
-        error = outside(low, high, requests[table].rows.height)
-        if error is None and high >= limit:
-            error = f"index {high} is too large for a list: pass it alone"
-        if error is not None:
-            return f"table {start + table}: {error}"
-    return None

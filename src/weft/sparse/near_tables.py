@@ -116,9 +116,12 @@ def _add_up(parts: Sequence[Part], keys: Tensor, sums: Tensor, *, past: bool) ->
 
 
 def _made(space: Space, common: Common) -> Stacked:
-    """The sums of all, which each owner wrote where all ranks have them."""
+    """The sums of all, which each owner wrote where all ranks have them.
+
+    Keys stay where they are until this rank opens its next call: nobody has that memory before.
+    """
     common.finish()
-    return Stacked(common.whole(0).view(space.index).clone(), common.own(1))
+    return Stacked(common.whole(0).view(space.index), common.own(1))
 
 
 def _read(call: Call, space: Space, keys: Tensor, sums: Tensor) -> Stacked:

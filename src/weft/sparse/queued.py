@@ -33,6 +33,7 @@ from ..agree import is_direct
 from ..wire.base import Wire
 from . import coalesced
 from .api import reduce_now
+from .listed import Listed
 from .record import Record, recording
 from .request import Request
 from .tables import MOST
@@ -244,13 +245,13 @@ def _serve(wire: Wire, queue: _Queue, first: QueuedCall) -> None:
         requests = [call.asked() for call in together]
         with recording(wire, "sparse_all_reduce") as note:
             try:
-                done = coalesced.as_one(wire, requests)
+                done = coalesced.as_one(wire, Listed.of(requests))
             except coalesced.Fewer as fewer:
                 together = together[: fewer.count]
                 continue
         first.record = done.noted(note)
-        for call, request, rows in zip(together, requests, done.rows, strict=True):
-            call.result, call.done = request.restore(rows), True
+        for call, request, pair in zip(together, requests, done.pairs, strict=True):
+            call.result, call.done = request.gives(pair), True
         queue.forget(together)
         return
     first.asked().sort()

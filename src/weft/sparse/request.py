@@ -141,13 +141,11 @@ class Request:
         plain = _plain(rows) if out is None else None
         key = None
         if plain is not None:
-            taken, kind = plain
-            if before is not None and before.kind == kind:
-                return before._of(taken)
+            pair, kind = plain
             key = _key(kind, op, algorithm, wire_dtype)
             like = _known.get(key) if key is not None else None
             if like is not None:
-                found = like._of(taken)
+                found = like._of(Rows(*pair, None if kind[0] is None else kind[0][0]))
                 found.fields = dict(like.fields)  # to which some calls add
                 return found
         request = cls()
@@ -170,6 +168,15 @@ class Request:
             model = _known[key] = request._of(NOTHING)
             model.fields = dict(request.fields)
         return request
+
+    def like(self, given: object) -> tuple[Tensor, Tensor] | None:
+        """Indices and values of rows of just the kind of this request's; None: perhaps not."""
+        plain = _plain(given) if self.kind is not None else None
+        return plain[0] if plain is not None and plain[1] == self.kind else None
+
+    def gives(self, pair: tuple[Tensor, Tensor]) -> Any:
+        """A result, on the CPU, in the form that the rows were given in."""
+        return pair if self.restore is _pair else self.restore(Rows(*pair, self.rows.height))
 
     def _of(self, rows: Rows) -> Request:
         """This request for other rows of its kind: their checks would say the same."""
@@ -350,19 +357,20 @@ _known: dict[_Key, Request] = {}
 """What came of the checks of calls that were right, without rows."""
 
 
-def _plain(given: object) -> tuple[Rows, _Kind] | None:
+def _plain(given: object) -> tuple[tuple[Tensor, Tensor], _Kind] | None:
     """Rows that may be taken as they are, if there are any, and their kind; None: look closer."""
-    height = form = None
+    form = None
+    pair: tuple[Tensor, Tensor]
     if type(given) is tuple and len(given) == 2:
-        indices, values = given
+        pair = given
+        indices, values = pair
         if not type(indices) is type(values) is Tensor:
             return None
     elif type(given) is Tensor and given.layout is torch.sparse_coo and given.is_cpu:
         if given.sparse_dim() != 1 or given.requires_grad:
             return None
-        indices, values = given._indices()[0], given._values()
+        pair = indices, values = given._indices()[0], given._values()
         form = given.shape
-        height = form[0]
     else:
         return None
     shape, rows = values.shape, indices.shape
@@ -378,7 +386,7 @@ def _plain(given: object) -> tuple[Rows, _Kind] | None:
     )
     if not plain:
         return None
-    return Rows(indices, values, height), (form, indices.dtype, values.dtype, shape[1:])
+    return pair, (form, indices.dtype, values.dtype, shape[1:])
 
 
 def wrong_wire_dtype(dtype: object) -> str | None:
