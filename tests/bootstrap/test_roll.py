@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +41,16 @@ COMPLETE = [entry(0), entry(2), entry(1)]
             [entry(rank, address="127.0.0.1", machine=str(rank)) for rank in range(3)],
             "ranks 0, 1 and 2 would listen at 127.0.0.1, .* WEFT_INTERFACE",
         ),
+        (  # one of them cannot tell where it is
+            [entry(r, address="127.0.0.1", machine="" if r == 1 else "one") for r in range(3)],
+            r"ranks 0, 1 and 2 would .*, and since /proc is hidden from rank 1 it is not known "
+            r"whether all ranks are on one host \(host0, host1, host2\): mount /proc there if they "
+            "are; if not, name the network interface in WEFT_INTERFACE",
+        ),
+        (  # others are on two hosts in any case
+            [entry(r, address="127.0.0.1", machine=f"{r}" if r else "") for r in range(3)],
+            r"and the ranks are on several hosts \(host0, host1, host2\): name the network",
+        ),
         (  # each host's docker0
             [entry(r, address=f"172.17.0.{r % 2}", machine=str(r)) for r in range(3)],
             r"ranks 0 and 2 would both listen at 172.17.0.0, .*host0, host2.* WEFT_INTERFACE",
@@ -57,6 +72,54 @@ def test_what_fits() -> None:
     for address in ("127.0.0.1", "10.0.0.7"):
         local = [entry(rank, address=address, machine="one") for rank in range(3)]
         assert judge(local) == decision
+
+
+def test_who_cannot_tell_its_machine_is_where_its_host_is() -> None:
+    for address in ("127.0.0.1", "10.0.0.7"):
+        for blind in range(3):
+            at = [
+                Entry(r, 3, host="here", address=address, machine="" if r == blind else "one")
+                for r in range(3)
+            ]
+            decision = judge(at)
+            assert decision is not None and decision.error == ""
+
+
+HIDDEN = """
+import sys, torch, weft
+
+with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=60) as wire:
+    print(weft.all_reduce(torch.ones(1)).item())
+"""
+
+
+@pytest.mark.network
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="to hide /proc from a rank needs root and util-linux",
+)
+def test_a_rank_from_which_proc_is_hidden_takes_part(tmp_path: Path) -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", HIDDEN, str(tmp_path / "place")]
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+    ranks = [
+        subprocess.Popen(
+            [*before, *program],
+            env={**environment, "RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, before in enumerate(([], hidden))
+    ]
+    try:
+        said = [rank.communicate(timeout=55) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [out for out, _ in said] == ["2.0\n", "2.0\n"], said
+    assert "/proc is hidden from this process" in said[1][1]
 
 
 def test_the_devices_of_all_choose_the_backend() -> None:

@@ -114,6 +114,10 @@ WRONG = {
     "unknown": (lambda: (torch.ones(2), "median"), "op 'median' is unknown: use one of sum"),
     "bits": (lambda: (torch.ones(2), "bor"), "op bor does not apply to torch.float32"),
     "average": (lambda: (torch.ones(2).long(), "avg"), "op avg is for floating point"),
+    "no division": (
+        lambda: (torch.ones(2, dtype=torch.complex32), "avg"),
+        "op avg does not apply to torch.complex32",
+    ),
     "sparse": (lambda: (torch.ones(2).to_sparse(), "sum"), "weft.sparse_all_reduce"),
     "meta": (lambda: (torch.ones(2, device="meta"), "sum"), "tensor is on the meta device"),
     "nothing": (lambda: (None, "sum"), "tensor is a NoneType"),
@@ -121,6 +125,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("what", WRONG)
 @spmd(3, on=("threads",))
 def test_one_rank_errs_and_all_are_told(wire, what):

@@ -206,6 +206,23 @@ def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
         check(module, wanted(2, True))
 
 
+@spmd(2, on=("processes",))  # threads share what is patched
+def test_a_large_gradient_of_another_device_is_offered_with_the_opening(wire):
+    """It is put into workspace in any case; where it is may be told without a round of its own."""
+    module, messages = nn.Linear(300, 1000, bias=False), {}
+    for away in (False, True, False, True):
+        module.weight.grad = torch.full((1000, 300), float(1 + wire.rank))
+        before = wire.traffic.messages
+        with pytest.MonkeyPatch.context() as patch:
+            for place in (movement, buckets):
+                patch.setattr(place, "on_host", lambda tensor, away=away: not away)
+            weft.sync_grads(module, average=False)
+        messages[away] = wire.traffic.messages - before
+        assert module.weight.grad.eq(3).all()
+    if wire.together:
+        assert messages[True] < messages[False]
+
+
 @spmd(20, on=("threads",))
 def test_many_ranks(wire):
     module = Model()

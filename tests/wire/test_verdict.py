@@ -17,31 +17,31 @@ def busy(calls: int = 5, doing: str = CALL) -> Place:
     return Place(calls, doing, None, 3.0)
 
 
-def outside(calls: int = 4) -> Place:
-    return Place(calls, "", None, 12.3)
+def outside(calls: int = 4, raised: str = "") -> Place:
+    return Place(calls, "", None, 12.3, raised)
 
 
 @pytest.mark.parametrize(
     ("places", "silent", "left", "culprit", "text"),
     [
         # those that do not answer come first, whoever waits for whom
-        ({0: waits(1), 1: waits(0)}, {2}, set(), 2, "rank 2 does not answer (stopped"),
-        ({0: waits(1), 1: busy()}, {3, 2}, set(), 2, "ranks 2 and 3 do not answer"),
+        ({0: waits(1), 1: waits(0)}, {2}, {}, 2, "rank 2 does not answer (stopped"),
+        ({0: waits(1), 1: busy()}, {3, 2}, {}, 2, "ranks 2 and 3 do not answer"),
         # nobody answers: of two, the other; of more, one's own link
-        ({0: waits(1)}, {1}, set(), 1, "rank 1 does not answer"),
-        ({0: waits(1)}, {1, 2}, set(), 0, "rank 0 hears none of the others: its own link is down"),
+        ({0: waits(1)}, {1}, {}, 1, "rank 1 does not answer"),
+        ({0: waits(1)}, {1, 2}, {}, 0, "rank 0 hears none of the others: its own link is down"),
         # the end of the chain of waits, not the neighbour
         (
             {0: waits(1), 1: waits(2), 2: outside()},
             set(),
-            set(),
+            {},
             2,
             "rank 2 has not entered call 5 (sparse_all_reduce): it has been outside weft for 12.3",
         ),
         (
             {0: waits(1), 1: busy(4, "barrier")},
             set(),
-            set(),
+            {},
             1,
             "rank 1 has not entered call 5 (sparse_all_reduce): "
             "it is in call 4 (barrier) and waits for nobody",
@@ -49,7 +49,7 @@ def outside(calls: int = 4) -> Place:
         (
             {0: waits(1), 1: busy()},
             set(),
-            set(),
+            {},
             1,
             "rank 1 keeps the others waiting: it is in call 5 (sparse_all_reduce) and waits for "
             "nobody",
@@ -57,14 +57,14 @@ def outside(calls: int = 4) -> Place:
         (
             {0: waits(1), 1: outside(5)},
             set(),
-            set(),
+            {},
             1,
             "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
         ),
         (
             {0: waits(1), 1: outside(7)},
             set(),
-            set(),
+            {},
             1,
             "rank 1 is past call 5 (sparse_all_reduce) already: it has been outside weft",
         ),
@@ -72,18 +72,33 @@ def outside(calls: int = 4) -> Place:
         (
             {0: waits(1, 0, ""), 1: outside(0)},
             set(),
-            set(),
+            {},
             1,
             "rank 1 keeps the others waiting: it has been outside weft for 12.3 s",
         ),
         # one that left, at once or through others
-        ({0: waits(1)}, set(), {1}, 1, "rank 1 left"),
-        ({0: waits(1), 1: waits(2)}, set(), {2}, 2, "rank 2 left"),
+        ({0: waits(1)}, set(), {1: ""}, 1, "rank 1 left"),
+        (
+            {0: waits(1), 1: waits(2)},
+            set(),
+            {2: "KeyError: 7"},
+            2,
+            "rank 2 left, after it raised (KeyError: 7)",
+        ),
+        # one that raised something of which it told nobody
+        (
+            {0: waits(1), 1: outside(raised="KeyError: 7")},
+            set(),
+            {},
+            1,
+            "rank 1 has not entered call 5 (sparse_all_reduce): it has been outside weft for 12.3 "
+            "s, after it raised (KeyError: 7)",
+        ),
         # all wait for each other: who is in another call
         (
             {0: waits(1), 1: waits(0, 4, "barrier")},
             set(),
-            set(),
+            {},
             1,
             "rank 1 is in call 4 (barrier) and has waited for rank 0 for 2.0 s, but rank 0 is in "
             "call 5 (sparse_all_reduce) and has waited for rank 1 for 2.0 s: all ranks must make",
@@ -91,14 +106,14 @@ def outside(calls: int = 4) -> Place:
         (
             {0: waits(1), 1: waits(2, doing="barrier"), 2: waits(0)},
             set(),
-            set(),
+            {},
             1,
             "rank 1 is in call 5 (barrier)",
         ),
         (
             {0: waits(1, 4), 1: waits(2), 2: waits(0)},
             set(),
-            set(),
+            {},
             0,
             "rank 0 is in call 4 (sparse_all_reduce)",
         ),
@@ -106,7 +121,7 @@ def outside(calls: int = 4) -> Place:
         (
             {0: waits(1), 1: waits(0)},
             set(),
-            set(),
+            {},
             1,
             "nothing moved between rank 1 and rank 0 in call 5 (sparse_all_reduce), though both "
             "answer: the link is too slow for this timeout, or the ranks disagree on what to send",

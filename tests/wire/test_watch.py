@@ -101,11 +101,11 @@ def test_a_reset_is_a_death(peers):
 
 def test_a_goodbye_is_no_death(peers):
     three = peers()
-    three.say(2, bye=True)
+    three.say(2, bye="")
     three.ends[2].close()
     three.say(1, ask=1)
     assert "here" in three.hear(1)  # so all before was read
-    assert three.watch.verdict is None and three.watch.left == {2}
+    assert three.watch.verdict is None and three.watch.left == {2: ""}
 
 
 def test_a_verdict_is_passed_on(peers):
@@ -133,8 +133,8 @@ def test_nonsense_breaks_the_wire_and_says_so(peers, caplog):
 def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
-    calls, doing, awaits, seconds = three.hear(1)["here"]
-    assert (calls, doing, awaits) == (7, "barrier", None) and 0 <= seconds < 10
+    calls, doing, awaits, seconds, raised = three.hear(1)["here"]
+    assert (calls, doing, awaits, raised) == (7, "barrier", None, "") and 0 <= seconds < 10
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)
@@ -223,9 +223,11 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers):
 
 def test_a_failed_wait_for_one_that_left_says_so(peers):
     three = peers()
-    three.say(1, bye=True)
+    three.say(1, bye="KeyError: 7")
     wait = Wait(1)
-    assert three.watch.explain(wait, "closed by peer") == Verdict(1, "rank 1 left")
+    assert three.watch.explain(wait, "closed by peer") == Verdict(
+        1, "rank 1 left, after it raised (KeyError: 7)"
+    )
 
 
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
@@ -233,7 +235,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
         three = Peers(stack, 20.0)
         three.watch.close()
         three.watch.close()
-        assert three.hear(1) == {"bye": True}
+        assert three.hear(1) == {"bye": ""}
         assert three.hear(1) == {}, "the socket is closed"
 
 

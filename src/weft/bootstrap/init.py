@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from .. import kernels
 from ..errors import Error, WeftError, WireError
-from ..wire import default
+from ..wire import default, raised
 from ..wire.base import Wire, is_duration
 from ..wire.interface import interface_of, own_address
 from . import backends, launchers, meeting, roll
@@ -171,6 +171,7 @@ def shutdown() -> None:
 
 @atexit.register
 def _leave() -> None:
+    raised.note_uncaught()
     shutdown()
     meeting.forget()
 

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +47,7 @@ class Entry:
         backend: what it asked for, or None.
         able: which backends its devices would choose, best first.
         address: where it would listen.
-        machine: tells network stacks apart.
+        machine: tells network stacks apart; empty if this process cannot tell its own.
         host: its host's name, for messages.
         pid: its number on that host.
         weft: the version.
@@ -153,19 +154,28 @@ def judge(entries: Sequence[Entry]) -> Decision | None:
     ):
         if text := _differ(ranked, what, of, remedy):
             return Decision(error=text, came=came)
+    machine = _machines(ranked)
     lost = [e for e in ranked if e.address and is_loopback(e.address)]
-    if lost and len({e.machine for e in ranked}) > 1:
+    if lost and len(set(machine.values())) > 1:
+        blind = [e.rank for e in ranked if not e.machine]
+        hosts = f"({', '.join(dict.fromkeys(e.host for e in ranked))})"
+        apart, remedy = f"the ranks are on several hosts {hosts}", ""
+        if blind and len({e.machine for e in ranked if e.machine}) < 2:
+            apart = (
+                f"since /proc is hidden from {names(blind)} it is not known whether all ranks are "
+                f"on one host {hosts}"
+            )
+            remedy = "mount /proc there if they are; if not, "
         return Decision(
             error=f"{names([e.rank for e in lost])} would listen at {lost[0].address}, where other "
-            f"hosts cannot reach it, and the ranks are on several hosts "
-            f"({', '.join(dict.fromkeys(e.host for e in ranked))}): name the network interface in "
+            f"hosts cannot reach it, and {apart}: {remedy}name the network interface in "
             "WEFT_INTERFACE, and let MASTER_ADDR be no loopback",
             came=came,
         )
     at: dict[str, Entry] = {}
     for entry in filter(lambda e: e.address, ranked):
         twin = at.setdefault(entry.address, entry)
-        if twin.machine != entry.machine:
+        if twin.machine and entry.machine and twin.machine != entry.machine:
             return Decision(
                 error=f"{names([twin.rank, entry.rank])} would both listen at {entry.address}, on "
                 f"two hosts ({twin.host}, {entry.host}), so that is no address by which others "
@@ -351,10 +361,23 @@ def _differ(entries: Sequence[Entry], what: str, of: Callable[[Entry], object], 
     return f"the ranks differ in {what}: {', '.join(said)}; {remedy}"
 
 
+def _machines(entries: Sequence[Entry]) -> dict[int, str]:
+    """The network stack of each rank; who cannot tell is with those whose host has that name."""
+    of = {e.host: e.machine for e in entries if e.machine}
+    return {e.rank: e.machine or of.get(e.host, e.host) for e in entries}
+
+
 def _machine() -> str:
-    """This machine and the network that its processes see."""
+    """This machine and the network that its processes see; empty if they are hidden."""
+    if not sys.platform.startswith("linux"):
+        return socket.gethostname()
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # no Linux
-        return socket.gethostname()
+    except OSError as error:
+        _log.warning(
+            "/proc is hidden from this process (%s): messages between it and others of its host go "
+            "over the network, which is slower; mount /proc where it runs",
+            error,
+        )
+        return ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -60,7 +60,7 @@ class Offer:
         """Copy what there is to offer; the gradients are left as they are. As `reduce_dense`."""
         self._wire, self._op = wire, op
         self._buckets = _planned(wire, gradients, wire_dtype)
-        first = self._buckets[0] if self._buckets else _Bucket([], torch.uint8)
+        first = self._buckets[0] if self._buckets else _Bucket(torch.uint8)
         self.is_made = not first.in_place and first.nbytes > dense.SMALL
         self._lease = wire.lease(first.nbytes if self.is_made else 0)
         if self.is_made:
@@ -105,7 +105,8 @@ def _planned(
         if dtype is None:
             dtype = travels[own] = travelling(own, wire_dtype)
         if own == dtype and count * own.itemsize >= alone:
-            buckets.append(_Bucket([(gradient, 0, count)], dtype))
+            buckets.append(_Bucket(dtype))
+            buckets[-1].add(gradient, 0, count)
             continue
         step = most // dtype.itemsize
         for first in range(0, count, step):
@@ -113,10 +114,9 @@ def _planned(
             nbytes = (last - first) * dtype.itemsize
             bucket = filling.get(dtype)
             if bucket is None or bucket.nbytes + nbytes > most:
-                bucket = filling[dtype] = _Bucket([], dtype)
+                bucket = filling[dtype] = _Bucket(dtype)
                 buckets.append(bucket)
-            bucket.pieces.append((gradient, first, last))
-            bucket.nbytes += nbytes
+            bucket.add(gradient, first, last)
     return buckets
 
 
@@ -168,22 +168,33 @@ _Piece = tuple[_Gradient, int, int]
 
 @dataclass(slots=True)
 class _Bucket:
-    """Pieces of gradients that travel in one dtype and are reduced as one; bytes in workspace."""
+    """Pieces of gradients that travel in one dtype, and are reduced as one.
 
-    pieces: list[_Piece]
+    Attributes:
+        dtype: that they travel in.
+        pieces: in order.
+        count: how many elements they have.
+    """
+
     dtype: torch.dtype
-    nbytes: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, gradient: _Gradient, first: int, last: int) -> None:
+        """Take some elements of a gradient in, behind the others."""
+        self.pieces.append((gradient, first, last))
+        self.count += last - first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel: of its workspace, if it is not reduced where it is."""
+        return self.count * self.dtype.itemsize
 
     @property
     def in_place(self) -> bool:
         """Whether it is reduced where it is, which only this rank knows."""
         gradient = self.pieces[0][0] if len(self.pieces) == 1 else None
         return gradient is not None and gradient.dtype == self.dtype and gradient.on_host
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return sum(last - first for _, first, last in self.pieces)
 
     def in_workspace(self, memory: Tensor) -> Tensor:
         """Room for its numbers."""
@@ -195,7 +206,7 @@ class _Reduction:
 
     def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
         self._bucket, self._in_place = bucket, bucket.in_place
-        self._lease = wire.lease(0 if self._in_place else bucket.count * bucket.dtype.itemsize)
+        self._lease = wire.lease(0 if self._in_place else bucket.nbytes)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
             gradient, start, end = bucket.pieces[0]

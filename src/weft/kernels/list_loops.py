@@ -12,7 +12,7 @@ import numpy as np
 
 from .machine import load, memset, store
 
-LOOPS = ("joined", "parted", "sorted_keys")
+LOOPS = ("distinct", "joined", "parted", "sorted_keys")
 
 __all__ = ["LOOPS", *LOOPS]
 
@@ -108,6 +108,20 @@ def sorted_keys() -> Callable[..., int]:
                 store("i64", goal, at, word)
             source, goal = goal, source
         store("i64", words, found, int64(-1))
+        return int(found)
+
+    return loop
+
+
+def distinct() -> Callable[..., int]:
+    """How many keys words have, from the first one to before the `last`; see `sorted_keys`."""
+
+    def loop(words: int, first: int, last: int, bits: int) -> int:
+        found, before = int64(0), int64(-1)
+        for at in range(first, last):
+            key = load("i64", words, at) >> bits
+            found += key != before
+            before = key
         return int(found)
 
     return loop

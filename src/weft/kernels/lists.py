@@ -229,8 +229,9 @@ class Sorted(NamedTuple):
 
     def distinct(self, first: int, last: int) -> int:
         """How many keys the words have from the first to before the last."""
-        keys = self.words.numpy()[first:last] >> self.bits
-        return int(np.count_nonzero(keys[1:] != keys[:-1])) + (last > first)
+        loops = compiler.loops(KEY)
+        assert loops is not None  # by which the words were made
+        return int(loops["distinct"](self.words.data_ptr(), first, last, self.bits))
 
 
 def sorted_keys(

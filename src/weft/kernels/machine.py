@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "NOT_NOW",
     "SIZES",
     "apply",
-    "block",
     "clock_gettime",
+    "combine_rows",
     "count_ones",
     "fence",
     "load",
@@ -33,6 +33,7 @@ __all__ = [
     "memset",
     "part",
     "prefetch",
+    "prefetch_row",
     "process_vm_readv",
     "recv",
     "sched_yield",
@@ -59,6 +60,8 @@ KINDS: dict[str, tuple[Any, Any]] = {  # what lies in memory, what the loop comp
 SIZES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1}
 """Bytes of one number of each kind."""
 
+
+_LINE = 64  # bytes of a line of the cache
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,24 +194,37 @@ def _applied(builder: Any, name: str, kind: Any, a: Any, b: Any) -> Any:
 
 
 @_word
-def block(context: Any, op: Any, kind: Any, size: Any, to: Any, left: Any, right: Any) -> Any:
-    """block(op, kind, size, to, left, right): `size` numbers at `left` and `right`, combined.
+def combine_rows(
+    context: Any, op: Any, kind: Any, to: Any, left: Any, right: Any, width: Any
+) -> Any:
+    """combine_rows(op, kind, to, left, right, width): `width` numbers at `left` and `right`.
 
-    All are read before any is written, at `to`, so they are added at once. Where `op` is "first",
-    they are those at `left`. Not for half precision.
+    In blocks of 16, 4 and 1: all of a block are read before any is written, at `to`, so they are
+    combined at once, and `to` may be one of the two. Where `op` is "first", they are those at
+    `left`. Not for half precision.
     """
     name, stored = op.literal_value, KINDS[kind.literal_value]
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(stored[0], size.literal_value).as_pointer()
-        to, a, b = (builder.inttoptr(address, vector) for address in arguments[3:])
-        number = builder.load(a, align=1)
-        if name != "first":
-            number = _applied(builder, name, stored[1], number, builder.load(b, align=1))
-        builder.store(number, to, align=1)
+        addresses, width = arguments[2:5], arguments[5]
+        bytes_of, done = _I64(SIZES[kind.literal_value]), _I64(0)
+        for size in (16, 4, 1):
+            vector = ir.VectorType(stored[0], size).as_pointer()
+            end = builder.and_(width, _I64(-size))
+            with cgutils.for_range_slice(builder, done, end, _I64(size), intp=_I64) as (at, _):
+                offset = builder.mul(at, bytes_of)
+                to, a, b = (
+                    builder.inttoptr(builder.add(address, offset), vector) for address in addresses
+                )
+                number = builder.load(a, align=1)
+                if name != "first":
+                    number = _applied(builder, name, stored[1], number, builder.load(b, align=1))
+                builder.store(number, to, align=1)
+            done = end
         return context.get_dummy_value()
 
-    return types.void(op, kind, size, types.int64, types.int64, types.int64), code
+    integer = types.int64
+    return types.void(op, kind, integer, integer, integer, integer), code
 
 
 @_word
@@ -216,14 +232,32 @@ def prefetch(context: Any, address: Any) -> Any:
     """prefetch(address): the cache line there will be read soon; any address is allowed."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+        _prefetched(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), code
+
+
+def _prefetched(builder: Any, address: Any) -> None:
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
+@_word
+def prefetch_row(context: Any, row: Any, size: Any) -> Any:
+    """prefetch_row(row, size): so many bytes there will be read or written soon."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row, size = arguments
+        end = builder.add(row, size)
+        with cgutils.for_range_slice(builder, row, end, _I64(_LINE), intp=_I64) as (line, _):
+            _prefetched(builder, line)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
 
 
 @_word

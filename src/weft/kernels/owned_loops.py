@@ -12,14 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from .machine import SIZES, block, fence, load, memcpy, memset, prefetch, store, stream
+from .machine import (
+    SIZES,
+    combine_rows,
+    fence,
+    load,
+    memcpy,
+    memset,
+    prefetch_row,
+    store,
+    stream,
+)
 
 LOOPS = ("laid", "sums")
 
 __all__ = ["LOOPS", *LOOPS]
 
 _AHEAD = 16  # rows that are asked for before they are read
-_LINE, _LINES = 64, 1024  # bytes: of a line of the cache, and of those of a row that are asked for
+_LINES = 1024  # bytes of a row that are asked for
 _NARROW = (1 << 31) - 1  # the greatest int32
 _GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64
 
@@ -72,19 +82,8 @@ def laid(kind: str, op: str) -> Callable[..., int]:
                     else:
                         other = int64(load("i32", indices, place))
                     if other == index:
-                        there, done = values + place * row, int64(0)
-                        while done + 16 <= width:
-                            to, more = there + done * size, rows + done * size
-                            block(op, kind, 16, to, to, more)
-                            done += 16
-                        while done + 4 <= width:
-                            to, more = there + done * size, rows + done * size
-                            block(op, kind, 4, to, to, more)
-                            done += 4
-                        while done < width:
-                            to, more = there + done * size, rows + done * size
-                            block(op, kind, 1, to, to, more)
-                            done += 1
+                        there = values + place * row
+                        combine_rows(op, kind, there, there, rows, width)
                         break
                     at = (at + 1) & mask
                 rows += row
@@ -124,8 +123,7 @@ def sums(kind: str, op: str) -> Callable[..., int]:
                 word = load("i64", words, ahead)
                 there = load("i64", bases, (word >> position_bits) & ranks)
                 there += (word & position) * row
-                for line in range(0, lines, _LINE):
-                    prefetch(there + line)
+                prefetch_row(there, lines)
                 ahead += 1
             word = load("i64", words, at)
             key = word >> bits
@@ -145,19 +143,7 @@ def sums(kind: str, op: str) -> Callable[..., int]:
             while word >> bits == key:
                 other = load("i64", bases, (word >> position_bits) & ranks)
                 other += (word & position) * row
-                number = int64(0)
-                while number + 16 <= width:
-                    offset = number * size
-                    block(op, kind, 16, out + offset, first + offset, other + offset)
-                    number += 16
-                while number + 4 <= width:
-                    offset = number * size
-                    block(op, kind, 4, out + offset, first + offset, other + offset)
-                    number += 4
-                while number < width:
-                    offset = number * size
-                    block(op, kind, 1, out + offset, first + offset, other + offset)
-                    number += 1
+                combine_rows(op, kind, out, first, other, width)
                 first = out
                 at += 1
                 word = load("i64", words, at)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import load, prefetch, store
+from .machine import load, prefetch_row, store
 
 LOOPS = (
     "aim",
@@ -36,7 +36,7 @@ LOOPS = (
 __all__ = ["LOOPS", *LOOPS]
 
 _AHEAD = 8  # rows whose places are asked for before they are written to
-_LINE, _LINES = 64, 1024  # bytes: of a line of the cache, and of those of a row that are asked for
+_LINES = 1024  # bytes of a row that are asked for
 
 int32: Any = np.int32  # casts, in machine code
 int64: Any = np.int64
@@ -283,8 +283,7 @@ def _put(kind: str) -> Callable[..., int]:
             target, row = out + place * width * size, values + i * stride
             if i + _AHEAD < last:
                 soon = out + int64(load("i32", places, i + _AHEAD)) * width * size
-                for line in range(0, lines, _LINE):
-                    prefetch(soon + line)
+                prefetch_row(soon, lines)
             for j in range(width):
                 store(kind, target, j, load(kind, row, j))
         return outside

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .machine import SIZES, apply, load, prefetch, store
+from .machine import SIZES, apply, load, prefetch_row, store
 
 __all__ = ["combine", "reduce", "reduce_some"]
 
 _AHEAD = 4096  # bytes of rows that are asked for before they are read
-_LINE = 64
 
 int64: Any = np.int64  # a cast, in machine code
 
@@ -87,8 +86,7 @@ def _reduce(src: str, dst: str, op: str, total: str, some: bool) -> Callable[...
                     later = min(max(int64(load("i32", which, at + ahead)), 0), many - 1)
                     later = load("i64", starts, later) if starts else later
                 soon = values + stride * load("i64", order, later)
-                for line in range(0, nearest, _LINE):
-                    prefetch(soon + line)
+                prefetch_row(soon, nearest)
             if end == begin + 1:
                 for j in range(width):
                     store(dst, target, j, load(src, row, j))

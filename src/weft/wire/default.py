@@ -11,6 +11,7 @@ import threading
 from contextvars import ContextVar
 
 from ..errors import WeftError
+from . import raised
 from .base import Wire
 
 __all__ = ["clear", "current", "resolve", "set"]
@@ -52,12 +53,18 @@ def resolve(group: object) -> Wire:
     """The wire of `group=`: None (the default), a Wire, a ProcessGroup or a 1-D DeviceMesh.
 
     Raises:
-        WeftError: it is none of these, or this rank is not in it; nothing was sent.
+        WeftError: it is none of these, or this rank is not in it. Nothing was sent: which ranks
+            are meant is not known, so it is raised here alone. Who waits for this rank is told
+            when it leaves, or at the deadline (`raised`).
     """
-    if group is None:
-        return current()
     if isinstance(group, Wire):
         return group
-    from . import process_group  # here: most calls never need it
+    try:
+        if group is None:
+            return current()
+        from . import process_group  # here: most calls never need it
 
-    return process_group.of(group)
+        return process_group.of(group)
+    except WeftError as error:
+        raised.note(error)
+        raise

@@ -432,7 +432,7 @@ class MpiConnections(Joined):
         _made.add(self)
 
     def _left(self) -> Set[int]:
-        return self.watch.left if self.watch is not None else frozenset()
+        return self.watch.left.keys() if self.watch is not None else frozenset()
 
     def introduce(self, host: bytes) -> None:
         """Nothing: MPI knows by itself who is on its host."""

@@ -134,9 +134,14 @@ def of(group: object) -> ProcessGroupWire:
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return of_group(cast(dist.ProcessGroup, group))
     raise WeftError(
-        f"{type(group).__name__} is no group: pass None, a weft wire, a "
+        f"{_me()}{type(group).__name__} is no group: pass None, a weft wire, a "
         "torch.distributed.ProcessGroup or a 1-D DeviceMesh"
     )
+
+
+def _me() -> str:
+    """This rank, as errors begin that are raised here alone, where it is known."""
+    return f"rank {dist.get_rank()}: " if has_default() else ""
 
 
 def has_default() -> bool:
@@ -164,8 +169,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             raise WeftError("there is no default group: call weft.init() first")
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
-        me = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        raise WeftError(f"{me}the caller is not in this group: only its ranks may call")
+        raise WeftError(f"{_me()}the caller is not in this group: only its ranks may call")
     with _lock:
         entry = _entries.get(group)
         if entry is None:
@@ -181,8 +185,8 @@ def of_mesh(mesh: DeviceMesh) -> ProcessGroupWire:
     """
     if mesh.ndim != 1:
         raise WeftError(
-            f"a mesh of shape {tuple(mesh.shape)} has {mesh.ndim} dimensions, and a group one: "
-            "pass mesh[name] of one of them"
+            f"{_me()}a mesh of shape {tuple(mesh.shape)} has {mesh.ndim} dimensions, and a group "
+            "one: pass mesh[name] of one of them"
         )
     if mesh.get_coordinate() is None:
         raise WeftError(f"rank {mesh.get_rank()}: the caller is not in this mesh of {mesh.size()}")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-__all__ = ["Place", "Verdict", "judge", "names"]
+__all__ = ["Place", "Verdict", "judge", "left", "names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,14 @@ class Place:
         doing: the name of the call that it is in, "" between calls.
         awaits: the rank that it waits for, None if it does not wait.
         seconds: for how long it waits or, if it does not, how long ago it last did.
+        raised: what it raised since then, outside of any call, or "".
     """
 
     calls: int
     doing: str
     awaits: int | None
     seconds: float
+    raised: str = ""
 
     @property
     def call(self) -> str:
@@ -53,7 +55,17 @@ class Place:
             return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s"
         if self.doing:
             return f"is in {self.call} and waits for nobody"
-        return f"has been outside weft for {self.seconds:.1f} s"
+        return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}"
+
+
+def after(raised: str) -> str:
+    """What a rank raised before it left, or was late, as the end of a clause."""
+    return f", after it raised ({raised})" if raised else ""
+
+
+def left(rank: int, raised: str) -> Verdict:
+    """A rank that others waited for left, after it raised that or, if "", of its own accord."""
+    return Verdict(rank, f"rank {rank} left{after(raised)}")
 
 
 def names(ranks: Sequence[int]) -> str:
@@ -68,29 +80,31 @@ def names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def judge(me: int, places: Mapping[int, Place], silent: Set[int], left: Set[int]) -> Verdict:
+def judge(
+    me: int, places: Mapping[int, Place], silent: Set[int], gone: Mapping[int, str]
+) -> Verdict:
     """Name the culprit of a wait that did not end in time.
 
     Args:
         me: the rank that waited and asks.
         places: where this rank is, and where those are that answered.
         silent: those that were asked and did not answer.
-        left: those that said bye before.
+        gone: those that said bye before, each with what it had raised, or "".
 
     Example:
         >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(16, "", None, 12.3)
-        >>> judge(0, {0: stuck, 1: busy}, set(), set()).text
+        >>> judge(0, {0: stuck, 1: busy}, set(), {}).text
         'rank 1 has not entered call 17 (sparse_all_reduce): it has been outside weft for 12.3 s'
     """
     if silent:
         return _silent(me, places, sorted(silent))
     chain = [me]
-    while (after := places[chain[-1]].awaits) is not None:
-        if after in left:
-            return Verdict(after, f"rank {after} left")
-        if after in chain or after not in places:
+    while (following := places[chain[-1]].awaits) is not None:
+        if following in gone:
+            return left(following, gone[following])
+        if following in chain or following not in places:
             return _in_a_circle(me, places)
-        chain.append(after)
+        chain.append(following)
     return _behind(me, chain[-1], places)
 
 

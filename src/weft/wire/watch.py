@@ -23,9 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any, Protocol
 
-from .verdict import Place, Verdict, judge
+from . import raised
+from .verdict import Place, Verdict, judge, left
 
 __all__ = ["Wait", "Watch"]
 
@@ -52,7 +54,7 @@ class Watch:
 
     Attributes:
         verdict: what broke the wire, or None.
-        left: the ranks that said bye.
+        left: the ranks that said bye, each with what it had raised, or "".
         waiting: the wait under way, or None.
         since: when that wait began or, without one, the last ended; as `time.monotonic` tells it.
     """
@@ -76,7 +78,7 @@ class Watch:
         """
         self.rank, self.timeout = rank, timeout
         self.verdict: Verdict | None = None
-        self.left: set[int] = set()
+        self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
         self.since = time.monotonic()
         self._cut, self._call = cut, call
@@ -133,7 +135,7 @@ class Watch:
         )
         if not self._settled.wait(_NEWS):
             if peer in self.left:
-                return self.settle(Verdict(peer, f"rank {peer} left"))
+                return self.settle(left(peer, self.left[peer]))
             self._suspect = (wait, failed)
             self._rouse()
             self._settled.wait(_ANSWER + _NEWS)
@@ -151,8 +153,9 @@ class Watch:
                 return
             self._closed = True
             if self.verdict is None:
+                why = raised.since(self.since, handled=True)
                 for peer in list(self._mesh):
-                    self._send(peer, {"bye": True})
+                    self._send(peer, {"bye": why})
             self._rouse()  # before the thread, which may be awake, has closed what that takes
         if self._thread is threading.current_thread():
             return
@@ -259,7 +262,7 @@ class Watch:
     def _ask(self, about: Wait) -> None:
         """Ask all where they are."""
         self._inquiries += 1
-        asked = set(self._mesh) - self.left
+        asked = set(self._mesh) - set(self.left)
         self._inquiry = _Inquiry(self._inquiries, about, time.monotonic() + _ANSWER, asked)
         for peer in asked:
             self._send(peer, {"ask": self._inquiries})
@@ -276,7 +279,9 @@ class Watch:
         calls, doing = self._call()
         waiting, since = self.waiting, self.since
         awaits = None if waiting is None else waiting.peer()
-        return Place(calls, doing, awaits, time.monotonic() - since)
+        outside = waiting is None and not doing
+        told = raised.since(since) if outside else ""
+        return Place(calls, doing, awaits, time.monotonic() - since, told)
 
     def _on_wake(self) -> None:
         try:
@@ -318,11 +323,10 @@ class Watch:
             culprit, text = message["verdict"]
             self.settle(Verdict(culprit, text))
         elif "bye" in message:
-            self.left.add(peer)
+            self.left[peer] = str(message["bye"])
         elif "ask" in message:
             place = self._place()
-            here = [place.calls, place.doing, place.awaits, place.seconds]
-            self._send(peer, {"here": here, "to": message["ask"]})
+            self._send(peer, {"here": astuple(place), "to": message["ask"]})
         elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
             self._inquiry.places[peer] = Place(*message["here"])
 

@@ -1,0 +1,174 @@
+"""What one rank raises for itself alone, as the others hear of it.
+
+The ranks are processes that somebody started by hand: what is told belongs to a process, and some
+of it is told as it ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import weft
+from weft.wire import raised
+
+RANK = """
+import sys, time
+import torch, weft
+
+place, how, timeout = sys.argv[1:]
+wire = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
+weft.barrier()
+one = torch.ones(2)
+if wire.rank == 0:
+    try:
+        weft.all_reduce(one)
+    except weft.WireError as error:
+        print(error.culprit, error)
+elif how == "group":
+    weft.all_reduce(one, group="world")
+elif how == "caught":
+    try:
+        weft.all_reduce(one, group="world")
+    except weft.WeftError:
+        time.sleep(float(timeout) + 1.5)
+elif how == "late":  # as above, and used since
+    try:
+        weft.all_reduce(one, group="world")
+    except weft.WeftError:
+        weft.all_reduce(one)
+elif how == "block":
+    with wire:
+        raise KeyError("what the program meant to look up")
+elif how == "program":
+    one.view(3)
+else:
+    sys.exit(0)
+"""
+LONG = 60.0  # seconds that must not pass
+
+
+def told(folder, how, timeout=LONG):
+    """What rank 0 says of rank 1, which fails in that way."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RANK, str(folder / "place"), how, str(timeout)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=LONG - 5.0) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 0, said[0][1]
+    return said[0][0]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("group", ", after it raised (WeftError: rank 1: str is no group: pass None, a weft wire"),
+        ("block", ", after it raised (KeyError: 'what the program meant to look up')"),
+        ("program", ", after it raised (RuntimeError: shape '[3]' is invalid"),
+        ("nothing", " while rank 0 awaited"),
+    ],
+)
+def test_who_leaves_says_what_it_raised(tmp_path, how, why):
+    said = told(tmp_path, how)
+    assert said.startswith(f"1 rank 0: rank 1 left{why}"), said
+
+
+def test_who_is_late_says_what_it_raised(tmp_path):
+    said = told(tmp_path, "caught", timeout=2.0)
+    assert "rank 1 has not entered call 2 (all_reduce): it has been outside weft for" in said
+    assert " s, after it raised (WeftError: rank 1: str is no group: pass None, a weft" in said
+
+
+def test_who_mends_its_call_is_answered(tmp_path):
+    assert told(tmp_path, "late") == ""
+
+
+# which calls raise so
+
+
+def rows():
+    return torch.tensor([1]), torch.ones(1)
+
+
+CALLS = {
+    "Partition": lambda **group: weft.Partition((1,), **group),
+    "all_reduce": lambda **group: weft.all_reduce(torch.ones(1), **group),
+    "all_to_all": lambda **group: weft.all_to_all([torch.ones(1)], **group),
+    "barrier": lambda **group: weft.barrier(**group),
+    "exchange": lambda **group: weft.exchange(torch.ones(1), [None], **group),
+    "explain": lambda **group: weft.explain(rows(), **group),
+    "overlap_grads": lambda **group: weft.overlap_grads(torch.nn.Linear(1, 1), **group),
+    "sparse_all_gather": lambda **group: weft.sparse_all_gather(rows(), **group),
+    "sparse_all_reduce": lambda **group: weft.sparse_all_reduce(rows(), **group),
+    "sparse_broadcast": lambda **group: weft.sparse_broadcast(rows(), **group),
+    "sparse_reduce": lambda **group: weft.sparse_reduce(rows(), **group),
+    "sparse_reduce_scatter": lambda **group: weft.sparse_reduce_scatter(rows(), **group),
+    "sync_grads": lambda **group: weft.sync_grads(torch.nn.Linear(1, 1), **group),
+    "sync_params": lambda **group: weft.sync_params(torch.nn.Linear(1, 1), **group),
+}
+
+
+def test_all_calls_that_take_a_group_are_here():
+    public = {name: getattr(weft, name) for name in weft.__all__}
+    takes = {
+        name
+        for name, each in public.items()
+        if callable(each) and not (isinstance(each, type) and issubclass(each, BaseException))
+        if "group" in inspect.signature(each).parameters
+    }
+    assert set(CALLS) == takes
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_group_is_raised_and_kept_for_who_waits(call):
+    with weft.init():
+        before = time.monotonic()
+        assert raised.since(before) == ""
+        with pytest.raises(weft.WeftError, match="rank 0: int is no group: pass None, a weft"):
+            CALLS[call](group=3)
+        assert raised.since(before).startswith("WeftError: rank 0: int is no group")
+        assert raised.since(time.monotonic()) == ""
+
+
+def test_what_is_kept_is_one_short_line():
+    before = time.monotonic()
+    raised.note(ValueError("two\n  lines " + 1000 * "x"))
+    assert raised.since(before).startswith("ValueError: two lines xxx")
+    assert len(raised.since(before)) == 500
+    raised.note(SystemExit(0))
+    assert raised.since(before).startswith("ValueError")
+    try:
+        raise OSError("in the way")
+    except OSError:
+        assert raised.since(before).startswith("ValueError")
+        assert raised.since(before, handled=True) == "OSError: in the way"
+
+
+def test_what_was_raised_at_a_prompt_ended_nothing(monkeypatch):
+    before = time.monotonic()
+    monkeypatch.setattr(sys, "last_value", KeyError("typo"), raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    raised.note_uncaught()
+    assert raised.since(before) == ""
+    monkeypatch.delattr(sys, "ps1")
+    raised.note_uncaught()
+    assert raised.since(before) == "KeyError: 'typo'"
