@@ -93,7 +93,7 @@ def split_near(rows: Rows, call: Call) -> Rows | None:
     if not (able and all(each.able for each in lent.values())):
         wire.near = False
         return None
-    wire.count([(peer, each) for peer in peers for each in mine[peer]])
+    wire.count([(peer, each.nbytes) for peer in peers for each in mine[peer]])
 
     # the sums of what is owned here
     order = range(wire.size)
@@ -126,7 +126,8 @@ class _Adds(NamedTuple):
         wire = self.call.wire
         for _ in merge_blocks(self.call, self.runs, self.sources, self.union, sums):
             pass
-        wire.count([(peer, each) for peer in wire.peers for each in (self.union.indices, sums)])
+        sizes = self.union.indices.nbytes, sums.nbytes
+        wire.count([(peer, nbytes) for peer in wire.peers for nbytes in sizes])
 
 
 def _made(adds: _Adds, common: Common) -> Rows:

@@ -47,7 +47,6 @@ _MOST = 16 << 20  # bytes of a rank's rows; for more a header, by which to choos
 _PAUSE = 64  # openings of all calls until ranks that could not all lend try it again
 _INDEX = 8  # bytes of a row besides its values, in the work of an owner
 _EVEN = 8  # a table is cut in the middle only where a share would be this part of it off
-_BYTE = torch.empty(1, dtype=torch.uint8)
 
 _resting: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
 
@@ -100,7 +99,7 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
                 sums = lease.tensor[:size]
                 keys = typed(lease.tensor, (count,), space.index, keys_at)
             _add_up(parts, keys, sums, past=common is not None)
-        wire.count([(peer, each) for peer in wire.peers for each in (keys, sums)])
+        wire.count([(peer, nbytes) for peer in wire.peers for nbytes in (keys.nbytes, size)])
         found = _read(call, space, keys, sums) if common is None else _made(space, common)
     return widened(found, space.stacks)
 
@@ -147,10 +146,8 @@ def _read(call: Call, space: Space, keys: Tensor, sums: Tensor) -> Stacked:
     return Stacked(result, out)
 
 
-def _read_by(
-    said: Tables, spans: Spans, cuts: Sequence[Cut], wire: Wire
-) -> list[tuple[int, Tensor]]:
-    """What the owners of its rows read here, of which only the sizes are right."""
+def _read_by(said: Tables, spans: Spans, cuts: Sequence[Cut], wire: Wire) -> list[tuple[int, int]]:
+    """How many bytes each owner of its rows reads here."""
     if said.lent is None:
         return []
     size, rows, bytes_ = itemsize(said), spans.rows[wire.rank], spans.bytes[wire.rank]
@@ -158,7 +155,7 @@ def _read_by(
     for peer in wire.peers:
         first, last = _touched(cuts, peer)
         nbytes = (rows[last] - rows[first]) * size + bytes_[last] - bytes_[first]
-        reads.append((peer, _BYTE.expand(nbytes)))
+        reads.append((peer, nbytes))
     return reads
 
 

@@ -298,9 +298,9 @@ class Wire(abc.ABC):
             f"rank {self.rank}: what rank {peer} lends cannot be read", rank=self.rank, culprit=peer
         )
 
-    def count(self, sends: Sequence[Send]) -> None:
-        """Count messages that went another way than by a post."""
-        self.traffic.count(sends)
+    def count(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Count messages that went another way than by a post: `(peer, bytes)` of each."""
+        self.traffic.add(sizes)
 
     def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
         """Workspace that is best to send from and to receive into; if `lent`, to be read in."""

@@ -93,8 +93,9 @@ class Loans:
         wire, late = self.wire, bool(self._declined)
         owners = [*self._read, *self._declined]
         kinds = {peer: int(routine.heard[peer][NUMBER]) for peer in self._lent}
-        again = [each for each in self._lent.items() if kinds[each[0]] == _NOT_READ]
-        wire.count([each for each in self._lent.items() if kinds[each[0]] != _NOT_READ])
+        lent = self._lent.items()
+        again = [each for each in lent if kinds[each[0]] == _NOT_READ]
+        wire.count([(peer, part.nbytes) for peer, part in lent if kinds[peer] != _NOT_READ])
         if again or late:
             wire.post(again, list(self._declined.items()), _CHANNEL).wait()
         if late:

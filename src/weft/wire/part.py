@@ -69,8 +69,8 @@ class Part(Wire):
     def read(self, peer: int, address: int, into: Tensor) -> bool:
         return self._wire.read(self._ranks[peer], address, into)
 
-    def count(self, sends: Sequence[Send]) -> None:
-        self._wire.count(self._sends(sends))
+    def count(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self._wire.count([(self._ranks[peer], nbytes) for peer, nbytes in sizes])
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return dense.all_reduce(self, tensor, op)
