@@ -28,9 +28,9 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
-from .comm.buckets import reduce_dense
+from .comm.buckets import reductions
 from .comm.opening import opened
-from .comm.rounding import travelling
+from .comm.pipeline import Pipeline
 from .errors import WeftError
 from .sparse import Record
 from .sparse.queued import QueuedCall, run_queued
@@ -199,15 +199,9 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
         gradient.data = call.result.to(gradient.device)
         return gradient
 
-    def dense() -> Tensor:
+    def dense(reduce: Callable[[], None]) -> Tensor:
         with record_function("weft::ddp_dense"):
-            if travelling(staged.dtype, state.wire_dtype) != staged.dtype:
-                reduce_dense(wire, [staged], "avg", state.wire_dtype)
-            else:
-                staged.div_(wire.size)  # first, as it does itself: sums of halves overflow
-                pending = wire.dense_all_reduce(staged, "sum")
-                pending.wait()
-                pending.release()
+            reduce()
         return gradient if staged is gradient else gradient.copy_(staged)
 
     if gradient.layout == torch.sparse_coo:
@@ -222,7 +216,8 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
                 name, functools.partial(sparse, served, call), leave=leave
             ),
         )
-    return wire.worker.submit("ddp dense bucket", dense)
+    plan = functools.partial(reductions, wire, [staged], "avg", state.wire_dtype)
+    return Pipeline.of(wire).submit(wire, "ddp dense bucket", plan, dense)
 
 
 def _watch_for_errors(state: State, backward: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import random
+import time
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ def form(request, monkeypatch):
     monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
     many = request.param in ("many chunks", "ring")
     monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if many else 1 << 30)
+    monkeypatch.setattr(dense, "_BESIDE", 1 << 10 if many else 1 << 30)
     monkeypatch.setattr(dense, "_CHUNK", 1 << 7 if many else 1 << 30)
     monkeypatch.setattr(arithmetic, "_BLOCK", 100)
     if request.param == "ring":  # as on several hosts
@@ -139,6 +142,29 @@ def keep_shape(wire):
 def test_any_shape_and_waiting_twice(form):
     run(4, keep_shape)
     run(1, keep_shape)
+
+
+def reduce_two(wire):
+    pauses = random.Random(wire.rank)
+    for number in range(4):
+        mine = [integers(10 * wire.rank + each, torch.int32, 2049) for each in range(2)]
+        under_way = [dense.all_reduce(wire, each, "sum", beside=number > 1) for each in mine]
+        for _ in range(20):  # each rank in an order of its own
+            under_way[pauses.randrange(2)].proceed()
+            time.sleep(pauses.choice([0, 0, 1e-4]))
+        for each in under_way:
+            wire.wait_for_any([each.awaited] if each.awaited else [dense._Done(mine[0])])
+            each.wait()
+            assert each.done and each.awaited is None
+        for each, found in enumerate(mine):
+            parts = [integers(10 * r + each, torch.int32, 2049).tolist() for r in range(wire.size)]
+            columns = zip(*parts, strict=True)
+            assert found.tolist() == [exact("sum", list(c), torch.int32) for c in columns], number
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_two_that_are_under_way_go_on_in_any_order(form, size):
+    run(size, reduce_two)
 
 
 def refuse(wire, op, dtype, text):

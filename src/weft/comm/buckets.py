@@ -22,11 +22,12 @@ from torch import Tensor
 from ..wire import dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Pending, Wire, flattened, is_plain, plain
-from ..wire.memory import typed
+from ..wire.memory import Lease, typed
 from .movement import on_host
+from .pipeline import Pipeline, Reducing
 from .rounding import narrow, travelling
 
-__all__ = ["Offer", "reduce_dense"]
+__all__ = ["Offer", "reduce_dense", "reductions"]
 
 _ALONE, _FAR = 1 << 18, 32 << 20
 # = bytes of a gradient that is reduced where it is, and of gradients that are reduced together
@@ -44,7 +45,14 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
     """
-    _reduce(wire, _planned(wire, gradients, wire_dtype), op)
+    Pipeline.of(wire).run(wire, reductions(wire, gradients, op, wire_dtype))
+
+
+def reductions(
+    wire: Wire, gradients: Sequence[Tensor], op: str, wire_dtype: torch.dtype | None
+) -> list[Reducing]:
+    """What `reduce_dense` does, in its order."""
+    return [_Reduction(wire, each, op) for each in _planned(wire, gradients, wire_dtype)]
 
 
 class Offer:
@@ -83,7 +91,8 @@ class Offer:
         places = {peer: near.places_in(each) for peer, each in heard.items()}
         near.all_reduce(self._wire, flat, combine, flat, places)
         self._stage.store(0, len(self._flat))
-        _reduce(self._wire, self._buckets[1:], self._op)
+        rest = [_Reduction(self._wire, each, self._op) for each in self._buckets[1:]]
+        Pipeline.of(self._wire).run(self._wire, rest)
 
     def release(self) -> None:
         """Give back the workspace."""
@@ -118,18 +127,6 @@ def _planned(
                 buckets.append(bucket)
             bucket.add(gradient, first, last)
     return buckets
-
-
-def _reduce(wire: Wire, buckets: Sequence[_Bucket], op: str) -> None:
-    """One after the other, each begun before the one before it is through."""
-    under_way: _Reduction | None = None
-    for bucket in buckets:
-        following = _Reduction(wire, bucket, op)
-        if under_way is not None:
-            under_way.finish()
-        under_way = following
-    if under_way is not None:
-        under_way.finish()
 
 
 class _Gradient:
@@ -202,27 +199,59 @@ class _Bucket:
 
 
 class _Reduction:
-    """A bucket that is under way."""
+    """The reduction of a bucket, as a `Pipeline` takes it."""
 
     def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
-        self._bucket, self._in_place = bucket, bucket.in_place
-        self._lease = wire.lease(0 if self._in_place else bucket.nbytes)
+        self._wire, self._bucket, self._op = wire, bucket, op
+        self._in_place = bucket.in_place
+        self._begun: tuple[dense.Reduction, Lease] | None = None
+        self.done = False
+
+    @property
+    def overlaps(self) -> bool:
+        return dense.in_parts(self._wire, self._bucket.nbytes)
+
+    def begin(self) -> None:
+        wire, bucket = self._wire, self._bucket
+        lease = wire.lease(0 if self._in_place else bucket.nbytes)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
             gradient, start, end = bucket.pieces[0]
-            self._pending: Pending = dense.all_reduce(wire, gradient.flat(start, end), op)
+            begun = dense.all_reduce(wire, gradient.flat(start, end), self._op, beside=True)
         else:
-            flat = bucket.in_workspace(self._lease.tensor)
-            self._pending = dense.all_reduce(wire, flat, op, stage=_Staged(flat, bucket.pieces))
+            flat = bucket.in_workspace(lease.tensor)
+            stage = _Staged(flat, bucket.pieces)
+            begun = dense.all_reduce(wire, flat, self._op, stage=stage, beside=True)
+        self._begun = begun, lease
+        self._see()
 
-    def finish(self) -> None:
-        """Wait for the result, which is then where it belongs."""
-        self._pending.wait()
-        self._pending.release()
-        self._lease.release()
-        if self._in_place:
-            gradient, first, last = self._bucket.pieces[0]
-            gradient.stored(last - first)
+    @property
+    def awaited(self) -> Pending | None:
+        return self._begun[0].awaited if self._begun is not None else None
+
+    def step(self) -> None:
+        assert self._begun is not None
+        self._begun[0].step()
+        self._see()
+
+    def proceed(self) -> None:
+        if not self.done:
+            assert self._begun is not None
+            self._begun[0].proceed()
+            self._see()
+
+    def _see(self) -> None:
+        """Whether that is the end of it."""
+        assert self._begun is not None
+        begun, lease = self._begun
+        if begun.done and not self.done:
+            begun.wait()
+            begun.release()
+            lease.release()
+            if self._in_place:
+                gradient, first, last = self._bucket.pieces[0]
+                gradient.stored(last - first)
+            self.done = True
 
 
 class _Staged:

@@ -79,6 +79,13 @@ class Pending(abc.ABC):
         """
         return []
 
+    def is_through(self) -> bool:
+        """Whether `wait` would return at once, as far as is known: nothing is moved.
+
+        Only for the thread that waits, to do something else first. A wire that cannot tell says no.
+        """
+        return False
+
 
 class Wire(abc.ABC):
     """The transport of one group of ranks.
@@ -209,6 +216,14 @@ class Wire(abc.ABC):
 
     def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
         return self._post(sends, recvs, _SMALL)
+
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """Wait until one of some posts is through; until the first is, where a wire cannot tell.
+
+        Raises:
+            WireError: as `Pending.wait` of the first.
+        """
+        pendings[0].wait()
 
     def advance(self) -> None:  # noqa: B027  # nothing to do where a post moves all by itself
         """Move what can be moved now, of all that is posted; waits for nothing.

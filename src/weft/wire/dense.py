@@ -2,10 +2,10 @@
 
 Small tensors go from each to all and every rank reduces them itself: one round. Larger ones are
 cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
-goes to all, round the ring of ranks if parts are large. A rank receives 2 (P-1)/P of the tensor's
-bytes, whatever P is. They go in chunks, so that one chunk is reduced while the next is on its way,
-and goes on to the right while the next is reduced. Ranks that can read each other's memory need
-none of that (`near`).
+goes to all, round the ring of ranks if parts are large and nothing else is under way. A rank
+receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so that one chunk is
+reduced while the next is on its way, and goes on to the right while the next is reduced. Ranks that
+can read each other's memory need none of that (`near`).
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
 Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
@@ -19,6 +19,7 @@ bits; half precision is accumulated in float32 and rounded once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,9 +36,11 @@ __all__ = [
     "OPS",
     "SCRATCH",
     "SMALL",
+    "Reduction",
     "Stage",
     "all_reduce",
     "cut",
+    "in_parts",
     "messages",
     "received_bytes",
     "reduce",
@@ -49,10 +52,13 @@ __all__ = [
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
+_BESIDE = 1 << 20  # = where another reduction is under way: what leaves soon, and evenly
 _CHUNK = 1 << 17  # bytes of a part that are worth a message of their own, and the ring
+_LANE = "dense lane"  # of the last reduction in parts, by which name the wire keeps it
 _CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
 
-_SCATTER, _GATHER = 1 << 16, 1 << 17  # channels that nobody else uses
+_SCATTER, _GATHER = (1 << 16, 1 << 19), (1 << 17, 1 << 20)
+# = channels that nobody else uses, two of each: reductions in parts take turns
 
 
 class Stage(Protocol):
@@ -78,6 +84,29 @@ class _Nowhere:
 _NOWHERE = _Nowhere()
 
 
+class Reduction(Pending):
+    """A dense all-reduce under way.
+
+    Attributes:
+        done: whether nothing is left to be waited for.
+        awaited: what it waits for next, if others may go on meanwhile.
+    """
+
+    done = False
+    awaited: Pending | None = None
+
+    def step(self) -> None:
+        """Wait for what it waits for next, and go on from there.
+
+        Raises:
+            WireError: the deadline passed, or a peer or a link failed.
+        """
+        self.wait()
+
+    def proceed(self) -> None:
+        """Go on as far as nothing has to be waited for. Raises as `step`."""
+
+
 class _Job(NamedTuple):
     """What is to be done, as `all_reduce` is told it.
 
@@ -88,6 +117,7 @@ class _Job(NamedTuple):
         combine: how.
         given: this rank's contribution, or `flat`.
         stage: of the elements.
+        beside: as `all_reduce` is told.
     """
 
     wire: Wire
@@ -96,6 +126,7 @@ class _Job(NamedTuple):
     combine: Reduce
     given: Tensor
     stage: Stage
+    beside: bool
 
 
 def all_reduce(
@@ -105,8 +136,12 @@ def all_reduce(
     *,
     source: Tensor | None = None,
     stage: Stage = _NOWHERE,
-) -> Pending:
+    beside: bool = False,
+) -> Reduction:
     """Start reducing `tensor` (contiguous, CPU) over all ranks of `wire`, in place.
+
+    Ranks begin reductions in the same order, and `wait` for them in the same order. Of two that go
+    `in_parts`, one after the other, either may also go on by itself as soon as it can.
 
     Args:
         wire: among whom.
@@ -116,6 +151,8 @@ def all_reduce(
             dtype, contiguous. Then `tensor` may hold anything.
         stage: is asked to `load` each element before it is sent, and to `store` it, once, before
             the wait ends. Then `tensor` may hold anything, too.
+        beside: whether others are under way meanwhile. Then sums go to all directly, in smaller
+            chunks, which is quicker than the ring of ranks; the same on every rank.
 
     Raises:
         WeftError: the op is unknown, or torch cannot apply it to this dtype.
@@ -131,10 +168,15 @@ def all_reduce(
         stage.store(0, len(flat))
         return _Done(tensor)
     given = flat if source is None or small else flattened(source).view(flat.dtype)
-    job = _Job(wire, tensor, flat, combine, given, stage)
+    job = _Job(wire, tensor, flat, combine, given, stage, beside)
     if small:
         return _Whole(job)
     return _Near(job) if wire.near else _Parts(job)
+
+
+def in_parts(wire: Wire, nbytes: int) -> bool:
+    """Whether a tensor of so many bytes is cut into parts that are sent; the same on every rank."""
+    return wire.size > 1 and nbytes > SMALL and not wire.near
 
 
 def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
@@ -173,7 +215,9 @@ def _chunk(ranks: int, part: float) -> int:
     return min(SCRATCH // (ranks - 1), max(_CHUNK, math.ceil(part / _CHUNKS)))
 
 
-class _Done(Pending):
+class _Done(Reduction):
+    done = True
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
@@ -184,53 +228,53 @@ class _Done(Pending):
         return None
 
 
-class _Whole(Pending):
+class _Whole(Reduction):
     """From each to all, then everyone reduces the same."""
 
     def __init__(self, job: _Job) -> None:
-        self._job, self._done = job, False
+        self._job = job
         job.stage.load(0, len(job.flat))
         own = job.flat.view(torch.uint8)
         self._pending = job.wire.small_all_gather(own, len(own))
 
     def wait(self) -> list[Tensor]:
         job = self._job
-        if not self._done:
+        if not self.done:
             parts = [part.view(job.flat.dtype) for part in self._pending.wait()]
             job.combine(parts, job.flat)
             self._pending.release()
             job.stage.store(0, len(job.flat))
-            self._done = True
+            self.done = True
         return [job.tensor]
 
     def release(self) -> None:
         return None
 
 
-class _Near(Pending):
+class _Near(Reduction):
     """All ranks read each other's contributions and sums, if they find that all can."""
 
     def __init__(self, job: _Job) -> None:
-        self._job, self._done = job, False
+        self._job = job
         job.stage.load(0, len(job.flat))
 
     def wait(self) -> list[Tensor]:
         job = self._job
-        if not self._done:
+        if not self.done:
             places = near.told(job.wire, job.given, job.flat)
             if places is None:
                 _Parts(job).wait()
             else:
                 near.all_reduce(job.wire, job.flat, job.combine, job.given, places)
                 job.stage.store(0, len(job.flat))
-            self._done = True
+            self.done = True
         return [job.tensor]
 
     def release(self) -> None:
         return None
 
 
-class _Parts(Pending):
+class _Parts(Reduction):
     """Each rank reduces its part and sends it to all, chunk by chunk.
 
     On the ring that goes in steps. In step t a rank reduces its own chunk t and sends it to the
@@ -240,19 +284,24 @@ class _Parts(Pending):
     """
 
     def __init__(self, job: _Job) -> None:
-        self._wire, self._tensor, self._flat, self._combine, self._given, self._stage = job
+        self._wire, self._tensor, self._flat, self._combine, self._given, self._stage, _ = job
         wire, flat = job.wire, job.flat
         aligned = grain(flat)
         self._part = cut(flat, wire.size)
         nbytes = flat.numel() * flat.element_size()
-        ring = ring_chunk(wire.size, nbytes, wire.hosts)
+        ring = None if job.beside else ring_chunk(wire.size, nbytes, wire.hosts)
         self._rings = ring is not None
-        chunk = (ring or SCRATCH // (wire.size - 1)) // flat.element_size()
-        self._step = max(aligned, chunk // aligned * aligned)
+        chunk = ring or (_BESIDE if job.beside else SCRATCH) // (wire.size - 1)
+        self._step = max(aligned, chunk // flat.element_size() // aligned * aligned)
         self._chunks = -(-self._part // self._step)
         self._left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        # those of one lane match in the order in which they are begun, which is the same on all
+        # ranks; so two that are under way may go on in any order
+        self._lane = wire.kept[_LANE] = 1 - wire.kept.get(_LANE, 1)
         self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
-        self._done = False
+        self._steps = self._round_the_ring() if self._rings else self._to_all()
+        self.awaited = next(self._steps)
+        self._failure: BaseException | None = None
 
     def _bounds(self, rank: int, start: int) -> tuple[int, int]:
         """First element of the chunk that begins `start` elements into rank's part, and its end."""
@@ -280,44 +329,61 @@ class _Parts(Pending):
         recvs = [(peer, slot) for peer, slot in zip(wire.peers, slots, strict=True)]
         if self._given is not self._flat:
             own.copy_(self._piece(self._given, wire.rank, start))
-        return wire.post(sends, recvs, _SCATTER), lease
+        return wire.post(sends, recvs, _SCATTER[self._lane]), lease
 
     def wait(self) -> list[Tensor]:
-        if not self._done:
-            if self._rings:
-                self._round_the_ring()
-            else:
-                self._to_all()
-            self._done = True
+        while not self.done:
+            self.step()
         return [self._tensor]
 
-    def _to_all(self) -> None:
+    def step(self) -> None:
+        if self._failure is not None:  # which ended the steps
+            raise self._failure
+        try:
+            self.awaited = next(self._steps, None)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self.done = self.awaited is None
+
+    def proceed(self) -> None:
+        while self.awaited is not None and self.awaited.is_through():
+            self.step()
+
+    def _to_all(self) -> Iterator[Pending]:
+        """What is waited for, each before it is; then it goes on."""
         wire, starts, pending = self._wire, range(0, self._part, self._step), []
         for start in starts:
+            yield self._coming_chunk()
             own = self._reduced(start)
             sends = [(peer, own) for peer in wire.peers]
             recvs = [(peer, self._piece(self._flat, peer, start)) for peer in wire.peers]
-            pending.append(wire.post(sends, recvs, _GATHER))
+            pending.append(wire.post(sends, recvs, _GATHER[self._lane]))
             self._store(wire.rank, start)
         for start, each in zip(starts, pending, strict=True):
+            yield each
             each.wait()
             for peer in wire.peers:
                 self._store(peer, start)
 
-    def _round_the_ring(self) -> None:
+    def _round_the_ring(self) -> Iterator[Pending]:
+        """As `_to_all`."""
         sent: list[Pending] = []
         coming: list[tuple[int, int, Pending]] = []
         for step in range(self._chunks + self._wire.size - 1):
             if step < self._chunks:
+                yield self._coming_chunk()
                 sent.append(self._post_right(self._reduced(step * self._step)))
                 self._store(self._wire.rank, step * self._step)
             here, coming = coming, self._post_left(step)
             for origin, start, pending in here:
+                yield pending
                 pending.wait()
                 if origin != self._right:
                     sent.append(self._post_right(self._piece(self._flat, origin, start)))
                 self._store(origin, start)
         for pending in sent:
+            yield pending
             pending.wait()
 
     def _post_left(self, step: int) -> list[tuple[int, int, Pending]]:
@@ -328,12 +394,17 @@ class _Parts(Pending):
             if 0 <= chunk < self._chunks:
                 origin = (self._wire.rank - distance) % self._wire.size
                 piece = self._piece(self._flat, origin, chunk * self._step)
-                pending = self._wire.post((), [(self._left, piece)], _GATHER)
+                pending = self._wire.post((), [(self._left, piece)], _GATHER[self._lane])
                 coming.append((origin, chunk * self._step, pending))
         return coming
 
     def _post_right(self, piece: Tensor) -> Pending:
-        return self._wire.post([(self._right, piece)], (), _GATHER)
+        return self._wire.post([(self._right, piece)], (), _GATHER[self._lane])
+
+    def _coming_chunk(self) -> Pending:
+        """What comes of all peers' contributions to the next chunk of one's own."""
+        assert self._scatter is not None
+        return self._scatter[0]
 
     def _reduced(self, start: int) -> Tensor:
         """One's own chunk, reduced; the next is on its way meanwhile."""

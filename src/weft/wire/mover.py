@@ -14,6 +14,7 @@ where this takes three.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -275,6 +276,35 @@ class Mover:
                         self._tend()  # after which nothing may be left to wait for
                         continue
                     self._step(remaining, awake)
+
+    def finish_any(
+        self, posted: Sequence[Sequence[Posted]], limit: float, at: Callable[[int], None]
+    ) -> None:
+        """Move messages until all that were posted together at one time are through.
+
+        Args:
+            posted: what `post` returned, each time.
+            limit: seconds after which to give up.
+            at: told the number of the message of the first time that is waited for.
+
+        Raises:
+            Lost: as `finish`.
+        """
+        until = time.monotonic() + limit
+        with self._turn:
+            while True:
+                left = [[line for line, order in orders if not order.done] for orders in posted]
+                if not all(left):
+                    return
+                at(next(number for number, (_, order) in enumerate(posted[0]) if not order.done))
+                remaining = until - time.monotonic()
+                for line in itertools.chain(*left):
+                    if self._closed or line.lost or remaining <= 0:
+                        raise Lost(self._why(line))
+                if self._changed:
+                    self._tend()  # after which nothing may be left to wait for
+                    continue
+                self._step(remaining)
 
     def advance(self) -> None:
         """Move what can be moved now; nothing, if another thread is about that."""

@@ -60,6 +60,9 @@ class Part(Wire):
     def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
         return self._wire.post_small(self._sends(sends), self._recvs(recvs))
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        self._wire.wait_for_any(pendings)
+
     def advance(self) -> None:
         self._wire.advance()
 

@@ -87,6 +87,16 @@ class ProcessGroupWire(Wire):
         self._begin(posted, mover.post_small, told, asked)
         return posted
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        first, mover = pendings[0], self._connections and self._connections.mover
+        under_way = [each.orders for each in pendings if isinstance(each, _Posted)]
+        if not isinstance(mover, Mover) or len(under_way) < len(pendings):
+            super().wait_for_any(pendings)
+        elif not any(each.is_through() for each in pendings):
+            self._check()
+            assert isinstance(first, _Posted)
+            first.finish(lambda limit, at: mover.finish_any(under_way, limit, at))
+
     def advance(self) -> None:
         mover = self._connections.mover if self._connections is not None else None
         if isinstance(mover, Mover):
@@ -276,16 +286,18 @@ class _Posted(Pending):
             wire = self._wire
             wire._check()
             if self.orders:
-                self._finish()
+                assert wire._connections is not None
+                self.finish(functools.partial(wire._connections.mover.finish, self.orders))
             self._done, self.orders = True, []
         return self._received
 
-    def _finish(self) -> None:
-        wire, watch, connections = self._wire, self._wire._watch, self._wire._connections
-        assert watch is not None and connections is not None
+    def finish(self, move: Callable[[float, Callable[[int], None]], None]) -> None:
+        """Move messages until something is through, with a limit, and told what is waited for."""
+        wire, watch = self._wire, self._wire._watch
+        assert watch is not None
         watch.begin(self)
         try:
-            connections.mover.finish(self.orders, wire.timeout + _BEYOND, self._reach)
+            move(wire.timeout + _BEYOND, self._reach)
         except Lost as error:
             wire._fail(self, str(error))
         except BaseException as error:
@@ -300,6 +312,10 @@ class _Posted(Pending):
         if self._done or connections is None:
             return [True] * len(self._recvs)
         return connections.mover.arrived(orders[: len(self._recvs)])
+
+    def is_through(self) -> bool:
+        connections = self._wire._connections
+        return self._done or connections is None or all(connections.mover.arrived(self.orders))
 
     def _reach(self, number: int) -> None:
         self._at = number

@@ -324,6 +324,9 @@ class _Exchange(Pending):
     def arrived(self) -> list[bool]:
         return [message.done for message in self._incoming]
 
+    def is_through(self) -> bool:
+        return self.finished()
+
     def wait(self) -> list[Tensor]:
         self._wire._await(self)
         for message in self._outgoing:

@@ -120,7 +120,7 @@ class Worker:
                 return context.run(job)
 
         with self._turns:
-            ticket = self._draw(name)
+            ticket = work.ticket = self._draw(name)
             if not self._queue:
                 self._hurried = False
             self._queue.append(_Queued(ticket, name, inside, work))
@@ -360,6 +360,7 @@ class Work(Generic[T]):
 
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
+        self.ticket = -1  # its place among the calls on the wire
         self._lock = threading.Lock()
         self._ended = False
         self._waited: threading.Event | None = None  # for, which few calls are
