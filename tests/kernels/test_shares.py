@@ -142,10 +142,13 @@ def test_weights_out_of_range(weights):
         kernels.shares(slots, 3, weights)
 
 
+@pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (64,), (0,)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_put(monkeypatch, dtype, shape):
+def test_put(monkeypatch, dtype, shape, past):
     monkeypatch.setattr(pool, "share", lambda nbytes: 3)
+    if past:
+        monkeypatch.setattr(cpu_shares, "_PAST", 0)
     generator = torch.Generator().manual_seed(1)
     places = torch.randperm(50, generator=generator)[:20].int()
     values = torch.randint(2, (20, *shape), generator=generator).to(dtype)
@@ -158,11 +161,33 @@ def test_put(monkeypatch, dtype, shape):
     assert torch.equal(out[places.long()], values)
 
 
-def test_put_checks_places_and_shapes():
-    out, values = torch.zeros(3), torch.ones(2)
-    for wrong in ([0, 3], [-1, 0]):
-        with pytest.raises(IndexError, match="1 of 2 rows"):
-            kernels.put(out, torch.tensor(wrong, dtype=torch.int32), values)
+def test_put_past_the_cache_is_for_large_results_of_whole_lines(monkeypatch):
+    loops = compiler.loops(cpu_shares.KEY)
+    used = []
+
+    class Noted(dict):
+        def __getitem__(self, name):
+            used.append(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(compiler, "loops", lambda key: Noted(loops))
+    for rows, width in ((1 << 16, 16), (1 << 15, 16), (1 << 17, 8)):
+        out = torch.empty(rows * width + 16)
+        out = out[-(out.data_ptr() // 4) % 16 :][: rows * width].view(rows, width)
+        kernels.put(out, torch.tensor([5], dtype=torch.int32), torch.ones(1, width))
+        assert out[5].tolist() == [1.0] * width
+    assert used == ["put32", "put8", "put8"]
+
+
+def test_put_checks_places_and_shapes(monkeypatch):
+    monkeypatch.setattr(cpu_shares, "_PAST", 192)  # bytes of the first one here
+    for out, values in (
+        (torch.zeros(3, 16), torch.ones(2, 16)),
+        (torch.zeros(3), torch.ones(2)),
+    ):
+        for wrong in ([0, 3], [-1, 0]):
+            with pytest.raises(IndexError, match="1 of 2 rows"):
+                kernels.put(out, torch.tensor(wrong, dtype=torch.int32), values)
     for places, rows in (([0], values), ([0, 1], values.double()), ([0, 1], values[:, None])):
         with pytest.raises(ValueError, match="do not fit"):
             kernels.put(out, torch.tensor(places, dtype=torch.int32), rows)

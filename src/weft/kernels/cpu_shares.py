@@ -17,6 +17,9 @@ __all__ = ["KEY", "alone", "deal", "held", "pick", "put", "shares"]
 KEY: Key = ("share",)
 """The one set of loops for all dtypes."""
 
+_PAST = 4 << 20  # bytes of a result that would not stay in a core's cache until somebody reads it
+_LINE = 64  # = of a line of the cache, which goes past it whole, or takes longer
+
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares | None:
     """See `weft.kernels.shares`."""
@@ -115,9 +118,12 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> bool:
         return False
     values = values.resolve_neg().contiguous()
     size = values.element_size() * math.prod(values.shape[1:])
-    word = next(word for word in (8, 4, 1) if size % word == 0)
-    loop, height, count = loops[f"put{word}"], len(out), len(places)
     to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
+    if out.nbytes >= _PAST and (size | to) % _LINE == 0:
+        word = 32
+    else:
+        word = next(word for word in (8, 4, 1) if size % word == 0)
+    loop, height, count = loops[f"put{word}"], len(out), len(places)
 
     def part(first: int, last: int) -> int:
         outside: int = loop(to, height, where, from_, size, first, last, size // word)

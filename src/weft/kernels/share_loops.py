@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import load, prefetch_row, store
+from .machine import fence, load, prefetch_row, store, stream
 
 LOOPS = (
     "aim",
@@ -27,6 +27,7 @@ LOOPS = (
     "mark_again",
     "pick",
     "put1",
+    "put32",
     "put4",
     "put8",
     "tally",
@@ -259,6 +260,34 @@ def put4() -> Callable[..., int]:
 def put8() -> Callable[..., int]:
     """Copy rows `first` to `last` to their places; returns how many have none of `height`."""
     return _put("i64")
+
+
+def put32() -> Callable[..., int]:
+    """As `put8`, past the cache, for rows and an `out` that are multiples of 32 bytes."""
+
+    def loop(
+        out: int,
+        height: int,
+        places: int,
+        values: int,
+        stride: int,
+        first: int,
+        last: int,
+        width: int,
+    ) -> int:
+        outside = 0
+        for i in range(first, last):
+            place = int64(load("i32", places, i))
+            if place < 0 or place >= height:
+                outside += 1
+                continue
+            target, row = out + place * stride, values + i * stride
+            for piece in range(0, stride, 32):
+                stream(target + piece, row + piece)
+        fence()
+        return outside
+
+    return loop
 
 
 def _put(kind: str) -> Callable[..., int]:
