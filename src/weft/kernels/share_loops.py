@@ -264,7 +264,10 @@ def put8() -> Callable[..., int]:
 
 def put32() -> Callable[..., int]:
     """As `put8`, past the cache, for rows and an `out` that are multiples of 32 bytes."""
+    return _put("i64", past=True)
 
+
+def _put(kind: str, past: bool = False) -> Callable[..., int]:
     def loop(
         out: int,
         height: int,
@@ -275,46 +278,23 @@ def put32() -> Callable[..., int]:
         last: int,
         width: int,
     ) -> int:
-        outside = 0
+        outside, lines = 0, min(stride, _LINES)
         for i in range(first, last):
             place = int64(load("i32", places, i))
             if place < 0 or place >= height:
                 outside += 1
                 continue
             target, row = out + place * stride, values + i * stride
-            for piece in range(0, stride, 32):
-                stream(target + piece, row + piece)
-        fence()
-        return outside
-
-    return loop
-
-
-def _put(kind: str) -> Callable[..., int]:
-    size = {"u8": 1, "i32": 4, "i64": 8}[kind]
-
-    def loop(
-        out: int,
-        height: int,
-        places: int,
-        values: int,
-        stride: int,
-        first: int,
-        last: int,
-        width: int,
-    ) -> int:
-        outside, lines = 0, min(width * size, _LINES)
-        for i in range(first, last):
-            place = int64(load("i32", places, i))
-            if place < 0 or place >= height:
-                outside += 1
+            if past:
+                for piece in range(0, stride, 32):
+                    stream(target + piece, row + piece)
                 continue
-            target, row = out + place * width * size, values + i * stride
             if i + _AHEAD < last:
-                soon = out + int64(load("i32", places, i + _AHEAD)) * width * size
-                prefetch_row(soon, lines)
+                prefetch_row(out + int64(load("i32", places, i + _AHEAD)) * stride, lines)
             for j in range(width):
                 store(kind, target, j, load(kind, row, j))
+        if past:
+            fence()
         return outside
 
     return loop
