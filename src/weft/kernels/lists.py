@@ -42,7 +42,7 @@ KEY: Key = ("list",)
 
 _BINS = 64
 _DIGIT = 12  # bits that one pass of the sort looks at; its counts then fit the first cache
-_STREAMED = 32  # bytes that go past the cache at once
+_STREAMED = 64  # bytes of a line of the cache, which goes past it whole, or takes longer
 _HASHED = 1 << 16  # rows of a table; places of more are not in the cache, and sorting is quicker
 
 Longs = NDArray[np.int64]
