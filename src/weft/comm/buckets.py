@@ -245,7 +245,6 @@ class _Reduction:
         assert self._begun is not None
         begun, lease = self._begun
         if begun.done and not self.done:
-            begun.wait()
             begun.release()
             lease.release()
             if self._in_place:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import pool
 from .compile import Key, compiler
 
-__all__ = ["KEY", "LEAST", "Span", "copy", "spans"]
+__all__ = ["KEY", "LEAST", "Span", "copy", "spans", "whole_lines"]
 
 KEY: Key = ("copy",)
 """The one set of loops for all dtypes."""
@@ -20,6 +20,7 @@ KEY: Key = ("copy",)
 LEAST = 8 << 20
 """Bytes from which on a copy leaves the cache out: what reads a smaller one may find it there."""
 
+_LINE = 64  # bytes of a line of the cache
 _NARROW = 256  # bytes of a row up to which its ends would cost more than is gained
 
 
@@ -47,6 +48,14 @@ def copy(out: Tensor, values: Tensor) -> bool:
     else:
         pool.run(part, pool.ranges(0, count, parts))
     return True
+
+
+def whole_lines(address: int, row: int) -> bool:
+    """Whether rows of so many bytes, one behind the other from there, each are whole cache lines.
+
+    A row that comes by itself may then leave the cache out: the rest of a line takes longer.
+    """
+    return (address | row) % _LINE == 0
 
 
 Span = tuple[int, int, int]

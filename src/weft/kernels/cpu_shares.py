@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import pool
 from .compile import Key, compiler
+from .cpu_copy import whole_lines
 from .reference import Picked, Shares
 
 __all__ = ["KEY", "alone", "deal", "held", "pick", "put", "shares"]
@@ -18,7 +19,6 @@ KEY: Key = ("share",)
 """The one set of loops for all dtypes."""
 
 _PAST = 4 << 20  # bytes of a result that would not stay in a core's cache until somebody reads it
-_LINE = 64  # = of a line of the cache, which goes past it whole, or takes longer
 
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares | None:
@@ -119,7 +119,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> bool:
     values = values.resolve_neg().contiguous()
     size = values.element_size() * math.prod(values.shape[1:])
     to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
-    if out.nbytes >= _PAST and (size | to) % _LINE == 0:
+    if out.nbytes >= _PAST and whole_lines(to, size):
         word = 32
     else:
         word = next(word for word in (8, 4, 1) if size % word == 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .compile import Key, compiler
 from .cpu import value_key
+from .cpu_copy import whole_lines
 from .ops import Op
 
 __all__ = [
@@ -42,7 +43,6 @@ KEY: Key = ("list",)
 
 _BINS = 64
 _DIGIT = 12  # bits that one pass of the sort looks at; its counts then fit the first cache
-_STREAMED = 64  # bytes of a line of the cache, which goes past it whole, or takes longer
 _HASHED = 1 << 16  # rows of a table; places of more are not in the cache, and sorting is quicker
 
 Longs = NDArray[np.int64]
@@ -145,8 +145,8 @@ def laid(
 
     Returns:
         `[3, tables]`: of each table how many rows are left, and its least and greatest index. None:
-        nothing was laid, for want of machine code, because other ways are quicker,
-        or because an index does not fit into `indices`.
+        nothing was laid, for want of machine code, because other ways are quicker, or because an
+        index does not fit into `indices`.
 
     Example:
         >>> from weft.kernels.ops import OPS
@@ -308,7 +308,7 @@ def sums(
     many: int = loops["sums"](
         *(keys.words.data_ptr(), first, last, keys.position_bits, keys.bits, keys.low),
         *(where.buffer_info()[0], row if key[1] == "u8" else width, found.element_size() == 8),
-        *(past and (at | row) % _STREAMED == 0, found.data_ptr(), at),
+        *(past and whole_lines(at, row), found.data_ptr(), at),
     )
     return many
 

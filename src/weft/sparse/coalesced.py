@@ -31,12 +31,12 @@ from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
 from .header import NO_LIMIT, of_tables, tables_in, tables_of
 from .joint import Joint
-from .listed import Listed, Pair
+from .listed import Listed
 from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
 from .record import Note, Record
 from .registry import find
-from .request import Request
+from .request import Pair, Request
 from .run import confess, handed_out, too_small
 from .space import Space
 from .tables import (

@@ -175,8 +175,6 @@ class Joint:
 
     def _stacks(self) -> list[list[int]]:
         """The tables of each kind, in the order in which rows are laid out."""
-        if len(set(map(id, self.requests))) == 1:  # looked at once
-            return [self._order]
         return [list(tables) for _, tables in groupby(self._order, self._kinds.__getitem__)]
 
     def sort(self) -> None:
@@ -288,7 +286,7 @@ class Joint:
         if self._values is None:
             place = start = 0
             firsts = self._firsts.tolist()
-            for tables in self._stacks() if self._order else ():
+            for tables in self._stacks():
                 first, last = firsts[place], firsts[place + len(tables)]
                 given = [self._pairs[table][1] for table in tables]
                 request = self.requests[tables[0]]

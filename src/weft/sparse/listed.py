@@ -11,14 +11,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from .request import NOTHING, Pair, Request
 
-from .request import NOTHING, Request
-
-__all__ = ["Listed", "Pair", "listed"]
-
-Pair = tuple[Tensor, Tensor]
-"""Indices and values of a table."""
+__all__ = ["Listed", "listed"]
 
 
 class Listed(NamedTuple):

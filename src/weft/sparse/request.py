@@ -30,9 +30,12 @@ from ..wire.base import is_plain
 from . import registry
 from .call import Out, overlapping, unwritable
 
-__all__ = ["NOTHING", "Request", "RowsLike", "op_name", "outside", "wrong_wire_dtype"]
+__all__ = ["NOTHING", "Pair", "Request", "RowsLike", "op_name", "outside", "wrong_wire_dtype"]
 
-RowsLike = Tensor | tuple[Tensor, Tensor] | Rows
+Pair = tuple[Tensor, Tensor]
+"""Indices and values of some rows."""
+
+RowsLike = Tensor | Pair | Rows
 """A sparse COO tensor, (indices, values), or Rows."""
 
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
@@ -169,12 +172,12 @@ class Request:
             model.fields = dict(request.fields)
         return request
 
-    def like(self, given: object) -> tuple[Tensor, Tensor] | None:
+    def like(self, given: object) -> Pair | None:
         """Indices and values of rows of just the kind of this request's; None: perhaps not."""
         plain = _plain(given) if self.kind is not None else None
         return plain[0] if plain is not None and plain[1] == self.kind else None
 
-    def gives(self, pair: tuple[Tensor, Tensor]) -> Any:
+    def gives(self, pair: Pair) -> Any:
         """A result, on the CPU, in the form that the rows were given in."""
         return pair if self.restore is _pair else self.restore(Rows(*pair, self.rows.height))
 
@@ -357,10 +360,10 @@ _known: dict[_Key, Request] = {}
 """What came of the checks of calls that were right, without rows."""
 
 
-def _plain(given: object) -> tuple[tuple[Tensor, Tensor], _Kind] | None:
+def _plain(given: object) -> tuple[Pair, _Kind] | None:
     """Rows that may be taken as they are, if there are any, and their kind; None: look closer."""
     form = None
-    pair: tuple[Tensor, Tensor]
+    pair: Pair
     if type(given) is tuple and len(given) == 2:
         pair = given
         indices, values = pair
@@ -447,7 +450,7 @@ def _unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
     )
 
 
-def _pair(rows: Rows) -> tuple[Tensor, Tensor]:
+def _pair(rows: Rows) -> Pair:
     return rows.indices, rows.values
 
 
