@@ -35,13 +35,13 @@ def memory(size):
 
 def send(mover, payload, channel=0):
     (peer,) = mover.lines
-    return mover.post(mover.lines, [(peer, memoryview(payload))], (), channel)
+    return mover.post(mover.lines, [(peer, memoryview(payload), "")], (), channel)
 
 
 def receive(mover, size, channel=0):
     (peer,) = mover.lines
     place = memory(size)
-    return mover.post(mover.lines, (), [(peer, place)], channel), place
+    return mover.post(mover.lines, (), [(peer, place, "")], channel), place
 
 
 def wait(mover, orders, limit=10.0):

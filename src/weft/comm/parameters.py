@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from ..errors import WeftError
 from ..wire import default
-from ..wire.base import Pending, Wire, as_bytes, is_plain
+from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain
 from .movement import host, on_host
 from .named import difference, digest, expanded_dims, local, manifests_of_all, of_module
 from .opening import opened
@@ -95,13 +95,13 @@ def _broadcast(wire: Wire, source: int, tensors: Sequence[Tensor]) -> None:
     for batch in _batches(tensors):
         hosted = [tensor if _is_direct(tensor) else host(tensor) for tensor in batch]
         small = [tensor for tensor in hosted if tensor.nbytes <= _TOGETHER]
-        large = [as_bytes(tensor) for tensor in hosted if tensor.nbytes > _TOGETHER]
+        large = [flattened(tensor) for tensor in hosted if tensor.nbytes > _TOGETHER]
         with wire.lease(sum(tensor.nbytes for tensor in small)) as memory:
             places = _cut(memory, [tensor.nbytes for tensor in small])
             if here:
                 for tensor, place in zip(small, places, strict=True):
                     place.copy_(as_bytes(tensor))
-            _chain(wire, source, [memory, *large])
+            _chain(wire, source, [_of_their_dtype(memory, small), *large])
             if not here:
                 for tensor, place in zip(small, places, strict=True):
                     as_bytes(tensor).copy_(place)
@@ -118,6 +118,12 @@ def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Consecutive pieces of so many bytes."""
     ends = [*accumulate(sizes, initial=0)]
     return [memory[start:end] for start, end in pairwise(ends)]
+
+
+def _of_their_dtype(memory: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Memory that holds tensors, as numbers of their dtype if they have one."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return memory.view(*dtypes) if len(dtypes) == 1 else memory
 
 
 def _is_direct(tensor: Tensor) -> bool:
@@ -140,13 +146,14 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _chain(wire: Wire, source: int, pieces: Sequence[Tensor]) -> None:
-    """Pass bytes on from rank to rank, chunk by chunk."""
+    """Pass tensors, 1-D, on from rank to rank, chunk by chunk."""
     least, most = _CHUNKS
-    total = sum(len(piece) for piece in pieces)
-    chunk = max(least, min(most, total // (4 * wire.size)))
-    chunks = [
-        piece[start : start + chunk] for piece in pieces for start in range(0, len(piece), chunk)
-    ]
+    total = sum(piece.nbytes for piece in pieces)
+    nbytes = max(least, min(most, total // (4 * wire.size)))
+    chunks = []
+    for piece in pieces:
+        step = nbytes // piece.itemsize
+        chunks += [piece[start : start + step] for start in range(0, len(piece), step)]
     left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
     coming: list[Pending] = []
     if wire.rank != source:

@@ -1,6 +1,7 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
 A *set* is the loops that are made together, named by a key: `("index", kind)`, `("gaps", kind)`,
+`("floats", kind)`,
 `("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)`, `("owned", kind, op)` or
 `("value", src, dst, op, total)`.
 `Compiler.loops` gives a set that is there, at once; if it is not, one background thread starts to
@@ -150,6 +151,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
     # which import numba
     from . import (
         copy_loops,
+        float_loops,
         gap_loops,
         index_loops,
         lent_loops,
@@ -164,6 +166,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
     modules = {
         "index": index_loops,
         "gaps": gap_loops,
+        "floats": float_loops,
         "lent": lent_loops,
         "list": list_loops,
         "owned": owned_loops,

@@ -26,6 +26,7 @@ __all__ = [
     "combine_rows",
     "count_ones",
     "fence",
+    "join_floats",
     "load",
     "lowest_one",
     "memcmp",
@@ -38,11 +39,12 @@ __all__ = [
     "recv",
     "sched_yield",
     "send",
+    "split_floats",
     "store",
     "stream",
 ]
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 KINDS: dict[str, tuple[Any, Any]] = {  # what lies in memory, what the loop computes with
     "f32": (ir.FloatType(), types.float32),
@@ -306,3 +308,116 @@ def lowest_one(context: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.int64), code
+
+
+_GROUP = 64  # numbers whose exponents are coded together: three words of as many bits
+
+
+def _vector(kind: Any) -> Any:
+    return ir.VectorType(kind, _GROUP)
+
+
+def _all(kind: Any, number: int) -> Any:
+    return ir.Constant(_vector(kind), [number] * _GROUP)
+
+
+def _vector_at(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, _vector(kind).as_pointer())
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """The lowest byte of a number, 64 times."""
+    undefined = ir.Constant(_vector(_I8), ir.Undefined)
+    first = builder.insert_element(undefined, builder.trunc(number, _I8), _I32(0))
+    return builder.shuffle_vector(first, undefined, _all(_I32, 0))
+
+
+def _plane(builder: Any, planes: Any, number: int) -> Any:
+    """Where the word is that has this bit of each of 64 codes."""
+    return builder.inttoptr(builder.add(planes, _I64(8 * number)), _I64.as_pointer())
+
+
+_OTHER, _ESCAPED = 6, 7  # codes, see `floats`
+
+
+@_word
+def split_floats(
+    context: Any, kind: Any, numbers: Any, low: Any, high: Any, planes: Any, base: Any, other: Any
+) -> Any:
+    """split_floats(kind, numbers, low, high, planes, base, other): 64 numbers (f32 or bf16).
+
+    Writes the lower 16 bits of each f32 to `low`, each sign and the 7 bits below the exponent to
+    `high`, and codes of exponents to `planes`: their lowest bits, then the others. Returns which
+    numbers' exponents have no code, as bits.
+    """
+    name = kind.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, numbers, low, high, planes, base, other = arguments
+        if name == "f32":
+            whole = builder.load(_vector_at(builder, numbers, _I32), align=1)
+            lower = builder.trunc(whole, _vector(_I16))
+            builder.store(lower, _vector_at(builder, low, _I16), align=1)
+            upper = builder.trunc(builder.lshr(whole, _all(_I32, 16)), _vector(_I16))
+        else:
+            upper = builder.load(_vector_at(builder, numbers, _I16), align=1)
+        exponent = builder.trunc(builder.lshr(upper, _all(_I16, 7)), _vector(_I8))
+        fraction = builder.and_(builder.trunc(upper, _vector(_I8)), _all(_I8, 0x7F))
+        sign = builder.trunc(builder.lshr(upper, _all(_I16, 8)), _vector(_I8))
+        signed = builder.or_(fraction, builder.and_(sign, _all(_I8, 0x80)))
+        builder.store(signed, _vector_at(builder, high, _I8), align=1)
+        number = builder.sub(exponent, _spread(builder, base))
+        is_other = builder.icmp_unsigned("==", exponent, _spread(builder, other))
+        rest = builder.select(is_other, _all(_I8, _OTHER), _all(_I8, _ESCAPED))
+        number = builder.select(builder.icmp_unsigned("<", number, _all(_I8, _OTHER)), number, rest)
+        escaped = _I64(-1)
+        for bit in range(3):
+            some = builder.and_(number, _all(_I8, 1 << bit))
+            word = builder.bitcast(builder.icmp_unsigned("!=", some, _all(_I8, 0)), _I64)
+            builder.store(word, _plane(builder, planes, bit), align=1)
+            escaped = builder.and_(escaped, word)
+        return escaped
+
+    integer = types.int64
+    return types.int64(kind, *[integer] * 6), code
+
+
+@_word
+def join_floats(
+    context: Any, kind: Any, low: Any, high: Any, planes: Any, base: Any, other: Any, numbers: Any
+) -> Any:
+    """join_floats(kind, low, high, planes, base, other, numbers): what `split_floats` took apart.
+
+    Returns which exponents are not right, since they have no code.
+    """
+    name = kind.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, low, high, planes, base, other, numbers = arguments
+        number, escaped = _all(_I8, 0), _I64(-1)
+        for bit in range(3):
+            word = builder.load(_plane(builder, planes, bit), align=1)
+            escaped = builder.and_(escaped, word)
+            some = builder.bitcast(word, _vector(ir.IntType(1)))
+            number = builder.or_(number, builder.select(some, _all(_I8, 1 << bit), _all(_I8, 0)))
+        exponent = builder.select(
+            builder.icmp_unsigned("==", number, _all(_I8, _OTHER)),
+            _spread(builder, other),
+            builder.add(number, _spread(builder, base)),
+        )
+        signed = builder.zext(builder.load(_vector_at(builder, high, _I8), align=1), _vector(_I16))
+        sign = builder.shl(builder.and_(signed, _all(_I16, 0x80)), _all(_I16, 8))
+        fraction = builder.and_(signed, _all(_I16, 0x7F))
+        placed = builder.shl(builder.zext(exponent, _vector(_I16)), _all(_I16, 7))
+        upper = builder.or_(builder.or_(sign, fraction), placed)
+        if name == "f32":
+            lower = builder.load(_vector_at(builder, low, _I16), align=1)
+            shifted = builder.shl(builder.zext(upper, _vector(_I32)), _all(_I32, 16))
+            whole = builder.or_(builder.zext(lower, _vector(_I32)), shifted)
+            builder.store(whole, _vector_at(builder, numbers, _I32), align=1)
+        else:
+            builder.store(upper, _vector_at(builder, numbers, _I16), align=1)
+        return escaped
+
+    integer = types.int64
+    return types.int64(kind, *[integer] * 6), code

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..wire.base import Pending, as_bytes
+from ..wire.base import Pending
 from ..wire.memory import Lease, typed
 from .call import Call
 from .cost import Load
@@ -211,11 +211,11 @@ class Relay:
 
     def _coming_to(self, slot: Tensor, distance: int, chunk: int, *, leads: bool) -> _Coming:
         channel = self._ahead if leads else self._channel
-        pending = self._wire.post((), [(self._left, as_bytes(slot))], channel)
+        pending = self._wire.post((), [(self._left, slot)], channel)
         return _Coming(distance, chunk * self.rows, slot, pending, leads)
 
     def _send(self, step: int, slot: Tensor, channel: int) -> None:
-        pending = self._wire.post([(self._right, as_bytes(slot))], (), channel)
+        pending = self._wire.post([(self._right, slot)], (), channel)
         self._going[step % _STEPS].append(pending)
 
     def _slot(self, step: int, origin: int, distance: int) -> Tensor | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import Pending, as_bytes
+from ..wire.base import Pending
 from ..wire.memory import Lease, typed
 from . import codec
 from .call import Call
@@ -180,7 +180,7 @@ class Inflow:
     def _post_until(self, chunk: int) -> None:
         for index in range(len(self._posted), min(chunk, self._chunks)):
             slot = self._slot(index)
-            self._posted.append(self._call.wire.post((), [(self._peer, as_bytes(slot))], VALUES))
+            self._posted.append(self._call.wire.post((), [(self._peer, slot)], VALUES))
 
     def _slot(self, chunk: int) -> Tensor:
         rows = min(self._step, self._count - chunk * self._step)
@@ -210,7 +210,7 @@ def chunks(call: Call, values: Tensor) -> list[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
     step = call.chunk_rows
     starts = range(0, len(values) if call.load.row else 0, step)
-    return [as_bytes(values[start : start + step]) for start in starts]
+    return [values[start : start + step] for start in starts]
 
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:

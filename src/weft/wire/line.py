@@ -9,7 +9,8 @@ place to go to, straight from the socket, and no channel holds up another. Small
 of their own (`small`).
 
 Ranks that `introduce` themselves and find that they are on one host do not send long messages: they
-tell where these lie, and the peer reads them there (`lent`) and says so.
+tell where these lie, and the peer reads them there (`lent`) and says so. Between hosts long
+messages of numbers may go in fewer bytes, in `pieces`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import struct
 from collections import deque
 
 from .lent import LEAST, Guard, Reach, address_of
+from .pieces import HEAD, KINDS, Packer, Unpacker
 
 __all__ = ["Line", "Order"]
 
@@ -27,9 +29,11 @@ _FRAME = struct.Struct("!QQ")  # channel and what it is about; bytes, or how man
 _GRANT = 1 << 63
 _LENT = 1 << 62  # a message to be read; its address follows
 _CARD = 1 << 61  # what is needed to read here follows
-_READS, _TAKEN, _DECLINED, _LATE = (1 << 60 | kind for kind in range(4))
-# = whether the peer can read here; it read what was lent first; it could not; that, sent after all
-_ABOUT = {_CARD, _READS, _TAKEN, _DECLINED}  # not messages
+_READS, _TAKEN, _DECLINED, _LATE, _UNPACKS = (1 << 60 | kind for kind in range(5))
+# = whether the peer can read here; it read what was lent first; it could not; that, sent after all;
+# which kinds of numbers it unpacks
+_ABOUT = {_CARD, _READS, _TAKEN, _DECLINED, _UNPACKS}  # not messages
+_PIECES = 1 << 59  # a message that comes in pieces, each behind its own header
 _ADDRESS = struct.Struct("!Q")
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
 _LOT = 1 << 17  # bytes of a long message that are worth waking up for
@@ -37,12 +41,15 @@ _TURN = 1 << 22  # bytes that a line moves before others get their turn
 
 
 class Order:
-    """One message to be sent or received: `done` when its bytes are through."""
+    """One message to be sent or received: `done` when its bytes are through.
 
-    __slots__ = ("buffer", "done", "number")
+    `kind` is that of its numbers, if they may be packed on their way.
+    """
 
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer = buffer
+    __slots__ = ("buffer", "done", "kind", "number")
+
+    def __init__(self, buffer: memoryview, kind: str = "") -> None:
+        self.buffer, self.kind = buffer, kind
         self.done = False
         self.number = 0
 
@@ -58,6 +65,8 @@ class Line:
         more: whether something lies here that `receive` has not looked at yet.
         reach: what reads the peer's memory, if that can be read.
         lends: whether the peer can read here; None as long as it has not said so.
+        unpacks: the kinds of numbers that the peer reads packed, as the sum of their bits.
+        offered: those that it was told are read here.
     """
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -70,6 +79,8 @@ class Line:
         self._posted = self._waiting = 0  # messages to send, in all and not begun
         self._parts: list[memoryview] = []  # of the message that is being sent
         self._sending: Order | None = None
+        self._packer, self._unpacker = Packer(sock), Unpacker()
+        self.unpacks = self.offered = 0
         self._ahead = memoryview(bytearray(_AHEAD))
         self._start = self._end = 0  # what was read ahead and not looked at
         self._into: memoryview | None = None  # what is still missing of the message that comes
@@ -89,6 +100,11 @@ class Line:
         """Let the peer read long messages where they lie, if it is on this host and may."""
         self._host = host
         self._notes.append(_FRAME.pack(_CARD, Reach.SIZE) + guard.card(host))
+
+    def offer(self, kinds: int) -> None:
+        """Tell the peer which kinds of numbers are read here if they are packed."""
+        self.offered = kinds
+        self._notes.append(_FRAME.pack(_UNPACKS, kinds))
 
     def expect(self, channel: int, order: Order) -> None:
         """Receive the next message of a channel, into a buffer large enough."""
@@ -142,6 +158,8 @@ class Line:
                 sent -= len(self._parts.pop(0))
             if self._parts:
                 self._parts[0] = self._parts[0][sent:]
+            elif not self._packer.done:
+                self._parts = self._packer.next()
             elif self._sending is not None:
                 self._sending.done, self._sending = True, None
 
@@ -178,6 +196,11 @@ class Line:
                 self._parts = [memoryview(b"".join(frames))]
                 return True
             self._sending = order
+            if KINDS.get(order.kind, 0) & self.unpacks:
+                frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
+                self._packer.begin(order.kind, order.buffer)
+                self._parts = [memoryview(b"".join(frames)), *self._packer.next()]
+                return True
             frames.append(_FRAME.pack(channel, len(order.buffer)))
             self._parts = [memoryview(b"".join(frames)), order.buffer]
         elif frames:
@@ -226,43 +249,30 @@ class Line:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _finished(self) -> None:
-        """The message that came is whole."""
+        """The message that came is whole, or a piece of it."""
         assert self._coming is not None
-        self._coming.done = True
-        self._coming = self._into = None
+        self._into = None
+        if self._unpacker.under_way and not self._unpacker.filled():
+            self.lost = "a piece of a message came that cannot be read"
+        if not self._unpacker.under_way:
+            self._coming.done = True
+            self._coming = None
 
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
         if self._end == self._start and not self._paused:
             return True
-        while not self._paused and self._end - self._start >= _FRAME.size:
-            kind, size = _FRAME.unpack_from(self._ahead, self._start)
-            if kind & _GRANT:
-                channel = kind ^ _GRANT
-                self._allowed[channel] = self._allowed.get(channel, 0) + size
-                self._start += _FRAME.size
-                continue
-            follows = _ADDRESS.size if kind & _LENT else size if kind == _CARD else 0
-            if self._end - self._start < _FRAME.size + follows:
-                break
-            if kind in _ABOUT:
-                self._start += _FRAME.size + follows
-                card = bytes(self._ahead[self._start - follows : self._start])
-                self._heed(kind, size, card)
-                continue
-            order = self._place_for(kind, size)
-            if order is None:
+        while not self._paused and (head := self._head()) is not None:
+            into = self._looked_at(head)
+            if self.lost:
                 return False
-            self._start += _FRAME.size + follows
-            if kind & _LENT:
-                self._read_across(order, size)
+            if into is None:
                 continue
-            self._coming = order
-            here = min(self._end - self._start, size)
-            order.buffer[:here] = self._ahead[self._start : self._start + here]
+            here = min(self._end - self._start, len(into))
+            into[:here] = self._ahead[self._start : self._start + here]
             self._start += here
-            self._into = order.buffer[here:size]
-            if here < size:
+            self._into = into[here:]
+            if here < len(into):
                 self._start = self._end = 0
                 return True
             self._finished()
@@ -273,9 +283,49 @@ class Line:
             self._start, self._end = 0, rest
         return not self._paused
 
+    def _head(self) -> memoryview | None:
+        """What the next message, or piece of one, begins with, if all of it is there."""
+        rest = self._ahead[self._start : self._end]
+        if self._unpacker.under_way:
+            return rest[:HEAD] if len(rest) >= HEAD else None
+        if len(rest) < _FRAME.size:
+            return None
+        kind, size = _FRAME.unpack_from(rest)
+        card = kind == _CARD
+        length = _FRAME.size + (_ADDRESS.size if kind & _LENT else size if card else 0)
+        return rest[:length] if len(rest) >= length else None
+
+    def _looked_at(self, head: memoryview) -> memoryview | None:
+        """Heed what was read ahead; where what follows it belongs, if anything does."""
+        self._start += len(head)
+        if self._unpacker.under_way:
+            into = self._unpacker.place(head)
+            if into is None:
+                self.lost = "a piece of a message came that is none"
+            return into
+        kind, size = _FRAME.unpack_from(head)
+        if kind & _GRANT:
+            channel = kind ^ _GRANT
+            self._allowed[channel] = self._allowed.get(channel, 0) + size
+            return None
+        if kind in _ABOUT:
+            self._heed(kind, size, bytes(head[_FRAME.size :]))
+            return None
+        order = self._place_for(kind, size)
+        if order is None:
+            return None
+        if kind & _LENT:
+            self._read_across(order, size, *_ADDRESS.unpack_from(head, _FRAME.size))
+            return None
+        self._coming = order
+        if kind & _PIECES:
+            self._unpacker.begin(order.buffer[:size])
+            return None
+        return order.buffer[:size]
+
     def _place_for(self, kind: int, size: int) -> Order | None:
         """Where the message that comes belongs, or None: nowhere, which loses the line."""
-        orders = self._declined if kind == _LATE else self._incoming.get(kind & ~_LENT)
+        orders = self._declined if kind == _LATE else self._incoming.get(kind & ~(_LENT | _PIECES))
         if not orders:
             self.lost = f"a message of {size} bytes came that nobody awaits"
             return None
@@ -285,9 +335,8 @@ class Line:
             return None
         return orders.popleft()
 
-    def _read_across(self, order: Order, size: int) -> None:
+    def _read_across(self, order: Order, size: int, address: int) -> None:
         """Read a message where it lies; have it sent if that fails."""
-        (address,) = _ADDRESS.unpack_from(self._ahead, self._start - _ADDRESS.size)
         order.done = self.reach is not None and self.reach.read(address, order.buffer[:size])
         if not order.done:
             self._declined.append(order)
@@ -295,12 +344,14 @@ class Line:
         self._paused = True  # whoever awaits it may have something to do with it at once
 
     def _heed(self, kind: int, value: int, card: bytes) -> None:
-        """What the peer says about reading across."""
+        """What the peer says about what it reads, and how."""
         if kind == _CARD:
             self.reach = Reach.of(card, self._host) if self._host else None
             self._notes.append(_FRAME.pack(_READS, self.reach is not None))
         elif kind == _READS:
             self.lends = bool(value)
+        elif kind == _UNPACKS:
+            self.unpacks = value
         elif kind == _TAKEN:
             self._lent.popleft().done = True
         else:  # what lies behind it is answered in the same way

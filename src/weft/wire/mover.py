@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from ..kernels.cpu_talk import Came, Lender, Talk
+from . import pieces
 from .arena import Arena
 from .lent import Guard
 from .line import Line, Order
@@ -39,8 +40,8 @@ _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it 
 _LOOKS = 500_000  # nanoseconds that machine code does so, where peers come soon
 _FEW_LOOKS = 50_000  # = where they do not, and for messages of any length
 
-Message = tuple[int, memoryview]
-"""(peer, memory to send or to fill)."""
+Message = tuple[int, memoryview, str]
+"""(peer, memory to send or to fill, the kind of numbers there if they may be packed, or "")."""
 
 Posted = tuple[Line | SmallLine, Order]
 """A message and the line that it is on."""
@@ -87,6 +88,7 @@ class Mover:
         self._turn = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stir = threading.Event()
+        self._unpacks = 0  # the kinds of numbers that are read here if packed
         self._failed: BaseException | None = None
         self._closed = False
 
@@ -140,13 +142,14 @@ class Mover:
         """
         orders: list[Posted] = []
         with self._turn:
-            for peer, buffer in recvs:
+            self._offer(kind for _, _, kind in (*sends, *recvs))
+            for peer, buffer, _ in recvs:
                 order, line = Order(buffer), lines[peer]
                 line.expect(at, order)
                 orders.append((line, order))
                 self._changed[line.fd] = line
-            for peer, message in sends:
-                order, line = Order(message), lines[peer]
+            for peer, message, kind in sends:
+                order, line = Order(message, kind), lines[peer]
                 line.send(at, order)
                 orders.append((line, order))
                 line.flush()
@@ -154,6 +157,17 @@ class Mover:
         if orders and not self._stir.is_set():
             self._rouse()
         return orders
+
+    def _offer(self, kinds: Iterable[str]) -> None:
+        """Tell peers on other hosts which kinds of numbers are read here if packed, these too."""
+        for kind in kinds:
+            if kind and not self._unpacks & pieces.KINDS[kind] and pieces.reads(kind):
+                self._unpacks |= pieces.KINDS[kind]
+        for line in self.lines.values() if self._unpacks else ():
+            if line.lends is False and line.offered != self._unpacks:
+                line.offer(self._unpacks)
+                line.flush()
+                self._watch(line)
 
     def post_small(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]

@@ -290,15 +290,15 @@ class MpiMover:
         orders: list[_Order] = []
         with _turn:
             if self._ended:  # between the wire's look at the watcher and here
-                return [_Order(None, m, p, False, None, True, self._ended) for p, m in recvs]
+                return [_Order(None, m, p, False, None, True, self._ended) for p, m, _ in recvs]
             _sweep()
             comm = self._world.comm
-            for peer, buffer in recvs:
+            for peer, buffer, _ in recvs:
                 source, _ = lines[peer]
                 spec, kind = self._described(buffer)
                 request = comm.Irecv(spec, source, self.context * _CHANNELS + channel)
                 orders.append(_Order(request, buffer, peer, True, kind))
-            for peer, message in sends:
+            for peer, message, _ in sends:
                 target, context = lines[peer]
                 spec, kind = self._described(message)
                 request = comm.Isend(spec, target, context * _CHANNELS + channel)

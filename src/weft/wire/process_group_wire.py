@@ -29,6 +29,7 @@ from .hosts import digest_of
 from .joined import Joined
 from .memory import Lease
 from .mover import Lost, Message, Mover
+from .pieces import kind_of
 from .routine import Routine, Script
 from .verdict import Verdict
 from .watch import Watch
@@ -125,10 +126,15 @@ class ProcessGroupWire(Wire):
         if self._connections is not None:
             same: dict[int, memoryview] = {}  # what goes to several is looked at once
             outgoing = [
-                (peer, same.get(id(tensor)) or same.setdefault(id(tensor), _bytes(tensor)))
+                (
+                    peer,
+                    same.get(id(tensor)) or same.setdefault(id(tensor), _bytes(tensor)),
+                    kind_of(tensor),
+                )
                 for peer, tensor in sends
             ]
-            incoming = [(peer, _bytes(posted.into(want))) for peer, want in recvs]
+            into = [(peer, posted.into(want)) for peer, want in recvs]
+            incoming = [(peer, _bytes(tensor), kind_of(tensor)) for peer, tensor in into]
             self._begin(posted, self._connections.mover.post, lines, outgoing, incoming, channel)
         return posted
 

@@ -1,0 +1,178 @@
+"""The compiled loops over blocks of floating-point numbers: their exponents in few bits, and back.
+
+Made and called like `value_loops`; what the bytes mean is told, and defined, in `floats`. Of 64
+numbers at a time the parts are taken, and put together, by one word of `machine` each; numbers
+whose exponent has no code are seen to one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .floats import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, WINDOW, ZEROS
+from .machine import (
+    SIZES,
+    join_floats,
+    load,
+    lowest_one,
+    memcpy,
+    memset,
+    part,
+    split_floats,
+    store,
+)
+
+LOOPS = ("pack_floats", "unpack_floats")
+
+__all__ = ["LOOPS", *LOOPS]
+
+_SAMPLED = len(range(0, BLOCK, EVERY))
+_PLANES = 3 * BLOCK // 8  # bytes of the codes
+_SIGNED = {"f32": "i32", "bf16": "i16"}
+
+int64: Any = np.int64  # casts, in machine code
+uint8: Any = np.uint8
+
+
+def _sampled(kind: str, shift: int) -> Callable[..., tuple[int, int, int]]:
+    """Choose the codes of a block: its base, the other exponent, and how many numbers have them."""
+    bits = _SIGNED[kind]
+
+    def loop(numbers: int, counts: int) -> tuple[int, int, int]:
+        memset(counts, 0, 256)
+        lowest, highest = int64(255), int64(0)
+        for i in range(0, BLOCK, EVERY):
+            exponent = (int64(load(bits, numbers, i)) >> shift) & 255
+            store("u8", counts, exponent, uint8(load("u8", counts, exponent) + 1))
+            lowest, highest = min(lowest, exponent), max(highest, exponent)
+        base, most = int64(1), int64(0)
+        within = int64(0)
+        first = max(int64(1), lowest - WINDOW + 1)
+        for exponent in range(first, first + WINDOW):
+            within += load("u8", counts, exponent)
+        for start in range(first, min(int64(256 - WINDOW), highest) + 1):
+            if within > most:
+                base, most = start, within
+            within -= load("u8", counts, start)
+            within += load("u8", counts, min(start + WINDOW, 255))
+        other, some = int64(0), int64(0)
+        for exponent in range(lowest, highest + 1):
+            count = int64(load("u8", counts, exponent))
+            if count > some and not base <= exponent < base + WINDOW:
+                other, some = exponent, count
+        return base, other, most + some
+
+    return part(loop)
+
+
+def pack_floats(kind: str) -> Callable[..., int]:
+    """Write whole blocks of numbers, and what is left plainly; returns how many bytes that took.
+
+    At `out` there is room for what `floats.most` says: more than is taken is written on the way.
+    """
+    size, bits = SIZES[kind], _SIGNED[kind]
+    shift = 8 * size - 9
+    lows = 2 * BLOCK * (size == 4)
+    sampled = _sampled(kind, shift)
+
+    def loop(numbers: int, count: int, out: int) -> int:
+        start, end = out, numbers + size * count
+        while end - numbers >= size * BLOCK:
+            low = out + HEAD
+            base, other, covered = sampled(numbers, low)
+            method = int64(CODED if 8 * covered >= ENOUGH * _SAMPLED else PLAIN)
+            if load("u8", low, 0) == _SAMPLED:
+                some = int64(0)
+                for i in range(size * BLOCK // 8):
+                    some |= load("i64", numbers, i)
+                if some == 0:
+                    method = int64(ZEROS)
+            store("i64", out, 0, method | base << 8 | other << 16)
+            after = low
+            if method == CODED:
+                high = low + lows
+                planes = high + BLOCK
+                after = planes + _PLANES
+                for group in range(0, BLOCK, 64):
+                    some = numbers + size * group
+                    escaped = split_floats(
+                        kind,
+                        some,
+                        low + 2 * group,
+                        high + group,
+                        planes + 3 * group // 8,
+                        base,
+                        other,
+                    )
+                    while escaped != 0:
+                        exponent = int64(load(bits, some, lowest_one(escaped))) >> shift
+                        store("u8", after, 0, uint8(exponent & 255))
+                        after += 1
+                        escaped &= escaped - 1
+                if after - low > size * BLOCK:
+                    method = int64(PLAIN)
+                    store("u8", out, 0, uint8(PLAIN))
+            if method == PLAIN:
+                memcpy(low, numbers, size * BLOCK)
+                after = low + size * BLOCK
+            out = after
+            numbers += size * BLOCK
+        memcpy(out, numbers, end - numbers)
+        return out + (end - numbers) - start
+
+    return loop
+
+
+def unpack_floats(kind: str) -> Callable[..., int]:
+    """Read back `count` numbers that `pack_floats` wrote; returns how many bytes they took.
+
+    Whatever lies there, no more is read than `floats.most` of so many numbers.
+    """
+    size, bits = SIZES[kind], _SIGNED[kind]
+    shift = 8 * size - 9
+    lows = 2 * BLOCK * (size == 4)
+    kept = ~(255 << shift)
+    narrow: Any = {4: np.int32, 2: np.int16}[size]
+
+    def loop(packed: int, out: int, count: int) -> int:
+        start, end = packed, out + size * count
+        while end - out >= size * BLOCK:
+            word = load("i64", packed, 0)
+            method, base, other = word & 255, (word >> 8) & 255, (word >> 16) & 255
+            packed += HEAD
+            if method == CODED:
+                high = packed + lows
+                planes = high + BLOCK
+                after = planes + _PLANES
+                for group in range(0, BLOCK, 64):
+                    some = out + size * group
+                    escaped = join_floats(
+                        kind,
+                        packed + 2 * group,
+                        high + group,
+                        planes + 3 * group // 8,
+                        base,
+                        other,
+                        some,
+                    )
+                    while escaped != 0:
+                        i = lowest_one(escaped)
+                        exponent = int64(load("u8", after, 0))
+                        after += 1
+                        number = (int64(load(bits, some, i)) & kept) | exponent << shift
+                        store(bits, some, i, narrow(number))
+                        escaped &= escaped - 1
+                packed = after
+            elif method == ZEROS:
+                memset(out, 0, size * BLOCK)
+            else:
+                memcpy(out, packed, size * BLOCK)
+                packed += size * BLOCK
+            out += size * BLOCK
+        memcpy(out, packed, end - out)
+        return packed + (end - out) - start
+
+    return loop
