@@ -1,10 +1,11 @@
 """Long messages of floating-point numbers in pieces, some of them in fewer bytes than they have.
 
 Between hosts bytes are dear and cores wait for them, so a line may pack what it sends, and nobody
-else knows: what arrives is what was sent, bit by bit (`weft.kernels.floats`). It does so piece by
-piece, and only where that costs nothing: while the socket still holds bytes that the link has not
-taken, or while there is nothing else to wait for, packing is quicker than any link that makes it
-wait. A peer is sent packed pieces once it has said that it can read them at machine speed.
+else knows: what arrives is what was sent, bit by bit (`weft.kernels.floats`). It does so where the
+link is what is waited for: where at times the socket still holds bytes that did not go out when the
+next piece is due. Writing and reading a piece at 3 to 7 GB/s takes less than 0.15 of the time in
+which such a link takes it, or 0.29, which is what it spares. A peer is sent packed pieces once it
+has said that it can read them at machine speed.
 
 `WEFT_PACK=0` in the environment has all pieces sent as they are.
 """
@@ -46,6 +47,7 @@ HEAD = _HEADER.size
 _NOT_SENT = 0x894B  # SIOCOUTQNSD of Linux: bytes in a socket that have not gone out yet
 _GAIN = 0.98  # of its bytes a packed piece takes at the most, or it was not worth the while
 _DULL = 32  # pieces to be sent as they are after one that was not worth it
+_WAITED, _TRUSTED = 16, 128  # pieces that are packed after a wait of the link; at the most
 _WORKS = fcntl is not None and sys.platform.startswith("linux")
 
 
@@ -72,6 +74,7 @@ class Packer:
         self._rest = memoryview(b"")
         self._kind = ""
         self._dull = 0  # pieces that are not to be packed
+        self._slow = 0  # pieces for which the link is held to be slow
 
     @property
     def done(self) -> bool:
@@ -93,7 +96,9 @@ class Packer:
         if self._dull:
             self._dull -= 1
             return None
-        if not self._waits():
+        waits = self._waits()
+        self._slow = min(_TRUSTED, self._slow + _WAITED) if waits else max(0, self._slow - 1)
+        if not self._slow:
             return None
         if self._room is None:
             self._room = _room()
