@@ -36,6 +36,8 @@ _log = logging.getLogger("weft")
 _SOURCES = (
     "machine.py",
     "copy_loops.py",
+    "float_loops.py",
+    "floats.py",
     "gap_loops.py",
     "index_loops.py",
     "lent_loops.py",

@@ -20,7 +20,6 @@ from .machine import (
     lowest_one,
     memcpy,
     memset,
-    part,
     split_floats,
     store,
 )
@@ -37,37 +36,6 @@ int64: Any = np.int64  # casts, in machine code
 uint8: Any = np.uint8
 
 
-def _sampled(kind: str, shift: int) -> Callable[..., tuple[int, int, int]]:
-    """Choose the codes of a block: its base, the other exponent, and how many numbers have them."""
-    bits = _SIGNED[kind]
-
-    def loop(numbers: int, counts: int) -> tuple[int, int, int]:
-        memset(counts, 0, 256)
-        lowest, highest = int64(255), int64(0)
-        for i in range(0, BLOCK, EVERY):
-            exponent = (int64(load(bits, numbers, i)) >> shift) & 255
-            store("u8", counts, exponent, uint8(load("u8", counts, exponent) + 1))
-            lowest, highest = min(lowest, exponent), max(highest, exponent)
-        base, most = int64(1), int64(0)
-        within = int64(0)
-        first = max(int64(1), lowest - WINDOW + 1)
-        for exponent in range(first, first + WINDOW):
-            within += load("u8", counts, exponent)
-        for start in range(first, min(int64(256 - WINDOW), highest) + 1):
-            if within > most:
-                base, most = start, within
-            within -= load("u8", counts, start)
-            within += load("u8", counts, min(start + WINDOW, 255))
-        other, some = int64(0), int64(0)
-        for exponent in range(lowest, highest + 1):
-            count = int64(load("u8", counts, exponent))
-            if count > some and not base <= exponent < base + WINDOW:
-                other, some = exponent, count
-        return base, other, most + some
-
-    return part(loop)
-
-
 def pack_floats(kind: str) -> Callable[..., int]:
     """Write whole blocks of numbers, and what is left plainly; returns how many bytes that took.
 
@@ -76,13 +44,34 @@ def pack_floats(kind: str) -> Callable[..., int]:
     size, bits = SIZES[kind], _SIGNED[kind]
     shift = 8 * size - 9
     lows = 2 * BLOCK * (size == 4)
-    sampled = _sampled(kind, shift)
 
     def loop(numbers: int, count: int, out: int) -> int:
-        start, end = out, numbers + size * count
+        begin, end = out, numbers + size * count
         while end - numbers >= size * BLOCK:
             low = out + HEAD
-            base, other, covered = sampled(numbers, low)
+
+            # which exponents have codes; they are counted where parts of the block come later
+            memset(low, 0, 256)
+            lowest, highest = int64(255), int64(0)
+            for i in range(0, BLOCK, EVERY):
+                exponent = (int64(load(bits, numbers, i)) >> shift) & 255
+                store("u8", low, exponent, uint8(load("u8", low, exponent) + 1))
+                lowest, highest = min(lowest, exponent), max(highest, exponent)
+            base, covered, within = int64(1), int64(0), int64(0)
+            first = max(int64(1), lowest - WINDOW + 1)
+            for exponent in range(first, first + WINDOW):
+                within += load("u8", low, exponent)
+            for start in range(first, min(int64(256 - WINDOW), highest) + 1):
+                if within > covered:
+                    base, covered = start, within
+                within += load("u8", low, min(start + WINDOW, 255)) - load("u8", low, start)
+            other, most = int64(0), int64(0)
+            for exponent in range(lowest, highest + 1):
+                count = int64(load("u8", low, exponent))
+                if count > most and not base <= exponent < base + WINDOW:
+                    other, most = exponent, count
+            covered += most
+
             method = int64(CODED if 8 * covered >= ENOUGH * _SAMPLED else PLAIN)
             if load("u8", low, 0) == _SAMPLED:
                 some = int64(0)
@@ -121,7 +110,7 @@ def pack_floats(kind: str) -> Callable[..., int]:
             out = after
             numbers += size * BLOCK
         memcpy(out, numbers, end - numbers)
-        return out + (end - numbers) - start
+        return out + (end - numbers) - begin
 
     return loop
 

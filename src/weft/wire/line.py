@@ -21,7 +21,7 @@ import struct
 from collections import deque
 
 from .lent import LEAST, Guard, Reach, address_of
-from .pieces import HEAD, KINDS, Packer, Unpacker
+from .pieces import HEAD, KINDS, Pace, Packer, Unpacker
 
 __all__ = ["Line", "Order"]
 
@@ -69,7 +69,8 @@ class Line:
         offered: those that it was told are read here.
     """
 
-    def __init__(self, peer: int, sock: socket.socket) -> None:
+    def __init__(self, peer: int, sock: socket.socket, pace: Pace | None = None) -> None:
+        """To a peer; lines that share a link have one `pace`."""
         self.peer, self.sock, self.lost = peer, sock, ""
         self.fd = sock.fileno()
         self._incoming: dict[int, deque[Order]] = {}
@@ -79,7 +80,8 @@ class Line:
         self._posted = self._waiting = 0  # messages to send, in all and not begun
         self._parts: list[memoryview] = []  # of the message that is being sent
         self._sending: Order | None = None
-        self._packer, self._unpacker = Packer(sock), Unpacker()
+        self._packer, self._unpacker = Packer(sock, pace or Pace()), Unpacker()
+        self._sent = 0  # bytes that the socket took
         self.unpacks = self.offered = 0
         self._ahead = memoryview(bytearray(_AHEAD))
         self._start = self._end = 0  # what was read ahead and not looked at
@@ -154,6 +156,7 @@ class Line:
                     pass
                 self.lost = self.lost or str(error)
                 return
+            self._sent += sent
             while self._parts and sent >= len(self._parts[0]):
                 sent -= len(self._parts.pop(0))
             if self._parts:
@@ -196,7 +199,7 @@ class Line:
                 self._parts = [memoryview(b"".join(frames))]
                 return True
             self._sending = order
-            if KINDS.get(order.kind, 0) & self.unpacks:
+            if KINDS.get(order.kind, 0) & self.unpacks and self._packer.pays(self._sent):
                 frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
                 self._packer.begin(order.kind, order.buffer)
                 self._parts = [memoryview(b"".join(frames)), *self._packer.next()]

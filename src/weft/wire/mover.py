@@ -67,7 +67,8 @@ class Mover:
         shared: Mapping[int, Tensor],
     ) -> None:
         """Take over connected, non-blocking sockets, by rank, and memory for pipes to some."""
-        self.lines = {peer: Line(peer, sock) for peer, sock in bulk.items()}
+        pace = pieces.Pace()
+        self.lines = {peer: Line(peer, sock, pace) for peer, sock in bulk.items()}
         self.small: dict[int, SmallLine] = {
             peer: PipeLine(peer, sock, shared[peer], first=rank < peer)
             if peer in shared

@@ -2,10 +2,10 @@
 
 Between hosts bytes are dear and cores wait for them, so a line may pack what it sends, and nobody
 else knows: what arrives is what was sent, bit by bit (`weft.kernels.floats`). It does so where the
-link is what is waited for: where at times the socket still holds bytes that did not go out when the
-next piece is due. Writing and reading a piece at 3 to 7 GB/s takes less than 0.15 of the time in
-which such a link takes it, or 0.29, which is what it spares. A peer is sent packed pieces once it
-has said that it can read them at machine speed.
+link is slow: writing and reading a piece takes a tenth of the time in which 2.5 Gbit/s carry it,
+and spares 0.15 of that, or 0.29. How quick the link is can be told where it is waited for: what a
+socket still held when the next piece was due went out as quickly as it could. A peer is sent packed
+pieces once it has said that it can read them at machine speed.
 
 `WEFT_PACK=0` in the environment has all pieces sent as they are.
 """
@@ -16,6 +16,8 @@ import os
 import socket
 import struct
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -29,7 +31,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HEAD", "KINDS", "LEAST", "Packer", "Unpacker", "kind_of", "reads"]
+__all__ = ["HEAD", "KINDS", "LEAST", "Pace", "Packer", "Unpacker", "kind_of", "reads"]
 
 LEAST = 1 << 14
 """Bytes of a message from which on it travels in pieces."""
@@ -39,15 +41,18 @@ KINDS: Mapping[str, int] = {"f32": 1, "bf16": 2}
 
 _PLAIN = 0  # in the place of a kind's bit
 _BY_BIT = {bit: kind for kind, bit in KINDS.items()}
-_PIECE = 1 << 17  # bytes of a piece before it is packed: what fits into the cache beside the rest
+_PIECE = 1 << 17  # bytes of a piece before it is packed: it stays in the cache
 _HEADER = struct.Struct("!III")  # bit of its kind; bytes of the piece; bytes that it takes
 HEAD = _HEADER.size
 """Bytes that say what follows of a piece."""
 
 _NOT_SENT = 0x894B  # SIOCOUTQNSD of Linux: bytes in a socket that have not gone out yet
 _GAIN = 0.98  # of its bytes a packed piece takes at the most, or it was not worth the while
-_DULL = 32  # pieces to be sent as they are after one that was not worth it
-_WAITED, _TRUSTED = 16, 128  # pieces that are packed after a wait of the link; at the most
+_DULL = 8  # pieces to be sent as they are after one that was not worth it
+_SLOW = 320e6  # bytes a second that all lines of a rank carry at the most where they are packed
+_WINDOW = 2e-3  # seconds in which a socket always held something: its pace is known
+_LOOKS = 15  # at a pace, by which it is judged
+_LATELY = 0.1  # seconds for which such a pace counts beside those of others
 _WORKS = fcntl is not None and sys.platform.startswith("linux")
 
 
@@ -65,16 +70,38 @@ def _wanted() -> bool:
     return _WORKS and os.environ.get("WEFT_PACK", "1") != "0"
 
 
+class Pace:
+    """How quick the links of a rank are, as far as they are what is waited for.
+
+    Attributes:
+        slow: whether they are held to be so slow that packing pays.
+    """
+
+    def __init__(self) -> None:
+        self.slow = False
+        self._seen: dict[object, tuple[float, float]] = {}
+        self._rates: deque[float] = deque(maxlen=_LOOKS)  # of all lines, each time one was seen
+
+    def see(self, line: object, rate: float, now: float) -> None:
+        """A line could carry so many bytes a second just now, while others carried theirs."""
+        self._seen[line] = rate, now
+        self._rates.append(sum(each for each, at in self._seen.values() if now - at < _LATELY))
+        # the third quartile: a busy machine makes links look slow, and a shaper lets bursts pass
+        rates = sorted(self._rates)
+        self.slow = len(rates) > 3 and rates[-1 - len(rates) // 4] < _SLOW
+
+
 class Packer:
     """Cuts the messages of one line into pieces, one message after the other."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, pace: Pace) -> None:
+        self._sock, self._pace = sock, pace
         self._room: memoryview | None = None
         self._rest = memoryview(b"")
         self._kind = ""
         self._dull = 0  # pieces that are not to be packed
-        self._slow = 0  # pieces for which the link is held to be slow
+        self._tells = True  # the kernel tells what the socket holds
+        self._since: tuple[float, int] | None = None  # when it held something, and what had gone
 
     @property
     def done(self) -> bool:
@@ -85,38 +112,49 @@ class Packer:
         """Cut a message of numbers of that kind, which the peer reads."""
         self._kind, self._rest = kind, message
 
+    def pays(self, sent: int) -> bool:
+        """Whether to pack the next message; the socket was given so many bytes before it."""
+        if self._tells:
+            self._look(sent)
+        return self._pace.slow
+
     def next(self) -> list[memoryview]:
         """The next piece as it goes out; the one before must have gone."""
         piece, self._rest = self._rest[:_PIECE], self._rest[_PIECE:]
-        packed = self._packed(piece)
-        bit, written = (_PLAIN, piece) if packed is None else (KINDS[self._kind], packed)
+        bit, written = self._packed(piece)
         return [memoryview(_HEADER.pack(bit, len(piece), len(written))), written]
 
-    def _packed(self, piece: memoryview) -> memoryview | None:
+    def _packed(self, piece: memoryview) -> tuple[int, memoryview]:
         if self._dull:
             self._dull -= 1
-            return None
-        waits = self._waits()
-        self._slow = min(_TRUSTED, self._slow + _WAITED) if waits else max(0, self._slow - 1)
-        if not self._slow:
-            return None
+            return _PLAIN, piece
         if self._room is None:
             self._room = _room()
         size = floats.pack_floats(self._kind, piece, self._room)
         if size > _GAIN * len(piece):
             self._dull = _DULL
-            return None
-        return self._room[:size]
+            return _PLAIN, piece
+        return KINDS[self._kind], self._room[:size]
 
-    def _waits(self) -> bool:
-        """Whether the link has not taken yet what was sent before."""
+    def _look(self, sent: int) -> None:
+        """See how quickly the link took what the socket held."""
         held = bytearray(4)
         try:
             fcntl.ioctl(self._sock, _NOT_SENT, held)
         except OSError:  # a kernel, or a sandbox, that does not tell
-            self._dull = sys.maxsize
-            return False
-        return int.from_bytes(held, sys.byteorder) > 0
+            self._tells = False
+            return
+        holds, now = int.from_bytes(held, sys.byteorder), time.monotonic()
+        if not holds:
+            self._since = None
+            return
+        gone = sent - holds
+        if self._since is None:
+            self._since = now, gone
+        elif now - self._since[0] >= _WINDOW:
+            began, before = self._since
+            self._pace.see(self, (gone - before) / (now - began), now)
+            self._since = now, gone
 
 
 class Unpacker:
@@ -139,16 +177,14 @@ class Unpacker:
     def place(self, header: bytes | memoryview) -> memoryview | None:
         """Where to put the bytes of a piece; None if this is no header of one."""
         bit, length, size = _HEADER.unpack(header)
-        if self._rest is None or not 0 < length <= min(_PIECE, len(self._rest)):
+        if self._rest is None or not 0 < length <= len(self._rest):
             return None
-        self._kind = _BY_BIT.get(bit, "")
-        self._into = self._rest[:length]
+        self._into, self._size, self._kind = self._rest[:length], size, _BY_BIT.get(bit, "")
         if not self._kind:
             return self._into if bit == _PLAIN and size == length else None
         if self._room is None:
             self._room = _room()
-        self._size = size
-        return self._room[:size] if size <= length else None
+        return self._room[:size] if size <= length <= _PIECE else None
 
     def filled(self) -> bool:
         """The bytes of the piece are there; whether they say what it takes to make it whole."""
