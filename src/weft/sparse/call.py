@@ -55,6 +55,7 @@ class Call:
         index: dtype of the result's indices.
         dtype: dtype of the values that a schedule is given, and of those that it makes.
         wide: dtype of the caller's values where they travel rounded to `dtype`, else None.
+        carried: dtype of the numbers that rows of single bytes are the bytes of, if it is one.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
         given: the caller's rows, which the schedule may read to its end.
@@ -73,6 +74,7 @@ class Call:
     dtype: torch.dtype = torch.float32
     height: int | None = None
     wide: torch.dtype | None = None
+    carried: torch.dtype | None = None
     out: Out = None
     given: Rows | None = None
     trouble: Exception | None = None

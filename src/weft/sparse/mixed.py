@@ -21,7 +21,7 @@ from .. import kernels
 from ..wire.base import Pending
 from ..wire.memory import fresh, typed
 from .call import Call, row_bytes
-from .stream import SUMS, VALUES, IndexLists, Own, Ring, Source, merge_blocks, send_rows
+from .stream import SUMS, VALUES, IndexLists, Own, Ring, Source, chunks, merge_blocks, send_rows
 
 __all__ = ["NAMES", "Extents", "Merge", "Stack", "Stacked", "gather", "split", "widened"]
 
@@ -121,8 +121,7 @@ class _Inbound:
     def __init__(self, call: Call, peer: int, memory: Tensor) -> None:
         self._step = call.chunk_rows
         self._coming: list[Pending] = [
-            call.wire.post((), [(peer, memory[start : start + self._step])], VALUES)
-            for start in range(0, memory.numel(), self._step)
+            call.wire.post((), [(peer, chunk)], VALUES) for chunk in chunks(call, memory)
         ]
         self._here = 0
 
@@ -141,7 +140,7 @@ def gather(rows: Stacked, call: Call, stacks: Sequence[Stack]) -> Stacked:
     found = lists.wait() | {wire.rank: rows.keys}
     runs = [found[rank] for rank in order]
     extents = [Extents(run, stacks) for run in runs]
-    as_bytes = _of_bytes(call)
+    as_bytes = _of_bytes(call, stacks)
     sizes = [extent.bytes[-1] * (rank != wire.rank) for rank, extent in enumerate(extents)]
     starts = [0, *accumulate(-(-size // 8) * 8 for size in sizes)]
     with wire.lease(starts[-1]) as memory:
@@ -167,7 +166,7 @@ def split(rows: Stacked, call: Call, stacks: Sequence[Stack], cuts: Sequence[int
     """The owner of a range of keys, from one cut to the next, sums it, then shares the sums."""
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     order = range(wire.size)
-    as_bytes, own = _of_bytes(call), Extents(rows.keys, stacks)
+    as_bytes, own = _of_bytes(call, stacks), Extents(rows.keys, stacks)
     ends = torch.searchsorted(rows.keys, rows.keys.new_tensor(cuts)).tolist()
     part = [slice(low, high) for low, high in pairwise([0, *ends, rows.keys.numel()])]
     spans = [slice(own.at(each.start), own.at(each.stop)) for each in part]
@@ -211,11 +210,14 @@ def split(rows: Stacked, call: Call, stacks: Sequence[Stack], cuts: Sequence[int
     return Stacked(keys, values)
 
 
-def _of_bytes(call: Call) -> Call:
-    """The same call about rows of one byte."""
+def _of_bytes(call: Call, stacks: Sequence[Stack]) -> Call:
+    """The same call about rows of one byte; which may be those of numbers of one dtype."""
     plain = copy.copy(call)
     plain.row_shape, plain.dtype = (), torch.uint8
     plain.load = dataclasses.replace(call.load, row=1)
+    dtype = stacks[0].dtype
+    if all(stack.dtype == dtype for stack in stacks) and plain.chunk_rows % dtype.itemsize == 0:
+        plain.carried = dtype
     return plain
 
 

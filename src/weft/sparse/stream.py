@@ -210,7 +210,8 @@ def chunks(call: Call, values: Tensor) -> list[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
     step = call.chunk_rows
     starts = range(0, len(values) if call.load.row else 0, step)
-    return [values[start : start + step] for start in starts]
+    rows = [values[start : start + step] for start in starts]
+    return rows if call.carried is None else [each.view(call.carried) for each in rows]
 
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
