@@ -24,6 +24,7 @@ The vocabulary:
 * `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
   there.
 * `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
+* `floats` writes floating-point numbers in fewer bytes, without loss.
 
 A call never waits for a compiler: where machine code is missing the reference serves, and the code
 is made in the background. `ready` tells whether it is there, `warm` makes it now, `prepare` makes
