@@ -37,7 +37,7 @@ _SOURCES = (
     "machine.py",
     "copy_loops.py",
     "float_loops.py",
-    "floats.py",
+    "float_table.py",
     "gap_loops.py",
     "index_loops.py",
     "lent_loops.py",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .floats import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, WINDOW, ZEROS
+from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, SAMPLED, WINDOW, ZEROS
 from .machine import (
     SIZES,
     join_floats,
@@ -28,7 +28,6 @@ LOOPS = ("pack_floats", "unpack_floats")
 
 __all__ = ["LOOPS", *LOOPS]
 
-_SAMPLED = len(range(0, BLOCK, EVERY))
 _PLANES = 3 * BLOCK // 8  # bytes of the codes
 _SIGNED = {"f32": "i32", "bf16": "i16"}
 
@@ -72,8 +71,8 @@ def pack_floats(kind: str) -> Callable[..., int]:
                     other, most = exponent, count
             covered += most
 
-            method = int64(CODED if 8 * covered >= ENOUGH * _SAMPLED else PLAIN)
-            if load("u8", low, 0) == _SAMPLED:
+            method = int64(CODED if 8 * covered >= ENOUGH * SAMPLED else PLAIN)
+            if load("u8", low, 0) == SAMPLED:
                 some = int64(0)
                 for i in range(size * BLOCK // 8):
                     some |= load("i64", numbers, i)

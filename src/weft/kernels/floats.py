@@ -29,31 +29,13 @@ import torch
 from numpy.typing import NDArray
 
 from .compile import Key, compiler
+from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, SAMPLED, WINDOW, ZEROS
 
 __all__ = ["FLOATS", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that can be packed, in the words of `machine`."""
 
-BLOCK = 1024
-"""Numbers that share their codes."""
-
-HEAD = 8
-"""Bytes that a block begins with."""
-
-WINDOW = 6
-"""Exponents in a row that have codes."""
-
-EVERY = 17
-"""Of so many numbers one is looked at; not a power of two, as the widths of rows are."""
-
-ENOUGH = 5
-"""Eighths of those whose exponents must have codes; else the block is written plainly."""
-
-PLAIN, CODED, ZEROS = range(3)
-"""How a block is written."""
-
-_SAMPLED = len(range(0, BLOCK, EVERY))
 _OTHER, _ESCAPED = WINDOW, WINDOW + 1  # codes
 _SIZES = {"f32": 4, "bf16": 2}
 
@@ -130,7 +112,7 @@ def _pack(kind: str, numbers: Bytes, out: Bytes) -> int:
         method, parts = PLAIN, [block]
         if not block.any():
             method, parts = ZEROS, []
-        elif 8 * covered >= ENOUGH * _SAMPLED:
+        elif 8 * covered >= ENOUGH * SAMPLED:
             codes = np.where(exponents == other, _OTHER, _ESCAPED)
             inside = (exponents >= base) & (exponents < base + WINDOW)
             codes = np.where(inside, exponents - base, codes).astype(np.uint8)
