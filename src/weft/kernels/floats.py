@@ -14,7 +14,7 @@ sign and the upper 7 bits of the fraction; for each 64 numbers three words with 
 codes, the lowest ones first; and the exponents that have no code, in order. All little-endian. What
 is left behind the last whole block is written as it is. Which exponents a block uses most is
 learned from one number of 17. Here is the definition, in NumPy, and what hands the work to machine
-code (`float_loops`), which gives the same bytes at 9 GB/s and reads them at 15 (benchmarks/packing.py).
+code (`float_loops`), which gives the same bytes, at 9 GB/s, and reads them at 15.
 
 That exponents are what can be compressed: Lindstrom and Isenburg, "Fast and efficient compression
 of floating-point data" (TVCG 2006); of weights and gradients, and for collectives: Johnson,
