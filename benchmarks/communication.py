@@ -139,9 +139,11 @@ def synchronise(
                     want = torch.stack([each[number].grad for each in everyone]).sum(0)
                 assert torch.equal(found, want), (name, way)
         mine = model(count, elements, wire.rank)
-        # sums grow from round to round, and would slow down when they overflow
+        # numbers as of a model, not whole ones or zeros, which would travel in fewer bytes; sums grow
+        # from round to round, and would slow down when they overflow
         for parameter in mine:
-            parameter.grad.zero_()
+            parameter.data.normal_()
+            parameter.grad.normal_().mul_(1e-12)
         bound = {way: functools.partial(contender, mine) for way, contender in contenders.items()}
         shown += [[name, f"{count} x {elements}", *row] for row in measure(wire, rounds, bound)]
     return shown
