@@ -139,8 +139,8 @@ def synchronise(
                     want = torch.stack([each[number].grad for each in everyone]).sum(0)
                 assert torch.equal(found, want), (name, way)
         mine = model(count, elements, wire.rank)
-        # numbers as of a model, not whole ones or zeros, which would travel in fewer bytes; sums grow
-        # from round to round, and would slow down when they overflow
+        # numbers as a model has them: zeros would travel in fewer bytes. Sums grow from round to
+        # round, and would slow down when they overflow
         for parameter in mine:
             parameter.data.normal_()
             parameter.grad.normal_().mul_(1e-12)
