@@ -284,13 +284,7 @@ class Mover:
                     continue
                 at(number)
                 while not order.done:
-                    remaining = until - time.monotonic()
-                    if self._closed or line.lost or remaining <= 0:
-                        raise Lost(self._why(line))
-                    if self._changed:
-                        self._tend()  # after which nothing may be left to wait for
-                        continue
-                    self._step(remaining, awake)
+                    self._go_on((line,), until, awake)
 
     def finish_any(
         self, posted: Sequence[Sequence[Posted]], limit: float, at: Callable[[int], None]
@@ -312,14 +306,22 @@ class Mover:
                 if not all(left):
                     return
                 at(next(number for number, (_, order) in enumerate(posted[0]) if not order.done))
-                remaining = until - time.monotonic()
-                for line in itertools.chain(*left):
-                    if self._closed or line.lost or remaining <= 0:
-                        raise Lost(self._why(line))
-                if self._changed:
-                    self._tend()  # after which nothing may be left to wait for
-                    continue
-                self._step(remaining)
+                self._go_on(itertools.chain(*left), until, _AWAKE)
+
+    def _go_on(self, lines: Iterable[Line | SmallLine], until: float, awake: float) -> None:
+        """Move something that can be moved, or wait for it, while these lines are waited for.
+
+        Raises:
+            Lost: one of them is lost, or the time has come.
+        """
+        remaining = until - time.monotonic()
+        for line in lines:
+            if self._closed or line.lost or remaining <= 0:
+                raise Lost(self._why(line))
+        if self._changed:
+            self._tend()  # after which nothing may be left to wait for
+        else:
+            self._step(remaining, awake)
 
     def advance(self) -> None:
         """Move what can be moved now; nothing, if another thread is about that."""
