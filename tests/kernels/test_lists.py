@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from itertools import pairwise
 
 import numpy as np
@@ -171,7 +172,7 @@ def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, w
         order = order[(keys[order] >= low) & (keys[order] < high)]
         runs.append((keys[order], values[order]))
     places = [lists.Place(w.data_ptr(), w.element_size(), v.data_ptr()) for w, v in memory]
-    keys = lists.sorted_keys(places, np.array(rows), starts, low, high)
+    keys = lists.sorted_keys(places, rows, starts, low, high)
     assert keys.many == sum(len(run) for run, _ in runs)
     out, found = torch.empty(keys.many, *shape, dtype=dtype), 0
     indices = torch.empty(keys.many, dtype=torch.int64 if index is torch.int32 else torch.int32)
@@ -195,7 +196,29 @@ def test_sums_that_go_past_the_cache_are_the_same(shape, dtype):
 
 def test_keys_that_do_not_fit_are_left_to_others():
     place = lists.Place(0, 8, 0)
-    assert lists.sorted_keys([place], np.array([[100]]), np.array([0, 2**61]), 0, 2**61) is None
+    assert lists.sorted_keys([place], [[100]], np.array([0, 2**61]), 0, 2**61) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+@pytest.mark.parametrize("present", [[3], [4, 0, 2], list(range(6))])
+def test_rows_are_found_where_they_were_laid(ranks, present, monkeypatch):
+    draw = np.random.default_rng(ranks)
+    told = draw.integers(0, 50, (ranks, 6, 4))
+    told[-1, :, 1] += 2**31
+    sizes = [8 * table for table in present]
+    which = array("q", (number for pair in zip(present, sizes, strict=True) for number in pair))
+    found = lists.spans(told, which)
+    with in_numpy(monkeypatch):
+        assert lists.spans(told, which) == found
+    assert found.counts == told[:, present, 0].tolist()
+    assert found.itemsizes == [*[4] * (ranks - 1), 8]
+    for counts, rows, nbytes in zip(found.counts, found.rows, found.bytes, strict=False):
+        assert [*map(len, (rows, nbytes))] == [len(present) + 1] * 2
+        assert [high - low for low, high in pairwise(rows)] == counts
+        ends = [count * size for count, size in zip(counts, sizes, strict=True)]
+        assert [high - low for low, high in pairwise(nbytes)] == ends
+    for begins in (found.rows, found.bytes):
+        assert begins[-1] == [sum(each) for each in zip(*begins[:-1], strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
