@@ -26,6 +26,7 @@ from .ops import Op
 
 __all__ = [
     "KEY",
+    "Ends",
     "Place",
     "Sorted",
     "Spans",
@@ -131,9 +132,17 @@ def even_cuts(
     return result
 
 
+class Ends(NamedTuple):
+    """Of each table how many rows it has, its least index, and its greatest."""
+
+    counts: list[int]
+    lows: list[int]
+    highs: list[int]
+
+
 def laid(
     tables: Sequence[tuple[Tensor, Tensor]], op: Op, indices: Tensor, values: Tensor
-) -> Longs | None:
+) -> Ends | None:
     """Lay rows of tables of one kind one behind the other, those of one index as one.
 
     These are combined in the order in which they come, where the first of them is. The rows of a
@@ -146,9 +155,9 @@ def laid(
         values: uint8, likewise.
 
     Returns:
-        `[3, tables]`: of each table how many rows are left, and its least and greatest index. None:
-        nothing was laid, for want of machine code, because other ways are quicker, or because an
-        index does not fit into `indices`.
+        Of each table how many rows are left, its least index, and its greatest. None: nothing was
+        laid, for want of machine code, because other ways are quicker, or because an index does not
+        fit into `indices`.
 
     Example:
         >>> from weft.kernels.ops import OPS
@@ -156,9 +165,7 @@ def laid(
         >>> rows = torch.tensor([3, 0, 3]), torch.tensor([1.0, 2.0, 4.0])
         >>> indices, values = torch.empty(3, dtype=torch.int32), torch.empty(12, dtype=torch.uint8)
         >>> laid([rows], OPS["sum"], indices, values)
-        array([[2],
-               [0],
-               [3]])
+        Ends(counts=[2], lows=[0], highs=[3])
         >>> indices[:2], values[:8].view(torch.float32)
         (tensor([3, 0], dtype=torch.int32), tensor([5., 2.]))
     """
@@ -191,7 +198,8 @@ def laid(
         places.data_ptr(),
     ):
         return None
-    return np.frombuffer(ends, np.int64).reshape(3, size)
+    found = ends.tolist()
+    return Ends(found[:size], found[size : 2 * size], found[2 * size :])
 
 
 class Spans(NamedTuple):
@@ -393,7 +401,7 @@ def parted(keys: Tensor, starts: Longs, dtype: torch.dtype) -> tuple[Tensor, lis
 
     Args:
         keys: int32 or int64, sorted, in the space.
-        starts: where tables begin there, and its end.
+        starts: where tables begin there, and its end; contiguous.
         dtype: of the indices, int32 or int64.
 
     Example:
@@ -406,10 +414,10 @@ def parted(keys: Tensor, starts: Longs, dtype: torch.dtype) -> tuple[Tensor, lis
         counts = [high - low for low, high in pairwise([0, *ends])]
         shift = torch.from_numpy(np.repeat(starts[:-1], counts)).to(keys.dtype)
         return (keys - shift).to(dtype), ends
-    out, begins = torch.empty(keys.shape, dtype=dtype), np.ascontiguousarray(starts)
-    ends_, kinds = np.empty(len(starts) - 1, np.int64), 16 * keys.itemsize + dtype.itemsize
+    out, found = torch.empty(keys.shape, dtype=dtype), array("q", bytes(8 * (len(starts) - 1)))
+    kinds, begins = 16 * keys.itemsize + dtype.itemsize, torch.from_numpy(starts).data_ptr()
     loops["parted"](
-        *(keys.data_ptr(), keys.numel(), kinds, begins.ctypes.data, len(ends_)),
-        *(out.data_ptr(), ends_.ctypes.data),
+        *(keys.data_ptr(), keys.numel(), kinds, begins, len(found)),
+        *(out.data_ptr(), found.buffer_info()[0]),
     )
-    return out, ends_.tolist()
+    return out, found.tolist()
