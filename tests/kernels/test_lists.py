@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from itertools import pairwise
 
 import numpy as np
@@ -71,7 +72,7 @@ def placed(given, op, index):
     indices = torch.full((count,), -1, dtype=index)
     nbytes = sum(rows.nbytes for _, rows in given)
     memory = torch.empty(nbytes, dtype=torch.uint8)
-    counts, lows, highs = lists.laid(given, op, indices, memory).tolist()
+    counts, lows, highs = lists.laid(given, op, indices, memory)
     assert lows == [int(which.min()) for which, _ in given]
     assert highs == [int(which.max()) for which, _ in given]
     size = sum(counts) * first[:1].nbytes
@@ -133,7 +134,7 @@ def test_values_that_are_put_off_or_apart_are_laid_as_they_are():
 def test_what_sorting_does_better_is_left_to_it(monkeypatch):
     rows = torch.arange(100), torch.ones(100)
     room = torch.empty(100, dtype=torch.int64), torch.empty(400, dtype=torch.uint8)
-    assert lists.laid([rows], OPS["sum"], *room).tolist() == [[100], [0], [99]]
+    assert lists.laid([rows], OPS["sum"], *room) == ([100], [0], [99])
     monkeypatch.setattr(lists, "_HASHED", 99)
     assert lists.laid([rows], OPS["sum"], *room) is None
     half = rows[0], rows[1].half()
@@ -145,9 +146,9 @@ def test_indices_that_do_not_fit_are_laid_as_int64_only():
     room = torch.empty(3, dtype=torch.int64), torch.empty(12, dtype=torch.uint8)
     few = torch.tensor([2**31 - 1]), torch.ones(1)
     assert lists.laid([few, rows], OPS["sum"], room[0].int(), room[1]) is None
-    assert lists.laid([rows], OPS["sum"], *room).tolist() == [[2], [3], [2**31]]
+    assert lists.laid([rows], OPS["sum"], *room) == ([2], [3], [2**31])
     assert room[0][:2].tolist() == [2**31, 3]
-    assert lists.laid([few], OPS["sum"], room[0].int(), room[1])[0].tolist() == [1]
+    assert lists.laid([few], OPS["sum"], room[0].int(), room[1]).counts == [1]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -171,7 +172,7 @@ def test_rows_of_all_ranks_are_added_in_the_order_of_keys(shape, dtype, index, w
         order = order[(keys[order] >= low) & (keys[order] < high)]
         runs.append((keys[order], values[order]))
     places = [lists.Place(w.data_ptr(), w.element_size(), v.data_ptr()) for w, v in memory]
-    keys = lists.sorted_keys(places, np.array(rows), starts, low, high)
+    keys = lists.sorted_keys(places, rows, starts, low, high)
     assert keys.many == sum(len(run) for run, _ in runs)
     out, found = torch.empty(keys.many, *shape, dtype=dtype), 0
     indices = torch.empty(keys.many, dtype=torch.int64 if index is torch.int32 else torch.int32)
@@ -195,7 +196,29 @@ def test_sums_that_go_past_the_cache_are_the_same(shape, dtype):
 
 def test_keys_that_do_not_fit_are_left_to_others():
     place = lists.Place(0, 8, 0)
-    assert lists.sorted_keys([place], np.array([[100]]), np.array([0, 2**61]), 0, 2**61) is None
+    assert lists.sorted_keys([place], [[100]], np.array([0, 2**61]), 0, 2**61) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+@pytest.mark.parametrize("present", [[3], [4, 0, 2], list(range(6))])
+def test_rows_are_found_where_they_were_laid(ranks, present, monkeypatch):
+    draw = np.random.default_rng(ranks)
+    told = draw.integers(0, 50, (ranks, 6, 4))
+    told[-1, :, 1] += 2**31
+    sizes = [8 * table for table in present]
+    which = array("q", (number for pair in zip(present, sizes, strict=True) for number in pair))
+    found = lists.spans(told, which)
+    with in_numpy(monkeypatch):
+        assert lists.spans(told, which) == found
+    assert found.counts == told[:, present, 0].tolist()
+    assert found.itemsizes == [*[4] * (ranks - 1), 8]
+    for counts, rows, nbytes in zip(found.counts, found.rows, found.bytes, strict=False):
+        assert [*map(len, (rows, nbytes))] == [len(present) + 1] * 2
+        assert [high - low for low, high in pairwise(rows)] == counts
+        ends = [count * size for count, size in zip(counts, sizes, strict=True)]
+        assert [high - low for low, high in pairwise(nbytes)] == ends
+    for begins in (found.rows, found.bytes):
+        assert begins[-1] == [sum(each) for each in zip(*begins[:-1], strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .compile import Key, compiler
@@ -38,8 +39,8 @@ def fetch(reads: Sequence[tuple[Lender | None, int, Tensor]]) -> int | None:
     table, records = array("q"), {id(None): 0}
     for lender, address, into in reads:
         whose = records.get(id(lender))
-        if whose is None and lender is not None:  # which takes as long as all else here
-            whose = records[id(lender)] = lender.ctypes.data
+        if whose is None and lender is not None:
+            whose = records[id(lender)] = torch.from_numpy(lender).data_ptr()
         table.extend((whose or 0, address, into.data_ptr(), into.nbytes))
     return len(reads) - int(loops["fetch"](table.buffer_info()[0], len(reads)))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .machine import load, memset, store
 
-LOOPS = ("distinct", "joined", "parted", "sorted_keys")
+LOOPS = ("distinct", "joined", "parted", "sorted_keys", "spans")
 
 __all__ = ["LOOPS", *LOOPS]
 
@@ -47,6 +47,48 @@ def joined() -> Callable[..., None]:
             store("i64", highs, table, high)
             at += count
             start += high + 1
+
+    return loop
+
+
+def spans() -> Callable[..., None]:
+    """Where the rows of some tables begin, of each rank and of all of them together.
+
+    A rank's numbers in `told` are `columns` of each of its `known` tables: how many rows, then the
+    greatest index. A row of `which` has the number of a table, and the bytes of a row. Writes to
+    `out` for each rank how many rows each table has; then of each rank and of all where they begin,
+    in rows, and where the last ones end; the same in bytes; and the greatest index of each rank.
+    """
+
+    def loop(
+        told: int, ranks: int, known: int, columns: int, which: int, tables: int, out: int
+    ) -> None:
+        rows = out + 8 * ranks * tables
+        sizes = rows + 8 * (ranks + 1) * (tables + 1)
+        highs = sizes + 8 * (ranks + 1) * (tables + 1)
+        all_rows, all_sizes = rows + 8 * ranks * (tables + 1), sizes + 8 * ranks * (tables + 1)
+        memset(all_rows, 0, 8 * (tables + 1))
+        memset(all_sizes, 0, 8 * (tables + 1))
+        for rank in range(ranks):
+            row, size, high = int64(0), int64(0), int64(-1)
+            for table in range(tables):
+                numbers = told + 8 * columns * load("i64", which, 2 * table)
+                count = load("i64", numbers, 0)
+                high = max(high, load("i64", numbers, 1))
+                store("i64", out, table, count)
+                store("i64", rows, table, row)
+                store("i64", sizes, table, size)
+                row += count
+                size += count * load("i64", which, 2 * table + 1)
+                store("i64", all_rows, table + 1, load("i64", all_rows, table + 1) + row)
+                store("i64", all_sizes, table + 1, load("i64", all_sizes, table + 1) + size)
+            store("i64", rows, tables, row)
+            store("i64", sizes, tables, size)
+            store("i64", highs, rank, high)
+            told += 8 * known * columns
+            out += 8 * tables
+            rows += 8 * (tables + 1)
+            sizes += 8 * (tables + 1)
 
     return loop
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,14 +26,17 @@ from .ops import Op
 
 __all__ = [
     "KEY",
+    "Ends",
     "Place",
     "Sorted",
+    "Spans",
     "adds",
     "even_cuts",
     "joined",
     "laid",
     "parted",
     "sorted_keys",
+    "spans",
     "sums",
     "sums_key",
 ]
@@ -129,9 +132,17 @@ def even_cuts(
     return result
 
 
+class Ends(NamedTuple):
+    """Of each table how many rows it has, its least index, and its greatest."""
+
+    counts: list[int]
+    lows: list[int]
+    highs: list[int]
+
+
 def laid(
     tables: Sequence[tuple[Tensor, Tensor]], op: Op, indices: Tensor, values: Tensor
-) -> Longs | None:
+) -> Ends | None:
     """Lay rows of tables of one kind one behind the other, those of one index as one.
 
     These are combined in the order in which they come, where the first of them is. The rows of a
@@ -144,9 +155,9 @@ def laid(
         values: uint8, likewise.
 
     Returns:
-        `[3, tables]`: of each table how many rows are left, and its least and greatest index. None:
-        nothing was laid, for want of machine code, because other ways are quicker, or because an
-        index does not fit into `indices`.
+        Of each table how many rows are left, its least index, and its greatest. None: nothing was
+        laid, for want of machine code, because other ways are quicker, or because an index does not
+        fit into `indices`.
 
     Example:
         >>> from weft.kernels.ops import OPS
@@ -154,9 +165,7 @@ def laid(
         >>> rows = torch.tensor([3, 0, 3]), torch.tensor([1.0, 2.0, 4.0])
         >>> indices, values = torch.empty(3, dtype=torch.int32), torch.empty(12, dtype=torch.uint8)
         >>> laid([rows], OPS["sum"], indices, values)
-        array([[2],
-               [0],
-               [3]])
+        Ends(counts=[2], lows=[0], highs=[3])
         >>> indices[:2], values[:8].view(torch.float32)
         (tensor([3, 0], dtype=torch.int32), tensor([5., 2.]))
     """
@@ -189,7 +198,64 @@ def laid(
         places.data_ptr(),
     ):
         return None
-    return np.frombuffer(ends, np.int64).reshape(3, size)
+    found = ends.tolist()
+    return Ends(found[:size], found[size : 2 * size], found[2 * size :])
+
+
+class Spans(NamedTuple):
+    """Where the rows of each table begin, of each rank, and where the last ones end.
+
+    Attributes:
+        counts: of each rank how many rows each table has.
+        rows: of each rank, and then of all together, where they begin, counted in rows.
+        bytes: the same in bytes of values.
+        itemsizes: bytes of an index of each rank, which it lays as int32 if all are.
+    """
+
+    counts: list[list[int]]
+    rows: list[list[int]]
+    bytes: list[list[int]]
+    itemsizes: list[int]
+
+
+def spans(told: Longs, which: array[int]) -> Spans:
+    """Where the rows of some tables lie that ranks have laid one behind the other.
+
+    Args:
+        told: `[ranks, tables, columns]`: how many rows, the greatest index, and anything else.
+        which: of each table that lies there its number, and the bytes of a row.
+
+    Example:
+        >>> told = np.array([[[5, 9], [0, -1], [2, 3]], [[1, 9], [0, -1], [0, -1]]])
+        >>> found = spans(told, array("q", (0, 8, 2, 4)))
+        >>> found.counts, found.rows, found.itemsizes
+        ([[5, 2], [1, 0]], [[0, 5, 7], [0, 1, 1], [0, 6, 8]], [4, 4])
+        >>> found.bytes
+        [[0, 40, 48], [0, 8, 8], [0, 48, 56]]
+    """
+    loops, (ranks, known, columns), tables = compiler.loops(KEY), told.shape, len(which) // 2
+    each, all_of = ranks * tables, (ranks + 1) * (tables + 1)
+    if loops is None:
+        numbers, sizes = np.array(which, np.int64).reshape(-1, 2).T
+        counts = told[:, numbers, 0]
+        every = np.concatenate([counts, counts.sum(0, keepdims=True)])
+        rows, nbytes = (
+            [[0, *accumulate(row)] for row in (every * by).tolist()] for by in (1, sizes)
+        )
+        highs = told[:, numbers, 1].max(1, initial=-1).tolist()
+        return Spans(counts.tolist(), rows, nbytes, [4 if high < 2**31 else 8 for high in highs])
+    out = array("q", bytes(8 * (each + 2 * all_of + ranks)))
+    loops["spans"](
+        *(torch.from_numpy(told).data_ptr(), ranks, known, columns),
+        *(which.buffer_info()[0], tables, out.buffer_info()[0]),
+    )
+    found = out.tolist()
+    return Spans(
+        [found[at : at + tables] for at in range(0, each, tables or 1)],
+        [found[at : at + tables + 1] for at in range(each, each + all_of, tables + 1)],
+        [found[at : at + tables + 1] for at in range(each + all_of, len(out) - ranks, tables + 1)],
+        [4 if high < 2**31 else 8 for high in found[len(out) - ranks :]],
+    )
 
 
 class Place(NamedTuple):
@@ -212,18 +278,21 @@ class Sorted(NamedTuple):
     Attributes:
         words: key, rank and position in one number each, see `list_loops.sorted_keys`.
         many: how many.
-        low: what keys count from.
+        low, high: keys of a list are at least `low`, from which they count, and below `high`.
         position_bits, bits: of positions, and of ranks and positions.
     """
 
     words: Tensor
     many: int
     low: int
+    high: int
     position_bits: int
     bits: int
 
     def before(self, key: int) -> int:
         """How many words there are of lesser keys."""
+        if not self.low < key < self.high:
+            return self.many if key >= self.high else 0
         words = self.words.numpy()[: self.many]
         return int(words.searchsorted((key - self.low) << self.bits))
 
@@ -235,21 +304,21 @@ class Sorted(NamedTuple):
 
 
 def sorted_keys(
-    places: Sequence[Place], rows: Longs, starts: Longs, low: int, high: int
+    places: Sequence[Place], rows: Sequence[Sequence[int]], starts: Longs, low: int, high: int
 ) -> Sorted | None:
     """Sort the keys of some tables of all ranks that are `low` to `high - 1`.
 
     Args:
         places: of each rank.
-        rows: `[ranks, tables]`, how many each rank has.
-        starts: where the tables begin in the space of keys.
+        rows: of each how many it has of each table.
+        starts: where the tables begin in the space of keys; contiguous.
         low, high: keys.
 
     Returns:
         None where there is no machine code for it, or too many keys.
     """
-    loops, (ranks, tables) = compiler.loops(KEY), rows.shape
-    totals = rows.sum(1).tolist()
+    loops, ranks, tables = compiler.loops(KEY), len(rows), len(rows[0])
+    totals = list(map(sum, rows))
     position_bits = max(1, max(totals).bit_length())
     bits, key_bits = position_bits + (ranks - 1).bit_length(), max(1, (high - low).bit_length())
     if loops is None or bits + key_bits > 63 or high <= low:
@@ -258,15 +327,15 @@ def sorted_keys(
     passes = -(-key_bits // _DIGIT)
     digit = -(-key_bits // passes)
     scratch = torch.empty(2 * room + (1 << digit) // 2, dtype=torch.int64)
-    sources = np.empty((ranks, tables + 2), np.int64)
-    sources[:, :2] = [place[:2] for place in places]
-    sources[:, 2:] = rows
-    words, begins, at = scratch[:room], np.ascontiguousarray(starts), scratch.data_ptr()
+    sources, at = array("q"), scratch.data_ptr()
+    for place, own in zip(places, rows, strict=True):
+        sources.extend((place.indices, place.itemsize, *own))
+    begins = torch.from_numpy(starts).data_ptr()
     count = loops["sorted_keys"](
-        *(sources.ctypes.data, ranks, tables, begins.ctypes.data, low, high - low),
+        *(sources.buffer_info()[0], ranks, tables, begins, low, high - low),
         *(position_bits, bits, digit, passes, at, at + 8 * room, at + 16 * room),
     )
-    return Sorted(words, count, low, position_bits, bits)
+    return Sorted(scratch, count, low, high, position_bits, bits)
 
 
 def sums(
@@ -332,7 +401,7 @@ def parted(keys: Tensor, starts: Longs, dtype: torch.dtype) -> tuple[Tensor, lis
 
     Args:
         keys: int32 or int64, sorted, in the space.
-        starts: where tables begin there, and its end.
+        starts: where tables begin there, and its end; contiguous.
         dtype: of the indices, int32 or int64.
 
     Example:
@@ -345,10 +414,10 @@ def parted(keys: Tensor, starts: Longs, dtype: torch.dtype) -> tuple[Tensor, lis
         counts = [high - low for low, high in pairwise([0, *ends])]
         shift = torch.from_numpy(np.repeat(starts[:-1], counts)).to(keys.dtype)
         return (keys - shift).to(dtype), ends
-    out, begins = torch.empty(keys.shape, dtype=dtype), np.ascontiguousarray(starts)
-    ends_, kinds = np.empty(len(starts) - 1, np.int64), 16 * keys.itemsize + dtype.itemsize
+    out, found = torch.empty(keys.shape, dtype=dtype), array("q", bytes(8 * (len(starts) - 1)))
+    kinds, begins = 16 * keys.itemsize + dtype.itemsize, torch.from_numpy(starts).data_ptr()
     loops["parted"](
-        *(keys.data_ptr(), keys.numel(), kinds, begins.ctypes.data, len(ends_)),
-        *(out.data_ptr(), ends_.ctypes.data),
+        *(keys.data_ptr(), keys.numel(), kinds, begins, len(found)),
+        *(out.data_ptr(), found.buffer_info()[0]),
     )
-    return out, ends_.tolist()
+    return out, found.tolist()

@@ -35,6 +35,7 @@ __all__ = [
     "part",
     "prefetch",
     "prefetch_row",
+    "prefetch_to_write",
     "process_vm_readv",
     "recv",
     "sched_yield",
@@ -240,12 +241,12 @@ def prefetch(context: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
-def _prefetched(builder: Any, address: Any) -> None:
+def _prefetched(builder: Any, address: Any, write: int = 0) -> None:
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
     name = "llvm.prefetch.p0"
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+    builder.call(function, [pointer, _I32(write), _I32(3), _I32(1)])
 
 
 @_word
@@ -253,13 +254,28 @@ def prefetch_row(context: Any, row: Any, size: Any) -> Any:
     """prefetch_row(row, size): so many bytes there will be read or written soon."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row, size = arguments
-        end = builder.add(row, size)
-        with cgutils.for_range_slice(builder, row, end, _I64(_LINE), intp=_I64) as (line, _):
-            _prefetched(builder, line)
+        _prefetched_row(builder, arguments, write=0)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), code
+
+
+@_word
+def prefetch_to_write(context: Any, row: Any, size: Any) -> Any:
+    """prefetch_to_write(row, size): so many bytes there will be written soon, by nobody else."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetched_row(builder, arguments, write=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+def _prefetched_row(builder: Any, arguments: Any, write: int) -> None:
+    row, size = arguments
+    end = builder.add(row, size)
+    with cgutils.for_range_slice(builder, row, end, _I64(_LINE), intp=_I64) as (line, _):
+        _prefetched(builder, line, write)
 
 
 @_word

@@ -20,6 +20,7 @@ from .machine import (
     memcpy,
     memset,
     prefetch_row,
+    prefetch_to_write,
     store,
     stream,
 )
@@ -28,7 +29,7 @@ LOOPS = ("laid", "sums")
 
 __all__ = ["LOOPS", *LOOPS]
 
-_AHEAD = 16  # rows that are asked for before they are read
+_AHEAD = 16  # rows that are asked for before they are read, or written
 _LINES = 1024  # bytes of a row that are asked for
 _NARROW = (1 << 31) - 1  # the greatest int32
 _GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64
@@ -54,6 +55,7 @@ def laid(kind: str, op: str) -> Callable[..., int]:
         lows: int, highs: int, places: int,
     ) -> int:  # fmt: skip
         row = width * size
+        lines = min(row, _LINES)
         for table in range(tables):
             about = given + 40 * table
             source, count = load("i64", about, 0), load("i64", about, 1)
@@ -69,6 +71,8 @@ def laid(kind: str, op: str) -> Callable[..., int]:
                 while True:
                     place = int64(load("i32", places, at)) - 1
                     if place < 0:
+                        # others' cores read there in a call before, and still have these lines
+                        prefetch_to_write(values + (found + _AHEAD) * row, lines)
                         store("i32", places, at, int32(found + 1))
                         if wide:
                             store("i64", indices, found, index)

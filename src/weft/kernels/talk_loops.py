@@ -158,6 +158,8 @@ def talk() -> Callable[..., int]:
 def put() -> Callable[..., int]:
     """Put messages of any length into pipes, with their lengths: each whole, or not at all.
 
+    Sleepers are woken when all are there: one may get this core, and needs others' answers then.
+
     Returns how many were; the table says which.
     """
 
@@ -168,6 +170,10 @@ def put() -> Callable[..., int]:
             here = _put_message(row)
             store("i64", row, DONE, here)
             done += here
+        for number in range(count):
+            row = table + 8 * MESSAGE * number
+            if load("i64", row, DONE):
+                _ring(row, load("i64", row, VIA), SLEEPS)
         return done
 
     return loop
@@ -209,6 +215,10 @@ def _say(table: int, peers: int, number: int) -> None:
                 store("i64", row, SENT, _put(row, frame, size))
             else:
                 store("i64", row, SENT, max(0, send(load("i64", row, FD), frame, size, NOT_NOW)))
+    for peer in range(peers):  # as in `put`
+        row = table + 8 * ROW * peer
+        if load("i64", row, OUTWARD) and load("i64", row, SIZE) and load("i64", row, SENT):
+            _ring(row, load("i64", row, OUTWARD), SLEEPS)
 
 
 @part
@@ -238,6 +248,8 @@ def _missing(table: int, peers: int) -> int:
 def _put(row: int, frame: int, size: int) -> int:
     """Put a frame into the pipe of a row if there is room for all of it; how many bytes were.
 
+    Whoever calls it wakes the other side then.
+
     What is stored in one order is seen in that order by the other side: that is so on x86-64, where
     alone there are pipes. Only a load may pass a store before it, so there are fences where the
     other side is asked whether it sleeps.
@@ -246,7 +258,7 @@ def _put(row: int, frame: int, size: int) -> int:
     put = load("i64", pipe, PUT)
     if size > BYTES - put + load("i64", pipe, TAKEN):
         return 0
-    _put_in(row, pipe, put, frame, size)
+    _put_in(pipe, put, frame, size)
     return size
 
 
@@ -281,7 +293,7 @@ def _put_message(row: int) -> int:
     if whole > BYTES - put + load("i64", pipe, TAKEN):
         return 0
     store("i64", pipe + PIPE + put % BYTES, 0, _turned(size))
-    _put_in(row, pipe, put + 8, load("i64", row, AT), size)
+    _put_in(pipe, put + 8, load("i64", row, AT), size)
     return 1
 
 
@@ -308,7 +320,7 @@ def _take_message(row: int) -> int:
 
 
 @part
-def _put_in(row: int, pipe: int, put: int, source: int, size: int) -> None:
+def _put_in(pipe: int, put: int, source: int, size: int) -> None:
     """Copy bytes into a pipe, behind the first `put` that ever were, and say that they are in."""
     at = put % BYTES
     first = min(size, BYTES - at)
@@ -316,7 +328,6 @@ def _put_in(row: int, pipe: int, put: int, source: int, size: int) -> None:
     memcpy(pipe + PIPE, source + first, size - first)
     fence()
     store("i64", pipe, PUT, put + (size + 7) // 8 * 8)
-    _ring(row, pipe, SLEEPS)
 
 
 @part

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import mul
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,14 +124,19 @@ def explained(wire: Wire, given: Listed, error: str | None = None) -> Explanatio
 def _parts(wire: Wire, given: Listed, error: str | None) -> tuple[list[Joint], str | None]:
     """What goes into one call each, and the first error of all."""
     many = range(len(given.requests))
+    if len(many) <= MOST:
+        part = Joint(given, wire.rank)
+        return [part], error or part.error
     starts = many[::MOST]
     parts = [Joint(given.part(many[start : start + MOST]), wire.rank, start) for start in starts]
-    for part in parts if len(parts) > 1 else ():  # what is wrong with one, the first call says
+    for part in parts:  # what is wrong with one, the first call says
         part.sort()
     return parts, error or next((part.error for part in parts if part.error), None)
 
 
 def _together(done: Sequence[Coalesced]) -> Coalesced:
+    if len(done) == 1:
+        return done[0]
     names = dict.fromkeys(one.algorithm for one in done)
     return Coalesced(
         " and ".join(names),
@@ -440,11 +445,11 @@ def _handed_out(
             pairs[table] = _placed(pairs[table], request, call)
     if both.fallible:
         confess(wire, _NAME, call)
-    given_rows = both.numbers[:, ROWS]
-    received = given_rows + (wire.size - 2) * np.array(counts, np.int64)
-    bound = float((received * (space.row + 4)).sum()) / wire.size
-    total, union = int(given_rows.sum()), ends[-1] if ends else 0
-    return Coalesced(algorithm, pairs, sum(own.counts), total, union, bound)
+    given = both.numbers[:, ROWS].tolist()
+    received = (rows + (wire.size - 2) * count for rows, count in zip(given, counts, strict=True))
+    bound = sum(map(mul, received, (space.row + 4).tolist())) / wire.size
+    union = ends[-1] if ends else 0
+    return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
 
 
 def _placed(pair: Pair, request: Request, call: Call) -> Pair:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
-from ..kernels.lists import joined, laid
+from ..kernels.lists import Ends, joined, laid
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
@@ -147,31 +147,31 @@ class Joint:
                 break
         else:
             return False
-        counts, lows, highs = found
-        if index == torch.int64 and int(highs.max()) < 2**31:  # machine code came in between, and
+        ends, size = found
+        if index == torch.int64 and max(ends.highs) < 2**31:  # machine code came in between, and
             return False  # who reads goes by the greatest index
-        if not self._right(lows, highs):
+        if not self._right(ends.lows, ends.highs):
             return True
-        self.numbers[self._order, ROWS] = counts
-        self.numbers[self._order, HIGHEST] = highs
-        self.counts = self.numbers[:, ROWS].tolist()
-        self.size = self._bytes()
+        self.numbers[self._order, ROWS] = ends.counts
+        self.numbers[self._order, HIGHEST] = ends.highs
+        self.counts, self.size = self.numbers[:, ROWS].tolist(), size
         self._lent = memory.data_ptr() + begin, memory.data_ptr()
         return True
 
-    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> Longs | None:
-        """`lay` with indices of this dtype."""
-        done: list[Longs] = []
+    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> tuple[Ends, int] | None:
+        """`lay` with indices of this dtype; and how many bytes of values that are."""
+        done = Ends([], [], [])
         row = size = 0
         for tables in self._stacks():
             pairs = [self._pairs[table] for table in tables]
             found = laid(pairs, op, where[row:], memory[size:])
             if found is None:
                 return None
-            done.append(found)
-            many = int(found[0].sum())
+            for every, ends in zip(done, found, strict=True):
+                every += ends
+            many = sum(found.counts)
             row, size = row + many, size + many * self._row[tables[0]]
-        return np.concatenate(done, 1)
+        return done, size
 
     def _stacks(self) -> list[list[int]]:
         """The tables of each kind, in the order in which rows are laid out."""
@@ -187,24 +187,23 @@ class Joint:
         self.is_sorted, self._lent = True, None
         if self._order:
             keys, lows, highs = joined([self._pairs[table][0] for table in self._order])
-            if self._right(lows, highs):
+            if self._right(lows.tolist(), highs.tolist()):
                 self._sort(keys, highs)
         self.size = self._bytes()
 
-    def _right(self, lows: Longs, highs: Longs) -> bool:
+    def _right(self, lows: list[int], highs: list[int]) -> bool:
         """Whether all indices are; else there are no rows."""
         limit = 1 << top(len(self.requests))
         most = limit if self._height is None else min(limit, self._height)
-        if int(lows.min()) < 0 or int(highs.max()) >= most:
+        if min(lows) < 0 or max(highs) >= most:
             self.error = self._wrong(lows, highs, limit) or self.error
         if self.error is not None:
             self._order, self.counts, self.size = [], [0] * len(self.counts), 0
         return self.error is None
 
-    def _wrong(self, lows: Longs, highs: Longs, limit: int) -> str | None:
+    def _wrong(self, lows: list[int], highs: list[int], limit: int) -> str | None:
         """What is wrong with the indices, in the first table of which they are."""
-        spans = zip(self._order, lows.tolist(), highs.tolist(), strict=True)
-        for table, low, high in sorted(spans):
+        for table, low, high in sorted(zip(self._order, lows, highs, strict=True)):
             error = outside(low, high, self.requests[table].rows.height)
             if error is None and high >= limit:
                 error = f"index {high} is too large for a list: pass it alone"

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,48 +21,20 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import lent, lists
 from ..kernels.cpu_talk import Lender
-from ..kernels.lists import Place, Sorted
+from ..kernels.lists import Place, Sorted, Spans
 from ..wire.memory import typed
 from .call import Call, partial_dtype
 from .mixed import Stack
 from .space import Space
-from .tables import HIGHEST, Longs, Tables
+from .tables import Longs, Tables
 
-__all__ = ["Cut", "Owned", "Part", "Spans", "itemsize", "owned"]
+__all__ = ["Cut", "Owned", "Part", "owned"]
 
 _POINTS = 128  # indices of each rank by which a table is cut
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Cut = tuple[int, float]
 """The table in which a rank's range begins, and how much of it lies before."""
-
-
-class Spans(NamedTuple):
-    """Where the rows of each table begin, of each rank, and where the last ones end.
-
-    Attributes:
-        counts: `[ranks, tables]`, how many rows there are.
-        rows: of each rank where they begin, counted in rows.
-        bytes: the same in bytes of values.
-    """
-
-    counts: Longs
-    rows: list[list[int]]
-    bytes: list[list[int]]
-
-    @classmethod
-    def of(cls, rows: Longs, sizes: Longs) -> Spans:
-        """Of so many rows, `[ranks, tables]`, each of those sizes."""
-        ranks, tables = rows.shape
-        found = np.zeros((2, ranks, tables + 1), np.int64)
-        np.add.accumulate(rows, 1, out=found[0, :, 1:])
-        np.add.accumulate(rows * sizes, 1, out=found[1, :, 1:])
-        return cls(rows, *found.tolist())
-
-
-def itemsize(said: Tables) -> int:
-    """Bytes of an index that is lent."""
-    return 4 if int(said.numbers[:, HIGHEST].max()) < 2**31 else 8
 
 
 @contextmanager
@@ -96,7 +68,7 @@ def owned(
             size = said.index.numel() // max(1, rows[-1])
             where = said.index.data_ptr(), said.values.data_ptr()
         else:
-            size, where = itemsize(said), said.lent
+            size, where = spans.itemsizes[rank], said.lent
         place = Place(where[0] + size * rows[first], size, where[1] + bytes_[first])
         if said.lent is not None and rank != wire.rank:
             both = (
@@ -151,7 +123,7 @@ class Owned:
         space, (low, high) = self._space, (self._key(*cut) for cut in cuts)
         if low >= high:
             return []
-        starts, rows = space.starts, self._spans.counts[:, self._first : self._last]
+        starts, rows = space.starts, [own[self._first : self._last] for own in self._spans.counts]
         keys = lists.sorted_keys(self._places, rows, starts[self._first :], low, high)
         parts: list[Part] = []
         end = 0

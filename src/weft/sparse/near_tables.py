@@ -28,15 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import lists
+from ..kernels.lists import Spans
 from ..wire.base import Wire
 from ..wire.common import Common, begun
 from ..wire.memory import fresh, typed
 from .call import Call
 from .mixed import Extents, Stacked, widened
 from .near import say_read, staying, told
-from .near_rows import Cut, Part, Spans, itemsize, owned
+from .near_rows import Cut, Part, owned
 from .space import Space
-from .tables import ROWS, Longs, Tables
+from .tables import Tables
 
 __all__ = ["NAME", "lends", "pause", "split"]
 
@@ -76,11 +78,11 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
         space: the keys of all ranks.
     """
     wire, me = call.wire, call.wire.rank
-    rows = np.array([said.numbers[space.tables, ROWS] for said in everyone])
-    sizes = space.row[space.tables]
-    spans = Spans.of(rows, sizes)
-    work = rows.sum(0) * (sizes + _INDEX)
-    cuts = _cuts(work, wire.size)
+    spans = lists.spans(np.array([said.numbers for said in everyone]), space.which)
+    done = [
+        _INDEX * rows + size for rows, size in zip(spans.rows[-1], spans.bytes[-1], strict=True)
+    ]
+    cuts = _cuts(done, wire.size)
     wire.count(_read_by(everyone[me], spans, cuts, wire))
     wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
     with ExitStack() as undo:
@@ -88,7 +90,7 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
             parts = mine.between(cuts[me : me + 2])
             count = sum(part.many for part in parts)
             size = sum(part.many * part.stack.row for part in parts)
-            common = begun(wire, int(work.sum()), (count * space.index.itemsize, size))
+            common = begun(wire, done[-1], (count * space.index.itemsize, size))
             if common is not None:
                 places, sums = undo.enter_context(common).mine
                 keys = places.view(space.index)
@@ -150,7 +152,8 @@ def _read_by(said: Tables, spans: Spans, cuts: Sequence[Cut], wire: Wire) -> lis
     """How many bytes each owner of its rows reads here."""
     if said.lent is None:
         return []
-    size, rows, bytes_ = itemsize(said), spans.rows[wire.rank], spans.bytes[wire.rank]
+    me = wire.rank
+    size, rows, bytes_ = spans.itemsizes[me], spans.rows[me], spans.bytes[me]
     reads = []
     for peer in wire.peers:
         first, last = _touched(cuts, peer)
@@ -159,12 +162,11 @@ def _read_by(said: Tables, spans: Spans, cuts: Sequence[Cut], wire: Wire) -> lis
     return reads
 
 
-def _cuts(work: Longs, ranks: int) -> list[Cut]:
+def _cuts(done: Sequence[int], ranks: int) -> list[Cut]:
     """Where the range of each rank begins, so that all have about equal work, and where they end.
 
-    Between two tables, if that is nearly as even.
+    Between two tables, if that is nearly as even; `done` is the work before each, and all of it.
     """
-    done = [0, *np.add.accumulate(work).tolist()]
     total, near = done[-1], done[-1] // (_EVEN * ranks)
     found: list[Cut] = [(0, 0.0)]
     for rank in range(1, ranks):
@@ -176,7 +178,7 @@ def _cuts(work: Longs, ranks: int) -> list[Cut]:
             found.append((table + 1, 0.0))
         else:
             found.append((table, (goal - done[table]) / (done[table + 1] - done[table])))
-    return [*found, (len(work), 0.0)]
+    return [*found, (len(done) - 1, 0.0)]
 
 
 def _touched(cuts: Sequence[Cut], rank: int) -> tuple[int, int]:

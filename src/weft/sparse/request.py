@@ -379,8 +379,8 @@ def _plain(given: object) -> tuple[Pair, _Kind] | None:
     shape, rows = values.shape, indices.shape
     plain = (
         len(rows) == 1
-        and rows[0] > 0
-        and shape[:1] == rows
+        and len(shape) > 0
+        and shape[0] == rows[0] > 0
         and values.layout is torch.strided
         and indices.is_cpu
         and values.is_cpu

@@ -119,7 +119,7 @@ class Tables:
 
     @classmethod
     def unpack(cls, body: Tensor) -> Tables:
-        """A statement from bytes; the rows are views of them."""
+        """A statement from bytes; its numbers and rows are views of them."""
         raw = body.numpy().data
         fixed = _FIXED.unpack_from(raw)
         tables, lines, trouble, index, kind, fallible, lends, *where = fixed
@@ -130,7 +130,7 @@ class Tables:
         rest = None if kind == _LENT else body[third:]
         return cls(
             _lines_in(bytes(raw[first : first + lines])) if tables else (),
-            numbers.reshape(tables, COLUMNS).copy(),
+            numbers.reshape(tables, COLUMNS),
             bytes(raw[second : second + trouble]).decode() if trouble else "",
             fallible,
             lends,
@@ -178,7 +178,7 @@ class Tables:
         numbers = first.numbers.copy()
         np.add.reduce(everyone[:, :, ROWS], 0, out=numbers[:, ROWS])
         np.maximum.reduce(everyone[:, :, HIGHEST], 0, out=numbers[:, HIGHEST])
-        if (everyone[:, :, ROOM] < NO_LIMIT).any():
+        if everyone[:, :, ROOM].min(initial=NO_LIMIT) < NO_LIMIT:
             tightest = everyone[:, :, ROOM].argmin(0)
             rooms = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
             numbers[:, [ROOM, WHOSE]] = rooms

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,7 +48,8 @@ _BLOCKS = 64  # at a time
 _COPIES = 64  # results that are copied after one that was written to
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which Python has no name
 _ENTRY = 8  # bytes about a page in the page map, of which these bits:
-_THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+_THERE, _OF_FILE = 3 << 6, 1 << 5  # in the last of its bytes
+_OTHERS = bytes(last for last in range(256) if not last & _THERE or last & _OF_FILE)
 
 _log = logging.getLogger("weft")
 
@@ -82,6 +82,7 @@ class Blocks:
         self._head = np.frombuffer(memoryview(head.memory), np.uint8)
         self._marks = self._head[_SIGN : _SIGN + _BLOCKS * RANKS].reshape(_BLOCKS, RANKS)
         self._all = Pages(fd, _HEAD, _ROOM, write=True)
+        self._memory = torch.frombuffer(self._all.memory, dtype=torch.uint8)
         self._own = Pages(fd, _HEAD, _ROOM, write=True, private=True)
         self._rank, self._process = rank, os.getpid()
         self._back: deque[Place] = deque()  # that no caller holds any more
@@ -105,8 +106,7 @@ class Blocks:
 
     def block(self, place: Place) -> Block:
         """One that was given out; to be released."""
-        memory = torch.frombuffer(self._all.memory, dtype=torch.uint8)
-        return Block(self, place, memory[place.start : place.start + place.size])
+        return Block(self, place, self._memory[place.start : place.start + place.size])
 
     def lend(self, place: Place, start: int, stop: int) -> Tensor:
         """These bytes of a block as memory that only this process writes to (uint8, 1-D).
@@ -288,8 +288,7 @@ def _written(address: int, size: int) -> bool:
         text = os.pread(fd, (last - first) * _ENTRY, first * _ENTRY)
     finally:
         os.close(fd)
-    entries: npt.NDArray[np.uint64] = np.frombuffer(text, np.uint64)
-    return bool((((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)).any())
+    return bool(text[_ENTRY - 1 :: _ENTRY].translate(None, _OTHERS))
 
 
 def _make_own() -> None:

@@ -189,15 +189,18 @@ def told(wire: Wire, name: str, said: Mapping[int, bytes], size: int) -> dict[in
     Raises:
         WireError: the deadline passed, or a peer or a link failed.
     """
-    routine: Routine | None = wire.kept.get(name)
-    if routine is None:
+    kept: tuple[Routine, dict[int, memoryview]] | None = wire.kept.get(name)
+    if kept is None:
         peers, blank = wire.peers, bytes(size)
         none, same = dict.fromkeys(peers, b""), dict.fromkeys(peers, size)
         script = Script(dict.fromkeys(peers, blank), none, same, Rooms(NUMBER + size), soon=False)
-        wire.kept[name] = routine = wire.routine(script)
+        made = wire.routine(script)
+        texts = {peer: heard.numpy().data[NUMBER:] for peer, heard in made.heard.items()}
+        wire.kept[name] = kept = made, texts
+    routine, texts = kept
     for peer, message in said.items():
         routine.said[peer][:] = message
     if routine.run(0) is None:
         routine.start(0)
         routine.finish()
-    return {peer: heard.numpy()[NUMBER:].tobytes() for peer, heard in routine.heard.items()}
+    return {peer: text.tobytes() for peer, text in texts.items()}
