@@ -199,7 +199,8 @@ class Line:
                 self._parts = [memoryview(b"".join(frames))]
                 return True
             self._sending = order
-            if KINDS.get(order.kind, 0) & self.unpacks and self._packer.pays(self._sent):
+            both = self.unpacks & self.offered  # what is read at machine speed is written so, too
+            if KINDS.get(order.kind, 0) & both and self._packer.pays(self._sent):
                 frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
                 self._packer.begin(order.kind, order.buffer)
                 self._parts = [memoryview(b"".join(frames)), *self._packer.next()]
