@@ -125,6 +125,8 @@ class Packer:
         return [memoryview(_HEADER.pack(bit, len(piece), len(written))), written]
 
     def _packed(self, piece: memoryview) -> tuple[int, memoryview]:
+        if len(piece) < LEAST:  # a short rest gains nothing, and tells nothing about the others
+            return _PLAIN, piece
         if self._dull:
             self._dull -= 1
             return _PLAIN, piece
