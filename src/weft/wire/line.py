@@ -147,6 +147,7 @@ class Line:
         if not (self._parts or self._waiting or self._grants or self._notes or self._late):
             return
         while not self.lost and (self._parts or self._load()):
+            self._packer.gives()
             try:
                 sent = self.sock.sendmsg(self._parts)
             except BlockingIOError:
