@@ -267,10 +267,8 @@ class Line:
         """Look at what was read ahead; whether more may be read."""
         if self._end == self._start and not self._paused:
             return True
-        while not self._paused and (head := self._head()) is not None:
+        while not self._paused and not self.lost and (head := self._head()) is not None:
             into = self._looked_at(head)
-            if self.lost:
-                return False
             if into is None:
                 continue
             here = min(self._end - self._start, len(into))
@@ -286,7 +284,7 @@ class Line:
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest
-        return not self._paused
+        return not self._paused and not self.lost
 
     def _head(self) -> memoryview | None:
         """What the next message, or piece of one, begins with, if all of it is there."""
