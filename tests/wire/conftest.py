@@ -20,8 +20,8 @@ def _connection(line, buffer=None, *, tcp=False):
             sock.setblocking(False)
             if buffer is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-                if tcp:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            if tcp:  # as weft's own; else parts of messages wait for what comes back
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if line is not pipe.PipeLine:
             yield [line(1 - rank, sock) for rank, sock in enumerate(socks)]
             return
