@@ -13,13 +13,15 @@ from weft.wire.line import Order
 
 
 @contextlib.contextmanager
-def _connection(line, buffer=None):
+def _connection(line, buffer=None, *, tcp=False):
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(sock) for sock in socket.socketpair()]
+        socks = [stack.enter_context(sock) for sock in (_tcp() if tcp else socket.socketpair())]
         for sock in socks:
             sock.setblocking(False)
             if buffer is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+            if tcp:  # as weft's own; else parts of messages wait for what comes back
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if line is not pipe.PipeLine:
             yield [line(1 - rank, sock) for rank, sock in enumerate(socks)]
             return
@@ -29,6 +31,12 @@ def _connection(line, buffer=None):
             line(1 - rank, sock, shared, first=rank == 0)
             for rank, (sock, shared) in enumerate(zip(socks, _shared(), strict=True))
         ]
+
+
+def _tcp():
+    """As between hosts: the kernel tells what it holds, which it does not of Unix sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
 
 
 def _shared():
@@ -45,6 +53,7 @@ def connection():
     """`with connection(line, buffer) as (left, right)`: both ends, of that class of lines.
 
     buffer: bytes that a socket takes before it has to be read, about.
+    tcp: over TCP, not a Unix socket.
     """
     return _connection
 

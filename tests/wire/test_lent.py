@@ -62,8 +62,9 @@ def step(mover):
 
 
 def post(mover, peer, *, sends=(), recvs=(), channel=0):
-    sends = [(peer, memoryview(each)) for each in sends]
-    return mover.post(mover.lines, sends, [(peer, memoryview(each)) for each in recvs], channel)
+    sends = [(peer, memoryview(each), "") for each in sends]
+    recvs = [(peer, memoryview(each), "") for each in recvs]
+    return mover.post(mover.lines, sends, recvs, channel)
 
 
 def exchange(pair, messages):

@@ -147,6 +147,7 @@ class Line:
         if not (self._parts or self._waiting or self._grants or self._notes or self._late):
             return
         while not self.lost and (self._parts or self._load()):
+            self._packer.gives()
             try:
                 sent = self.sock.sendmsg(self._parts)
             except BlockingIOError:
@@ -199,7 +200,8 @@ class Line:
                 self._parts = [memoryview(b"".join(frames))]
                 return True
             self._sending = order
-            if KINDS.get(order.kind, 0) & self.unpacks and self._packer.pays(self._sent):
+            both = self.unpacks & self.offered  # what is read at machine speed is written so, too
+            if KINDS.get(order.kind, 0) & both and self._packer.pays(self._sent):
                 frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
                 self._packer.begin(order.kind, order.buffer)
                 self._parts = [memoryview(b"".join(frames)), *self._packer.next()]
@@ -265,10 +267,8 @@ class Line:
         """Look at what was read ahead; whether more may be read."""
         if self._end == self._start and not self._paused:
             return True
-        while not self._paused and (head := self._head()) is not None:
+        while not self._paused and not self.lost and (head := self._head()) is not None:
             into = self._looked_at(head)
-            if self.lost:
-                return False
             if into is None:
                 continue
             here = min(self._end - self._start, len(into))
@@ -284,7 +284,7 @@ class Line:
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest
-        return not self._paused
+        return not self._paused and not self.lost
 
     def _head(self) -> memoryview | None:
         """What the next message, or piece of one, begins with, if all of it is there."""

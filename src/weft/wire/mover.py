@@ -161,11 +161,12 @@ class Mover:
 
     def _offer(self, kinds: Iterable[str]) -> None:
         """Tell peers on other hosts which kinds of numbers are read here if packed, these too."""
-        for kind in kinds:
+        between = [line for line in self.lines.values() if line.lends is False]
+        for kind in kinds if between else ():
             if kind and not self._unpacks & pieces.KINDS[kind] and pieces.reads(kind):
                 self._unpacks |= pieces.KINDS[kind]
-        for line in self.lines.values() if self._unpacks else ():
-            if line.lends is False and line.offered != self._unpacks:
+        for line in between:
+            if line.offered != self._unpacks:
                 line.offer(self._unpacks)
                 line.flush()
                 self._watch(line)

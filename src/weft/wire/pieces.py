@@ -53,7 +53,7 @@ _SLOW = 320e6  # bytes a second that all lines of a rank carry at the most where
 _WINDOW = 2e-3  # seconds in which a socket always held something: its pace is known
 _LOOKS = 15  # at a pace, by which it is judged
 _LATELY = 0.1  # seconds for which such a pace counts beside those of others
-_WORKS = fcntl is not None and sys.platform.startswith("linux")
+_WORKS = fcntl is not None and sys.platform.startswith("linux") and sys.byteorder == "little"
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -125,6 +125,8 @@ class Packer:
         return [memoryview(_HEADER.pack(bit, len(piece), len(written))), written]
 
     def _packed(self, piece: memoryview) -> tuple[int, memoryview]:
+        if len(piece) < LEAST:  # a short rest gains nothing, and tells nothing about the others
+            return _PLAIN, piece
         if self._dull:
             self._dull -= 1
             return _PLAIN, piece
@@ -136,15 +138,24 @@ class Packer:
             return _PLAIN, piece
         return KINDS[self._kind], self._room[:size]
 
-    def _look(self, sent: int) -> None:
-        """See how quickly the link took what the socket held."""
+    def gives(self) -> None:
+        """The socket is about to be given more: if it holds nothing, the link has been idle."""
+        if self._since is not None and not self._held():
+            self._since = None
+
+    def _held(self) -> int:
+        """Bytes that the socket holds and that have not gone out yet; 0 if that is not told."""
         held = bytearray(4)
         try:
             fcntl.ioctl(self._sock, _NOT_SENT, held)
-        except OSError:  # a kernel, or a sandbox, that does not tell
+        except (OSError, ValueError):  # a kernel, or a sandbox, that does not tell; it is closed
             self._tells = False
-            return
-        holds, now = int.from_bytes(held, sys.byteorder), time.monotonic()
+            return 0
+        return int.from_bytes(held, sys.byteorder)
+
+    def _look(self, sent: int) -> None:
+        """See how quickly the link took what the socket held."""
+        holds, now = self._held(), time.monotonic()
         if not holds:
             self._since = None
             return
