@@ -295,12 +295,10 @@ def looked(monkeypatch):
     with socket.socket() as sock:
         packer = Packer(sock, pace)
 
-        def look(at, sent, held, gives=False):
+        def look(at, sent, held):
             now[0], holds[0] = 10 + at * 1e-3, held
-            if gives:
-                packer.gives()
-            else:
-                assert packer.pays(sent) is False
+            packer.look(sent)
+            assert packer.pays is False
             return pace.rates
 
         yield look
@@ -323,9 +321,9 @@ def test_an_empty_socket_begins_anew(looked):
 def test_what_the_socket_was_given_after_a_pause_is_no_slow_link(looked):
     """It held something at two looks, and nothing between them: nobody had anything to send."""
     looked(0, 1000, 400)
-    looked(9000, 1000, 0, gives=True)
+    looked(9000, 1000, 0)
     assert looked(9001, 9000, 2600) == []
-    looked(9002, 9000, 1600, gives=True)  # still busy
+    looked(9002, 9000, 1600)  # still busy
     assert looked(9005, 9000, 600) == pytest.approx([2000 / 4e-3])
 
 
@@ -343,8 +341,8 @@ def test_a_socket_that_does_not_tell_is_asked_once(monkeypatch, ends):
         sock.close()  # as by another thread
     packer = Packer(sock, Pace())
     for sent in range(5):
-        packer.gives()
-        assert not packer.pays(sent)
+        packer.look(sent)
+        assert not packer.pays
     assert asked == [sock]
     sock.close()
     other.close()

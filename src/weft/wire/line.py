@@ -147,7 +147,8 @@ class Line:
         if not (self._parts or self._waiting or self._grants or self._notes or self._late):
             return
         while not self.lost and (self._parts or self._load()):
-            self._packer.gives()
+            if self.unpacks:
+                self._packer.look(self._sent)
             try:
                 sent = self.sock.sendmsg(self._parts)
             except BlockingIOError:
@@ -201,7 +202,7 @@ class Line:
                 return True
             self._sending = order
             both = self.unpacks & self.offered  # what is read at machine speed is written so, too
-            if KINDS.get(order.kind, 0) & both and self._packer.pays(self._sent):
+            if KINDS.get(order.kind, 0) & both and self._packer.pays:
                 frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
                 self._packer.begin(order.kind, order.buffer)
                 self._parts = [memoryview(b"".join(frames)), *self._packer.next()]

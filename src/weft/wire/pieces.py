@@ -108,14 +108,31 @@ class Packer:
         """Whether all of the message was given out."""
         return not self._rest
 
+    def look(self, sent: int) -> None:
+        """See how quickly the link took what the socket held; it is about to be given more.
+
+        Args:
+            sent: bytes that it was given so far.
+        """
+        holds, now = self._held() if self._tells else 0, time.monotonic()
+        if not holds:  # the link has been idle
+            self._since = None
+            return
+        gone = sent - holds
+        if self._since is None:
+            self._since = now, gone
+        elif now - self._since[0] >= _WINDOW:
+            began, before = self._since
+            self._pace.see(self, (gone - before) / (now - began), now)
+            self._since = now, gone
+
     def begin(self, kind: str, message: memoryview) -> None:
         """Cut a message of numbers of that kind, which the peer reads."""
         self._kind, self._rest = kind, message
 
-    def pays(self, sent: int) -> bool:
-        """Whether to pack the next message; the socket was given so many bytes before it."""
-        if self._tells:
-            self._look(sent)
+    @property
+    def pays(self) -> bool:
+        """Whether to pack the next message."""
         return self._pace.slow
 
     def next(self) -> list[memoryview]:
@@ -138,11 +155,6 @@ class Packer:
             return _PLAIN, piece
         return KINDS[self._kind], self._room[:size]
 
-    def gives(self) -> None:
-        """The socket is about to be given more: if it holds nothing, the link has been idle."""
-        if self._since is not None and not self._held():
-            self._since = None
-
     def _held(self) -> int:
         """Bytes that the socket holds and that have not gone out yet; 0 if that is not told."""
         held = bytearray(4)
@@ -152,20 +164,6 @@ class Packer:
             self._tells = False
             return 0
         return int.from_bytes(held, sys.byteorder)
-
-    def _look(self, sent: int) -> None:
-        """See how quickly the link took what the socket held."""
-        holds, now = self._held(), time.monotonic()
-        if not holds:
-            self._since = None
-            return
-        gone = sent - holds
-        if self._since is None:
-            self._since = now, gone
-        elif now - self._since[0] >= _WINDOW:
-            began, before = self._since
-            self._pace.see(self, (gone - before) / (now - began), now)
-            self._since = now, gone
 
 
 class Unpacker:
