@@ -89,7 +89,7 @@ class Mover:
         self._turn = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stir = threading.Event()
-        self._unpacks = 0  # the kinds of numbers that are read here if packed
+        self._readable = pieces.Readable()
         self._failed: BaseException | None = None
         self._closed = False
 
@@ -162,12 +162,10 @@ class Mover:
     def _offer(self, kinds: Iterable[str]) -> None:
         """Tell peers on other hosts which kinds of numbers are read here if packed, these too."""
         between = [line for line in self.lines.values() if line.lends is False]
-        for kind in kinds if between else ():
-            if kind and not self._unpacks & pieces.KINDS[kind] and pieces.reads(kind):
-                self._unpacks |= pieces.KINDS[kind]
+        said = self._readable.with_these(kinds) if between else 0
         for line in between:
-            if line.offered != self._unpacks:
-                line.offer(self._unpacks)
+            if line.offered != said:
+                line.offer(said)
                 line.flush()
                 self._watch(line)
 

@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HEAD", "KINDS", "LEAST", "Pace", "Packer", "Unpacker", "kind_of", "reads"]
+__all__ = ["HEAD", "KINDS", "LEAST", "Pace", "Packer", "Readable", "Unpacker", "kind_of", "reads"]
 
 LEAST = 1 << 14
 """Bytes of a message from which on it travels in pieces."""
@@ -68,6 +68,20 @@ def reads(kind: str) -> bool:
 
 def _wanted() -> bool:
     return _WORKS and os.environ.get("WEFT_PACK", "1") != "0"
+
+
+class Readable:
+    """The kinds of numbers that are read here if packed: those that came up, once they can be."""
+
+    def __init__(self) -> None:
+        self._bits = 0
+
+    def with_these(self, kinds: Iterable[str]) -> int:
+        """The sum of their bits, these kinds included; a kind may be ""."""
+        for kind in kinds:
+            if kind and not self._bits & KINDS[kind] and reads(kind):
+                self._bits |= KINDS[kind]
+        return self._bits
 
 
 class Pace:
