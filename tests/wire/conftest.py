@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import socket
 
 import pytest
@@ -80,3 +82,41 @@ def sent():
 def awaited():
     """`awaited(line, size)`: the order of one that it is asked for, of so many bytes at most."""
     return _awaited
+
+
+@pytest.fixture
+def survivors(tmp_path):
+    """`survivors(program, ranks, victim)`: what all others say if it is killed, and if it freezes.
+
+    `program(path, rank, how, timeout)` is run in processes of their own that meet by a file there.
+    """
+
+    def said(program, ranks, victim):
+        cases = {signal.SIGKILL: 20.0, signal.SIGSTOP: 2.0}  # at once: most of it is waiting
+        pipes, children = {}, {}
+        for how, timeout in cases.items():
+            for rank in range(ranks):
+                pipes[how, rank], end = os.pipe()
+                child = children[how, rank] = os.fork()
+                if child == 0:
+                    try:
+                        signal.alarm(60)
+                        words = program(str(tmp_path / how.name), rank, how, timeout)
+                        os.write(end, json.dumps(words).encode())
+                    finally:
+                        os._exit(0)
+                os.close(end)
+        try:
+            heard = {}
+            for (how, rank), pipe_ in pipes.items():
+                with os.fdopen(pipe_) as file:
+                    words = file.read() if rank != victim else ""
+                if rank != victim:
+                    heard[how.name, rank] = json.loads(words) if words else None
+            return heard
+        finally:
+            for child in children.values():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+    return said

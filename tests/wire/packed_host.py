@@ -17,7 +17,7 @@ from weft.kernels import floats
 from weft.kernels.compile import compiler
 
 COUNT, CHUNKS = 1 << 21, 16
-ROUNDS = 6  # in the first of which links are not known to be slow
+ROUNDS = 6  # in the first of which links may not be known to be slow
 
 
 def gone() -> int:

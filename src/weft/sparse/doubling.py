@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import as_bytes
+from ..wire.base import flattened
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
@@ -122,7 +122,7 @@ class _Message:
     """Rows as they travel: how many and the indices, then the values; in one part or in two.
 
     Attributes:
-        parts: as bytes.
+        parts: as numbers of the dtype of the values, where these lie among them, or as bytes.
         indices, values: in those.
         release: gives back the memory.
     """
@@ -144,7 +144,7 @@ class _Message:
         typed(lease.tensor, (1,), torch.int64)[0] = len(rows)
         indices = typed(lease.tensor, (len(rows),), call.wire_index, 8)
         indices.copy_(rows.indices)
-        return cls((lease.tensor, as_bytes(rows.values)), indices, rows.values, lease.release)
+        return cls((lease.tensor, flattened(rows.values)), indices, rows.values, lease.release)
 
     @classmethod
     def room(cls, call: Call, count: int) -> _Message:
@@ -170,7 +170,7 @@ class _Message:
         head, size = _head(call, count), _size(call, count)
         rest = memory[1] if len(memory) > 1 else memory[0][head:size]
         return cls(
-            (memory[0][:size],),
+            (memory[0][:size].view(call.partial if call.partial.itemsize <= 8 else torch.uint8),),
             typed(memory[0], (count,), call.wire_index, 8),
             typed(rest, (count, *call.row_shape), call.partial),
             release,
