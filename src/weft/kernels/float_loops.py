@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, SAMPLED, WINDOW, ZEROS
+from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, PLANES, SAMPLED, WINDOW, ZEROS
 from .machine import (
     SIZES,
     join_floats,
@@ -28,7 +28,6 @@ LOOPS = ("pack_floats", "unpack_floats")
 
 __all__ = ["LOOPS", *LOOPS]
 
-_PLANES = 3 * BLOCK // 8  # bytes of the codes
 _SIGNED = {"f32": "i32", "bf16": "i16"}
 
 int64: Any = np.int64  # casts, in machine code
@@ -38,7 +37,7 @@ uint8: Any = np.uint8
 def pack_floats(kind: str) -> Callable[..., int]:
     """Write whole blocks of numbers, and what is left plainly; returns how many bytes that took.
 
-    At `out` there is room for what `floats.most` says: more than is taken is written on the way.
+    At `out` there is room for `floats.most_bytes`: more than is taken is written on the way.
     """
     size, bits = SIZES[kind], _SIGNED[kind]
     shift = 8 * size - 9
@@ -83,7 +82,7 @@ def pack_floats(kind: str) -> Callable[..., int]:
             if method == CODED:
                 high = low + lows
                 planes = high + BLOCK
-                after = planes + _PLANES
+                after = planes + PLANES
                 for group in range(0, BLOCK, 64):
                     some = numbers + size * group
                     escaped = split_floats(
@@ -117,7 +116,7 @@ def pack_floats(kind: str) -> Callable[..., int]:
 def unpack_floats(kind: str) -> Callable[..., int]:
     """Read back `count` numbers that `pack_floats` wrote; returns how many bytes they took.
 
-    Whatever lies there, no more is read than `floats.most` of so many numbers.
+    Whatever lies there, no more is read than `floats.most_bytes` of so many numbers.
     """
     size, bits = SIZES[kind], _SIGNED[kind]
     shift = 8 * size - 9
@@ -134,7 +133,7 @@ def unpack_floats(kind: str) -> Callable[..., int]:
             if method == CODED:
                 high = packed + lows
                 planes = high + BLOCK
-                after = planes + _PLANES
+                after = planes + PLANES
                 for group in range(0, BLOCK, 64):
                     some = out + size * group
                     escaped = join_floats(

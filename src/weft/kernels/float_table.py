@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["BLOCK", "CODED", "ENOUGH", "EVERY", "HEAD", "PLAIN", "SAMPLED", "WINDOW", "ZEROS"]
+__all__ = [
+    "BLOCK",
+    "CODED",
+    "ENOUGH",
+    "EVERY",
+    "HEAD",
+    "PLAIN",
+    "PLANES",
+    "SAMPLED",
+    "WINDOW",
+    "ZEROS",
+]
 
 BLOCK = 1024
 """Numbers that share their codes."""
@@ -18,6 +29,9 @@ EVERY = 17
 
 ENOUGH = 5
 """Eighths of those whose exponents must have codes; else the block is written plainly."""
+
+PLANES = 3 * BLOCK // 8
+"""Bytes of the codes of a block."""
 
 PLAIN, CODED, ZEROS = range(3)
 """How a block is written."""

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from .compile import Key, compiler
-from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, SAMPLED, WINDOW, ZEROS
+from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, PLANES, SAMPLED, WINDOW, ZEROS
 
 __all__ = ["FLOATS", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
 
@@ -50,8 +50,7 @@ def floats_key(kind: str) -> Key:
 def most_bytes(kind: str, count: int) -> int:
     """Bytes that there must be room for while so many numbers are written, or read."""
     size = _SIZES[kind]
-    planes = 3 * BLOCK // 8
-    return -(-count // BLOCK) * (HEAD + size * BLOCK + planes + BLOCK)
+    return -(-count // BLOCK) * (HEAD + size * BLOCK + PLANES + BLOCK)
 
 
 def pack_floats(kind: str, numbers: memoryview, out: memoryview) -> int:
@@ -153,7 +152,7 @@ def _unpack(kind: str, packed: Bytes, out: Bytes) -> int:
         elif method == CODED:
             lower = taken(2 * BLOCK).view(np.uint16) if kind == "f32" else None
             signed = taken(BLOCK).astype(np.uint16)
-            planes = taken(3 * BLOCK // 8).reshape(-1, 3, 8)
+            planes = taken(PLANES).reshape(-1, 3, 8)
             bits = np.unpackbits(planes, axis=-1, bitorder="little")
             codes = (bits << np.arange(3, dtype=np.uint8).reshape(1, 3, 1)).sum(1).reshape(-1)
             exponents = np.where(codes == _OTHER, other, codes + base).astype(np.uint16)

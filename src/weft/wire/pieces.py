@@ -4,7 +4,7 @@ Between hosts bytes are dear and cores wait for them, so a line may pack what it
 else knows: what arrives is what was sent, bit by bit (`weft.kernels.floats`). It does so where the
 link is slow: writing and reading a piece takes a tenth of the time in which 2.5 Gbit/s carry it,
 and spares 0.15 of that, or 0.29. How quick the link is can be told where it is waited for: what a
-socket still held when the next piece was due went out as quickly as it could. A peer is sent packed
+socket still held when it was given more went out as quickly as it could. A peer is sent packed
 pieces once it has said that it can read them at machine speed.
 
 `WEFT_PACK=0` in the environment has all pieces sent as they are.
@@ -29,7 +29,7 @@ from ..kernels.compile import compiler
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # the module, or that there is none
 
 __all__ = ["HEAD", "KINDS", "LEAST", "Pace", "Packer", "Readable", "Unpacker", "kind_of", "reads"]
 
