@@ -27,11 +27,12 @@ from .movement import on_host
 from .pipeline import Pipeline, Reducing
 from .rounding import narrow, travelling
 
-__all__ = ["Offer", "reduce_dense", "reductions"]
+__all__ = ["NEAR", "Prepared", "reduce_dense", "reductions"]
 
 _ALONE, _FAR = 1 << 18, 32 << 20
 # = bytes of a gradient that is reduced where it is, and of gradients that are reduced together
-_NEAR_ALONE, _NEAR = 1 << 20, 32 << 20  # the same where all can read each other's memory
+_NEAR_ALONE, NEAR = 1 << 20, 32 << 20  # the same where all can read each other's memory
+AHEAD = 1 << 20  # bytes that are copied before ranks have agreed; more would keep links waiting
 
 
 def reduce_dense(
@@ -55,34 +56,51 @@ def reductions(
     return [_Reduction(wire, each, op) for each in _planned(wire, gradients, wire_dtype)]
 
 
-class Offer:
-    """A reduction of gradients whose first bucket lies ready in workspace, where peers can read it.
+class Prepared:
+    """Reductions of gradients, prepared before it is known whether all ranks do the same.
 
-    So where it lies may be told in a statement that goes out in any case, if all ranks make an
-    offer of the same gradients: that saves the round in which they would tell each other.
+    What is copied into workspace is there already of the first bucket, if that is not much or peers
+    can read it there: so where it lies may be told in a statement that goes out in any case, which
+    saves the round in which ranks would tell each other. The gradients are left as they are.
     """
 
     def __init__(
-        self, wire: Wire, gradients: Sequence[Tensor], op: str, wire_dtype: torch.dtype | None
+        self,
+        wire: Wire,
+        gradients: Sequence[Tensor],
+        op: str,
+        wire_dtype: torch.dtype | None,
+        *,
+        most: int = AHEAD,
     ) -> None:
-        """Copy what there is to offer; the gradients are left as they are. As `reduce_dense`."""
+        """Plan as `reduce_dense`, and copy a first bucket of at most so many bytes."""
         self._wire, self._op = wire, op
         self._buckets = _planned(wire, gradients, wire_dtype)
         first = self._buckets[0] if self._buckets else _Bucket(torch.uint8)
-        self.is_made = not first.in_place and first.nbytes > dense.SMALL
-        self._lease = wire.lease(first.nbytes if self.is_made else 0)
-        if self.is_made:
+        self.is_loaded = not first.in_place and dense.SMALL < first.nbytes <= most
+        self._lease = wire.lease(first.nbytes if self.is_loaded else 0)
+        if self.is_loaded:
             self._flat = first.in_workspace(self._lease.tensor)
             self._stage = _Staged(self._flat, first.pieces)
             self._stage.load(0, len(self._flat))
+            self._stage.is_loaded = True
+
+    def reduce(self) -> None:
+        """Reduce the gradients, in place; collective, though not all need have prepared it."""
+        made = (self._lease, self._stage) if self.is_loaded else None
+        first = [_Reduction(self._wire, each, self._op, made) for each in self._buckets[:1]]
+        Pipeline.of(self._wire).run(self._wire, first + self._rest())
+
+    def _rest(self) -> list[_Reduction]:
+        return [_Reduction(self._wire, each, self._op) for each in self._buckets[1:]]
 
     @property
     def told(self) -> bytes:
-        """What to tell each peer, before it takes the offer."""
+        """What to tell each peer of the first bucket, if it is loaded."""
         return near.places_of(self._flat, self._flat)
 
     def take(self, heard: Mapping[int, bytes]) -> None:
-        """Reduce the gradients, in place; collective, and all ranks have made this offer.
+        """Reduce the gradients, in place; collective, and all ranks told of the same buckets.
 
         Args:
             heard: what each peer told.
@@ -91,11 +109,10 @@ class Offer:
         places = {peer: near.places_in(each) for peer, each in heard.items()}
         near.all_reduce(self._wire, flat, combine, flat, places)
         self._stage.store(0, len(self._flat))
-        rest = [_Reduction(self._wire, each, self._op) for each in self._buckets[1:]]
-        Pipeline.of(self._wire).run(self._wire, rest)
+        Pipeline.of(self._wire).run(self._wire, self._rest())
 
     def release(self) -> None:
-        """Give back the workspace."""
+        """Give back the workspace, if that was not done."""
         self._lease.release()
 
 
@@ -104,7 +121,7 @@ def _planned(
 ) -> list[_Bucket]:
     """What is reduced together."""
     # what is cut where may not depend on where and how a gradient lies in this rank's memory
-    alone, most = (_NEAR_ALONE, _NEAR) if wire.near else (_ALONE, _FAR)
+    alone, most = (_NEAR_ALONE, NEAR) if wire.near else (_ALONE, _FAR)
     buckets: list[_Bucket] = []
     filling: dict[torch.dtype, _Bucket] = {}
     travels: dict[torch.dtype, torch.dtype] = {}
@@ -201,8 +218,15 @@ class _Bucket:
 class _Reduction:
     """The reduction of a bucket, as a `Pipeline` takes it."""
 
-    def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
-        self._wire, self._bucket, self._op = wire, bucket, op
+    def __init__(
+        self,
+        wire: Wire,
+        bucket: _Bucket,
+        op: str,
+        made: tuple[Lease, _Staged] | None = None,
+    ) -> None:
+        """Of a bucket, for which there may be workspace already."""
+        self._wire, self._bucket, self._op, self._made = wire, bucket, op, made
         self._in_place = bucket.in_place
         self._begun: tuple[dense.Reduction, Lease] | None = None
         self.done = False
@@ -213,14 +237,18 @@ class _Reduction:
 
     def begin(self) -> None:
         wire, bucket = self._wire, self._bucket
-        lease = wire.lease(0 if self._in_place else bucket.nbytes)
+        if self._made is not None:
+            lease, stage = self._made
+        else:
+            lease = wire.lease(0 if self._in_place else bucket.nbytes)
         # not `wire.dense_all_reduce`: whether it is in place, only this rank knows
         if self._in_place:
             gradient, start, end = bucket.pieces[0]
             begun = dense.all_reduce(wire, gradient.flat(start, end), self._op, beside=True)
         else:
             flat = bucket.in_workspace(lease.tensor)
-            stage = _Staged(flat, bucket.pieces)
+            if self._made is None:
+                stage = _Staged(flat, bucket.pieces)
             begun = dense.all_reduce(wire, flat, self._op, stage=stage, beside=True)
         self._begun = begun, lease
         self._see()
@@ -254,10 +282,14 @@ class _Reduction:
 
 
 class _Staged:
-    """Pieces one after the other in workspace, rounded if its dtype is narrower."""
+    """Pieces one after the other in workspace, rounded if its dtype is narrower.
+
+    Attributes:
+        is_loaded: whether all of them are there, and need not be loaded any more.
+    """
 
     def __init__(self, flat: Tensor, pieces: Sequence[_Piece]) -> None:
-        self._flat, self._pieces = flat, pieces
+        self._flat, self._pieces, self.is_loaded = flat, pieces, False
         sizes = [last - first for _, first, last in pieces]
         self._starts = [*accumulate(sizes, initial=0)]
         self._places = flat.split_with_sizes(sizes)
@@ -280,10 +312,12 @@ class _Staged:
         return pieces, places
 
     def load(self, first: int, last: int) -> None:
-        if first < last:
+        if first < last and not self.is_loaded:
             pieces, places = self._of(first, last)
             here = [gradient.flat(start, end) for gradient, start, end in pieces]
-            if self._twice:
+            if all(values.dtype == self._flat.dtype and values.is_cpu for values in here):
+                torch.cat(here, out=self._flat[first:last])  # a third of the time of many copies
+            elif self._twice:
                 for values, place in zip(here, places, strict=True):
                     narrow(values, place)
             else:  # as copy_ of each, in one call

@@ -2,8 +2,10 @@
 
 Parameters are matched by name. First all ranks state which of them have a gradient, and whether it
 is sparse; one that a rank has none for counts as zero there. Then dense gradients are reduced in a
-few large `buckets` and sparse ones in one `sparse_all_reduce`. Where ranks read each other's memory
-they also state where their first bucket lies, and reduce that at once if all have the same.
+few large `buckets` and sparse ones in one `sparse_all_reduce`. While statements are under way, what
+follows is prepared as it will be if no rank has a gradient that this one lacks. Where ranks read
+each other's memory they also state where their first bucket lies, and reduce that at once if all
+have the same.
 
 `sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
 """
@@ -27,7 +29,7 @@ from ..sparse.api import list_job
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
-from .buckets import Offer, reduce_dense
+from .buckets import NEAR, Prepared, reduce_dense
 from .named import (
     Manifest,
     difference,
@@ -172,15 +174,25 @@ class Synchronised:
         error = self.error or survey.error
         if len(here) >= ROOM:
             error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
-        offer = None if error or first is not None else self._offer(survey.usual)
+        usual = None if error or first is not None else survey.usual
+        offer = self._offer(usual)
+        prepared = [] if offer is None else [offer]
+
+        def prepare() -> None:
+            if usual is not None and offer is None:
+                prepared.append(Prepared(self._wire, usual, self._op, self._wire_dtype))
+
         try:
-            said = self._agree(b"" if error else survey.states, error, ready, offer)
+            said = self._agree(b"" if error else survey.states, error, ready, offer, prepare)
             if offer is not None and said.private and said.equal:
                 offer.take({peer: bytes(said.private[peer]) for peer in self._wire.peers})
                 return said.limit == 0
+            if prepared and said.equal and bytes(said.mask.numpy()) == survey.states:
+                prepared[0].reduce()  # nobody has a gradient that this rank has not
+                return said.limit == 0
         finally:
-            if offer is not None:
-                offer.release()
+            for each in prepared:
+                each.release()
         return self._reduce(here, said, first, ready)
 
     def _reduce(self, here: list[str], said: Opening, first: int | None, ready: bool) -> bool:
@@ -209,15 +221,20 @@ class Synchronised:
         reduce_dense(wire, gradients, self._op, self._wire_dtype)
         return some_ready
 
-    def _offer(self, gradients: Sequence[Tensor] | None) -> Offer | None:
+    def _offer(self, gradients: Sequence[Tensor] | None) -> Prepared | None:
         """What can be reduced in fewer rounds, if all ranks find the same there."""
         if gradients is None or not (self._wire.together and is_direct(self._wire)):
             return None
-        offer = Offer(self._wire, gradients, self._op, self._wire_dtype)
-        return offer if offer.is_made else None
+        offer = Prepared(self._wire, gradients, self._op, self._wire_dtype, most=NEAR)
+        return offer if offer.is_loaded else None
 
     def _agree(
-        self, states: bytes, error: str | None, ready: bool, offer: Offer | None = None
+        self,
+        states: bytes,
+        error: str | None,
+        ready: bool,
+        offer: Prepared | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Opening:
         """What all ranks said; with what they said in private if all have made the same offer."""
         fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
@@ -234,6 +251,7 @@ class Synchronised:
             digest=self.digest,
             mask=torch.frombuffer(mine, dtype=torch.uint8),
             private=private,
+            meanwhile=meanwhile,
         ) as said:
             same = offer is not None and all(bytes(each) == mine for each in said.own)
             told = [memoryview(bytes(each)) for each in said.private] if same else []

@@ -95,6 +95,7 @@ def opened(
     mask: Tensor | None = None,
     own: memoryview | None = None,
     private: Sequence[Private] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
     watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
@@ -112,7 +113,7 @@ def opened(
             are direct.
         private: what to say to each rank, in rank order, with the rest at most `ROOM` bytes; only
             where statements are direct.
-        watch: as for `agree`.
+        meanwhile, watch: as for `agree`.
 
     Raises:
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
@@ -132,7 +133,17 @@ def opened(
     elif own is not None and is_direct(wire):
         parts.append(own)
     body = bytearray().join(parts)
-    agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
+    agreement = agree(
+        wire,
+        name,
+        fields,
+        error,
+        body,
+        _combine,
+        meanwhile=meanwhile,
+        watch=watch,
+        private=private,
+    )
     try:
         yield following(wire, name, agreement, masks=mask is not None)
     finally:
