@@ -281,9 +281,13 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
 
 
+@pytest.mark.parametrize("near", [True, False])
 @spmd(2, 3)
-def test_gradients_that_only_some_ranks_can_tell_of_at_once(wire):
-    """They take a round less where all ranks have the same; else the others do as ever."""
+def test_gradients_that_only_some_ranks_can_tell_of_at_once(wire, near, monkeypatch):
+    """Prepared ahead by those that can; near ones take a round less where all have the same."""
+    if not near:
+        monkeypatch.setattr(wire, "near", False)
+        monkeypatch.setattr(wire, "together", False)
     module = nn.ParameterList(nn.Parameter(torch.zeros(5000)) for _ in range(3))
     last, messages = wire.size - 1, {}
     for odd in ("first", "none", "missing", "expanded", "sparse", "none", "dtype", "none"):
