@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +57,10 @@ def test_many_ranks_split(wire):
 def test_a_color_is_an_integer(wire):
     with pytest.raises(weft.WeftError, match="rank 1: color is 'red': pass an integer"):
         event.create_communicator().split("red" if wire.rank == 1 else 2)
-    event.create_communicator().split(3).close()
+    with event.create_communicator().split(wire.rank == 1) as part:  # a bool is an integer, too
+        assert (part.rank(), part.size()) == (wire.rank // 2, 2 - wire.rank % 2)
+    with event.create_communicator().split(np.int64(wire.rank // 2)) as part:
+        assert part.size() == 2 - wire.rank // 2
 
 
 def meet(rank, size, address):
@@ -90,7 +94,7 @@ def test_any_store_of_torch_serves():
     store = dist.HashStore()
 
     def program(wire):
-        with event.create_communicator(2, wire.rank, store, timeout=10.0) as comm:
+        with event.create_communicator(2, np.int64(wire.rank), store, timeout=10.0) as comm:
             return total(comm, 1)
 
     assert run(2, program) == [2.0, 2.0]
