@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,8 +134,7 @@ class Attributes:
         written = torch.tensor([count])
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
         check_status(status, "epilogue_fn")
-        if int(written) != count:
-            raise WeftError(f"epilogue_fn made {int(written)} values of {count}: make as many")
+        _check_count(written, count, "epilogue_fn")
         return out
 
 
@@ -142,11 +142,25 @@ def check_status(status: object, name: str) -> None:
     """Raise if a callback did not succeed.
 
     Raises:
-        WeftError: the status is another than success.
+        WeftError: the status is another than success, or none at all.
     """
-    if status is not None and status != Status.success:
-        codes = [repr(code) for code in Status if code == status]
-        raise WeftError(f"{name} returned status {codes[0] if codes else repr(status)}")
+    if status is None:
+        return
+    try:
+        code = operator.index(status)  # type: ignore[arg-type]  # whatever is none raises
+    except TypeError:  # such as the tensor that a lambda returns without meaning to
+        raise WeftError(
+            f"{name} returned status {status!r:.60}: return a Status, or nothing"
+        ) from None
+    if code != Status.success:
+        known = [repr(each) for each in Status if each == code]
+        raise WeftError(f"{name} returned status {known[0] if known else code}")
+
+
+def _check_count(written: Tensor, count: int, name: str) -> None:
+    """Raise if a callback says that it made another number of values than it was given."""
+    if int(written) != count:
+        raise WeftError(f"{name} made {int(written)} values of {count}: make as many")
 
 
 def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[..., Tensor]:
@@ -159,6 +173,7 @@ def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[
             right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context
         )
         check_status(status, "reduction_fn")
+        _check_count(written, count, "reduction_fn")
         return inout
 
     # ranks compare their reductions by these names
