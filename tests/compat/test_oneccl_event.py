@@ -13,6 +13,7 @@ import torch
 
 import weft
 from weft.compat.oneccl import event
+from weft.compat.oneccl.memory import Memory
 from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, Load, last_call
 from weft.testing import expected, run, spmd
@@ -25,9 +26,9 @@ SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOA
 
 
 def part(rank, dtype=torch.float32):
-    """Unequal counts, repeated indices, no order."""
+    """Unequal counts, none from rank 4 on, repeated indices, no order."""
     draw = torch.Generator().manual_seed(rank)
-    count = 8 - 2 * rank
+    count = max(0, 8 - 2 * rank)
     indices = torch.randint(9, (count,), generator=draw)
     return weft.Rows(indices, torch.randint(-4, 5, (count, WIDTH), generator=draw).to(dtype))
 
@@ -74,7 +75,7 @@ def sent(rows):
     return [rows.indices, rows.indices.numel(), rows.values, rows.values.numel(), *UNUSED]
 
 
-@spmd(1, 2, 3)
+@spmd(1, 2, 3, 4, 7, 8)
 def test_either_callback_with_every_parameter(wire):
     comm, rows = event.create_communicator(), part(wire.rank)
     assert (comm.rank(), comm.size()) == (wire.rank, wire.size)
@@ -157,30 +158,34 @@ def test_alloc_fn_is_filled_by_every_algorithm(monkeypatch, algorithm):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
-def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, dtype):
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("algorithm", [*SERVING, "disable"])
+def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algorithm, size, dtype):
     """weft itself is given this memory, so that nothing is copied, but for narrow indices."""
-    written = {}
+    mode, written, fill = "regular", [], Memory.fill
 
-    def watched(rows, call):
-        result = ALGORITHMS["gather"].run(rows, call)
-        written[call.wire.rank] = result.indices.data_ptr(), result.values.data_ptr()
-        return result
+    def watched(memory, result):
+        written.append(tuple(part.data_ptr() for part in result))
+        return fill(memory, result)
 
     def program(wire):
         kept, rows = Kept(), part(wire.rank)
         rows = weft.Rows(rows.indices.to(dtype), rows.values)
-        event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept.attr("allocate")).wait()
-        assert kept.result() == flat(expected(parts(wire.size)))
-        where = tuple(buffer.data_ptr() for buffer in kept.buffers)
-        assert written[wire.rank][1] == where[1]
-        assert (written[wire.rank][0] == where[0]) is (dtype != torch.int8)
+        attr = kept.attr("allocate", mode=mode)
+        event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr).wait()
+        if mode == "regular":
+            assert kept.result() == flat(expected(parts(wire.size)))
+        return tuple(buffer.data_ptr() for buffer in kept.buffers)
 
-    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", "watched")
-    weft.algorithm(cost=ALGORITHMS["gather"].cost)(watched)
-    try:
-        run(2, program)
-    finally:
-        del ALGORITHMS["watched"]
+    monkeypatch.setattr(Memory, "fill", watched)
+    if algorithm in ALGORITHMS:
+        monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
+    elif algorithm == "disable":
+        mode = algorithm
+    given = run(size, program)
+    assert {where[1] for where in written} == {where[1] for where in given}
+    narrow = dtype == torch.int8
+    assert ({where[0] for where in written} == {where[0] for where in given}) is not narrow
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -356,6 +361,13 @@ def short(idx_count, idx_dtype, val_count, val_dtype, ctx):
     return np.zeros(idx_count, np.int64), np.zeros(val_count - 1, np.float32)
 
 
+class LostStream:
+    """A stream of a device that fell off."""
+
+    def synchronize(self):
+        raise RuntimeError("device lost")
+
+
 def failed():
     future = concurrent.futures.Future()
     future.set_exception(KeyError("lost"))
@@ -377,6 +389,8 @@ WRONG = {
     "a dependency": ({"deps": [failed()]}, r"deps\[0\] failed: KeyError: 'lost'"),
     "no dependency": ({"deps": [3]}, r"deps\[0\] is a int: pass what can be waited for"),
     "no dependencies": ({"deps": 3}, "deps is a int: pass a list"),
+    "a later dependency": ({"deps": [event.Event(), failed()]}, r"deps\[1\] failed: KeyError"),
+    "a lost stream": ({"stream": LostStream()}, "stream failed: RuntimeError: device lost"),
     "a stream": ({"stream": "fast"}, "stream is a str: pass a torch.Stream"),
 }
 
