@@ -154,6 +154,8 @@ def test_one_rank_errs_and_all_are_told(wire, what):
     with pytest.raises(weft.WeftError, match=text) as caught:
         started(wire.rank, lambda *_: 0, **(changed if wire.rank == last else {})).wait()
     assert str(caught.value).startswith(f"rank {last}: ")
+    if what == "an exception" and wire.rank == last:
+        assert isinstance(caught.value.__cause__, MemoryError)  # with the place where it was raised
     result = []
     started(wire.rank, lambda *all: result.append(all)).wait()
     assert len(result) == 1
@@ -164,5 +166,5 @@ def test_the_callback_must_not_call_the_group(wire):
     def again(*_):
         weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group=wire)
 
-    with pytest.raises(weft.WeftError, match="was called from inside sparse_allreduce"):
+    with pytest.raises(weft.WeftError, match=r"^rank 0: sparse_all_reduce was called from inside"):
         started(wire.rank, again).wait()

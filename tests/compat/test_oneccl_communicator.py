@@ -40,6 +40,8 @@ def test_split_by_color(wire):
     with comm.split(wire.rank % 2) as half:
         assert (half.rank(), half.size()) == (wire.rank // 2, 2)
         assert total(half, wire.rank) == (2 if wire.rank % 2 == 0 else 4)
+    with pytest.raises(weft.Error, match="closed"):
+        total(half, 1)
     with comm.split(-7) as same:
         assert (same.rank(), same.size()) == (wire.rank, 4)
     with comm.split(wire.rank) as alone:
@@ -98,6 +100,17 @@ def test_any_store_of_torch_serves():
             return total(comm, 1)
 
     assert run(2, program) == [2.0, 2.0]
+
+
+def test_who_does_not_come_is_named():
+    """Nobody waits for longer than was said."""
+
+    def program(wire, rank, store):
+        with pytest.raises(weft.WireError, match=r"rank 1 did not join \(timeout 0\.5 s\)"):
+            event.create_communicator(2, rank, store, timeout=0.5)
+
+    run(1, program, 0, dist.HashStore())
+    run(2, program, 0, dist.HashStore())  # who is there twice
 
 
 def test_the_main_store_is_reachable():

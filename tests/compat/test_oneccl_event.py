@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import inspect
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import event
+from weft.compat.oneccl import Address, event
 from weft.compat.oneccl.memory import Memory
 from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, Load, last_call
@@ -188,6 +189,46 @@ def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algo
     assert ({where[0] for where in written} == {where[0] for where in given}) is not narrow
 
 
+ROOMY = np.zeros(100, np.int64), np.zeros(200, np.float32)
+GIVEN = {
+    "numpy": lambda n, m: (np.zeros(n, np.int64), np.zeros(m, np.float32)),
+    "more than enough": lambda n, m: (np.zeros(n + 3, np.int64), torch.zeros(m + 5)),
+    "of other shapes": lambda n, m: [torch.zeros(n, 1).long(), torch.zeros(n, m // n)],
+    "bytes": lambda n, m: (bytearray(n * 8), bytearray(m * 4)),
+    "addresses": lambda n, m: tuple(each.ctypes.data for each in ROOMY),
+    "pointers": lambda n, m: tuple(ctypes.c_void_p(each.ctypes.data) for each in ROOMY),
+    "addresses of more": lambda n, m: tuple(
+        Address(each.ctypes.data, each.size, each.dtype.name) for each in ROOMY
+    ),
+}
+
+
+POINTING = ("addresses", "pointers", "addresses of more")
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_alloc_fn_may_give(what):
+    def program(wire):
+        made = []
+
+        def allocate(n, _, m, *rest):
+            made.extend(GIVEN[what if wire.rank else "numpy"](n, m))
+            return made
+
+        attr = event.create_sparse_allreduce_attr(alloc_fn=allocate)
+        event.sparse_allreduce(*sent(part(wire.rank)), "sum", wire, attr=attr).wait()
+        want = flat(expected(parts(wire.size)))
+        where = ROOMY if wire.rank and what in POINTING else made
+        for buffer, dtype, numbers in zip(where, (np.int64, np.float32), want, strict=True):
+            held = np.frombuffer(np.asarray(buffer), dtype)
+            assert held[: len(numbers)].tolist() == numbers
+            assert not held[len(numbers) :].any()  # nothing is written beyond the counts
+
+    for room in ROOMY:
+        room.fill(0)
+    run(2, program)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["complete", "allocate"])
 @spmd(1, 3, on=("threads",))
@@ -357,6 +398,10 @@ def nothing(*_):
     return None
 
 
+def few(idx_count, idx_dtype, val_count, val_dtype, ctx):
+    return np.zeros(idx_count - 1, np.int64), np.zeros(val_count, np.float32)
+
+
 def short(idx_count, idx_dtype, val_count, val_dtype, ctx):
     return np.zeros(idx_count, np.int64), np.zeros(val_count - 1, np.float32)
 
@@ -386,6 +431,11 @@ WRONG = {
     "allocation": ({"attr": make(alloc_fn=raises)}, "MemoryError: no room"),
     "no buffers": ({"attr": make(alloc_fn=nothing)}, "alloc_fn returned a NoneType, not two"),
     "short": ({"attr": make(alloc_fn=short)}, r"alloc_fn's val_buf holds \d+ elements, the call"),
+    "few": ({"attr": make(alloc_fn=few)}, r"alloc_fn's idx_buf holds \d+ elements, the call"),
+    "another type": (
+        {"attr": make(alloc_fn=lambda n, _, m, *rest: (np.zeros(n, np.int32), np.zeros(m)))},
+        r"alloc_fn's idx_buf holds torch.int32, the call says torch.int64",
+    ),
     "a dependency": ({"deps": [failed()]}, r"deps\[0\] failed: KeyError: 'lost'"),
     "no dependency": ({"deps": [3]}, r"deps\[0\] is a int: pass what can be waited for"),
     "no dependencies": ({"deps": 3}, "deps is a int: pass a list"),

@@ -357,9 +357,34 @@ def test_one_rank_errs_and_all_are_told(wire, what):
     with pytest.raises(weft.WeftError, match=text) as caught:
         started(given).wait()
     assert "rank 2" in str(caught.value)
+    if what == "a prologue" and wire.rank == 2:
+        assert isinstance(caught.value.__cause__, KeyError)  # with the place where it was raised
     assert given["recv_ind_count"] is None or given["recv_ind_count"].max() <= 0
     given = arguments(wire.rank)
     check(wire, started(given), given)
+
+
+@pytest.mark.parametrize("keep", ["in_buf", "inout_buf"])
+@spmd(3, on=("threads",))
+def test_a_reduction_has_what_came_first_in_inout(wire, keep):
+    """A rank's own rows in the order they were sent, then rank by rank."""
+
+    def one_of_both(in_buf, in_count, inout_buf, out_count, dtype, context):
+        if keep == "in_buf":
+            inout_buf.copy_(in_buf)
+
+    given = arguments(
+        wire.rank,
+        send_ind_buf=torch.tensor([4, 4]),
+        send_ind_count=2,
+        send_val_buf=torch.tensor([1.0, 2.0]) + 10 * wire.rank,
+        send_val_count=2,
+        reduction="custom",
+        attributes=request.Attributes(reduction_fn=one_of_both),
+    )
+    started(given).wait()
+    assert given["recv_val_buf"][0, 0] == (22.0 if keep == "in_buf" else 1.0)
+    assert given["send_val_buf"].tolist() == [1.0 + 10 * wire.rank, 2.0 + 10 * wire.rank]
 
 
 @spmd(3, on=("threads",))

@@ -61,7 +61,8 @@ class Attributes:
         epilogue_fn: `(in_buf, in_count, in_dtype, out_buf, out_count, out_dtype, context) ->
             status`: makes of the result what is handed out, by filling `out_buf`.
         reduction_fn: `(in_buf, in_count, inout_buf, out_count, dtype, context) -> status`: the
-            reduction named "custom"; adds `in_buf` into `inout_buf`. It must be associative.
+            reduction named "custom"; adds `in_buf` into `inout_buf`, which has what came first: the
+            lower rank's. It must be associative.
         priority: has no effect, as with oneCCL's default CCL_PRIORITY=none: the calls of a group
             run in the order they were made. Another value than 0 is logged.
         synchronous: whether the call returns only when it is done.

@@ -122,7 +122,6 @@ def _run(
     request.error = request.error if trouble is None else _sentence(wire, trouble)
     request.fields |= {
         "index dtype": str(sent.indices.dtype),
-        "coalesce mode": operation.mode.replace("keep_precision", "regular"),
         "match_id": repr(operation.attributes.match_id),
     }
     try:
