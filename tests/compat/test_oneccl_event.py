@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import inspect
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -269,6 +269,7 @@ def test_disable_has_the_same_checks(wire):
         ([one, 1, ones, 1], "disable", "rank 1: index -4 is negative"),
         ([one.abs(), 1, torch.ones(1 + odd), 1 + odd], "disable", "differ in row shape"),
         ([one.abs(), 1, ones.int() if odd else ones, 1], "disable", "differ in value dtype"),
+        ([one.abs().to(torch.int8 if odd else torch.int64), 1, ones, 1], "disable", "in ind_dtype"),
         (
             [one.abs(), 1, ones, 1],
             "regular" if odd else "disable",
@@ -338,7 +339,7 @@ def test_custom_reductions(wire):
 def test_deps_are_waited_for(wire):
     """Buffers are read when what they depend on is done, not before."""
     rows, kept = part(wire.rank), Kept()
-    values, written = torch.full_like(rows.values, float("nan")), concurrent.futures.Future()
+    values, written = torch.full_like(rows.values, float("nan")), Future()
     work = weft.sparse_all_reduce((rows.indices, rows.values), async_op=True)
     made = event.sparse_allreduce(
         rows.indices, len(rows), values, values.numel(), *UNUSED, "sum", wire,
@@ -354,7 +355,7 @@ def test_deps_are_waited_for(wire):
 
 @spmd(2, on=("threads",))
 def test_events_are_composed(wire):
-    kept, gate = [Kept(), Kept()], concurrent.futures.Future()
+    kept, gate = [Kept(), Kept()], Future()
     rows = part(wire.rank)
     first = event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept[0].attr())
     second = event.sparse_allreduce(
@@ -370,10 +371,14 @@ def test_events_are_composed(wire):
     assert kept[1].result() == flat(expected(parts(wire.size), "max"))
     assert event.compose().test()
 
-    with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):
-        bad = torch.tensor([-1 if wire.rank else 1])
-        failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", wire, attr=kept[0].attr())
-        event.compose(failing, first).wait()
+    bad, attr, gate = torch.tensor([-1 if wire.rank else 1]), Kept().attr(), Future()
+    failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", wire, attr=attr)
+    worse = event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr, deps=[gate])
+    threading.Timer(0.05, gate.set_exception, [KeyError("lost")]).start()
+    for _ in range(2):
+        with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):  # the first
+            event.compose(failing, worse, first).wait()
+        assert worse.test()  # waiting is for all of them
 
 
 @spmd(2, on=("threads",))
@@ -414,7 +419,7 @@ class LostStream:
 
 
 def failed():
-    future = concurrent.futures.Future()
+    future = Future()
     future.set_exception(KeyError("lost"))
     return future
 
