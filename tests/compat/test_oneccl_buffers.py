@@ -158,6 +158,7 @@ WRONG = {
     "no count": (Address(HELD.ctypes.data, None, "float"), 1, "the count of x is None"),
     "no address": (Address(None, 6, "float"), 1, "the address of x is None: pass an integer"),
     "bytes of a type": (memoryview(HELD).cast("B"), 1, "x holds torch.uint8, the call says"),
+    "a view of a type": (memoryview(bytearray(24)).cast("i"), 1, "x holds torch.int32, the call"),
     "no dtype": (Address(HELD.ctypes.data, 1, "long"), 1, "the dtype of x is 'long'"),
     "steps": (HELD[::2], 1, "x is an array that is not contiguous"),
     "torch steps": (torch.zeros(6)[::2], 1, r"x is a tensor that is not contiguous: pass x\.cont"),

@@ -57,8 +57,9 @@ def test_many_ranks_split(wire):
 
 @spmd(3, on=("threads",))
 def test_a_color_is_an_integer(wire):
-    with pytest.raises(weft.WeftError, match="rank 1: color is 'red': pass an integer"):
-        event.create_communicator().split("red" if wire.rank == 1 else 2)
+    for bad, said in (("red", "'red'"), (2**63, str(2**63)), (None, "None"), (1.0, r"1\.0")):
+        with pytest.raises(weft.WeftError, match=f"rank 1: color is {said}: pass an integer"):
+            event.create_communicator().split(bad if wire.rank == 1 else 2)
     with event.create_communicator().split(wire.rank == 1) as part:  # a bool is an integer, too
         assert (part.rank(), part.size()) == (wire.rank // 2, 2 - wire.rank % 2)
     with event.create_communicator().split(np.int64(wire.rank // 2)) as part:
@@ -115,7 +116,7 @@ def test_who_does_not_come_is_named():
 
 def test_the_main_store_is_reachable():
     kvs = event.create_main_kvs()  # at whatever address this machine has
-    kvs.set("x", b"1")
+    kvs.set("x", bytearray(b"1"))
     assert event.create_kvs(kvs.get_address()).get("x") == b"1"
 
 

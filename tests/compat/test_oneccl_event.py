@@ -128,6 +128,7 @@ def test_overloads(wire):
         lambda attr: event.sparse_allreduce(*sent(rows), "sum", None, attr=attr),
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr, [before]),
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr=attr),
+        lambda attr: event.sparse_allreduce(*sent(rows), None, None, "sum", comm, attr=attr),
         lambda attr: event.sparse_allreduce(*sent(rows), rtype="sum", comm=wire, attr=attr),
         lambda attr: event.sparse_allreduce(
             *sent(rows), ind_dtype="int64", val_dtype="float", rtype="sum", comm=comm, attr=attr
