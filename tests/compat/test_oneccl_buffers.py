@@ -33,6 +33,13 @@ class OnlyDLPack:
         return self._tensor.__dlpack_device__()
 
 
+class OldDLPack(OnlyDLPack):
+    """Of before DLPack had versions."""
+
+    def __dlpack__(self, *, stream=None):
+        return self._tensor.__dlpack__()
+
+
 def mapped(values):
     memory = mmap.mmap(-1, 16)
     memory[:] = np.array(values, np.float32).tobytes()
@@ -51,6 +58,8 @@ KINDS = {
     "mmap": lambda: mapped(FLOATS),
     "shared memory": lambda: memoryview(mapped(FLOATS)),  # as SharedMemory.buf is
     "dlpack": lambda: OnlyDLPack(torch.tensor(FLOATS)),
+    "dlpack of NumPy": lambda: OnlyDLPack(np.array(FLOATS, np.float32)),
+    "old dlpack": lambda: OldDLPack(torch.tensor(FLOATS)),
 }
 
 
@@ -95,7 +104,7 @@ def test_whatever_has_memory_is_sent_and_received_to(wire, kind):
 def test_what_is_only_read_may_be_read_only():
     frozen = np.array(FLOATS, np.float32)
     frozen.flags.writeable = False
-    for buffer in (frozen, frozen.tobytes()):
+    for buffer in (frozen, frozen.tobytes(), OnlyDLPack(frozen)):
         assert seen(buffer, 4, torch.float32, "x").tolist() == FLOATS
         with pytest.raises(Wrong, match="x is read-only"):
             seen(buffer, 4, torch.float32, "x", write=True)
