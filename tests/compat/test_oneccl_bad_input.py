@@ -103,6 +103,16 @@ def test_event(wire, what):
     assert through_event(wire) == [6.0, 9.0, 12.0, 18.0]
 
 
+@spmd(2, on=("threads",))
+def test_wrong_dtypes_are_not_taken_for_a_reduction_and_a_group(wire):
+    """Of the short overloads, too: a group that is none could not be told."""
+    dtypes = ("long", "real") if wire.rank else ("int64", "float")
+    sent = torch.tensor([5]), 1, torch.ones(1), 1, *[None] * 4
+    with pytest.raises(weft.WeftError, match="rank 1: ind_dtype is 'long': pass a torch dtype"):
+        event.sparse_allreduce(*sent, *dtypes, "sum", wire, attr=kept()).wait()
+    assert through_event(wire) == [4.0, 6.0, 8.0, 12.0]
+
+
 @spmd(1, 2, on=("threads",))
 def test_types_of_numpy_and_typed_pointers_serve(wire):
     pointer = ctypes.cast(VALUES, ctypes.POINTER(ctypes.c_float))

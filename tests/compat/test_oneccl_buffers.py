@@ -33,6 +33,13 @@ class OnlyDLPack:
         return self._tensor.__dlpack_device__()
 
 
+class OldDLPack(OnlyDLPack):
+    """Of before DLPack had versions."""
+
+    def __dlpack__(self, *, stream=None):
+        return self._tensor.__dlpack__()
+
+
 def mapped(values):
     memory = mmap.mmap(-1, 16)
     memory[:] = np.array(values, np.float32).tobytes()
@@ -49,7 +56,10 @@ KINDS = {
     "memoryview": lambda: memoryview(array.array("f", FLOATS)),
     "bytearray": lambda: bytearray(np.array(FLOATS, np.float32).tobytes()),
     "mmap": lambda: mapped(FLOATS),
+    "shared memory": lambda: memoryview(mapped(FLOATS)),  # as SharedMemory.buf is
     "dlpack": lambda: OnlyDLPack(torch.tensor(FLOATS)),
+    "dlpack of NumPy": lambda: OnlyDLPack(np.array(FLOATS, np.float32)),
+    "old dlpack": lambda: OldDLPack(torch.tensor(FLOATS)),
 }
 
 
@@ -61,7 +71,7 @@ def test_the_memory_is_shared(kind):
     tensor[1] = 16.0
     again = seen(buffer, None, torch.float32, "send_val_buf")
     assert again.tolist() == [1.0, 16.0, 4.0, 8.0]
-    if kind not in ("bytearray", "mmap"):
+    if kind not in ("bytearray", "mmap", "shared memory"):
         assert dtype_in(buffer, "send_val_buf") == torch.float32
 
 
@@ -94,7 +104,7 @@ def test_whatever_has_memory_is_sent_and_received_to(wire, kind):
 def test_what_is_only_read_may_be_read_only():
     frozen = np.array(FLOATS, np.float32)
     frozen.flags.writeable = False
-    for buffer in (frozen, frozen.tobytes()):
+    for buffer in (frozen, frozen.tobytes(), OnlyDLPack(frozen)):
         assert seen(buffer, 4, torch.float32, "x").tolist() == FLOATS
         with pytest.raises(Wrong, match="x is read-only"):
             seen(buffer, 4, torch.float32, "x", write=True)
@@ -155,6 +165,9 @@ WRONG = {
         "x holds torch.int32, the call says",
     ),
     "no count": (Address(HELD.ctypes.data, None, "float"), 1, "the count of x is None"),
+    "no address": (Address(None, 6, "float"), 1, "the address of x is None: pass an integer"),
+    "bytes of a type": (memoryview(HELD).cast("B"), 1, "x holds torch.uint8, the call says"),
+    "a view of a type": (memoryview(bytearray(24)).cast("i"), 1, "x holds torch.int32, the call"),
     "no dtype": (Address(HELD.ctypes.data, 1, "long"), 1, "the dtype of x is 'long'"),
     "steps": (HELD[::2], 1, "x is an array that is not contiguous"),
     "torch steps": (torch.zeros(6)[::2], 1, r"x is a tensor that is not contiguous: pass x\.cont"),
@@ -185,9 +198,11 @@ def test_buffers_of_one_integer():
         np.zeros(1, np.uint8),
         ctypes.c_size_t(0),
         array.array("q", [0]),
+        ctypes.pointer(ctypes.c_size_t(0)),
     ):
         one_integer(buffer, "x").fill_(7)
-        assert int(np.asarray(buffer).reshape(-1)[0]) == 7
+        held = getattr(buffer, "contents", buffer)
+        assert int(np.asarray(held).reshape(-1)[0]) == 7
     for bad in (
         torch.zeros(1),
         torch.zeros(2, dtype=torch.int32),

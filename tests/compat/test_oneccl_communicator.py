@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ def test_split_by_color(wire):
     with comm.split(wire.rank % 2) as half:
         assert (half.rank(), half.size()) == (wire.rank // 2, 2)
         assert total(half, wire.rank) == (2 if wire.rank % 2 == 0 else 4)
+    with pytest.raises(weft.Error, match="closed"):
+        total(half, 1)
     with comm.split(-7) as same:
         assert (same.rank(), same.size()) == (wire.rank, 4)
     with comm.split(wire.rank) as alone:
@@ -54,9 +57,13 @@ def test_many_ranks_split(wire):
 
 @spmd(3, on=("threads",))
 def test_a_color_is_an_integer(wire):
-    with pytest.raises(weft.WeftError, match="rank 1: color is 'red': pass an integer"):
-        event.create_communicator().split("red" if wire.rank == 1 else 2)
-    event.create_communicator().split(3).close()
+    for bad, said in (("red", "'red'"), (2**63, str(2**63)), (None, "None"), (1.0, r"1\.0")):
+        with pytest.raises(weft.WeftError, match=f"rank 1: color is {said}: pass an integer"):
+            event.create_communicator().split(bad if wire.rank == 1 else 2)
+    with event.create_communicator().split(wire.rank == 1) as part:  # a bool is an integer, too
+        assert (part.rank(), part.size()) == (wire.rank // 2, 2 - wire.rank % 2)
+    with event.create_communicator().split(np.int64(wire.rank // 2)) as part:
+        assert part.size() == 2 - wire.rank // 2
 
 
 def meet(rank, size, address):
@@ -90,15 +97,26 @@ def test_any_store_of_torch_serves():
     store = dist.HashStore()
 
     def program(wire):
-        with event.create_communicator(2, wire.rank, store, timeout=10.0) as comm:
+        with event.create_communicator(2, np.int64(wire.rank), store, timeout=10.0) as comm:
             return total(comm, 1)
 
     assert run(2, program) == [2.0, 2.0]
 
 
+def test_who_does_not_come_is_named():
+    """Nobody waits for longer than was said."""
+
+    def program(wire, rank, store):
+        with pytest.raises(weft.WireError, match=r"rank 1 did not join \(timeout 0\.5 s\)"):
+            event.create_communicator(2, rank, store, timeout=0.5)
+
+    run(1, program, 0, dist.HashStore())
+    run(2, program, 0, dist.HashStore())  # who is there twice
+
+
 def test_the_main_store_is_reachable():
     kvs = event.create_main_kvs()  # at whatever address this machine has
-    kvs.set("x", b"1")
+    kvs.set("x", bytearray(b"1"))
     assert event.create_kvs(kvs.get_address()).get("x") == b"1"
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import ctypes
 import inspect
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import event
+from weft.compat.oneccl import Address, event
+from weft.compat.oneccl.memory import Memory
 from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, Load, last_call
 from weft.testing import expected, run, spmd
@@ -25,9 +27,9 @@ SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOA
 
 
 def part(rank, dtype=torch.float32):
-    """Unequal counts, repeated indices, no order."""
+    """Unequal counts, none from rank 4 on, repeated indices, no order."""
     draw = torch.Generator().manual_seed(rank)
-    count = 8 - 2 * rank
+    count = max(0, 8 - 2 * rank)
     indices = torch.randint(9, (count,), generator=draw)
     return weft.Rows(indices, torch.randint(-4, 5, (count, WIDTH), generator=draw).to(dtype))
 
@@ -74,7 +76,7 @@ def sent(rows):
     return [rows.indices, rows.indices.numel(), rows.values, rows.values.numel(), *UNUSED]
 
 
-@spmd(1, 2, 3)
+@spmd(1, 2, 3, 4, 7, 8)
 def test_either_callback_with_every_parameter(wire):
     comm, rows = event.create_communicator(), part(wire.rank)
     assert (comm.rank(), comm.size()) == (wire.rank, wire.size)
@@ -126,6 +128,7 @@ def test_overloads(wire):
         lambda attr: event.sparse_allreduce(*sent(rows), "sum", None, attr=attr),
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr, [before]),
         lambda attr: event.sparse_allreduce(*sent(rows), *dtypes, "sum", comm, attr=attr),
+        lambda attr: event.sparse_allreduce(*sent(rows), None, None, "sum", comm, attr=attr),
         lambda attr: event.sparse_allreduce(*sent(rows), rtype="sum", comm=wire, attr=attr),
         lambda attr: event.sparse_allreduce(
             *sent(rows), ind_dtype="int64", val_dtype="float", rtype="sum", comm=comm, attr=attr
@@ -157,30 +160,74 @@ def test_alloc_fn_is_filled_by_every_algorithm(monkeypatch, algorithm):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
-def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, dtype):
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("algorithm", [*SERVING, "disable"])
+def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algorithm, size, dtype):
     """weft itself is given this memory, so that nothing is copied, but for narrow indices."""
-    written = {}
+    mode, written, fill = "regular", [], Memory.fill
 
-    def watched(rows, call):
-        result = ALGORITHMS["gather"].run(rows, call)
-        written[call.wire.rank] = result.indices.data_ptr(), result.values.data_ptr()
-        return result
+    def watched(memory, result):
+        written.append(tuple(part.data_ptr() for part in result))
+        return fill(memory, result)
 
     def program(wire):
         kept, rows = Kept(), part(wire.rank)
         rows = weft.Rows(rows.indices.to(dtype), rows.values)
-        event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept.attr("allocate")).wait()
-        assert kept.result() == flat(expected(parts(wire.size)))
-        where = tuple(buffer.data_ptr() for buffer in kept.buffers)
-        assert written[wire.rank][1] == where[1]
-        assert (written[wire.rank][0] == where[0]) is (dtype != torch.int8)
+        attr = kept.attr("allocate", mode=mode)
+        event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr).wait()
+        if mode == "regular":
+            assert kept.result() == flat(expected(parts(wire.size)))
+        return tuple(buffer.data_ptr() for buffer in kept.buffers)
 
-    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", "watched")
-    weft.algorithm(cost=ALGORITHMS["gather"].cost)(watched)
-    try:
-        run(2, program)
-    finally:
-        del ALGORITHMS["watched"]
+    monkeypatch.setattr(Memory, "fill", watched)
+    if algorithm in ALGORITHMS:
+        monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
+    elif algorithm == "disable":
+        mode = algorithm
+    given = run(size, program)
+    assert {where[1] for where in written} == {where[1] for where in given}
+    narrow = dtype == torch.int8
+    assert ({where[0] for where in written} == {where[0] for where in given}) is not narrow
+
+
+ROOMY = np.zeros(100, np.int64), np.zeros(200, np.float32)
+GIVEN = {
+    "numpy": lambda n, m: (np.zeros(n, np.int64), np.zeros(m, np.float32)),
+    "more than enough": lambda n, m: (np.zeros(n + 3, np.int64), torch.zeros(m + 5)),
+    "of other shapes": lambda n, m: [torch.zeros(n, 1).long(), torch.zeros(n, m // n)],
+    "bytes": lambda n, m: (bytearray(n * 8), bytearray(m * 4)),
+    "addresses": lambda n, m: tuple(each.ctypes.data for each in ROOMY),
+    "pointers": lambda n, m: tuple(ctypes.c_void_p(each.ctypes.data) for each in ROOMY),
+    "addresses of more": lambda n, m: tuple(
+        Address(each.ctypes.data, each.size, each.dtype.name) for each in ROOMY
+    ),
+}
+
+
+POINTING = ("addresses", "pointers", "addresses of more")
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_alloc_fn_may_give(what):
+    def program(wire):
+        made = []
+
+        def allocate(n, _, m, *rest):
+            made.extend(GIVEN[what if wire.rank else "numpy"](n, m))
+            return made
+
+        attr = event.create_sparse_allreduce_attr(alloc_fn=allocate)
+        event.sparse_allreduce(*sent(part(wire.rank)), "sum", wire, attr=attr).wait()
+        want = flat(expected(parts(wire.size)))
+        where = ROOMY if wire.rank and what in POINTING else made
+        for buffer, dtype, numbers in zip(where, (np.int64, np.float32), want, strict=True):
+            held = np.frombuffer(np.asarray(buffer), dtype)
+            assert held[: len(numbers)].tolist() == numbers
+            assert not held[len(numbers) :].any()  # nothing is written beyond the counts
+
+    for room in ROOMY:
+        room.fill(0)
+    run(2, program)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -223,6 +270,7 @@ def test_disable_has_the_same_checks(wire):
         ([one, 1, ones, 1], "disable", "rank 1: index -4 is negative"),
         ([one.abs(), 1, torch.ones(1 + odd), 1 + odd], "disable", "differ in row shape"),
         ([one.abs(), 1, ones.int() if odd else ones, 1], "disable", "differ in value dtype"),
+        ([one.abs().to(torch.int8 if odd else torch.int64), 1, ones, 1], "disable", "in ind_dtype"),
         (
             [one.abs(), 1, ones, 1],
             "regular" if odd else "disable",
@@ -292,7 +340,7 @@ def test_custom_reductions(wire):
 def test_deps_are_waited_for(wire):
     """Buffers are read when what they depend on is done, not before."""
     rows, kept = part(wire.rank), Kept()
-    values, written = torch.full_like(rows.values, float("nan")), concurrent.futures.Future()
+    values, written = torch.full_like(rows.values, float("nan")), Future()
     work = weft.sparse_all_reduce((rows.indices, rows.values), async_op=True)
     made = event.sparse_allreduce(
         rows.indices, len(rows), values, values.numel(), *UNUSED, "sum", wire,
@@ -308,7 +356,7 @@ def test_deps_are_waited_for(wire):
 
 @spmd(2, on=("threads",))
 def test_events_are_composed(wire):
-    kept, gate = [Kept(), Kept()], concurrent.futures.Future()
+    kept, gate = [Kept(), Kept()], Future()
     rows = part(wire.rank)
     first = event.sparse_allreduce(*sent(rows), "sum", wire, attr=kept[0].attr())
     second = event.sparse_allreduce(
@@ -324,10 +372,14 @@ def test_events_are_composed(wire):
     assert kept[1].result() == flat(expected(parts(wire.size), "max"))
     assert event.compose().test()
 
-    with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):
-        bad = torch.tensor([-1 if wire.rank else 1])
-        failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", wire, attr=kept[0].attr())
-        event.compose(failing, first).wait()
+    bad, attr, gate = torch.tensor([-1 if wire.rank else 1]), Kept().attr(), Future()
+    failing = event.sparse_allreduce(bad, 1, bad, 1, *UNUSED, "sum", wire, attr=attr)
+    worse = event.sparse_allreduce(*sent(rows), "sum", wire, attr=attr, deps=[gate])
+    threading.Timer(0.05, gate.set_exception, [KeyError("lost")]).start()
+    for _ in range(2):
+        with pytest.raises(weft.WeftError, match="rank 1: index -1 is negative"):  # the first
+            event.compose(failing, worse, first).wait()
+        assert worse.test()  # waiting is for all of them
 
 
 @spmd(2, on=("threads",))
@@ -352,12 +404,23 @@ def nothing(*_):
     return None
 
 
+def few(idx_count, idx_dtype, val_count, val_dtype, ctx):
+    return np.zeros(idx_count - 1, np.int64), np.zeros(val_count, np.float32)
+
+
 def short(idx_count, idx_dtype, val_count, val_dtype, ctx):
     return np.zeros(idx_count, np.int64), np.zeros(val_count - 1, np.float32)
 
 
+class LostStream:
+    """A stream of a device that fell off."""
+
+    def synchronize(self):
+        raise RuntimeError("device lost")
+
+
 def failed():
-    future = concurrent.futures.Future()
+    future = Future()
     future.set_exception(KeyError("lost"))
     return future
 
@@ -374,9 +437,16 @@ WRONG = {
     "allocation": ({"attr": make(alloc_fn=raises)}, "MemoryError: no room"),
     "no buffers": ({"attr": make(alloc_fn=nothing)}, "alloc_fn returned a NoneType, not two"),
     "short": ({"attr": make(alloc_fn=short)}, r"alloc_fn's val_buf holds \d+ elements, the call"),
+    "few": ({"attr": make(alloc_fn=few)}, r"alloc_fn's idx_buf holds \d+ elements, the call"),
+    "another type": (
+        {"attr": make(alloc_fn=lambda n, _, m, *rest: (np.zeros(n, np.int32), np.zeros(m)))},
+        r"alloc_fn's idx_buf holds torch.int32, the call says torch.int64",
+    ),
     "a dependency": ({"deps": [failed()]}, r"deps\[0\] failed: KeyError: 'lost'"),
     "no dependency": ({"deps": [3]}, r"deps\[0\] is a int: pass what can be waited for"),
     "no dependencies": ({"deps": 3}, "deps is a int: pass a list"),
+    "a later dependency": ({"deps": [event.Event(), failed()]}, r"deps\[1\] failed: KeyError"),
+    "a lost stream": ({"stream": LostStream()}, "stream failed: RuntimeError: device lost"),
     "a stream": ({"stream": "fast"}, "stream is a str: pass a torch.Stream"),
 }
 

@@ -16,16 +16,16 @@ import weft
 from weft.compat.oneccl import Address, request
 from weft.compat.oneccl.selection import ONECCL
 from weft.kernels.ops import DTYPES
-from weft.sparse import ALGORITHMS, last_call
+from weft.sparse import last_call
 from weft.testing import expected, run, spmd
 
 WIDTH = 3
 
 
 def part(rank):
-    """Unequal counts, repeated indices, no order."""
+    """Unequal counts, none from rank 5 on, repeated indices, no order."""
     draw = torch.Generator().manual_seed(rank)
-    count = 9 - 2 * rank
+    count = max(0, 9 - 2 * rank)
     indices = torch.randint(12, (count,), generator=draw)
     return weft.Rows(indices, torch.randint(-4, 5, (count, WIDTH), generator=draw).float())
 
@@ -70,7 +70,7 @@ def check(wire, made, given, op="sum", scale=1):
     assert sums[want.values.numel() :].eq(-7).all()
 
 
-@spmd(1, 2, 4)
+@spmd(1, 2, 3, 4, 7, 8)
 def test_buffers_and_counts_are_filled(wire):
     given = arguments(wire.rank)
     check(wire, started(given), given)
@@ -211,8 +211,11 @@ def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire, what):
     ) | (changed if wire.rank == tight else {})
     want = expected([part(rank) for rank in range(wire.size)])
     size = f"the result has {len(want)} indices and {len(want) * WIDTH * wide} values"
+    made = started(given)
     with pytest.raises(weft.WeftError, match=f"rank {tight}: ") as caught:
-        started(given).wait()
+        made.wait()
+    assert made.test()
+    assert made.recv_ind_count is made.recv_val_count is None
     if text is None:
         assert f"a count of torch.int8 cannot be {len(want) * WIDTH * wide}" in str(caught.value)
     else:
@@ -278,6 +281,14 @@ def raises(*_):
     raise KeyError("no such thing")
 
 
+def miscounts(in_buf, in_count, inout_buf, out_count, dtype, context):
+    out_count.fill_(2)
+
+
+def returns_rows(in_buf, in_count, inout_buf, out_count, dtype, context):
+    return inout_buf.add_(in_buf)
+
+
 def long_name(*_):
     return request.Status.success
 
@@ -312,6 +323,10 @@ WRONG = {
         {"attributes": request.Attributes(epilogue_fn=fails)},
         "epilogue_fn returned status <Status.runtime_error: 4>",
     ),
+    "an epilogue's count": (
+        {"attributes": request.Attributes(epilogue_fn=lambda *all: all[4].zero_() and None)},
+        r"epilogue_fn made 0 values of \d+: make as many",
+    ),
     "no custom function": ({"reduction": "custom"}, "the reduction is custom, and there is no"),
     "the reduction": ({"reduction": "median"}, "op 'median' is unknown"),
     "a count": ({"send_ind_count": 4.5}, "send_ind_count is 4.5: pass the number of elements"),
@@ -342,14 +357,45 @@ def test_one_rank_errs_and_all_are_told(wire, what):
     with pytest.raises(weft.WeftError, match=text) as caught:
         started(given).wait()
     assert "rank 2" in str(caught.value)
+    if what == "a prologue" and wire.rank == 2:
+        assert isinstance(caught.value.__cause__, KeyError)  # with the place where it was raised
     assert given["recv_ind_count"] is None or given["recv_ind_count"].max() <= 0
     given = arguments(wire.rank)
     check(wire, started(given), given)
 
 
+@pytest.mark.parametrize("keep", ["in_buf", "inout_buf"])
+@spmd(3, on=("threads",))
+def test_a_reduction_has_what_came_first_in_inout(wire, keep):
+    """A rank's own rows in the order they were sent, then rank by rank."""
+
+    def one_of_both(in_buf, in_count, inout_buf, out_count, dtype, context):
+        if keep == "in_buf":
+            inout_buf.copy_(in_buf)
+
+    given = arguments(
+        wire.rank,
+        send_ind_buf=torch.tensor([4, 4]),
+        send_ind_count=2,
+        send_val_buf=torch.tensor([1.0, 2.0]) + 10 * wire.rank,
+        send_val_count=2,
+        reduction="custom",
+        attributes=request.Attributes(reduction_fn=one_of_both),
+    )
+    started(given).wait()
+    assert given["recv_val_buf"][0, 0] == (22.0 if keep == "in_buf" else 1.0)
+    assert given["send_val_buf"].tolist() == [1.0 + 10 * wire.rank, 2.0 + 10 * wire.rank]
+
+
 @spmd(3, on=("threads",))
 def test_a_reduction_that_fails_is_told_to_all(wire):
-    for function, text in ((fails, "reduction_fn returned status"), (raises, "no such thing")):
+    for function, text in (
+        (fails, "reduction_fn returned status <Status.runtime_error: 4>"),
+        (lambda *_: 77, "reduction_fn returned status 77"),
+        (returns_rows, r"reduction_fn returned status tensor\(.*: return a Status, or nothing"),
+        (miscounts, r"reduction_fn made 2 values of \d+: make as many"),
+        (raises, "no such thing"),
+    ):
         attributes = request.Attributes(reduction_fn=function)
         given = arguments(wire.rank, reduction="custom", attributes=attributes)
         with pytest.raises(weft.WeftError, match=text):
@@ -359,7 +405,12 @@ def test_a_reduction_that_fails_is_told_to_all(wire):
 @spmd(3, on=("threads",))
 def test_what_differs_is_told_to_all(wire):
     odd = wire.rank == 1
+    function = request.Attributes(reduction_fn=miscounts if odd else returns_rows)
     for changed, text in (
+        (
+            {"attributes": function, "reduction": "custom"},
+            "op: .*returns_rows, rank 1 has .*miscounts",
+        ),
         ({"attributes": request.Attributes(match_id="b" if odd else "a")}, "match_id: .* 'a', "),
         ({"reduction": "max" if odd else "sum"}, "op: ranks 0, 2 have sum, rank 1 has max"),
     ):
@@ -372,10 +423,23 @@ def test_what_differs_is_told_to_all(wire):
         started(arguments(wire.rank, **changed)).wait()
 
 
-CHOICES = {name: ours for name, ours in ONECCL.items() if ours in ALGORITHMS}
+CHOICES = {
+    "ring": "ring",
+    "mask": "mask",
+    "allgatherv": "gather",
+    "allgather": "gather",
+    "basic": "ring",
+    "size": "ring",
+    "doubling": "doubling",
+    " mask ": "mask",
+}
 
 
-@pytest.mark.parametrize("name, ours", [*CHOICES.items(), ("doubling", "doubling")])
+def test_every_name_of_oneccls_is_a_choice():
+    assert set(ONECCL) < set(CHOICES)
+
+
+@pytest.mark.parametrize("name, ours", CHOICES.items())
 def test_the_environment_chooses_an_algorithm(monkeypatch, name, ours):
     monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", name)
 
@@ -395,6 +459,28 @@ def test_an_unknown_algorithm_lists_what_there_is(monkeypatch):
             started(arguments(wire.rank))
 
     run(2, program)
+
+
+ENVIRONMENTS = {
+    "nonsense": ("ring", "magic", "rank 1: CCL_SPARSE_ALLREDUCE='magic' is unknown: use one of"),
+    "another": ("ring", "mask", "the ranks differ in algorithm: ranks 0, 2 have ring, rank 1 has"),
+    "none": ("ring", "", "the ranks differ in algorithm: ranks 0, 2 have ring, rank 1 has auto"),
+}
+
+
+@pytest.mark.parametrize("what", ENVIRONMENTS)
+@spmd(3, on=("processes",))
+def test_one_rank_of_another_environment(wire, what):
+    """Each process has its own."""
+    said, odd, text = ENVIRONMENTS[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CCL_SPARSE_ALLREDUCE", odd if wire.rank == 1 else said)
+        with pytest.raises(weft.WeftError, match=text):
+            started(arguments(wire.rank)).wait()
+        patch.setenv("CCL_SPARSE_ALLREDUCE", said)
+        given = arguments(wire.rank)
+        check(wire, started(given), given)
+        assert last_call().algorithm == said
 
 
 @spmd(2, on=("threads",))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,8 @@ class Attributes:
         epilogue_fn: `(in_buf, in_count, in_dtype, out_buf, out_count, out_dtype, context) ->
             status`: makes of the result what is handed out, by filling `out_buf`.
         reduction_fn: `(in_buf, in_count, inout_buf, out_count, dtype, context) -> status`: the
-            reduction named "custom"; adds `in_buf` into `inout_buf`. It must be associative.
+            reduction named "custom"; adds `in_buf` into `inout_buf`, which has what came first: the
+            lower rank's. It must be associative.
         priority: has no effect, as with oneCCL's default CCL_PRIORITY=none: the calls of a group
             run in the order they were made. Another value than 0 is logged.
         synchronous: whether the call returns only when it is done.
@@ -133,8 +135,7 @@ class Attributes:
         written = torch.tensor([count])
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
         check_status(status, "epilogue_fn")
-        if int(written) != count:
-            raise WeftError(f"epilogue_fn made {int(written)} values of {count}: make as many")
+        _check_count(written, count, "epilogue_fn")
         return out
 
 
@@ -142,11 +143,25 @@ def check_status(status: object, name: str) -> None:
     """Raise if a callback did not succeed.
 
     Raises:
-        WeftError: the status is another than success.
+        WeftError: the status is another than success, or none at all.
     """
-    if status is not None and status != Status.success:
-        codes = [repr(code) for code in Status if code == status]
-        raise WeftError(f"{name} returned status {codes[0] if codes else repr(status)}")
+    if status is None:
+        return
+    try:
+        code = operator.index(status)  # type: ignore[arg-type]  # whatever is none raises
+    except TypeError:  # such as the tensor that a lambda returns without meaning to
+        raise WeftError(
+            f"{name} returned status {status!r:.60}: return a Status, or nothing"
+        ) from None
+    if code != Status.success:
+        known = [repr(each) for each in Status if each == code]
+        raise WeftError(f"{name} returned status {known[0] if known else code}")
+
+
+def _check_count(written: Tensor, count: int, name: str) -> None:
+    """Raise if a callback says that it made another number of values than it was given."""
+    if int(written) != count:
+        raise WeftError(f"{name} made {int(written)} values of {count}: make as many")
 
 
 def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[..., Tensor]:
@@ -159,6 +174,7 @@ def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[
             right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context
         )
         check_status(status, "reduction_fn")
+        _check_count(written, count, "reduction_fn")
         return inout
 
     # ranks compare their reductions by these names

@@ -4,8 +4,7 @@ Nothing is copied, in either direction. A buffer is a torch tensor on any device
 anything with the buffer protocol (`bytes`, `array`, ctypes arrays) or with DLPack, or an address of
 host memory: an int, a `c_void_p` or a typed pointer of ctypes, whose extent a parameter of the
 call tells, or an `Address`, which tells it itself. The memory must be contiguous, of the dtype that
-was named, and at least as long as was said; `bytes`, `bytearray` and `mmap` have no type, and are
-taken for any.
+was named, and long enough; `bytes`, `bytearray`, `mmap` and their memoryviews are of any dtype.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...sparse.call import overlapping, unwritable
+from .dlpack import is_read_only
 from .dtypes import NAMES, Wrong, dtype_of
 
 __all__ = ["Address", "counted", "distinct", "dtype_in", "is_address", "one_integer", "seen"]
@@ -99,7 +99,9 @@ def seen(
         where = _where(buffer)
         return _at(where, count * dtype.itemsize, None, name, dtype).view(dtype)
     if isinstance(buffer, Address):
-        where, held = buffer.address, counted(buffer.count, f"the count of {name}")
+        if not isinstance(where := buffer.address, int):
+            raise Wrong(f"the address of {name} is {where!r}: pass an integer")
+        held = counted(buffer.count, f"the count of {name}")
         own = dtype_of(buffer.dtype, f"the dtype of {name}")
         memory = _at(where, held * own.itemsize, None, name, own).view(own)
     else:
@@ -119,12 +121,11 @@ def one_integer(buffer: Any, name: str) -> Tensor | None:
     """A buffer of one integer that a count is written to; None if the caller gave none."""
     if buffer is None:
         return None
-    memory = seen(buffer, None, dtype_in(buffer, name), name, write=True)
+    extent = 1 if isinstance(buffer, _Pointer) else None  # C++'s `&count`
+    memory = seen(buffer, extent, dtype_in(buffer, name), name, write=True)
     if memory.numel() != 1 or memory.is_floating_point() or memory.dtype == torch.bool:
-        raise Wrong(
-            f"{name} holds {memory.numel()} elements of {memory.dtype}: pass a buffer of one "
-            "integer, to be written to, or None"
-        )
+        what = f"{memory.numel()} elements of {memory.dtype}"
+        raise Wrong(f"{name} holds {what}: pass a buffer of one integer to write to, or None")
     return memory
 
 
@@ -161,6 +162,8 @@ def _memory(buffer: Any, name: str, dtype: torch.dtype | None, *, write: bool = 
     if isinstance(buffer, np.ma.MaskedArray):
         raise Wrong(f"{name} is a masked array, and a mask says nothing here: pass its data")
     if not isinstance(buffer, Tensor | np.ndarray) and hasattr(buffer, "__dlpack__"):
+        if write and is_read_only(buffer):
+            raise Wrong(f"{name} is read-only, and the result goes there")
         buffer = torch.utils.dlpack.from_dlpack(buffer)
     if isinstance(buffer, Tensor):
         if buffer.layout != torch.strided or not buffer.is_contiguous():
@@ -179,7 +182,8 @@ def _memory(buffer: Any, name: str, dtype: torch.dtype | None, *, write: bool = 
         raise Wrong(f"{name} holds {array.dtype.str!r}, which torch has no dtype for")
     if write and not array.flags.writeable:
         raise Wrong(f"{name} is read-only, and the result goes there")
-    untyped = isinstance(buffer, _UNTYPED) and dtype is not None
+    bare = isinstance(buffer, memoryview) and buffer.format == "B"  # as that of shared memory
+    untyped = isinstance(buffer.obj if bare else buffer, _UNTYPED)
     kind = dtype if untyped and dtype is not None else NAMES[array.dtype.name]
     nbytes = array.nbytes // kind.itemsize * kind.itemsize
     return _at(array.ctypes.data, nbytes, array, name, kind).view(kind)

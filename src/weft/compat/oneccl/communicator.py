@@ -6,6 +6,7 @@ that has a group already, of torch.distributed or of `weft.init`, needs none of 
 
 from __future__ import annotations
 
+import operator
 from typing import Self
 
 import torch
@@ -57,10 +58,10 @@ class Communicator:
             WeftError: a rank's color is no integer of 64 bits; on every rank.
         """
         wire = self.wire
-        wrong = None
-        if not isinstance(color, int) or not -(2**63) <= color < 2**63:
-            wrong, color = f"color is {color!r}: pass an integer of 64 bits", 0
-        mine = torch.tensor([color]).view(torch.uint8)
+        wrong, number = None, _integer(color)
+        if number is None or not -(2**63) <= number < 2**63:
+            wrong, number = f"color is {color!r}: pass an integer of 64 bits", 0
+        mine = torch.tensor([number]).view(torch.uint8)
 
         def side_by_side(lower: Tensor, upper: Tensor) -> Tensor:
             return torch.cat([lower, upper])
@@ -113,7 +114,8 @@ def create_communicator(
         return Communicator(default.current())
     if size is None or rank is None or kvs is None:
         raise WeftError("pass size, rank and kvs together, or none of them for the default group")
-    if not (isinstance(size, int) and isinstance(rank, int)):
+    count, number = _integer(size), _integer(rank)
+    if count is None or number is None:
         raise WeftError(f"size is {size!r} and rank is {rank!r}: pass two integers")
     store = kvs.store if isinstance(kvs, Kvs) else kvs
     if not isinstance(store, dist.Store):
@@ -123,4 +125,12 @@ def create_communicator(
         )
     if not is_duration(timeout):
         raise WeftError(f"timeout is {timeout!r}: pass a number of seconds")
-    return Communicator(process_group.connect(store, rank, size, timeout), owned=True)
+    return Communicator(process_group.connect(store, number, count, timeout), owned=True)
+
+
+def _integer(given: object) -> int | None:
+    """An integer of Python's or NumPy's, also a bool, as an int; None of anything else."""
+    try:
+        return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
+    except TypeError:
+        return None

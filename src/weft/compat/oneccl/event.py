@@ -155,6 +155,8 @@ def sparse_allreduce(
             *(send_ind_buf, send_ind_count, send_val_buf, send_val_count, index, value),
             names=("ind_dtype", "val_dtype"),
         )
+        awaited = [(f"deps[{number}]", event) for number, event in enumerate(deps)]
+        awaited += [] if stream is None else [("stream", stream)]
         complete, allocate = attr.completion_fn, attr.alloc_fn
 
         def finish(idx: Tensor, val: Tensor) -> None:
@@ -178,7 +180,7 @@ def sparse_allreduce(
             finish,
             place=None if allocate is None else place,
             mode=attr.coalesce_mode,
-            after=[*deps, *([] if stream is None else [stream])],
+            after=awaited,
         )
 
     return Event(start(comm, prepare))

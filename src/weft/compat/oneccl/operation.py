@@ -53,7 +53,7 @@ class Operation:
         place: where the caller wants the result; None: in memory of weft's.
         mode: one of `MODES`. weft adds half precision in float32 and rounds once in any of them, so
             "keep_precision" is "regular"; "disable" reduces nothing.
-        after: what is waited for before the buffers are read.
+        after: what is waited for before the buffers are read, each with its name.
     """
 
     sent: Sent
@@ -62,7 +62,7 @@ class Operation:
     attributes: Attributes = _PLAIN
     place: Place | None = None
     mode: str = "regular"
-    after: Sequence[Any] = ()
+    after: Sequence[tuple[str, Any]] = ()
 
 
 def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
@@ -102,7 +102,11 @@ def _refused(wire: Wire, sentence: str) -> Result:
 
 
 def _run(
-    wire: Wire, operation: Operation, marks: Sequence[Any], reduction: Any, algorithm: str
+    wire: Wire,
+    operation: Operation,
+    marks: Sequence[tuple[str, Any]],
+    reduction: Any,
+    algorithm: str,
 ) -> Result:
     sent, trouble = operation.sent, None
     memory = Memory(operation.place, sent.indices.dtype)
@@ -118,7 +122,6 @@ def _run(
     request.error = request.error if trouble is None else _sentence(wire, trouble)
     request.fields |= {
         "index dtype": str(sent.indices.dtype),
-        "coalesce mode": operation.mode.replace("keep_precision", "regular"),
         "match_id": repr(operation.attributes.match_id),
     }
     try:
@@ -158,10 +161,12 @@ def _sentence(wire: Wire, trouble: Exception) -> str:
     return f"{type(trouble).__name__}: {trouble}"
 
 
-def _marks(sent: Sent) -> list[Any]:
+def _marks(sent: Sent) -> list[tuple[str, Any]]:
     """What to wait for on an accelerator before its memory is read: the work queued so far."""
     device = sent.values.device
-    return [] if device.type == "cpu" else [torch.accelerator.current_stream(device).record_event()]
+    if device.type == "cpu":
+        return []
+    return [("the current stream", torch.accelerator.current_stream(device).record_event())]
 
 
 def _await_device(*tensors: Tensor) -> None:

@@ -72,22 +72,22 @@ def compose(*events: Event) -> Event:
     return Event(*(work for event in events for work in event.works))
 
 
-def await_all(events: Sequence[Any], seconds: float) -> None:
-    """Wait for whatever a call depends on: events, works, futures, streams' events."""
+def await_all(events: Sequence[tuple[str, Any]], seconds: float) -> None:
+    """Wait for whatever a call depends on, each with its name: events, works, futures, streams."""
     deadline = time.monotonic() + seconds
-    for number, event in enumerate(events):
+    for name, event in events:
         # a CUDA event's wait() holds up a stream, and its synchronize() whoever calls
         names = ("synchronize", "wait", "result")
         wait = next((getattr(event, name) for name in names if hasattr(event, name)), None)
         if wait is None:
-            raise Wrong(f"deps[{number}] is a {type(event).__name__}: pass what can be waited for")
+            raise Wrong(f"{name} is a {type(event).__name__}: pass what can be waited for")
         try:
             done = _ended(event, wait, max(0.0, deadline - time.monotonic()))
         except Exception as error:
-            raise Wrong(f"deps[{number}] failed: {type(error).__name__}: {error}") from error
+            raise Wrong(f"{name} failed: {type(error).__name__}: {error}") from error
         if not done:
             raise Wrong(
-                f"deps[{number}], a {type(event).__name__}, has not ended within {seconds:g} s: "
+                f"{name}, a {type(event).__name__}, has not ended within {seconds:g} s: "
                 "see what it waits for, or start the group with a longer timeout"
             )
 
