@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire, plain
 from ..wire.memory import fresh
@@ -51,13 +52,20 @@ def is_movable(dtype: torch.dtype) -> bool:
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor lies somewhere, with strides: no sparse, nested or meta tensor does."""
+    """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does."""
     # nested tensors of the older kind have a strided layout, and no shape
-    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    return (
+        not is_lazy(tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+    )
 
 
 def lacking(tensor: Tensor) -> str:
     """What one is that has no elements, for messages."""
+    if is_lazy(tensor):
+        return "of no shape yet"
     if tensor.is_meta:
         return "on the meta device, where nothing is held"
     return "nested" if tensor.is_nested else f"of layout {tensor.layout}"
