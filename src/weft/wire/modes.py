@@ -12,12 +12,13 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["without_modes"]
+__all__ = ["without_modes", "without_transforms"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _count = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def without_modes(function: Callable[P, T]) -> Callable[P, T]:
@@ -37,3 +38,26 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return inside
+
+
+def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, outside of the transforms of torch.func's that its caller is in.
+
+    In those all that is made stands for something else, which has no memory for a message.
+
+    Example:
+        >>> make = without_transforms(torch.empty)
+        >>> made = []
+        >>> _ = torch.func.grad(lambda x: made.append(make(1)) or x)(torch.tensor(1.0))
+        >>> torch._C._functorch.is_functorch_wrapped_tensor(made[0])
+        False
+    """
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _transform() is None:
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return outside
