@@ -28,6 +28,7 @@ from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
 from ..wire.memory import fresh
+from ..wire.modes import uncompiled
 from .differentiable import applied, movable
 from .habit import known, learn
 from .movement import has_elements, host, lacking, on_host
@@ -41,6 +42,7 @@ _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 _NEAR = 16 << 10  # the same where all can read each other's memory
 
 
+@uncompiled
 def all_reduce(
     tensor: Tensor,
     op: Any = "sum",

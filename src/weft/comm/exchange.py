@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..wire import default
+from ..wire.modes import uncompiled
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
 from .movement import has_elements, is_movable, lacking
@@ -25,6 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
 
 
+@uncompiled
 def exchange(
     rows: Tensor,
     to: Sequence[Tensor | None],

@@ -28,6 +28,7 @@ from ..sparse.api import list_job
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from .buckets import Offer, reduce_dense
 from .named import (
     Manifest,
@@ -50,6 +51,7 @@ _SPARSE_DIMS = 7
 at most so many. What ranks state differently of one gradient is reduced as a dense one."""
 
 
+@uncompiled
 def sync_grads(
     module: torch.nn.Module,
     average: bool = True,

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from ..wire.worker import Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .movement import on_host
@@ -38,6 +39,7 @@ __all__ = ["Overlap", "overlap_grads"]
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 
 
+@uncompiled
 def overlap_grads(
     module: nn.Module,
     average: bool = True,

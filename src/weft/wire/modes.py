@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["without_modes", "without_transforms"]
+__all__ = ["uncompiled", "without_modes", "without_transforms"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _count = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_compiler = torch._C._dynamo.eval_frame
 
 
 def without_modes(function: Callable[P, T]) -> Callable[P, T]:
@@ -61,3 +62,23 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, which torch.compile calls as it is, and does not look into.
+
+    What talks to other ranks cannot be traced: the graph breaks there. As `torch.compiler.disable`,
+    which takes a second to import and time in each call.
+
+    Example:
+        >>> import weft
+        >>> with weft.init():
+        ...     torch.compile(lambda x: weft.all_reduce(2 * x) + 1, backend="eager")(torch.ones(2))
+        tensor([3., 3.])
+    """
+
+    inside: Any = function
+    inside._torchdynamo_disable = True  # by which the compiler knows
+    skip = _compiler._FrameAction.SKIP
+    _compiler.set_code_exec_strategy(inside.__code__, _compiler._FrameExecStrategy(skip, skip))
+    return function
