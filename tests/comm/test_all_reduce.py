@@ -47,6 +47,17 @@ def test_sums_of_every_kind(wire, count):
         assert torch.equal(tensor, copy)
 
 
+@pytest.mark.parametrize("count", [1, 50_000])
+@spmd(1, 3, 4)
+def test_float8_is_combined_wide_and_rounded_once(wire, count):
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for op in ("sum", "avg", "min", "max", "prod"):
+            result = weft.all_reduce(mine(wire.rank, count, dtype), op)
+            assert result.dtype == dtype
+            total = wanted(wire.size, count, op, torch.float32).to(dtype)
+            assert torch.equal(result.float(), total.float()), (op, dtype)
+
+
 @spmd(20, on=("threads",))
 def test_more_ranks_than_state_directly(wire):
     for count in (3, 5000):

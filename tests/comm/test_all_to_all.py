@@ -236,6 +236,21 @@ def choice(source, to, count):
     return (torch.arange(length) * (source + to + 1)).remainder(count)
 
 
+@spmd(1, 2)
+def test_exchange_takes_rows_of_every_dtype(wire):
+    """Torch itself picks no single elements of uint16, for one."""
+    bits = torch.arange(48, dtype=torch.uint8).reshape(3, 16) + wire.rank
+    more = [torch.uint32, torch.uint64, torch.bits16, torch.float4_e2m1fn_x2]
+    for dtype in [*(d for d in DTYPES if d is not torch.bool), *more]:
+        for rows in (bits, bits[:, : dtype.itemsize].contiguous()):
+            typed = rows.view(dtype) if rows is bits else rows.view(dtype).view(3)
+            results = weft.exchange(typed, [torch.tensor([2, 0])] * wire.size)
+            for source, result in enumerate(results):
+                assert result.dtype == dtype and result.shape[1:] == typed.shape[1:]
+                found = result.contiguous().view(torch.uint8).view(2, -1)
+                assert torch.equal(found, (rows - wire.rank + source)[[2, 0]])
+
+
 @spmd(1, 2, 4)
 def test_exchange_picks_rows_and_adds_up_gradients(wire):
     counts = [4 + rank for rank in range(wire.size)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import weft
 from weft.testing import spmd
@@ -91,3 +92,47 @@ def test_what_is_no_such_argument_is_an_error_on_every_rank(wire, name):
         said = str(caught.value).encode()[:999].ljust(999)
         said = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), wrong
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+SENDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": weft.all_reduce,
+    "max": lambda x: weft.all_reduce(x, "max"),
+    "all_to_all": lambda x: weft.all_to_all([x] * 2)[0],
+    "exchange": lambda x: weft.exchange(x, [torch.tensor([0])] * 2)[0],
+}
+
+WRAPPED: dict[str, Callable[[Callable[[torch.Tensor], Any]], object]] = {
+    "a FakeTensor": lambda send: send(fake()),
+    "in a transform": lambda send: torch.func.grad(lambda x: send(x).sum())(torch.ones(2)),
+    "in a transform such": lambda send: torch.vmap(send)(torch.ones(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+@spmd(2)
+def test_what_only_stands_for_values_is_an_error_on_every_rank(wire, name):
+    """Which it has not where the call is made; the group goes on."""
+    send = SENDS[name]
+    for text, wrapped in WRAPPED.items():
+        with pytest.raises(weft.WeftError, match=f"^rank 1: .* is {text}"):
+            wrapped(send) if wire.rank else send(torch.ones(2))
+        weft.barrier()
+
+
+@pytest.mark.parametrize("name", SENDS)
+@spmd(2)
+def test_batches_of_gradients_are_an_error_on_every_rank(wire, name):
+    rows = torch.ones(2, requires_grad=True)
+    result = SENDS[name](rows)
+    with pytest.raises(weft.WeftError, match=r"^rank 1: a gradient is in a transform"):
+        if wire.rank:
+            seeds = torch.ones(3, *result.shape)
+            torch.autograd.grad(result, rows, seeds, is_grads_batched=True)
+        else:
+            result.sum().backward()
+    weft.barrier()

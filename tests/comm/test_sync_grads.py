@@ -484,6 +484,34 @@ def test_another_average_is_refused_when_all_is_reduced_already(wire):
     weft.sync_grads(module)
 
 
+@spmd(1, 2)
+def test_a_wrapper_of_an_overlapped_module_is_not_reduced_twice(wire):
+    module = nn.Sequential(nn.Linear(2, 1))
+    weft.overlap_grads(module, average=False)
+    for wrapper in (nn.Sequential(module), torch.compile(module, backend="eager"), module[0]):
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        weft.sync_grads(wrapper, average=False)
+        assert module[0].weight.grad.tolist() == [[wire.size] * 2]
+    with pytest.raises(weft.WeftError, match="overlap already"):
+        weft.overlap_grads(module[0])
+
+
+@spmd(1, 2)
+def test_a_module_that_is_overlapped_in_part_is_refused_and_the_next_call_works(wire):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    weft.overlap_grads(module[0], average=False)
+    module(torch.ones(1, 2)).sum().backward()
+    last = wire.size - 1
+    with pytest.raises(weft.WeftError, match=rf"^rank {last}: the module has some of the param"):
+        weft.sync_grads(module if wire.rank == last else module[0], average=False)
+    module.zero_grad()
+    module(torch.ones(1, 2)).sum().backward()
+    weft.sync_grads(module[0], average=False)
+    weft.sync_grads(module[1], average=False)
+    assert module[1].bias.grad.item() == wire.size
+
+
 @spmd(2)
 def test_what_overlap_refuses(wire):
     module = nn.Linear(2, 1)

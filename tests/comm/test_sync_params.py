@@ -104,6 +104,16 @@ def test_buffers_that_are_not_what_their_memory_says(wire):
     assert module.one.eq(1).all() and module.one.stride(0) == 0
 
 
+@spmd(2)
+def test_views_of_one_memory_stay_that(wire):
+    module, memory = nn.Module(), torch.arange(8.0) + 10 * wire.rank
+    for name, place in {"all": memory, "low": memory[:5], "high": memory[3:]}.items():
+        module.register_buffer(name, place)
+    weft.sync_params(module)
+    assert module.all is memory and memory.equal(torch.arange(8.0))
+    assert module.high.data_ptr() == memory[3:].data_ptr()
+
+
 @spmd(20, on=("threads",))
 def test_many_ranks(wire):
     module = nn.Linear(3, 3)
@@ -145,6 +155,10 @@ WRONG = {
     "lazy": (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), "'lazy.bias' has no shape yet"),
     "meta": (lambda m: m.to("meta"), "is on the meta device"),
     "expanded": (lambda m: setattr(m, "hidden", torch.ones(1).expand(4)), "expanded on rank 1"),
+    "view": (
+        lambda m: setattr(m, "hidden", m.first.detach().view(-1)[1:5]),
+        r"'hidden' is a buffer of .* on rank 0, .*, in memory that 'first' has, too on rank 1",
+    ),
     "sparse": (lambda m: m.register_buffer("s", torch.eye(2).to_sparse()), "sparse_coo"),
 }
 

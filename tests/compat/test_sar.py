@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +83,14 @@ def test_exchange_single_tensor_goes_round(wire):
         assert torch.equal(recv, sent(source, wire.rank, wire.size))
 
 
+@spmd(2, on=["threads"])
+def test_whole_numbers_of_any_kind_are_ranks(wire):
+    for kind in (np.int64, torch.tensor):
+        recv, other = torch.empty(1), kind(1 - wire.rank)
+        sar.exchange_single_tensor(other, other, recv, torch.tensor([float(wire.rank)]))
+        assert recv.item() == 1 - wire.rank
+
+
 @spmd(3, on=["threads"])
 def test_a_rank_may_exchange_with_itself_while_others_do_with_each_other(wire):
     other = [1, 0, 2][wire.rank]
@@ -151,6 +160,10 @@ def of_inference():
         return torch.ones(2)
 
 
+def nested():
+    return torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged)
+
+
 WRONG = {
     "rank 1: recv_tensors[0] has shape (3,), and rank 0 sends (2,): make it as large, or use "
     "exchange_tensors, which needs no sizes": lambda rank, send: sar.all_to_all(
@@ -173,6 +186,17 @@ WRONG = {
     "rank 1: recv_tensors[2] is expanded, its elements share memory: pass one that can be "
     "written": lambda rank, send: sar.all_to_all(
         [*recv_of((2,), (2,)), torch.ones(1).expand(2) if rank == 1 else torch.ones(2)], send
+    ),
+    "rank 1: recv_tensors[2] is on the meta device, where nothing is held: pass a strided tensor "
+    "with data": lambda rank, send: sar.all_to_all(
+        [*recv_of((2,), (2,)), torch.ones(2, device="meta" if rank == 1 else "cpu")], send
+    ),
+    "rank 2: recv_tensor is nested: pass a strided tensor with data": lambda rank, send: (
+        sar.exchange_single_tensor(rank, rank, nested() if rank == 2 else torch.ones(2), send[0])
+    ),
+    "rank 0: tensor is of no shape yet: pass a strided tensor (sparse ones: "
+    "weft.sparse_all_reduce)": lambda rank, send: sar.all_reduce(
+        send[0] if rank else torch.nn.UninitializedParameter(), "sum"
     ),
     "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
         sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])

@@ -28,7 +28,8 @@ from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
 from ..wire.memory import fresh
-from .differentiable import applied
+from ..wire.modes import uncompiled
+from .differentiable import applied, movable
 from .habit import known, learn
 from .movement import has_elements, host, lacking, on_host
 from .opening import Mode, Opening, opened
@@ -41,6 +42,7 @@ _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 _NEAR = 16 << 10  # the same where all can read each other's memory
 
 
+@uncompiled
 def all_reduce(
     tensor: Tensor,
     op: Any = "sum",
@@ -241,6 +243,7 @@ class _Extremum(torch.autograd.Function):
         tensor, result = ctx.saved_tensors
         adjoint = ctx.reduction.adjoint()
         summed = _Reduction(adjoint.wire, "sum", adjoint.name, None, adjoint.said)
+        (gradient,) = movable([gradient], summed)
         attains = (tensor.detach() == result.detach()).to(gradient.dtype)
         total = applied(summed, [gradient])[0]
         ranks = applied(summed, [attains])[0]

@@ -25,6 +25,7 @@ from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
 from ..wire.loans import Loans
+from ..wire.modes import uncompiled
 from .delivery import Coming, Delivery
 from .differentiable import applied
 from .habit import Habit, known, learn
@@ -51,6 +52,7 @@ _CAP = 8 + 8 * _DIMS + 8  # bytes of a shape on its own
 _ALIGNED = 16  # bytes, to a multiple of which it is filled up, so that any dtype may follow
 
 
+@uncompiled
 def all_to_all(
     inputs: Sequence[Tensor], group: Any = None, *, round_bytes: int | None = None
 ) -> list[Tensor]:

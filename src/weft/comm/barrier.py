@@ -16,6 +16,7 @@ from ..agree import is_direct
 from ..errors import StillRunning
 from ..wire import default
 from ..wire.base import Pending, Wire, is_duration
+from ..wire.modes import uncompiled
 from ..wire.verdict import names
 from ..wire.worker import Work
 from .opening import opened
@@ -23,6 +24,7 @@ from .opening import opened
 __all__ = ["barrier"]
 
 
+@uncompiled
 def barrier(timeout: float | None = None, group: Any = None) -> None:
     """Wait until every rank of the group has come here.
 

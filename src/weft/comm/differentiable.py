@@ -16,13 +16,20 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from .movement import has_elements, lacking
 from .opening import Mode
 
-__all__ = ["Linear", "applied"]
+__all__ = ["Linear", "applied", "movable"]
 
 
 class Linear(Protocol):
-    """A collective that is linear in its tensors."""
+    """A collective that is linear in its tensors.
+
+    Attributes:
+        error: what is wrong with them on this rank, or None.
+    """
+
+    error: str | None
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         """Do it, without autograd; the results, and whether some rank records gradients."""
@@ -57,4 +64,14 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *applied(ctx.collective.adjoint(), gradients))
+        adjoint = ctx.collective.adjoint()
+        return (None, None, None, *applied(adjoint, movable(gradients, adjoint)))
+
+
+def movable(gradients: Sequence[Tensor], adjoint: Linear) -> Sequence[Tensor]:
+    """The gradients that the adjoint takes; others in their place if it has to refuse them."""
+    for gradient in gradients:
+        if not has_elements(gradient):
+            adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
+            return [torch.empty(0)] * len(gradients)
+    return gradients

@@ -6,6 +6,7 @@ for a row that went to several ranks, or several times to one, is summed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..wire import default
+from ..wire.modes import uncompiled
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
 from .movement import has_elements, is_movable, lacking
@@ -20,7 +22,11 @@ from .opening import NO_LIMIT
 
 __all__ = ["exchange"]
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, a dtype that torch picks rows of."""
 
+
+@uncompiled
 def exchange(
     rows: Tensor,
     to: Sequence[Tensor | None],
@@ -69,10 +75,24 @@ def exchange(
     if error:
         return applied(Scatter(wire, "exchange", error), [torch.empty(0)] * wire.size)
     nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
-    parts = [rows.index_select(0, nothing if some is None else some) for some in to]
+    # of dtypes that torch only copies, their bits are picked
+    source = rows if _is_picked(rows.dtype) else rows.view(_BITS[rows.element_size()])
+    parts = [source.index_select(0, nothing if some is None else some) for some in to]
+    if source is not rows:
+        parts = [part.view(rows.dtype) for part in parts]
     shape = tuple(rows.shape[1:])
     scatter = Scatter(wire, "exchange", fields={"row shape": shape}, limit=round_bytes or NO_LIMIT)
     return applied(scatter, parts)
+
+
+@functools.cache
+def _is_picked(dtype: torch.dtype) -> bool:
+    """Whether torch picks rows of tensors of this dtype: of uint16, for one, it does not."""
+    try:
+        torch.empty(1, dtype=dtype).index_select(0, torch.zeros(1, dtype=torch.int64))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _wrong(rows: object, to: object, size: int) -> str | None:

@@ -12,6 +12,7 @@ have the same.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from ..sparse.api import list_job
 from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from .buckets import NEAR, Prepared, reduce_dense
 from .named import (
     Manifest,
@@ -41,7 +43,7 @@ from .named import (
 )
 from .opening import NO_LIMIT, ROOM, Opening, opened
 
-__all__ = ["NAME", "Synchronised", "overlapping", "sync_grads"]
+__all__ = ["NAME", "Synchronised", "finish_of", "overlapping", "sync_grads"]
 
 NAME = "sync_grads"
 
@@ -51,6 +53,7 @@ _SPARSE_DIMS = 7
 at most so many. What ranks state differently of one gradient is reduced as a dense one."""
 
 
+@uncompiled
 def sync_grads(
     module: torch.nn.Module,
     average: bool = True,
@@ -106,7 +109,7 @@ def sync_grads(
         [0.10009765625, 0.10009765625]
     """
     wire = default.resolve(group)
-    finish = overlapping.get(module) if isinstance(module, torch.nn.Module) else None
+    finish = finish_of(module) if isinstance(module, torch.nn.Module) else None
     if finish is not None:
         finish(wire, average, wire_dtype)
         return
@@ -119,10 +122,31 @@ def sync_grads(
     wire.worker.call(NAME, job)
 
 
-overlapping: WeakKeyDictionary[
-    torch.nn.Module, Callable[[Wire, bool, torch.dtype | None], None]
-] = WeakKeyDictionary()
-"""The modules whose gradients are reduced while backward runs, and what `sync_grads` does then."""
+overlapping: WeakKeyDictionary[torch.nn.Module, Callable[..., None]] = WeakKeyDictionary()
+"""The modules whose gradients are reduced while backward runs, and what `sync_grads` does then:
+takes the wire, `average`, `wire_dtype`, and what else is wrong, or None."""
+
+
+def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
+    """What `sync_grads` does if the gradients of some parameters of a module overlap, else None."""
+    if not overlapping or module in overlapping:
+        return overlapping.get(module)
+    own = {id(parameter) for parameter in module.parameters()}
+    for reference in overlapping.keyrefs():  # a list: ranks may be threads
+        other = reference()
+        finish = None if other is None else overlapping.get(other)
+        if other is None or finish is None:
+            continue
+        theirs = {id(parameter) for parameter in other.parameters()}
+        if own and own == theirs:  # a wrapper, such as torch.compile's
+            return finish
+        if own & theirs:  # reduced again they would be counted twice
+            return functools.partial(
+                finish,
+                error="the module has some of the parameters of another, which overlap_grads was "
+                "called for: pass that one",
+            )
+    return None
 
 
 class Synchronised:

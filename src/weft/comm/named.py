@@ -85,6 +85,9 @@ def of_module(module: object, *, buffers: bool) -> tuple[list[Named], Manifest, 
             first[key] = name
             found.append(Named(name, tensor))
         manifest[name] = text
+    if buffers:
+        for name, other in _overlaps(found):
+            manifest[name] += f", in memory that {other!r} has, too"
     return found, manifest, None
 
 
@@ -161,6 +164,30 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tenso
 def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same memory, seen alike."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _overlaps(found: Sequence[Named]) -> Iterator[tuple[str, str]]:
+    """The tensors that begin within the memory of another, and that one.
+
+    What is written into such a one is in both; where other ranks hold them apart it is not.
+    """
+    spans = sorted(
+        (str(place.device), place.data_ptr(), -_span(place), each.name)
+        for each in found
+        if (place := local(each.owner)).numel()
+    )
+    last = None
+    for device, start, span, name in spans:
+        if last is not None and last[0] == device and start < last[1]:
+            yield name, last[2]
+        if last is None or last[0] != device or start - span > last[1]:
+            last = device, start - span, name
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((length - 1) * step for length, step in steps))
 
 
 def expanded_dims(tensor: Tensor) -> list[int]:

@@ -27,8 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from ..wire.worker import Work
-from .gradients import NAME, Synchronised, overlapping
+from .gradients import NAME, Synchronised, finish_of, overlapping
 from .movement import on_host
 from .named import difference, manifests_of_all
 from .opening import opened
@@ -38,6 +39,7 @@ __all__ = ["Overlap", "overlap_grads"]
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 
 
+@uncompiled
 def overlap_grads(
     module: nn.Module,
     average: bool = True,
@@ -158,8 +160,8 @@ class Overlap:
         whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
         if error is None and not (whole and bucket_bytes > 0):  # type: ignore[operator]  # an int
             error = f"bucket_bytes is {bucket_bytes!r}: pass a positive number of bytes"
-        if error is None and module in overlapping:
-            error = "the module's gradients overlap already: remove() that first"
+        if error is None and finish_of(module) is not None:
+            error = "gradients of the module overlap already: remove() that first"
         own = list(reversed(synchronised.in_order))
         code = hashlib.blake2b("\n".join(own).encode(), digest_size=8).digest()
         order = int.from_bytes(code, "little", signed=True)
@@ -236,11 +238,17 @@ class Overlap:
             there.get(name) is not known.parameter(name) for name in known.names
         )
 
-    def _finish(self, wire: Wire, average: bool, wire_dtype: torch.dtype | None) -> None:
-        """What `sync_grads` does with this module."""
+    def _finish(
+        self,
+        wire: Wire,
+        average: bool,
+        wire_dtype: torch.dtype | None,
+        error: str | None = None,
+    ) -> None:
+        """What `sync_grads` does with this module; all that has begun ends, whatever is wrong."""
         failure: WeftError | None = None
         try:
-            error = self._changed
+            error = error or self._changed
             same = average is self._average and wire_dtype is self._wire_dtype
             if wire is not self._wire or not same:
                 error = (

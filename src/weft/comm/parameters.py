@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain
+from ..wire.modes import uncompiled
 from .movement import host, on_host
 from .named import difference, digest, expanded_dims, local, manifests_of_all, of_module
 from .opening import opened
@@ -36,6 +37,7 @@ _CHUNKS = (128 << 10, 1 << 20)  # bytes of the smallest and the largest chunk
 _CHANNEL = 4
 
 
+@uncompiled
 def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) -> None:
     """Give every rank the parameters and buffers that one rank has, in place.
 

@@ -12,6 +12,7 @@ import torch
 
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from .collect import collected
 from .record import recording, started
 from .request import Request
@@ -21,6 +22,7 @@ __all__ = ["gather_now", "sparse_all_gather"]
 _NAME = "sparse_all_gather"
 
 
+@uncompiled
 def sparse_all_gather(
     rows: Any,
     group: Any = None,

@@ -13,6 +13,7 @@ import torch
 
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from . import coalesced, run
 from .call import extent
 from .choice import Explanation
@@ -23,6 +24,7 @@ from .request import Request
 __all__ = ["explain", "sparse_all_reduce"]
 
 
+@uncompiled
 def sparse_all_reduce(
     rows: Any,
     op: Any = "sum",
@@ -80,6 +82,7 @@ def sparse_all_reduce(
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
+@uncompiled
 def explain(
     rows: Any,
     op: Any = "sum",

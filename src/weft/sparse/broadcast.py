@@ -15,6 +15,7 @@ import torch
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from .believed import link_of
 from .call import shape_in
 from .collect import collected
@@ -28,6 +29,7 @@ _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
 
 
+@uncompiled
 def sparse_broadcast(
     rows: Any,
     group_src: int = 0,

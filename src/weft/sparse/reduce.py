@@ -21,6 +21,7 @@ from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
 from ..wire.memory import Lease, typed
+from ..wire.modes import uncompiled
 from .believed import link_of
 from .call import Call
 from .choice import ALONE, EAGER
@@ -37,6 +38,7 @@ __all__ = ["sparse_reduce"]
 _NAME = "sparse_reduce"
 
 
+@uncompiled
 def sparse_reduce(
     rows: Any,
     op: Any = "sum",

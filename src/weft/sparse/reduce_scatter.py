@@ -19,6 +19,7 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
+from ..wire.modes import uncompiled
 from .call import Call
 from .choice import ALONE, EAGER
 from .header import Header, RowsInHeader
@@ -35,6 +36,7 @@ _HIGHEST = 2**63 - 1  # index that there can be; bounds may be larger
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
+@uncompiled
 def sparse_reduce_scatter(
     rows: Any,
     op: Any = "sum",

@@ -1,6 +1,7 @@
 """The arithmetic of dense reductions: how contributions combine, and how a tensor is cut for it.
 
-What belongs here needs no wire. Half precision is accumulated in float32 and rounded once.
+What belongs here needs no wire. Half precision, and float8, is accumulated in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def refuses(op: str, dtype: torch.dtype) -> str | None:
         return f"op avg is for floating point, the tensor is {dtype}: sum, then divide"
     combine, nothing = _arithmetic(op, torch.empty(0, dtype=dtype))
     try:
+        if _is_widened(dtype):
+            nothing = nothing.copy_(nothing.float()).float()
         combine(nothing, nothing)
         if op == "avg":
             nothing.div_(1)  # of complex32, torch has the sum alone
@@ -113,6 +116,11 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
     return combine, flat
 
 
+def _is_widened(dtype: torch.dtype) -> bool:
+    """Whether contributions are combined in float32: of half precision and of float8 they are."""
+    return dtype.is_floating_point and dtype.itemsize <= 2
+
+
 def reduce_parts(
     parts: Sequence[Tensor], out: Tensor, combine: Combine = torch.add, *, mean: bool = False
 ) -> None:
@@ -122,7 +130,7 @@ def reduce_parts(
     The others are left as they are, but if `out` is the third or a later one, the first is
     overwritten: memory that is fresh for each step costs more than the arithmetic.
     """
-    if out.dtype.is_floating_point and out.dtype.itemsize <= 2:
+    if _is_widened(out.dtype):
         for start in range(0, len(out), _BLOCK):
             target, *blocks = (each[start : start + _BLOCK] for each in (out, *parts))
             wide = blocks[0].float()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from ..errors import Error, StillRunning, WeftError
-from .modes import without_modes
+from .modes import without_modes, without_transforms
 
 if TYPE_CHECKING:
     from .base import Wire
@@ -81,6 +81,7 @@ class Worker:
         """How many calls were made so far, those that wait for their turn included."""
         return self._tickets
 
+    @without_transforms
     @without_modes
     def call(self, name: str, job: Callable[[], T]) -> T:
         """Run `job` in this thread, once all calls made before it are done; return its result.
@@ -138,6 +139,7 @@ class Worker:
                     self._turns.notify_all()
         return work
 
+    @without_transforms
     @without_modes
     def serve(self, last: int) -> None:
         """Run in this thread the calls that are queued, up to the one that was made as the `last`.

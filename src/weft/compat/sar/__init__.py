@@ -12,7 +12,7 @@ on every backend, gloo included. Its graph classes are not here.
 
 * `address`: which network interface, and how rank 0's address reaches the others;
 * `start`: `initialize_comms`, and what may be asked afterwards;
-* `collective`: what sends tensors between ranks;
+* `collective`: what sends tensors between ranks; `buffers`: those that are filled;
 * `reduction`: what is combined over them;
 * `config`: `Config.max_collective_size`;
 * `comm`: all of them, as SAR has it.

@@ -33,7 +33,9 @@ def get_socket() -> SocketInfo:
     """The network interface that this rank would use.
 
     It is the one that `WEFT_INTERFACE`, `SAR_SOCKET_NAME` or `GLOO_SOCKET_IFNAME` names, the first
-    of these that is set; else one that leads to other hosts; the loopback if there is none.
+    of these that is set; else the one on the way to the host of rank 0, where the environment names
+    that (the loopback if it is named so); else one that leads to other hosts; the loopback if there
+    is none.
 
     Raises:
         WeftError: the one that is named is not there.

@@ -9,15 +9,17 @@ small exchange more; so every rank raises the same where one of them is wrong.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...comm.all_to_all import scattered
-from ...comm.named import expanded_dims
 from ...comm.opening import opened
 from ...wire import default
+from .buffers import fill, unfit
 from .config import Config
 
 __all__ = [
@@ -25,7 +27,6 @@ __all__ = [
     "all_to_all_rounds",
     "exchange_single_tensor",
     "exchange_tensors",
-    "unwritable",
 ]
 
 
@@ -62,12 +63,12 @@ def all_to_all(
     def check(came: list[Tensor]) -> str | None:
         if not isinstance(recv_tensors, list | tuple) or len(recv_tensors) != size:
             return f"recv_tensors must be a list of {size} tensors, one for each rank"
-        wrong = (_unfit(f"recv_tensors[{i}]", recv_tensors[i], i, came[i]) for i in range(size))
+        wrong = (unfit(f"recv_tensors[{i}]", recv_tensors[i], i, came[i]) for i in range(size))
         return next(filter(None, wrong), None)
 
     came = _sent("all_to_all", send_tensors, check, "send_tensors")
     for place, tensor in zip(recv_tensors, came, strict=True):
-        _fill(place, tensor)
+        fill(place, tensor)
 
 
 def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
@@ -91,24 +92,24 @@ def exchange_single_tensor(
     """
     size = default.current().size
     one = isinstance(send_tensor, Tensor)
+    source, to = _whole(recv_idx), _whole(send_idx)
     wrong = [
-        f"{name} is {index!r}: pass a rank of the group, 0 to {size - 1}"
-        for name, index in (("recv_idx", recv_idx), ("send_idx", send_idx))
-        if not (isinstance(index, int) and 0 <= index < size)
+        f"{name} is {given!r}: pass a rank of the group, 0 to {size - 1}"
+        for name, given, index in (("recv_idx", recv_idx, source), ("send_idx", send_idx, to))
+        if not 0 <= index < size
     ]
-
     if not one:
         wrong.append(f"send_tensor is a {type(send_tensor).__name__}: pass a tensor")
 
     def check(came: list[Tensor]) -> str | None:
         if wrong:
             return wrong[0]
-        return _unfit("recv_tensor", recv_tensor, recv_idx, came[recv_idx])
+        return unfit("recv_tensor", recv_tensor, source, came[source])
 
     send = [send_tensor.new_empty(0) if one else torch.empty(0)] * size
     if not wrong:
-        send[send_idx] = send_tensor
-    _fill(recv_tensor, _sent("exchange_single_tensor", send, check, "send_tensor")[recv_idx])
+        send[to] = send_tensor
+    fill(recv_tensor, _sent("exchange_single_tensor", send, check, "send_tensor")[source])
 
 
 def exchange_tensors(
@@ -152,15 +153,6 @@ def exchange_tensors(
     return _sent("exchange_tensors", tensors, check, "tensors")
 
 
-def unwritable(name: str, place: Tensor) -> str | None:
-    """Why a tensor of the caller's cannot be filled, or None."""
-    if expanded_dims(place):
-        return f"{name} is expanded, its elements share memory: pass one that can be written"
-    if place.is_inference() and not torch.is_inference_mode_enabled():
-        return f"{name} is of inference mode: pass one that can be written, or a clone of it"
-    return None
-
-
 def _sent(
     name: str, tensors: Sequence[Tensor], check: Callable[[list[Tensor]], str | None], said: str
 ) -> list[Tensor]:
@@ -172,12 +164,12 @@ def _sent(
         check: what is wrong with what came, or None.
         said: what the caller calls the tensors.
     """
-    wire, most = default.current(), Config.max_collective_size
+    wire, most = default.current(), _whole(Config.max_collective_size)
     error = None
-    if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+    if most < 0:
         error = (
-            f"Config.max_collective_size is {most!r}: set a number of elements, or 0 for all in "
-            "one round"
+            f"Config.max_collective_size is {Config.max_collective_size!r}: set a number of "
+            "elements, or 0 for all in one round"
         )
     width = tensors[0].element_size() if tensors and isinstance(tensors[0], Tensor) else 1
     limit = most * width if most and not error else None
@@ -192,20 +184,9 @@ def _sent(
     return came
 
 
-def _unfit(name: str, place: object, source: int, came: Tensor) -> str | None:
-    """Why a buffer cannot take what came, or None."""
-    if not isinstance(place, Tensor):
-        return f"{name} is a {type(place).__name__}: pass a tensor to be filled"
-    if place.dtype != came.dtype:
-        return f"{name} has {place.dtype}, and rank {source} sends {came.dtype}: pass one dtype"
-    if place.numel() != came.numel():
-        return (
-            f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
-            "make it as large, or use exchange_tensors, which needs no sizes"
-        )
-    return unwritable(name, place)
-
-
-def _fill(place: Tensor, came: Tensor) -> None:
-    with torch.no_grad():
-        place.copy_(came.view(place.shape))
+def _whole(number: Any) -> int:
+    """A whole number of any kind, such as NumPy's, as Python's; -1 if it is none."""
+    try:
+        return -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return -1

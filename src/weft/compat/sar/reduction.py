@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import comm
 from ...comm.all_reduce import combined
 from ...wire import default
-from .collective import unwritable
+from .buffers import unwritable
 
 __all__ = ["all_reduce", "gather_grads", "sync_params"]
 
