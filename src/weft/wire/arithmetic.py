@@ -1,6 +1,7 @@
 """The arithmetic of dense reductions: how contributions combine, and how a tensor is cut for it.
 
-What belongs here needs no wire. Half precision is accumulated in float32 and rounded once.
+What belongs here needs no wire. Half precision is accumulated in float32 and rounded once. In min and
+max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse reductions.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _SIGNED = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what holds the bits of a number
 
 
 def cut(flat: Tensor, ranks: int) -> int:
@@ -108,9 +111,28 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
             return torch.bitwise_xor(combine(left ^ top, right ^ top), top, out=out)
 
         return ordered, signed
+    if op in ("min", "max") and dtype.is_floating_point:
+        either = torch.bitwise_or if op == "min" else torch.bitwise_and
+        return functools.partial(_extremum, combine, either), flat
     if dtype is torch.bool:
         combine = {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, combine)
     return combine, flat
+
+
+def _extremum(
+    choose: Combine, either: Combine, left: Tensor, right: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """torch's choice, but the sign of a zero does not depend on how a tensor was cut.
+
+    Of 0.0 and -0.0 torch takes the left or the right one by where in its vectors they lie.
+    """
+    out = torch.empty_like(left) if out is None else out
+    bits = _BITS[out.dtype.itemsize]
+    for start in range(0, max(1, len(out)), _BLOCK):  # once, so that what torch refuses is refused
+        to, one, two = (each[start : start + _BLOCK] for each in (out, left, right))
+        equal = either(one.view(bits), two.view(bits)).view(out.dtype)
+        torch.where(one == two, equal, choose(one, two), out=to)
+    return out
 
 
 def reduce_parts(
