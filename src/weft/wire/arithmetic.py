@@ -1,7 +1,7 @@
 """The arithmetic of dense reductions: how contributions combine, and how a tensor is cut for it.
 
-What belongs here needs no wire. Half precision is accumulated in float32 and rounded once. In min and
-max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse reductions.
+What belongs here needs no wire. Half precision is accumulated in float32 and rounded once. In min
+and max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse reductions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _SIGNED = {
     torch.uint64: torch.int64,
 }
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what holds the bits of a number
+# what holds the bits of a number
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cut(flat: Tensor, ranks: int) -> int:
@@ -112,26 +113,30 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
 
         return ordered, signed
     if op in ("min", "max") and dtype.is_floating_point:
-        either = torch.bitwise_or if op == "min" else torch.bitwise_and
-        return functools.partial(_extremum, combine, either), flat
+        return functools.partial(_extremum, op), flat
     if dtype is torch.bool:
         combine = {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, combine)
     return combine, flat
 
 
-def _extremum(
-    choose: Combine, either: Combine, left: Tensor, right: Tensor, *, out: Tensor | None = None
-) -> Tensor:
+def _extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """torch's choice, but the sign of a zero does not depend on how a tensor was cut.
 
-    Of 0.0 and -0.0 torch takes the left or the right one by where in its vectors they lie.
+    Of 0.0 and -0.0 torch takes the left or the right one by where in its vectors they lie. A
+    minimum is negative where either is, but for a NaN; a maximum where both are.
     """
     out = torch.empty_like(left) if out is None else out
     bits = _BITS[out.dtype.itemsize]
+    sign = torch.iinfo(bits).min
     for start in range(0, max(1, len(out)), _BLOCK):  # once, so that what torch refuses is refused
-        to, one, two = (each[start : start + _BLOCK] for each in (out, left, right))
-        equal = either(one.view(bits), two.view(bits)).view(out.dtype)
-        torch.where(one == two, equal, choose(one, two), out=to)
+        to, *both = (each[start : start + _BLOCK] for each in (out, left, right))
+        chosen, (one, two) = OPS[op](*both).view(bits), (each.view(bits) for each in both)
+        if op == "min":
+            signs = (one | two).bitwise_and_(sign)
+            torch.bitwise_or(chosen, signs, out=to.view(bits))
+        else:
+            signs = (one & two).bitwise_or_(~sign)
+            torch.bitwise_and(chosen, signs, out=to.view(bits))
     return out
 
 
