@@ -212,6 +212,18 @@ def test_nan_and_infinity_pass_through(wire, name):
     assert total.values.view(4, 4)[:, 0].isnan().all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@spmd(4)
+def test_minus_zero_is_less_than_zero(wire, name):
+    negative = torch.arange(1600).view(100, 16) >> wire.rank & 1
+    rows = weft.Rows(torch.arange(100), torch.where(negative == 1, -0.0, 0.0), 100)
+    for op, pattern in (("min", negative.new_tensor(0)), ("max", negative.new_tensor(15))):
+        total = weft.sparse_all_reduce(rows, op, algorithm=name)
+        signs = torch.arange(1600).view(100, 16) & 15
+        want = signs != pattern if op == "min" else signs == pattern
+        assert torch.equal(total.values.signbit(), want), op
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 @spmd(1, 2, 3, 4, 7)
 def test_a_function_gets_its_operands_in_rank_order(wire, name):

@@ -131,6 +131,22 @@ def test_nan_wins(form, op):
     run(3, reduce_nan, op)
 
 
+def reduce_zeros(wire, op, dtype):
+    ranks, signs = range(wire.size), torch.arange(500)[:, None] >> torch.arange(wire.size) & 1
+    zeros = torch.where(signs == 1, -0.0, 0.0).to(dtype)
+    mine = zeros[:, wire.rank].contiguous()
+    dense.all_reduce(wire, mine, op).wait()
+    negative = [zeros[:, rank].signbit() for rank in ranks]
+    expected = functools.reduce(torch.logical_or if op == "min" else torch.logical_and, negative)
+    assert torch.equal(mine.signbit(), expected)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_minus_zero_is_less_than_zero_wherever_a_tensor_is_cut(form, op):
+    for dtype in FLOATS:
+        run(3, reduce_zeros, op, dtype)
+
+
 def keep_shape(wire):
     mine = torch.ones(3, 5, 2)
     pending = dense.all_reduce(wire, mine, "sum")

@@ -60,7 +60,8 @@ def sparse_all_reduce(
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and
-        ranks in rank order (`doubling` and `dense`: see docs/algorithms.md), so the same inputs
+        ranks in rank order (not `doubling`, `ring`, `hierarchical`:
+            docs/algorithms.md), so the same inputs
         give the same bits. Half precision adds in float32 and rounds at the end; integers wrap.
 
     Raises:

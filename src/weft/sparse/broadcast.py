@@ -22,6 +22,7 @@ from .collect import collected
 from .cost import Load
 from .record import recording, started
 from .request import NOTHING, Request
+from .root import root_in, take_root
 
 __all__ = ["sparse_broadcast"]
 
@@ -74,14 +75,9 @@ def sparse_broadcast(
         [[7, 2], [7, 2], [7, 2]]
     """
     wire = default.resolve(group)
-    is_rank = isinstance(group_src, int) and 0 <= group_src < wire.size
-    here = is_rank and wire.rank == group_src
+    here = wire.rank == root_in(group_src, wire.size)
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
-    if not is_rank:
-        request.error = (
-            f"group_src is {group_src!r}: pass a rank of the group, 0 to {wire.size - 1}"
-        )
-    request.fields["group_src"] = group_src
+    take_root(request, "group_src", group_src, wire.size)
     request.fields["form"] = None
     if here and request.error is None:
         request.fields["form"] = _form_of(rows)

@@ -30,6 +30,7 @@ from .owned import owned, to_one
 from .owners import cuts
 from .record import recording, started
 from .request import Request
+from .root import root_in, take_root
 from .run import handed_out, merge_eager, opened, settle
 from .stream import SUMS, IndexLists, chunks, list_messages
 
@@ -84,19 +85,14 @@ def sparse_reduce(
         [[1.0, 1.0, 2.0], None]
     """
     wire = default.resolve(group)
-    is_rank = isinstance(group_dst, int) and 0 <= group_dst < wire.size
-    here = is_rank and wire.rank == group_dst
+    here = wire.rank == root_in(group_dst, wire.size)
     request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
-    if not is_rank:
-        request.error = request.error or (
-            f"group_dst is {group_dst!r}: pass a rank of the group, 0 to {wire.size - 1}"
-        )
-    request.fields["group_dst"] = group_dst
+    dst = take_root(request, "group_dst", group_dst, wire.size)
 
     def job() -> Any:
         with recording(wire, _NAME) as note:
-            algorithm, result, call = _reduced(wire, request, group_dst)
-        load, here = call.load, wire.rank == group_dst
+            algorithm, result, call = _reduced(wire, request, dst)
+        load = call.load
         note(
             algorithm,
             rows=request.distinct.indices.numel(),

@@ -263,6 +263,8 @@ class Request:
             )
         if values.layout != torch.strided:
             raise _WrongError(f"values have layout {values.layout}: they must be strided")
+        if indices.is_quantized or values.is_quantized:  # their scale is not in their memory
+            raise _WrongError("indices or values are quantized: pass them dequantized")
         if indices.device != values.device:
             raise _WrongError(f"indices are on {indices.device}, values on {values.device}")
         if values.is_meta:

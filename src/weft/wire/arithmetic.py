@@ -1,7 +1,8 @@
 """The arithmetic of dense reductions: how contributions combine, and how a tensor is cut for it.
 
 What belongs here needs no wire. Half precision, and float8, is accumulated in float32 and
-rounded once.
+rounded once. In min and max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse
+reductions.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _SIGNED = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+
+# what holds the bits of a number
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cut(flat: Tensor, ranks: int) -> int:
@@ -111,6 +115,8 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
             return torch.bitwise_xor(combine(left ^ top, right ^ top), top, out=out)
 
         return ordered, signed
+    if op in ("min", "max") and dtype.is_floating_point:
+        return functools.partial(_extremum, op), flat
     if dtype is torch.bool:
         combine = {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, combine)
     return combine, flat
@@ -119,6 +125,27 @@ def _arithmetic(op: str, flat: Tensor) -> tuple[Combine, Tensor]:
 def _is_widened(dtype: torch.dtype) -> bool:
     """Whether contributions are combined in float32: of half precision and of float8 they are."""
     return dtype.is_floating_point and dtype.itemsize <= 2
+
+
+def _extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch's choice, but the sign of a zero does not depend on how a tensor was cut.
+
+    Of 0.0 and -0.0 torch takes the left or the right one by where in its vectors they lie. A
+    minimum is negative where either is, but for a NaN; a maximum where both are.
+    """
+    out = torch.empty_like(left) if out is None else out
+    bits = _BITS[out.dtype.itemsize]
+    sign = torch.iinfo(bits).min
+    for start in range(0, max(1, len(out)), _BLOCK):  # once, so that what torch refuses is refused
+        to, *both = (each[start : start + _BLOCK] for each in (out, left, right))
+        chosen, (one, two) = OPS[op](*both).view(bits), (each.view(bits) for each in both)
+        if op == "min":
+            signs = (one | two).bitwise_and_(sign)
+            torch.bitwise_or(chosen, signs, out=to.view(bits))
+        else:
+            signs = (one & two).bitwise_or_(~sign)
+            torch.bitwise_and(chosen, signs, out=to.view(bits))
+    return out
 
 
 def reduce_parts(

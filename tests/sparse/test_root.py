@@ -1,0 +1,71 @@
+"""The root of a reduce or broadcast, and quantized values: what is wrong is told to all ranks."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.testing import spmd
+
+
+class Mute:
+    """Cannot even be named."""
+
+    def __repr__(self):
+        raise ValueError("no words")
+
+
+def rows_of(rank):
+    return torch.tensor([rank, 9]), torch.ones(2, 3)
+
+
+CALLS = {
+    "group_dst": lambda rows, root: weft.sparse_reduce(rows, group_dst=root),
+    "group_src": lambda rows, root: weft.sparse_broadcast(rows, root),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@spmd(1, 3)
+def test_what_is_no_rank_is_named_to_all(wire, name):
+    for wrong, said in ((Mute(), "a Mute"), (-1, "-1"), (99, "99"), (0.0, "0.0"), (None, "None")):
+        odd = wire.rank == wire.size - 1
+        with pytest.raises(weft.WeftError, match=f"^rank {wire.size - 1}: {name} is {said}: pass"):
+            CALLS[name](rows_of(wire.rank), wrong if odd else 0)
+        CALLS[name](rows_of(wire.rank), 0)  # the next call works
+
+
+@pytest.mark.parametrize("name", CALLS)
+@spmd(3)
+def test_any_integer_is_a_rank(wire, name):
+    for root in (np.int32(2), torch.tensor(2), 2):
+        result = CALLS[name](rows_of(wire.rank), root if wire.rank == 1 else 2)
+        if result is not None:
+            assert result[0].tolist() == ([0, 1, 2, 9] if name == "group_dst" else [2, 9])
+        assert (result is None) == (name == "group_dst" and wire.rank != 2)
+
+
+def quantized(values):
+    with warnings.catch_warnings():  # torch says that they will go
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+
+
+@spmd(1, 3)
+def test_quantized_values_are_refused_by_all(wire):
+    calls = (
+        weft.sparse_all_reduce,
+        weft.sparse_reduce_scatter,
+        weft.sparse_reduce,
+        weft.sparse_all_gather,
+        weft.sparse_broadcast,
+    )
+    for call in calls:
+        indices, values = rows_of(wire.rank)
+        with pytest.raises(weft.WeftError, match="rank 0: indices or values are quantized"):
+            call((indices, values if wire.rank else quantized(values)))
+        call((indices, values))
