@@ -56,6 +56,19 @@ def test_places(launch: Launch, url: str | None, env: dict[str, str], expected: 
     assert place(launch, url, env) == expected
 
 
+def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
+    one, other = (
+        [place(Launch("srun", rank, 2, 0, 1, job, "node08"), "file:///nfs/", {}) for rank in (0, 1)]
+        for job in ("12.0", "13.0")
+    )
+    assert one[0] == one[1] != other[0] == other[1]
+    assert place(ONE_HOST, "file:///nfs/", {}) not in one
+    # MPICH's mpirun has a name of its own on each host
+    unnamed = [Launch("mpirun", rank, 2, 0, 1, f"process-{rank}") for rank in (0, 1)]
+    found = {place(each, "file:///nfs/", {}) for each in unnamed}
+    assert found == {File(Path("/nfs/weft-meeting"))}
+
+
 def test_torchrun_hosts_the_store_itself() -> None:
     found = place(TWO, None, {**MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert isinstance(found, Tcp) and found.agent

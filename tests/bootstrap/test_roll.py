@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -202,6 +203,22 @@ def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyP
     for elastic in (False, True):
         heard = attend(connect, entry(1), entry(2), timeout=0.3, elastic=elastic)
         assert all(text.startswith("WireError: rank 0 did not come to there") for text in heard)
+
+
+def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) -> None:
+    heard: list[str] = []
+
+    def late() -> None:
+        time.sleep(0.5)  # by then the twins have told each other
+        heard.extend(attend(connect, entry(2)))
+
+    third = threading.Thread(target=late, daemon=True)
+    third.start()
+    began = time.monotonic()
+    both = attend(connect, entry(0), entry(0))
+    assert time.monotonic() - began > 0.4  # the store ends with one of them
+    third.join(10)
+    assert len({*both, *heard}) == 1 and "was started twice" in heard[0]
 
 
 def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> None:

@@ -27,6 +27,7 @@ from ..wire.base import Wire
 from . import collectives
 from .arguments import listed, nested, op_of
 from .group import PythonGroup
+from .space import unused
 from .work import Ended, Queued, Several, started
 
 __all__ = ["WeftGroup", "sparse_all_reduce"]
@@ -49,12 +50,17 @@ def _through(name: str) -> Callable[..., Any]:
 
 
 class WeftGroup(PythonGroup):
-    """One rank's end of a group of backend "weft"."""
+    """One rank's end of a group of backend "weft".
+
+    Attributes:
+        space: the store in which its ranks meet, and no group before it has.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._together: bool | None = None  # can all read each other's memory: once asked
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self.space = unused(store, rank, size, timeout.total_seconds())
+        self._gloo: Any = dist.ProcessGroupGloo(self.space, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, self._gloo)

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from .. import kernels
 from ..errors import Error, WeftError, WireError
@@ -307,7 +306,9 @@ def _agree_on_versions(timeout: float | None) -> None:
     """The roll call of a group that is there already: what differs is told before it hurts."""
     group = dist.group.WORLD
     assert group is not None  # it is adopted
-    store = distributed_c10d._get_process_group_store(group)
+    from ..wire import process_group  # here: `import weft` shall be quick
+
+    store = process_group.store_of(group)
     rank, size = group.rank(), group.size()
     if store is None or size == 1:  # MPI's groups have none
         return

@@ -285,7 +285,7 @@ def place(
         if rendezvous.startswith("tcp://"):
             return _tcp(rendezvous)
         if rendezvous.startswith("file://"):
-            return File(_path(rendezvous))
+            return File(_path(rendezvous, launch))
     if launch.kind == "alone":
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
@@ -419,7 +419,8 @@ def _environment(launch: Launch, env: Mapping[str, str]) -> Tcp:
     return Tcp(host, int(port), agent, f"{f'[{host}]' if ':' in host else host}:{port}")
 
 
-def _path(url: str) -> Path:
+def _path(url: str, launch: Launch) -> Path:
+    """The file; in a folder, one for each job that has a name, which all of its hosts know."""
     found = urllib.parse.urlsplit(url)
     path = urllib.parse.unquote(found.path)
     if found.netloc not in ("", "localhost") or not path.startswith("/") or path == "/":
@@ -427,7 +428,12 @@ def _path(url: str) -> Path:
             f"rendezvous {url!r} is no absolute path: write file:///folder/file, with three slashes"
         )
     is_folder = path.endswith("/") or Path(path).is_dir()
-    return Path(path) / file.NAME if is_folder else Path(path)
+    if not is_folder:
+        return Path(path)
+    # others call the job by what started it on that host, or have no name at all
+    known = launch.job and (launch.kind == "srun" or "@" in launch.job)
+    digest = hashlib.sha256(launch.job.encode()).hexdigest()[:12]
+    return Path(path) / (f"{file.NAME}-{digest}" if known else file.NAME)
 
 
 def _invite(nonce: bytes, deadline: float) -> tuple[file.Invitation, Meeting]:

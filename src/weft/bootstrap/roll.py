@@ -341,10 +341,21 @@ def _linger(store: dist.Store, entry: Entry, *, whole: bool) -> None:
     entries: list[Entry] = []
     while time.monotonic() < until:
         entries += _read(store, store.add("arrived", 0), after=len(entries))
-        size = max([entry.size, *(each.size for each in entries)]) if whole else 1
-        if size and store.add("heard", 0) >= max(size, len(entries)) - 1:
+        coming = _coming(entries or [entry]) if whole else len(entries)
+        if coming and store.add("heard", 0) >= coming - 1:
             return
         time.sleep(0.01)
+
+
+def _coming(entries: Sequence[Entry]) -> int:
+    """How many processes are going to come, as far as is known; 0 if it is not.
+
+    One that came twice is no reason not to wait for another; one without a rank may be any.
+    """
+    size = max(each.size for each in entries)
+    numbers = {each.rank for each in entries if 0 <= each.rank < size}
+    nameless = sum(not 0 <= each.rank < size for each in entries)
+    return size and len(entries) + max(0, size - len(numbers) - nameless)
 
 
 def _differ(entries: Sequence[Entry], what: str, of: Callable[[Entry], object], remedy: str) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "of_group",
     "of_mesh",
     "ranks_in",
+    "store_of",
 ]
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
@@ -251,7 +252,7 @@ class _Entry:
 
     def wire(self, group: dist.ProcessGroup, timeout: float | None) -> ProcessGroupWire:
         with self._lock:
-            store = _store(group)
+            store = store_of(group)
             if store is None:
                 if self._wire is not None:
                     self._wire.close()
@@ -267,13 +268,14 @@ class _Entry:
             return self._wire
 
 
-def _store(group: dist.ProcessGroup) -> dist.Store | None:
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store of a group that torch still knows: its own, unlike that of any other group."""
     try:
         store: dist.Store | None = distributed_c10d._get_process_group_store(group)
     except KeyError:
         return None
-    return store
+    # torch's may have been that of a group of this name that is gone; one of weft's knows better
+    return getattr(group, "space", store)
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
