@@ -8,9 +8,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from weft.cli.plan import plan
-from weft.cli.plan.sizes import drawn, recorded
+from weft.cli.plan.sizes import Values, drawn, recorded
 from weft.sparse import ALGORITHMS
 
+SCALAR = Values(4, 4, "f32", "f32")
 APP = typer.Typer()
 APP.command()(plan)
 
@@ -70,17 +71,54 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
 
 
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [
+        (["--link", "1gbit"], "typical float32 in 0.86 of its bytes"),
+        (
+            ["--link", "1gbit", "--dtype", "bfloat16"],
+            "typical float32 in 0.86 of its bytes, bfloat",
+        ),
+        (["--link", "1gbit", "--dtype", "float64"], ""),
+        (["--link", "10gbit"], ""),
+    ],
+)
+def test_it_says_where_numbers_travel_packed(
+    given: list[str], packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*given, "--ranks", "4", "--json", str(tmp_path / "plan.json")]
+
+    def planned() -> tuple[str, dict[str, dict[str, float]]]:
+        result = invoke(*given)
+        assert result.exit_code == 0, result.output
+        [one] = json.loads((tmp_path / "plan.json").read_text())
+        return result.stdout, {line["algorithm"]: line for line in one["algorithms"]}
+
+    told, found = planned()
+    monkeypatch.setenv("WEFT_PACK", "0")
+    plainly, plain = planned()
+    assert "packed" not in plainly and "MB travel" not in plainly
+    for name, line in plain.items():
+        assert line["travels"] == line["bytes"] == found[name]["bytes"]
+        if packed and name != "eager":
+            assert 0.7 < found[name]["travels"] / line["bytes"] < 0.87
+            assert 0.7 < found[name]["milliseconds"] / line["milliseconds"] < 0.95
+        else:
+            assert found[name] == line
+    assert (f"numbers travel packed: {packed}" in told and "MB travel" in told) == bool(packed)
+
+
 def test_expected_unions() -> None:
-    uniform = drawn("uniform", 100, 1000, 4, 4, "uniform")
+    uniform = drawn("uniform", 100, 1000, SCALAR, "uniform")
     assert uniform.union(1) == pytest.approx(100)
     assert uniform.union(2) == pytest.approx(190)
-    same = drawn("same", 100, 1000, 4, 4, "identical")
+    same = drawn("same", 100, 1000, SCALAR, "identical")
     assert same.union(64) == 100
-    text = drawn("zipf", 100, 1000, 4, 4, "zipf")
+    text = drawn("zipf", 100, 1000, SCALAR, "zipf")
     assert text.rows < 100  # duplicates
     assert text.rows < text.union(4) < 4 * text.rows
     assert text.union(100_000) == pytest.approx(1000, rel=0.01)
-    two = drawn("zipf", 2, 2, 4, 4, "zipf")  # of chances 2/3 and 1/3
+    two = drawn("zipf", 2, 2, SCALAR, "zipf")  # of chances 2/3 and 1/3
     assert two.rows == pytest.approx(1 - 1 / 9 + 1 - 4 / 9)
     load = text.load(8)
     assert load.most <= load.union <= load.total == 8 * load.most
@@ -95,7 +133,7 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [row("mine"), row("mine")]}))
     [sizes] = recorded(file)
-    assert (sizes.row, sizes.partial, sizes.rows) == (16, 32, 400.0)
+    assert sizes.values == (16, 32, "bf16", "f32") and sizes.rows == 400.0
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
     assert 400 < sizes.union(2) < 1000 < sizes.union(16)
     result = invoke("--record", str(file), "--ranks", "4,32")

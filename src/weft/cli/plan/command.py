@@ -113,10 +113,8 @@ def _sizes(
 ) -> list[Sizes]:
     from dataclasses import replace
 
-    from weft.kernels.ops import OPS
-
     from ..bench.cases import CASES, DISTRIBUTIONS, DTYPES
-    from .sizes import drawn, recorded
+    from .sizes import Values, drawn, recorded
 
     own = {
         name: value
@@ -149,23 +147,25 @@ def _sizes(
         one = replace(one, **own)  # type: ignore[arg-type]  # each value is of its field's type
         if (fault := one.fault()) is not None:
             _refuse(f"case {one.name}: {fault}")
-        partial = one.width * OPS[one.op].accumulator(one.torch_dtype).itemsize
-        made.append(drawn(one.name, one.rows, one.height, one.row_bytes, partial, one.distribution))
+        values = Values.of(one.width, one.torch_dtype, one.op)
+        made.append(drawn(one.name, one.rows, one.height, values, one.distribution))
     return made
 
 
 def _links(given: str, latency: float, work: float, path: Path | None) -> list[Named]:
     from weft.wire.link import MERGE, Link
+    from weft.wire.pieces import wanted
 
     from .predict import Named
 
+    packing = wanted()  # WEFT_PACK=0 says here what it does there
     if path is not None:
         from weft.sparse.profile import read
 
         profile = read(path)
         parts = (("between hosts", profile.between), ("within a host", profile.within))
         return [
-            Named(name, Link(part.alpha, part.beta, profile.merge, part.work))
+            Named(name, Link(part.alpha, part.beta, profile.merge, part.work, packing=packing))
             for name, part in parts
             if part is not None
         ]
@@ -177,7 +177,8 @@ def _links(given: str, latency: float, work: float, path: Path | None) -> list[N
         if match is None or float(match[1]) == 0:
             _refuse(f"--link {name!r} is no speed: write it as 1gbit or 250mbit")
         rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
-        links.append(Named(name.strip(), Link(latency * 1e-6, 8 / rate, MERGE, work * 1e-6)))
+        figures = latency * 1e-6, 8 / rate, MERGE, work * 1e-6
+        links.append(Named(name.strip(), Link(*figures, packing=packing)))
     return links
 
 

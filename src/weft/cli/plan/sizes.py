@@ -13,16 +13,43 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weft.errors import WeftError
+from weft.kernels.floats import FLOATS
+from weft.kernels.ops import OPS
 from weft.sparse.cost import Load
 from weft.wire.hosts import Hosts
 
-__all__ = ["Sizes", "drawn", "recorded"]
+__all__ = ["Sizes", "Values", "drawn", "recorded"]
+
+
+class Values(NamedTuple):
+    """The values of a row.
+
+    Attributes:
+        row: their bytes.
+        partial: their bytes while only some ranks' are added.
+        kind, partial_kind: of the numbers in these, as `Load` has them.
+    """
+
+    row: int
+    partial: int
+    kind: str
+    partial_kind: str
+
+    @classmethod
+    def of(cls, width: int, dtype: torch.dtype, op: str) -> Values:
+        """So many values, which are reduced by one of weft's own operations."""
+        wider = OPS[op].accumulator(dtype)
+        return cls(
+            *(width * dtype.itemsize, width * wider.itemsize),
+            *(FLOATS.get(dtype, ""), FLOATS.get(wider, "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +60,14 @@ class Sizes:
         name: what it is called.
         rows: rows of a rank, its duplicates removed.
         height: rows of the dense tensor, None if unknown.
-        row: bytes of a row's values.
-        partial: bytes of a row's values while only some ranks' are added.
+        values: of a row.
         union: rows in the union of so many ranks.
     """
 
     name: str
     rows: float
     height: int | None
-    row: int
-    partial: int
+    values: Values
     union: Callable[[int], float]
 
     def load(self, ranks: int, per_host: int = 1) -> Load:
@@ -56,11 +81,10 @@ class Sizes:
             fewest=rows,
             union=min(rows * ranks, max(rows, round(self.union(ranks)))),
             height=self.height,
-            row=self.row,
-            partial=self.partial,
             index=4 if highest <= 2**31 else 8,
             places=highest,
             hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
+            **self.values._asdict(),
         )
 
     def times(self, factor: float) -> Sizes:
@@ -70,18 +94,18 @@ class Sizes:
         return replace(self, rows=rows, union=_independent(rows, float(places)))
 
 
-def drawn(name: str, rows: int, height: int, row: int, partial: int, distribution: str) -> Sizes:
+def drawn(name: str, rows: int, height: int, values: Values, distribution: str) -> Sizes:
     """Rows drawn as `weft bench` draws them: uniform, zipf or identical."""
     if distribution == "identical":
-        return Sizes(name, rows, height, row, partial, lambda ranks: float(rows))
+        return Sizes(name, rows, height, values, lambda ranks: float(rows))
     if distribution == "zipf":
         chances = _zipf(height)
 
         def union(ranks: int) -> float:
             return float(-np.expm1(rows * ranks * np.log1p(-chances)).sum())
 
-        return Sizes(name, union(1), height, row, partial, lru_cache(union))
-    return Sizes(name, rows, height, row, partial, _independent(float(rows), float(height)))
+        return Sizes(name, union(1), height, values, lru_cache(union))
+    return Sizes(name, rows, height, values, _independent(float(rows), float(height)))
 
 
 def recorded(path: Path) -> list[Sizes]:
@@ -104,19 +128,15 @@ def recorded(path: Path) -> list[Sizes]:
 
 
 def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
-    import torch
-
     setting = row["setting"]
-    dtype = getattr(torch, setting["dtype"])
-    width, height = int(setting["width"]), int(setting["height"])
-    from weft.kernels.ops import OPS
-
-    partial = width * OPS[setting["op"]].accumulator(dtype).itemsize
+    height, dtype = int(setting["height"]), getattr(torch, setting["dtype"])
+    values = Values.of(int(setting["width"]), dtype, setting["op"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
     seen = Load(
-        ranks, total, round(mean), round(mean), union, height, width * dtype.itemsize, partial, 4
+        *(ranks, total, round(mean), round(mean), union, height),
+        *(values.row, values.partial, 4),
     )
-    return Sizes(row["case"], mean, height, seen.row, partial, seen.union_of)
+    return Sizes(row["case"], mean, height, values, seen.union_of)
 
 
 def _independent(rows: float, places: float) -> Callable[[int], float]:

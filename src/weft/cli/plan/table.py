@@ -27,11 +27,14 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
         first = lines[0]
         console.print(
             f"{case}: {first.answer.load.most} rows a rank of {first.sizes.height or 'unknown'}, "
-            f"{first.sizes.row} bytes each; link {link}: {first.link.link}",
+            f"{first.sizes.values.row} bytes each; link {link}: {first.link.link}",
             style="dim",
             highlight=False,
             soft_wrap=True,
         )
+        if shares := next((one.answer.shares for one in lines if one.answer.shares), ""):
+            words = f"{shares}; ms are of what travels, MB and xbound of the numbers themselves"
+            console.print(words, style="dim", highlight=False, soft_wrap=True)
         console.print(_table(lines, names))
         console.print()
     console.print(
@@ -45,10 +48,11 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
 
 def _table(lines: Sequence[Prediction], names: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
+    packed = any(one.answer.shares for one in lines)
     for title in ("ranks", "union"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("chosen", no_wrap=True)
-    for title in ("ms", "MB", "messages", "xbound"):
+    for title in ("ms", "MB", *["MB travel"] * packed, "messages", "xbound"):
         table.add_column(title, justify="right", no_wrap=True)
     for name in names:
         table.add_column(f"{name} ms", justify="right", no_wrap=True)
@@ -61,6 +65,7 @@ def _table(lines: Sequence[Prediction], names: Sequence[str]) -> Table:
             Text(answer.chosen, style="bold"),
             Text(_number(best.milliseconds), style="bold"),
             Text(_number(best.bytes * 1e-6)),
+            *[Text(_number(best.travels * 1e-6))] * packed,
             Text(f"{best.messages}"),
             Text(f"{best.of_bound:.2f}"),
         ]
