@@ -27,6 +27,10 @@ from weft.wire.hosts import Hosts
 
 __all__ = ["Sizes", "Values", "drawn", "recorded"]
 
+_HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
+
+Floats = npt.NDArray[np.float64]
+
 
 class Values(NamedTuple):
     """The values of a row.
@@ -84,6 +88,7 @@ class Sizes:
             index=4 if highest <= 2**31 else 8,
             places=highest,
             hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
+            common=per_host >= ranks,
             **self.values._asdict(),
         )
 
@@ -99,10 +104,10 @@ def drawn(name: str, rows: int, height: int, values: Values, distribution: str) 
     if distribution == "identical":
         return Sizes(name, rows, height, values, lambda ranks: float(rows))
     if distribution == "zipf":
-        chances = _zipf(height)
+        chances, places = _zipf(height)
 
         def union(ranks: int) -> float:
-            return float(-np.expm1(rows * ranks * np.log1p(-chances)).sum())
+            return float(-(places * np.expm1(rows * ranks * np.log1p(-chances))).sum())
 
         return Sizes(name, union(1), height, values, lru_cache(union))
     return Sizes(name, rows, height, values, _independent(float(rows), float(height)))
@@ -118,13 +123,16 @@ def recorded(path: Path) -> list[Sizes]:
         found = json.loads(path.read_text(encoding="utf-8"))
         ranks = int(found["head"]["ranks"])
         rows = {row["case"]: row for row in found["rows"]}
-        return [_of_record(row, ranks) for row in rows.values()]
+        cases = [_of_record(row, ranks) for row in rows.values()]
     except OSError as error:
         raise WeftError(f"{path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise WeftError(
             f"{path} is no record of weft bench --json: {type(error).__name__} {error}"
         ) from None
+    if not cases:
+        raise WeftError(f"{path} is a record without a case")
+    return cases
 
 
 def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
@@ -132,6 +140,13 @@ def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
     height, dtype = int(setting["height"]), getattr(torch, setting["dtype"])
     values = Values.of(int(setting["width"]), dtype, setting["op"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
+    if ranks < 2:
+        raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
+    if not (0 < mean <= union <= min(total, height) and total <= ranks * union and values.row > 0):
+        raise ValueError(
+            f"{row['case']}: {mean} rows a rank, {total} in all, {union} in the union, height "
+            f"{height}, {values.row} bytes each, which do not go together"
+        )
     seen = Load(
         *(ranks, total, round(mean), round(mean), union, height),
         *(values.row, values.partial, 4),
@@ -144,8 +159,16 @@ def _independent(rows: float, places: float) -> Callable[[int], float]:
 
 
 @lru_cache(maxsize=2)
-def _zipf(height: int) -> npt.NDArray[np.float64]:
-    """Probabilities of Zipf(1.0) over 1, 2, ..., height."""
-    chances = 1.0 / np.arange(1, height + 1, dtype=np.float64)
-    chances /= chances.sum()
-    return np.minimum(chances, 1 - 1e-12)
+def _zipf(height: int) -> tuple[Floats, Floats]:
+    """Probabilities of Zipf(1.0) over 1, 2, ..., height, and how many have each.
+
+    The rare ones are put together where they hardly differ: a table may be larger than memory.
+    """
+    edges = np.arange(1, min(height, _HEAD) + 2, dtype=np.float64)
+    if height > _HEAD:
+        rare = np.geomspace(edges[-1], height + 1.0, _BINS)
+        edges = np.unique(np.concatenate([edges, np.round(rare)]))
+    places = np.diff(edges)
+    chances = np.where(places == 1, 1 / edges[:-1], np.log1p(places / (edges[:-1] - 0.5)) / places)
+    chances /= (chances * places).sum()
+    return np.minimum(chances, 1 - 1e-12), places
