@@ -59,6 +59,8 @@ def broken(path, **changed):
     [
         (lambda path: path.write_text("{"), "is no link profile: write one with weft tune"),
         (lambda path: path.write_text("[]"), "is no link profile"),
+        (lambda path: path.write_text("[" * 60_000), "is no link profile"),
+        (lambda path: broken(path, ranks=float("inf")), "is broken at cannot convert float inf"),
         (lambda path: path.write_bytes(b" " * 70_000), "is no link profile"),
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: broken(path, format="other"), "is no link profile"),

@@ -284,7 +284,7 @@ def _distinct(names: list[str]) -> list[str]:
 def _parsed(text: bytes, name: str) -> Profile:
     try:
         found = json.loads(text) if len(text) <= _LARGEST else None
-    except ValueError:
+    except (RecursionError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise WeftError(f"{name} is no link profile: write one with weft tune")
@@ -302,7 +302,7 @@ def _parsed(text: bytes, name: str) -> Profile:
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ValueError("hosts")
         return Profile(tuple(hosts), int(found["ranks"]), parts[0], parts[1], _time(found["merge"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise WeftError(f"link profile {name} is broken at {error}: run weft tune again") from None
 
 
