@@ -12,7 +12,7 @@ import weft
 from weft.sparse import profile
 from weft.sparse.profile import Figures, Profile, link, read, write
 from weft.testing import run
-from weft.wire.link import MERGE
+from weft.wire.link import MERGE, Link
 
 HERE = socket.gethostname()
 NEAR, FAR = Figures(2**-14, 2**-30, 2**-16), Figures(2**-10, 2**-27, 2**-15)
@@ -52,6 +52,29 @@ def test_auto_reads_it(file):
 
 def broken(path, **changed):
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def test_tune_waits_until_no_rank_makes_machine_code(monkeypatch):
+    """The first run on a machine makes it, and would write a link of a fiftieth of its speed."""
+    asked, measured = [], []
+
+    class Compiler:
+        @property
+        def busy(self):
+            asked.append(len(measured))
+            return len(asked) < 6
+
+    monkeypatch.setattr(profile, "compiler", Compiler())
+    monkeypatch.setattr(profile, "_merging", lambda: 1e-10)
+
+    def figures(wire):
+        measured.append(len(asked))
+        return Link(1e-4, 1e-9, 1e-10, 1e-5)
+
+    monkeypatch.setattr(profile, "figures", figures)
+    run(2, profile.tune)
+    # each rank once before, for what that has made, and once for good, when none is busy
+    assert measured[:2] == [0, 0] and min(measured[2:]) >= 6 and len(measured) == 4
 
 
 @pytest.mark.parametrize(
