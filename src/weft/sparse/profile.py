@@ -148,7 +148,8 @@ def tune(wire: Wire) -> Profile:
     """Measure the hosts of a group, between and within; collective, the same on every rank.
 
     Takes some tenths of a second, and before that until no rank makes machine code any more, which
-    keeps cores so busy that a link looks tens of times slower than it is. WEFT_LINK and WEFT_PROFILE change nothing here.
+    keeps cores so busy that a link looks tens of times slower than it is. WEFT_LINK and
+    WEFT_PROFILE change nothing here.
     """
     _calm(wire)
     said = _everybody(wire, _statement())
