@@ -1,16 +1,21 @@
 """`weft plan`: what it predicts, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 from weft.cli.plan import plan
-from weft.cli.plan.sizes import drawn, recorded
+from weft.cli.plan.sizes import Values, drawn, recorded
 from weft.sparse import ALGORITHMS
+from weft.sparse.profile import Figures, Profile, write
 
+SCALAR = Values(4, 4, "f32", "f32")
 APP = typer.Typer()
 APP.command()(plan)
 
@@ -70,18 +75,63 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
 
 
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [
+        (["--link", "1gbit"], "typical float32 in 0.86 of its bytes"),
+        (
+            ["--link", "1gbit", "--dtype", "bfloat16"],
+            "typical float32 in 0.86 of its bytes, bfloat",
+        ),
+        (["--link", "1gbit", "--dtype", "float64"], ""),
+        (["--link", "10gbit"], ""),
+    ],
+)
+def test_it_says_where_numbers_travel_packed(
+    given: list[str], packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*given, "--ranks", "4", "--json", str(tmp_path / "plan.json")]
+
+    def planned() -> tuple[str, dict[str, dict[str, float]]]:
+        result = invoke(*given)
+        assert result.exit_code == 0, result.output
+        [one] = json.loads((tmp_path / "plan.json").read_text())
+        return result.stdout, {line["algorithm"]: line for line in one["algorithms"]}
+
+    told, found = planned()
+    monkeypatch.setenv("WEFT_PACK", "0")
+    plainly, plain = planned()
+    assert "packed" not in plainly and "MB travel" not in plainly
+    for name, line in plain.items():
+        assert line["travels"] == line["bytes"] == found[name]["bytes"]
+        if packed and name != "eager":
+            assert 0.7 < found[name]["travels"] / line["bytes"] < 0.87
+            assert 0.7 < found[name]["milliseconds"] / line["milliseconds"] < 0.95
+        else:
+            assert found[name] == line
+    assert (f"numbers travel packed: {packed}" in told and "MB travel" in told) == bool(packed)
+
+
 def test_expected_unions() -> None:
-    uniform = drawn("uniform", 100, 1000, 4, 4, "uniform")
+    uniform = drawn("uniform", 100, 1000, SCALAR, "uniform")
     assert uniform.union(1) == pytest.approx(100)
     assert uniform.union(2) == pytest.approx(190)
-    same = drawn("same", 100, 1000, 4, 4, "identical")
+    same = drawn("same", 100, 1000, SCALAR, "identical")
     assert same.union(64) == 100
-    text = drawn("zipf", 100, 1000, 4, 4, "zipf")
+    text = drawn("zipf", 100, 1000, SCALAR, "zipf")
     assert text.rows < 100  # duplicates
     assert text.rows < text.union(4) < 4 * text.rows
     assert text.union(100_000) == pytest.approx(1000, rel=0.01)
-    two = drawn("zipf", 2, 2, 4, 4, "zipf")  # of chances 2/3 and 1/3
+    two = drawn("zipf", 2, 2, SCALAR, "zipf")  # of chances 2/3 and 1/3
     assert two.rows == pytest.approx(1 - 1 / 9 + 1 - 4 / 9)
+    chances = 1 / torch.arange(1, 3_000_001, dtype=torch.float64)
+    chances = -torch.log1p(-chances / chances.sum())
+    for draws in (1000, 3_000_000):  # rare rows are put together: a table may be larger than memory
+        large = drawn("zipf", draws, 3_000_000, SCALAR, "zipf")
+        for ranks in (1, 64):
+            exact = -torch.expm1(-draws * ranks * chances).sum().item()
+            assert large.union(ranks) == pytest.approx(exact, rel=1e-6)
+    assert 900 < drawn("zipf", 1000, 1 << 62, SCALAR, "zipf").rows < 1000
     load = text.load(8)
     assert load.most <= load.union <= load.total == 8 * load.most
 
@@ -95,12 +145,79 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [row("mine"), row("mine")]}))
     [sizes] = recorded(file)
-    assert (sizes.row, sizes.partial, sizes.rows) == (16, 32, 400.0)
+    assert sizes.values == (16, 32, "bf16", "f32") and sizes.rows == 400.0
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
     assert 400 < sizes.union(2) < 1000 < sizes.union(16)
     result = invoke("--record", str(file), "--ranks", "4,32")
     assert result.exit_code == 0, result.output
     assert [line[0] for line in lines(result)] == ["4", "32"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"distinct": -4.0}, "do not go together"),
+        ({"union": 300}, "do not go together"),
+        ({"union": 5001, "total": 5100}, "do not go together"),
+        ({"total": 100_000}, "do not go together"),
+        ({"distinct": float("nan")}, "do not go together"),
+        ({"distinct": None}, "TypeError"),
+        ({"setting": {"dtype": "nope", "width": 8, "height": 5000, "op": "sum"}}, "nope"),
+        ({"setting": {"dtype": "Tensor", "width": 8, "height": 5000, "op": "sum"}}, "TypeError"),
+        ({"setting": {"dtype": "float32", "width": 8, "height": 5000, "op": "nope"}}, "nope"),
+        ({"setting": {"dtype": "float32", "width": 0, "height": 5000, "op": "sum"}}, "0 bytes"),
+        ({"union": 10**400}, "do not go together"),
+        ({"distinct": 10**400}, "OverflowError"),
+        ({"ranks": 0}, "of 0 ranks"),
+        ({"ranks": 1}, "says nothing of how several overlap"),
+        ({"rows": []}, "is a record without a case"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_refused(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "found.json"
+    head = {"ranks": changed.pop("ranks", 4)}
+    rows = changed.pop("rows", [row("mine") | changed])
+    file.write_text(json.dumps({"head": head, "rows": rows}))
+    result = invoke("--record", str(file))
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_ranks_that_are_all_on_one_host_have_no_link(tmp_path: Path) -> None:
+    result = invoke("--per-host", "8", "--ranks", "2,8,9,64", "--link", "1gbit")
+    assert [line[0] for line in lines(result)] == ["9", "64"]
+    assert result.stdout.endswith("left out, since all are on one host: 2, 8 ranks\n")
+    within = Figures(1e-4, 4e-9, 2e-5)
+    write(tmp_path / "profile.json", Profile((), 4, None, within, 1e-10))
+    given = ("--profile", str(tmp_path / "profile.json"), "--ranks", "4")
+    result = invoke(*given, "--case", "uniform", "--json", str(tmp_path / "plan.json"))
+    [one] = json.loads((tmp_path / "plan.json").read_text())
+    verdicts = {line["algorithm"]: line["verdict"] for line in one["algorithms"]}
+    assert verdicts["hierarchical"] == "all ranks are on one host"
+    assert "packed" not in result.stdout  # slow as it is: no packing within a host
+
+
+def test_a_table_that_is_too_wide_is_cut_between_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = invoke("--ranks", "4,4096", "--link", "1gbit").stdout
+    assert len(lines(invoke("--ranks", "4,4096", "--link", "1gbit"))) == 2
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    cut = re.sub(r"\x1b\[[0-9;]*m", "", invoke("--ranks", "4,4096", "--link", "1gbit").stdout)
+    tables = [line for line in cut.splitlines() if line.split()[:1] in (["ranks"], ["4"], ["4096"])]
+    assert len(tables) > 3 and all(len(line) <= 80 for line in tables) and "…" not in cut
+    figures = {word for line in whole.splitlines() for word in line.split()}
+    assert figures <= {word for line in cut.splitlines() for word in line.split()}
+
+
+def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    for flag, name in (("--json", "plan.json"), ("--plot", "plan.svg")):
+        assert invoke(flag, str(tmp_path / name), "--rows", "0").exit_code == 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -120,6 +237,10 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
         (["--record", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--record", "pyproject.toml"], "pyproject.toml is no record of weft bench --json"),
         (["--record", "x", "--rows", "4"], "--record says the sizes"),
+        (["--profile", "x", "--link", "1gbit"], "--profile says the figures"),
+        (["--per-host", "8", "--ranks", "2,8"], "all of --ranks 2,8 are on one host"),
+        (["--rows", str(2**63), "--height", str(2**64)], f"--rows {2**63}: at most {2**62}"),
+        (["--width", str(2**41)], f"--width {2**41}: at most {2**40}"),
         (["--profile", "pyproject.toml"], "pyproject.toml is no link profile"),
     ],
 )

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import weft
+from weft.kernels.floats import SHARES
 from weft.sparse import ALGORITHMS, Cost, Load, last_call
 from weft.testing import spmd
 from weft.wire.dense import all_reduce
 from weft.wire.hosts import Hosts
 from weft.wire.link import Link
+from weft.wire.pieces import kind_of
 
 WIDTH, CHUNK_ROWS = 32, 2048
 
@@ -93,6 +95,55 @@ def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
     sent = torch.tensor([record.sent_bytes - opening])
     wire.dense_all_reduce(sent, "sum").wait()
     assert sent.item() / wire.size == pytest.approx(cost.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"hierarchical"}))
+@spmd(4, on=("threads",))
+def test_what_need_not_travel_where_numbers_are_packed(wire, name, dtype):
+    reduce_in_posts(wire)
+    wire.hosts = Hosts.named(range(wire.size))
+    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6, packing=True)
+    draw = torch.Generator().manual_seed(wire.rank)
+    indices = torch.randperm(16_000, generator=draw)[:6000]
+    rows = weft.Rows(indices, torch.ones(6000, WIDTH, dtype=dtype), 16_000)
+    said = {line.algorithm: line for line in weft.explain(rows, algorithm=name).lines}[name]
+    load, spared, post = weft.explain(rows, algorithm=name).load, 0.0, wire.post
+
+    def seen(sends=(), recvs=(), channel=0):
+        nonlocal spared
+        kinds = [(kind_of(tensor), tensor.nbytes) for _, tensor in sends]
+        spared += sum(size * (1 - SHARES[kind]) for kind, size in kinds if kind)
+        return post(sends, recvs, channel)
+
+    wire.post = seen
+    weft.sparse_all_reduce(rows, algorithm=name)
+    del wire.post
+    cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=last_call().union))
+    sent = torch.tensor([spared / wire.size])
+    wire.dense_all_reduce(sent, "sum").wait()
+    # the last chunk of sums may be short, and doubling has indices among its numbers
+    assert sent.item() == pytest.approx(cost.spared, rel=0.1)
+    assert (cost.spared > 0) == (dtype is not torch.float64)
+    assert said.travels < said.bytes or not cost.spared
+
+
+@spmd(2, on=("threads",))
+def test_tables_of_several_dtypes_travel_as_bytes_and_a_host_packs_nothing(wire):
+    wire.hosts = Hosts.named(range(wire.size))
+    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6, packing=True)
+
+    def spared(*tables):
+        explanation = weft.explain([(torch.arange(len(each)), each) for each in tables])
+        assert bool(explanation.shares) == ("travel" in str(explanation))
+        return max(line.bytes - line.travels for line in explanation.lines)
+
+    narrow, wide = torch.ones(9000, 8), torch.ones(9000, 24)
+    assert spared(narrow, wide) > 0.1 * 9000 * 32 * 4
+    assert spared(narrow, wide.double()) == 0
+    assert spared(narrow.bfloat16()) > 0
+    wire.hosts = Hosts.named("aa")
+    assert spared(narrow, wide) == 0
 
 
 def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():

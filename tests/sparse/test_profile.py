@@ -12,7 +12,7 @@ import weft
 from weft.sparse import profile
 from weft.sparse.profile import Figures, Profile, link, read, write
 from weft.testing import run
-from weft.wire.link import MERGE
+from weft.wire.link import MERGE, Link
 
 HERE = socket.gethostname()
 NEAR, FAR = Figures(2**-14, 2**-30, 2**-16), Figures(2**-10, 2**-27, 2**-15)
@@ -54,11 +54,36 @@ def broken(path, **changed):
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
+def test_tune_waits_until_no_rank_makes_machine_code(monkeypatch):
+    """The first run on a machine makes it, and would write a link of a fiftieth of its speed."""
+    asked, measured = [], []
+
+    class Compiler:
+        @property
+        def busy(self):
+            asked.append(len(measured))
+            return len(asked) < 6
+
+    monkeypatch.setattr(profile, "compiler", Compiler())
+    monkeypatch.setattr(profile, "_merging", lambda: 1e-10)
+
+    def figures(wire):
+        measured.append(len(asked))
+        return Link(1e-4, 1e-9, 1e-10, 1e-5)
+
+    monkeypatch.setattr(profile, "figures", figures)
+    run(2, profile.tune)
+    # each rank once before, for what that has made, and once for good, when none is busy
+    assert [when >= 6 for when in sorted(measured)] == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     "spoil, words",
     [
         (lambda path: path.write_text("{"), "is no link profile: write one with weft tune"),
         (lambda path: path.write_text("[]"), "is no link profile"),
+        (lambda path: path.write_text("[" * 60_000), "is no link profile"),
+        (lambda path: broken(path, ranks=float("inf")), "is broken at cannot convert float inf"),
         (lambda path: path.write_bytes(b" " * 70_000), "is no link profile"),
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: broken(path, format="other"), "is no link profile"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import weft
 from weft.testing import run, spmd
 from weft.wire import link
+from weft.wire.in_process import InProcessWire
 from weft.wire.link import Link, measure
 
 
@@ -46,6 +49,29 @@ def test_what_bytes_cost_the_cores_of_a_host(monkeypatch, cores):
         assert found.share == max(1, 4 / cores)
     monkeypatch.setenv("WEFT_LINK", "100,1")
     assert run(1, measure)[0].carry < 1e-12  # not known
+
+
+@pytest.mark.parametrize("without", [None, 0, 2])
+@pytest.mark.parametrize("said", [None, "100,1", "100,5"])
+def test_numbers_count_as_packed_if_every_rank_packs_and_the_link_is_slow(
+    monkeypatch, without, said
+):
+    """What one rank does with its own messages is its own affair; what is predicted is not."""
+    monkeypatch.setattr(InProcessWire, "packs", property(lambda wire: wire.rank != without))
+    monkeypatch.setattr(link, "_round", lambda wire, size: (size * 8e-9, 0.0))
+    if said is None:
+        monkeypatch.delenv("WEFT_LINK", raising=False)
+    else:
+        monkeypatch.setenv("WEFT_LINK", said)
+    for found in run(3, measure):
+        assert found.packing == (without is None)
+        assert found.packs == (without is None and said != "100,5")
+
+
+def test_what_is_known_of_packing_is_what_was_heard_last():
+    known = Link(1e-4, 8e-9, 1e-9, 1e-5)
+    assert known.quicker(replace(known, packing=True)).packs
+    assert not replace(known, packing=True).quicker(known).packs
 
 
 def test_the_environment_may_say_them(monkeypatch):

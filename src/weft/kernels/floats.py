@@ -31,10 +31,18 @@ from numpy.typing import NDArray
 from .compile import Key, compiler
 from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, PLANES, SAMPLED, WINDOW, ZEROS
 
-__all__ = ["FLOATS", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
+__all__ = ["FLOATS", "SHARES", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that can be packed, in the words of `machine`."""
+
+SHARES = {"f32": 0.856, "bf16": 0.711}
+"""Of the bytes of typical numbers of a kind, those that are left: what costs go by.
+
+Measured (`benchmarks/packing.py`, docs/packing.md): 0.855 and 0.711 of what is normally
+distributed, 0.844 to 0.853 and 0.704 to 0.706 of gradients and weights. Random bits, and numbers
+of very unequal size, do not get smaller; who sends such things finds predictions too short.
+"""
 
 _OTHER, _ESCAPED = WINDOW, WINDOW + 1  # codes
 _SIZES = {"f32": 4, "bf16": 2}

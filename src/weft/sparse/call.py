@@ -162,7 +162,7 @@ class Call:
         op = OPS["sum"] if self.op.mean else self.op
         call = Call(self.wire, op, self.row_shape, self.index, self.partial, self.height)
         call.header = self.header
-        call.load = replace(self.load, row=self.load.partial)
+        call.load = self.load.of_partials()
         return call
 
     def finish(self, partial: Tensor, values: Tensor) -> None:

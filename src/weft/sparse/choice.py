@@ -15,12 +15,13 @@ import torch
 
 from ..agree import DIRECT, is_direct
 from ..errors import WeftError
+from ..kernels import floats
 from ..wire import common
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
 from ..wire.link import Link
 from .believed import link_for_call, link_of
-from .cost import Load
+from .cost import Cost, Load
 from .header import RowsInHeader
 from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
@@ -59,6 +60,7 @@ class _Line:
     algorithm: str
     messages: int
     bytes: float
+    travels: float
     milliseconds: float
     of_bound: float
     verdict: str
@@ -92,9 +94,10 @@ class Explanation:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
         link: the network's figures; None where they were not needed.
-        lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
-            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or why
-            not).
+        lines: for each algorithm: algorithm, messages (sent), bytes (received), travels (those
+            bytes as they are on the way, fewer where numbers are packed), milliseconds (predicted,
+            of what travels), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
+            why not).
         groups: of a list, the tables that are brought together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
     """
@@ -105,6 +108,19 @@ class Explanation:
     lines: tuple[_Line, ...]
     groups: tuple[Group, ...] = ()
     calls: tuple[Explanation, ...] = ()
+
+    @property
+    def shares(self) -> str:
+        """In words, what is left of numbers on the way, where they travel packed; else ""."""
+        if all(line.travels == line.bytes for line in self.lines):
+            return ""
+        kinds = self.load.kind, self.load.partial_kind
+        told = [
+            f"{str(dtype).removeprefix('torch.')} in {floats.SHARES[kind]:.2f} of its bytes"
+            for dtype, kind in floats.FLOATS.items()
+            if kind in kinds
+        ]
+        return f"numbers travel packed: typical {', '.join(told)}"
 
     def __str__(self) -> str:
         return "\n".join(self._text())
@@ -123,19 +139,25 @@ class Explanation:
             yield from map(str, self.calls)
             return
         yield from map(str, self.groups)
-        table = [("algorithm", "messages", "bytes", "ms", "of bound", "")]
+        if shares := self.shares:
+            yield f"{shares}; ms are of what travels, bytes of the numbers themselves"
+        table: list[tuple[str, ...]]
+        table = [("algorithm", "messages", "bytes", "travel", "ms", "of bound", "")]
         table += [
             (
                 line.algorithm,
                 f"{line.messages}",
                 f"{line.bytes:.0f}",
+                f"{line.travels:.0f}",
                 f"{line.milliseconds:.2f}",
                 f"{line.of_bound:.2f}",
                 line.verdict,
             )
             for line in self.lines
         ]
-        widths = [max(len(row[column]) for row in table) for column in range(5)]
+        if not shares:
+            table = [row[:3] + row[4:] for row in table]
+        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
         for name, *cells, verdict in table:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
             yield "  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip()
@@ -151,7 +173,7 @@ def with_link(wire: Wire, load: Load) -> Load:
 
 
 def fitted(load: Load, link: Link) -> Load:
-    """The load with what suits a link: how large chunks are, and how index lists are written."""
+    """The load with what suits a link: how large chunks are, and how lists and numbers travel."""
     smallest, largest = _CHUNKS
     if load.on_one_host:
         # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
@@ -159,7 +181,8 @@ def fitted(load: Load, link: Link) -> Load:
     # to the nearest power, so that a link measured a little faster than it is has the same chunks
     chunk = 1 << max(0, round(math.sqrt(0.5) * _CHUNK_SECONDS / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
-    return replace(load, chunk=chunk, gaps=packs(link), link=link)
+    numbers = link.packs and not load.on_one_host
+    return replace(load, chunk=chunk, gaps=packs(link), link=link, packs=numbers)
 
 
 def packs(link: Link) -> bool:
@@ -226,7 +249,7 @@ def _eager(load: Load, link: Link, index: torch.dtype) -> _Line:
     others = load.ranks - 1
     size = load.mean * (load.row + index.itemsize)
     milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
-    return _line(EAGER, others, others * size, milliseconds, load, "")
+    return _line(EAGER, Cost(1, others, others * size, 0.0), milliseconds, load, "")
 
 
 def explained(
@@ -309,20 +332,14 @@ def _lines(
         if reason is None and needed > allowed:
             reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
         milliseconds = 1e3 * cost.seconds(link)
-        found.append(
-            _line(algorithm.name, cost.messages, cost.bytes, milliseconds, load, reason or "")
-        )
+        found.append(_line(algorithm.name, cost, milliseconds, load, reason or ""))
     # microseconds decide, and then the name: every machine rounds these alike
     return iter(sorted(found, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm)))
 
 
-def _line(
-    name: str, messages: int, nbytes: float, milliseconds: float, load: Load, verdict: str
-) -> _Line:
-    bound = load.bound
-    return _Line(
-        name, messages, nbytes, milliseconds, nbytes / bound if bound > 0 else 1.0, verdict
-    )
+def _line(name: str, cost: Cost, milliseconds: float, load: Load, verdict: str) -> _Line:
+    of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
+    return _Line(*(name, cost.messages, cost.bytes, cost.travels, milliseconds, of_bound, verdict))
 
 
 def _slower(line: _Line, best: float, algorithm: str) -> str:

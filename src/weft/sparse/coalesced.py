@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import kernels
 from ..agree import BODY, agree, is_direct
 from ..errors import WeftError
+from ..kernels.floats import FLOATS
 from ..kernels.lists import parted
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
@@ -342,6 +343,10 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         (wide * row // max(1, stack.row) for wide, stack in zip(wider, space.stacks, strict=True)),
         default=0,
     )
+    dtypes = {stack.dtype: _partial(call, stack) for stack in space.stacks}
+    kind = partial_kind = ""  # numbers of several dtypes travel as bytes
+    if len(dtypes) == 1:
+        kind, partial_kind = (FLOATS.get(dtype, "") for dtype in next(iter(dtypes.items())))
     return Load(
         ranks=wire.size,
         total=header.total,
@@ -351,6 +356,8 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         height=space.end,
         row=row,
         partial=partial,
+        kind=kind,
+        partial_kind=partial_kind,
         index=space.index.itemsize,
         places=space.end,
         in_order=not call.op.builtin,

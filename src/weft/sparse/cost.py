@@ -5,6 +5,9 @@ computes its `Cost` from the load, beside its schedule; a test holds it against 
 
 The bound: an index that m ranks hold needs m-1 messages to combine its rows at one of its holders
 and P-1 to deliver the sum, so the average rank must receive at least [K + (P-2)·U] / P rows.
+
+Bytes, here and in the bound, are those of rows and indices as `last_call` counts them. Where
+numbers are packed on their way (`weft.wire.pieces`), time is computed from what is left of them.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..kernels import floats
 from ..kernels.meter import CALL, PLACE
-from ..wire.common import LEAST
+from ..wire import common, pieces
 from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -28,6 +32,7 @@ UNEVEN = 0.08
 _CARRY = 16  # at least: bytes merged while the other ranks of a core send and receive one
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message does
 _SLOT = 4  # bytes that say where in a union an index belongs
+_PACKING = 10  # bytes merged while numbers are packed, and read, so that they take a byte less
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Load:
         height: rows of the dense tensor, or None if unknown.
         row: bytes of a row's values.
         partial: bytes of a row's values while only some ranks' are added.
+        kind: of the numbers in a row's values, one of `weft.wire.pieces.KINDS`; "" for others.
+        partial_kind: of those while only some ranks' are added.
         index: bytes of an index on the wire, 4 or 8.
         chunk: bytes of values sent at a time.
         places: indices lie below this.
@@ -52,6 +59,7 @@ class Load:
         hosts: which ranks share a host; None is one host for each.
         common: ranks of one host make large results in common (`weft.wire.common`).
         link: the network's figures, where they are known.
+        packs: numbers of these kinds travel in fewer bytes.
     """
 
     ranks: int
@@ -71,6 +79,9 @@ class Load:
     hosts: Hosts | None = None
     common: bool = False
     link: Link | None = None
+    kind: str = ""
+    partial_kind: str = ""
+    packs: bool = False
 
     @property
     def mean(self) -> float:
@@ -117,13 +128,30 @@ class Load:
 
     def in_common(self, sums: float) -> float:
         """Of a rank's rows of sums, how many the other ranks of its host need not copy."""
-        made = self.common and self.on_one_host and self.total * self.row >= LEAST
+        made = self.common and self.on_one_host and self.total * self.row >= common.LEAST
         return sums if made else 0.0
 
     def union_of(self, ranks: float) -> float:
         """Rows expected in the sum of that many ranks."""
         missed = math.pow(1 - self.mean / self._places, ranks)
         return min(self._places * (1 - missed), ranks * self.mean)
+
+    def of_partials(self) -> Load:
+        """The same load, of rows that are sums of some ranks' already."""
+        return dataclasses.replace(self, row=self.partial, kind=self.partial_kind)
+
+    def spared(self, nbytes: float, message: float, *, partial: bool = False) -> float:
+        """Of so many bytes of values, in messages of so many, those that need not travel.
+
+        Args:
+            nbytes: of them.
+            message: bytes of a message, at the most a chunk counts; short ones are not packed.
+            partial: whether they are of sums of some ranks' rows.
+        """
+        kind = self.partial_kind if partial else self.kind
+        if not (self.packs and kind and message >= pieces.LEAST):
+            return 0.0
+        return nbytes * (1 - floats.SHARES[kind])
 
     def with_union(self, union: int) -> Load:
         """The same load, with the union's size as it turned out."""
@@ -194,6 +222,7 @@ class Cost:
             done while that is under way, as far as the core is idle then.
         meanwhile: pairs of bytes of rows that go through kernels and bytes that are received at the
             same time: it takes time only so far as the core is not idle then.
+        spared: of the bytes, those that need not travel, since numbers are packed.
     """
 
     rounds: int
@@ -209,20 +238,28 @@ class Cost:
     direct: int = 0
     trailing: float = 0.0
     meanwhile: tuple[tuple[float, float], ...] = ()
+    spared: float = 0.0
+
+    @property
+    def travels(self) -> float:
+        """Bytes that are received as they travel."""
+        return self.bytes - self.spared
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
         if self.slowest is not None:
             return self.slowest.seconds(link)
-        streaming = (self.bytes - self.common + self.queued) * link.beta
+        left = self.travels / self.bytes if self.spared else 1.0  # what queues is packed, too
+        streaming = (self.bytes - self.common + self.queued) * left * link.beta
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)
         others = link.gamma * (1 - 1 / link.share)
-        idle = max(0.0, streaming - self.bytes * max(_CARRY * others, link.carry))
+        idle = max(0.0, streaming - self.travels * max(_CARRY * others, link.carry))
         if self.trailing:
             waiting += max(0.0, _CHUNKED * streaming - idle)
         hidden += min(self.trailing * link.work, idle)
         free = max(0.0, idle - self.trailing * link.work) / max(1.0, self.bytes)  # for each byte
         late = sum(max(0.0, rows * link.gamma - under * free) for rows, under in self.meanwhile)
-        return waiting - hidden + streaming + late + self.merged * link.gamma
+        worked = self.merged + self.spared * _PACKING
+        return waiting - hidden + streaming + late + worked * link.gamma

@@ -37,26 +37,31 @@ class Reduction(NamedTuple):
     hops: int
     behind: float
     queued: float
+    spared: float = 0.0
 
     @classmethod
-    def of(cls, load: Load, nbytes: float) -> Reduction:
+    def of(cls, load: Load, nbytes: float, *, partials: bool = False) -> Reduction:
+        """The reduction of so many bytes, which may be `partials`: sums of some ranks' rows."""
         sent = messages(load.ranks, nbytes, load.hosts)
         received = received_bytes(load.ranks, nbytes)
         queued, chunk = load.queue * received, ring_chunk(load.ranks, nbytes, load.hosts)
+        message = min(nbytes / load.ranks, chunk or SCRATCH // (load.ranks - 1))
+        spared = load.spared(received, message, partial=True) if partials else 0.0
         if chunk is None:
-            return cls(sent, received, sent, 0, 0.0, queued)
+            return cls(sent, received, sent, 0, 0.0, queued, spared)
         hops, behind = load.ranks - 2, nbytes / load.ranks - chunk
-        return cls(sent, received, sent // 2, hops, behind, queued + UNEVEN * received)
+        return cls(sent, received, sent // 2, hops, behind, queued + UNEVEN * received, spared)
 
 
 def cost(load: Load) -> Cost:
     height = load.height or 0
     bits = Reduction.of(load, math.ceil(height / 8))
-    sums = Reduction.of(load, height * load.partial)
+    sums = Reduction.of(load, height * load.partial, partials=True)
     return Cost(
         rounds=4,
         messages=bits.messages + sums.messages,
         bytes=bits.bytes + sums.bytes,
+        spared=sums.spared,
         queued=bits.queued + sums.queued,
         merged=2 * height * load.partial + load.merging(load.union + load.mean),
         # the table, which rows it has (a bit each on the wire, a byte each here), what

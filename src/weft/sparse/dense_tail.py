@@ -53,6 +53,9 @@ def cost(load: Load) -> Cost:
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
         + round(load.parted(to_owner, load.row, others)),
         bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
+        spared=sum(
+            load.spared(others * rows * load.row, rows * load.row) for rows in (to_owner, height)
+        ),
         queued=load.queue * others * (to_owner * load.row + asked),
         merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums))
         + patched * load.row,

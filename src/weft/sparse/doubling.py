@@ -15,7 +15,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +47,7 @@ def cost(load: Load) -> Cost:
         rounds=rounds,
         messages=rounds + (apart and not folded),
         bytes=sum(carried) * row,
+        spared=_spared(load, carried),
         queued=load.queue * sum(carried) * row,
         merged=load.merging(2 * sum(carried) + rounded, 2 * rounds),
         memory=held * row + load.uniting(halves, load.union),
@@ -61,16 +62,19 @@ def cost(load: Load) -> Cost:
         rounds=rounds + 2,
         messages=rounds + 2,
         bytes=longest * row,
+        spared=_spared(load, [load.mean, *carried, load.union]),
         queued=load.queue * longest * row,
         merged=load.merging(2 * (load.mean + sum(carried)) + 2 * load.union, 2 * rounds + 2),
     )
     # the average rank's share of the fold: one message in before, one result out after
     voices, pairs = core / load.ranks, folded / load.ranks
     bytes_ = voices * cost.bytes + pairs * (load.mean + load.union) * row
+    spared = voices * cost.spared + pairs * _spared(load, [load.mean, load.union])
     return replace(
         cost,
         messages=round(voices * rounds + 2 * pairs + apart * (1 - pairs)),
         bytes=bytes_,
+        spared=spared,
         queued=load.queue * bytes_,
         slowest=slowest,
     )
@@ -110,6 +114,14 @@ def doubling(rows: Rows, call: Call) -> Rows:
     if rank < paired:
         wire.post([(rank + 1, part) for part in mine.parts]).wait()
     return mine.result(call)
+
+
+def _spared(load: Load, messages: Sequence[float]) -> float:
+    """Bytes that need not travel of messages of so many rows."""
+    return sum(
+        load.spared(rows * load.partial, rows * (load.partial + load.index), partial=True)
+        for rows in messages
+    )
 
 
 def _apart(load: Load) -> bool:

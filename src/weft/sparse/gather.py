@@ -29,11 +29,13 @@ def cost(load: Load) -> Cost:
     others, index = load.ranks - 1, load.index_of(load.mean)
     chunks = load.chunks(load.mean, load.row)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
+    values = others * load.mean * load.row
     first = merged / max(1, chunks)  # the first sums need the first chunk of the last to come
     return Cost(
         rounds=1,
         messages=others * (list_messages(load.mean * index) + chunks),
-        bytes=others * load.mean * (load.row + index),
+        bytes=values + others * load.mean * index,
+        spared=load.spared(values, load.mean * load.row),
         merged=first,
         trailing=others * load.trailing(load.mean),
         meanwhile=((merged - first, load.mean * load.row),),  # the rows of the last to come

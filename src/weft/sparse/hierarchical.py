@@ -81,6 +81,7 @@ def cost(load: Load) -> Cost:
         messages=round(
             leaders * (flat.messages + opening.messages) + others / load.ranks * (up + down)
         ),
+        spared=leaders * flat.spared,
         bytes=leaders * (flat.bytes + opening.bytes)
         + others / load.ranks * (sum(given) + sum(told)),
         merged=leaders * leader.merged,
@@ -247,12 +248,11 @@ def _between(load: Load) -> Load:
     expected = {n: round(load.union_of(n)) for n in set(map(len, _hosts(load).ranks))}
     rows = [expected[len(ranks)] for ranks in _hosts(load).ranks]
     return replace(
-        load,
+        load.of_partials(),
         ranks=len(rows),
         total=max(sum(rows), load.union),
         most=max(*rows, load.most),
         fewest=min(rows),
-        row=load.partial,
         hosts=None,
     )
 

@@ -50,6 +50,8 @@ def cost(load: Load) -> Cost:
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / others / max(1, steps))
     bytes_ = others * load.mean * index + (away + others * sums) * load.row
+    spared = load.spared(away * load.row, away / others * load.row if others else 0.0)
+    spared += load.spared(others * sums * load.row, min(chunk, sums) * load.row)
     alone = load.union - load.union_of(others)  # rows of a rank that nobody else has
     leading = min(LEADS, alone // chunk) * chunk * load.row  # bytes that are sent before the rest
     dealt = _DEAL * load.total + away * load.row
@@ -61,6 +63,7 @@ def cost(load: Load) -> Cost:
         messages=round(load.parted(away / others, load.row, others))
         + others * (list_messages(load.mean * index) + steps * bool(load.row)),
         bytes=bytes_,
+        spared=spared,
         merged=PLACE * load.total + first,
         memory=away * load.row
         + relay_memory(load, sums)

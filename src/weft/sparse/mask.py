@@ -38,7 +38,7 @@ _LOOKED = 6.0  # bytes that could be merged while a place is marked, and looked 
 
 def cost(load: Load) -> Cost:
     others, index, values = load.ranks - 1, load.index_of(load.mean), load.union * load.partial
-    sums = Reduction.of(load, values)
+    sums = Reduction.of(load, values, partials=True)
     if load.identical:
         bits, looked, memory = Reduction(0, 0.0, 0, 0, 0.0, 0.0), 0.0, 0.0
     elif _by_bitmap(load):
@@ -52,6 +52,7 @@ def cost(load: Load) -> Cost:
         rounds=2 if load.identical else 4,
         messages=bits.messages + sums.messages,
         bytes=bits.bytes + sums.bytes,
+        spared=sums.spared,
         queued=bits.queued + sums.queued,
         merged=looked + 2 * values + load.mean * load.row * (not load.identical),
         memory=memory + values * (load.partial != load.row),

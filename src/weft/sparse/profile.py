@@ -31,6 +31,7 @@ import torch
 from .. import kernels
 from ..errors import WeftError
 from ..kernels.cache import user_cache
+from ..kernels.compile import compiler
 from ..kernels.ops import OPS
 from ..wire.base import Wire
 from ..wire.link import MERGE, Link, agreed, figures, measure
@@ -44,6 +45,7 @@ _LARGEST = 1 << 16  # bytes of a file that is read at all
 _CAP = 2048  # bytes of what a rank says of its profile
 _TEXT = 400  # characters of a name or a sentence in it
 _FIGURES = ("alpha", "beta", "work")
+_WAITS, _NAP = 600, 0.1  # times that ranks ask each other whether any is busy, seconds between
 _LENGTH = struct.Struct("<q")
 _RUNS, _ROWS, _WIDTH, _PASSES = 4, 20_000, 64, 3  # of what is merged to measure a core
 
@@ -145,8 +147,11 @@ def link(wire: Wire, look: Callable[[Wire], Link] = figures) -> Link:
 def tune(wire: Wire) -> Profile:
     """Measure the hosts of a group, between and within; collective, the same on every rank.
 
-    Takes some tenths of a second. WEFT_LINK and WEFT_PROFILE change nothing here.
+    Takes some tenths of a second, and before that until no rank makes machine code any more, which
+    keeps cores so busy that a link looks tens of times slower than it is. WEFT_LINK and
+    WEFT_PROFILE change nothing here.
     """
+    _calm(wire)
     said = _everybody(wire, _statement())
     places = [one["place"] for one in said]
     members = [[r for r in range(wire.size) if places[r] == place] for place in _distinct(places)]
@@ -179,6 +184,17 @@ def hosts_of(wire: Wire) -> tuple[list[str], bool]:
     said = _everybody(wire, _statement())
     places = [one["place"] for one in said]
     return _hosts(said), places.index(places[wire.rank]) == wire.rank
+
+
+def _calm(wire: Wire) -> None:
+    """Have the machine code made that measuring asks for; wait until no rank is at that."""
+    figures(wire)
+    _merging()
+    for _ in range(_WAITS):  # all hear the same, so all stop alike
+        if not any(one[0] for one in wire.all_gather_bytes(bytes([compiler.busy]))):
+            return
+        time.sleep(_NAP)
+    _log.warning("ranks still make machine code after %d s: figures are rough", _WAITS * _NAP)
 
 
 def _merging() -> float:
@@ -284,7 +300,7 @@ def _distinct(names: list[str]) -> list[str]:
 def _parsed(text: bytes, name: str) -> Profile:
     try:
         found = json.loads(text) if len(text) <= _LARGEST else None
-    except ValueError:
+    except (RecursionError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise WeftError(f"{name} is no link profile: write one with weft tune")
@@ -302,7 +318,7 @@ def _parsed(text: bytes, name: str) -> Profile:
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ValueError("hosts")
         return Profile(tuple(hosts), int(found["ranks"]), parts[0], parts[1], _time(found["merge"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise WeftError(f"link profile {name} is broken at {error}: run weft tune again") from None
 
 

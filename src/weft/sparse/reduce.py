@@ -143,6 +143,9 @@ def _through_owners(load: Load) -> Cost:
         rounds=4,
         messages=others * (list_messages(indices[0]) + load.chunks(asked, load.row) + 2),
         bytes=others * ((asked + told) * load.row + sum(indices)),
+        spared=sum(
+            load.spared(others * rows * load.row, rows * load.row) for rows in (asked, told)
+        ),
         merged=load.merging(load.mean, load.pieces(asked, load.ranks, told)),
     )
 

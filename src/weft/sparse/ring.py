@@ -65,6 +65,8 @@ def cost(load: Load) -> Cost:
             + load.parted(sums, load.row, others)
         ),
         bytes=sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told),
+        spared=load.spared(others * sums * load.row, sums * load.row)
+        + sum(load.spared(run * load.partial, run * load.partial, partial=True) for run in runs),
         merged=load.merging(
             sum(runs) + others * mine,
             sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),

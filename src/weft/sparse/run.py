@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import kernels
 from ..agree import Agreement, agree, is_direct
 from ..errors import WeftError
+from ..kernels.floats import FLOATS
 from ..rows import Rows
 from ..wire.base import Wire
 from ..wire.memory import Lease
@@ -314,6 +315,8 @@ def _load(
         height=height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
+        kind=FLOATS.get(call.dtype, ""),
+        partial_kind=FLOATS.get(call.partial, ""),
         index=index,
         places=header.highest + 1,
         in_order=not call.op.builtin,

@@ -40,11 +40,14 @@ def cost(load: Load) -> Cost:
     to_owner, sums = load.mean * share, load.union * share
     asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
     bytes_ = others * ((to_owner + sums) * load.row + asked + told)
+    values = (to_owner * load.row, sums * load.row)
+    spared = sum(load.spared(others * each, each) for each in values)
     return Cost(
         rounds=3,
         messages=others * (list_messages(asked) + list_messages(told))
         + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
+        spared=spared,
         common=others * load.in_common(sums) * load.row,
         merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums)),
         queued=load.queue * others * (to_owner * load.row + asked) + UNEVEN * bytes_ * (others > 1),

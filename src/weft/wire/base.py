@@ -143,6 +143,11 @@ class Wire(abc.ABC):
         return self.rank
 
     @property
+    def packs(self) -> bool:
+        """Whether this rank packs numbers where its links are slow (`weft.wire.pieces`)."""
+        return False
+
+    @property
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import WeftError
 from .base import Wire
+from .pieces import SLOW
 
 __all__ = ["MERGE", "Link", "agreed", "figures", "measure", "parse"]
 
@@ -31,7 +32,7 @@ _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be 
 _NEAR = 2e-4, 0.5e-9  # alpha and beta of ranks of one host, whose cores are shared
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
-_FIGURES = struct.Struct("<5q")  # steps of alpha, beta, work, carry; cores
+_FIGURES = struct.Struct("<5q?")  # steps of alpha, beta, work, carry; cores; numbers are packed
 _HOST = 64  # bytes of a host's name that are compared
 _PASSES = 3  # the quickest pass counts: other work on a machine only ever slows one down
 
@@ -50,6 +51,7 @@ class Link:
         share: ranks to a core, where they are closest together; at least 1.
         carry: seconds that the cores of a host are seen to be busy for each byte that one of its
             ranks receives while all do; 0 where that was not measured.
+        packing: whether all ranks pack numbers where links are slow (`weft.wire.pieces`).
     """
 
     alpha: float
@@ -60,6 +62,12 @@ class Link:
     share: float = 1.0
     early: bool = False
     carry: float = 0.0
+    packing: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether numbers travel packed between hosts, as this is slow enough."""
+        return self.packing and self.beta * SLOW > 1
 
     def quicker(self, other: Link) -> Link:
         """The better of two measurements of a network in each figure.
@@ -68,7 +76,8 @@ class Link:
         """
         alpha, beta = min(self.alpha, other.alpha), min(self.beta, other.beta)
         work, carry = min(self.work, other.work), min(self.carry, other.carry)
-        return replace(self, alpha=alpha, beta=beta, work=work, carry=carry)
+        known = replace(self, packing=other.packing)
+        return replace(known, alpha=alpha, beta=beta, work=work, carry=carry)
 
     def __str__(self) -> str:
         return (
@@ -116,16 +125,21 @@ def agreed(
         carry: seconds of a core for each byte that this rank receives.
     """
     host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
-    steps = (_step(alpha), _step(beta), _step(work), _step(carry), os.cpu_count() or 1)
+    steps = (_step(alpha), _step(beta), _step(work), _step(carry), os.cpu_count() or 1, wire.packs)
     heard = wire.all_gather_bytes(_FIGURES.pack(*steps) + host)
     hosts = [text[_FIGURES.size :] for text in heard]
     ranks_on = Counter(hosts)
-    *steps_of, cores = zip(*map(_FIGURES.unpack_from, heard), strict=True)
+    *steps_of, cores, packing = zip(*map(_FIGURES.unpack_from, heard), strict=True)
     # ranks to a core, where they are closest together
     crowd = max(ranks_on[host] / n for host, n in zip(hosts, cores, strict=True))
     alpha, beta, work, carry = (_unstep(max(steps)) for steps in steps_of)
     share = max(1.0, crowd)
-    return Link(alpha, beta, merge * share, work * share, share=share, carry=carry * crowd)
+    return Link(
+        *(alpha, beta, merge * share, work * share),
+        share=share,
+        carry=carry * crowd,
+        packing=all(packing),
+    )
 
 
 def parse(text: str) -> tuple[float, float]:

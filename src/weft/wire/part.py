@@ -49,6 +49,10 @@ class Part(Wire):
     def named(self) -> int:
         return self._wire.named
 
+    @property
+    def packs(self) -> bool:
+        return self._wire.packs
+
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
     ) -> Pending:

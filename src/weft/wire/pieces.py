@@ -31,13 +31,29 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # the module, or that there is none
 
-__all__ = ["HEAD", "KINDS", "LEAST", "Pace", "Packer", "Readable", "Unpacker", "kind_of", "reads"]
+__all__ = [
+    "HEAD",
+    "KINDS",
+    "LEAST",
+    "SLOW",
+    "Pace",
+    "Packer",
+    "Readable",
+    "Unpacker",
+    "kind_of",
+    "packs",
+    "reads",
+    "wanted",
+]
 
 LEAST = 1 << 14
 """Bytes of a message from which on it travels in pieces."""
 
 KINDS: Mapping[str, int] = {"f32": 1, "bf16": 2}
 """The kinds of numbers that may be packed, each with its bit in what a peer says that it reads."""
+
+SLOW = 320e6
+"""Bytes a second that all lines of a rank carry at the most where numbers are packed."""
 
 _PLAIN = 0  # in the place of a kind's bit
 _BY_BIT = {bit: kind for kind, bit in KINDS.items()}
@@ -49,7 +65,6 @@ HEAD = _HEADER.size
 _NOT_SENT = 0x894B  # SIOCOUTQNSD of Linux: bytes in a socket that have not gone out yet
 _GAIN = 0.98  # of its bytes a packed piece takes at the most, or it was not worth the while
 _DULL = 8  # pieces to be sent as they are after one that was not worth it
-_SLOW = 320e6  # bytes a second that all lines of a rank carry at the most where they are packed
 _WINDOW = 2e-3  # seconds in which a socket always held something: its pace is known
 _LOOKS = 15  # at a pace, by which it is judged
 _LATELY = 0.1  # seconds for which such a pace counts beside those of others
@@ -63,11 +78,21 @@ def kind_of(tensor: Tensor) -> str:
 
 def reads(kind: str) -> bool:
     """Whether numbers of a kind can be read at machine speed; if not yet, it is seen to."""
-    return _wanted() and compiler.loops(floats.floats_key(kind)) is not None
+    return _can() and compiler.loops(floats.floats_key(kind)) is not None
 
 
-def _wanted() -> bool:
-    return _WORKS and os.environ.get("WEFT_PACK", "1") != "0"
+def packs() -> bool:
+    """Whether this rank packs numbers, and reads packed ones, once machine code for it is there."""
+    return _can() and not compiler.unusable
+
+
+def wanted() -> bool:
+    """Whether the environment lets numbers be packed."""
+    return os.environ.get("WEFT_PACK", "1") != "0"
+
+
+def _can() -> bool:
+    return _WORKS and wanted()
 
 
 class Readable:
@@ -102,7 +127,7 @@ class Pace:
         self._rates.append(sum(each for each, at in self._seen.values() if now - at < _LATELY))
         # the third quartile: a busy machine makes links look slow, and a shaper lets bursts pass
         rates = sorted(self._rates)
-        self.slow = len(rates) > 3 and rates[-1 - len(rates) // 4] < _SLOW
+        self.slow = len(rates) > 3 and rates[-1 - len(rates) // 4] < SLOW
 
 
 class Packer:

@@ -29,7 +29,7 @@ from .hosts import digest_of
 from .joined import Joined
 from .memory import Lease
 from .mover import Lost, Message, Mover
-from .pieces import kind_of
+from .pieces import kind_of, packs
 from .routine import Routine, Script
 from .verdict import Verdict
 from .watch import Watch
@@ -73,6 +73,11 @@ class ProcessGroupWire(Wire):
                 self.memory.arena = connections.mover.arena
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, connections.close, exitpriority=0)
+
+    @property
+    def packs(self) -> bool:
+        mover = self._connections.mover if self._connections is not None else None
+        return isinstance(mover, Mover) and packs()
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         mover = self._connections.mover if self._connections is not None else None

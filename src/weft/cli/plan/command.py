@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -17,6 +18,8 @@ __all__ = ["plan"]
 
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _MOST = 1 << 16  # ranks that a prediction is made for
+_LARGEST = {"rows": 1 << 62, "height": 1 << 62, "width": 1 << 40}  # that an index, or memory, holds
+_LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
 
 
 def plan(
@@ -41,10 +44,19 @@ def plan(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
     per_host: Annotated[int, typer.Option(help="Ranks that share a host, and its link.")] = 1,
     link: Annotated[
-        str, typer.Option(help="Speeds of a host's link, divided by commas, such as 1gbit.")
-    ] = "1gbit,10gbit",
-    latency: Annotated[float, typer.Option(help="Microseconds of a round of messages.")] = 50.0,
-    work: Annotated[float, typer.Option(help="Microseconds of a core a message.")] = 10.0,
+        str | None,
+        typer.Option(
+            help="Speeds of a host's link, divided by commas, such as 1gbit.", show_default=_LINK
+        ),
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Microseconds of a round of messages.", show_default=f"{_LATENCY:g}"),
+    ] = None,
+    work: Annotated[
+        float | None,
+        typer.Option(help="Microseconds of a core a message.", show_default=f"{_WORK:g}"),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Take the link's figures from this file of weft tune.")
     ] = None,
@@ -62,34 +74,42 @@ def plan(
 
     from .predict import predict
 
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        _refuse(f"--plot {plot}: the file's name ends in .png or .svg")
-    for flag, path in (("plot", plot), ("json", json)):
-        if path is not None:
-            _writable(flag, path)
+    if plot is not None:
+        if plot.suffix not in (".png", ".svg"):
+            _refuse(f"--plot {plot}: the file's name ends in .png or .svg")
+        if find_spec("matplotlib") is None:
+            _refuse("--plot needs matplotlib: pip install 'weft[report]'")
     counts = _counts(ranks)
     if per_host < 1:
         _refuse(f"--per-host {per_host}: at least 1")
+    if profile is not None and (link, latency, work) != (None, None, None):
+        _refuse("--profile says the figures: leave --link, --latency and --work out")
     try:
         sizes = _sizes(case, rows, height, width, dtype, distribution, record)
         links = _links(link, latency, work, profile)
         found = predict(sizes, links, counts, per_host)
     except Error as error:
         _refuse(str(error))
+    for path in (json, plot):
+        if path is not None:
+            _writable("json" if path is json else "plot", path)
+    alone = sorted(set(counts) - {one.ranks for one in found})
+    if alone and not found:
+        _refuse(f"--per-host {per_host}: all of --ranks {ranks} are on one host, without a link")
     from .table import show
 
     show(found, list(ALGORITHMS))
+    if alone:
+        typer.echo(f"left out, since all are on one host: {', '.join(map(str, alone))} ranks")
     if json is not None:
         import json as writer
 
         text = writer.dumps([one.json() for one in found], indent=1)
         json.write_text(text + "\n", encoding="utf-8")
     if plot is not None:
-        try:
-            from .plot import draw
-        except ImportError:
-            _refuse("--plot needs matplotlib: pip install 'weft[report]'")
         from weft.sparse.choice import EAGER
+
+        from .plot import draw
 
         draw(plot, found, [EAGER, *ALGORITHMS])
         typer.echo(f"wrote {plot}")
@@ -113,10 +133,8 @@ def _sizes(
 ) -> list[Sizes]:
     from dataclasses import replace
 
-    from weft.kernels.ops import OPS
-
     from ..bench.cases import CASES, DISTRIBUTIONS, DTYPES
-    from .sizes import drawn, recorded
+    from .sizes import Values, drawn, recorded
 
     own = {
         name: value
@@ -144,31 +162,45 @@ def _sizes(
             if name not in CASES:
                 _refuse(f"unknown --case {name!r}: there is {', '.join(CASES)}")
         chosen = [CASES[name] for name in wanted]
+    for option, value in (("rows", rows), ("height", height), ("width", width)):
+        if (value or 0) > _LARGEST[option]:
+            _refuse(f"--{option} {value}: at most {_LARGEST[option]}")
     made = []
     for one in chosen:
         one = replace(one, **own)  # type: ignore[arg-type]  # each value is of its field's type
         if (fault := one.fault()) is not None:
             _refuse(f"case {one.name}: {fault}")
-        partial = one.width * OPS[one.op].accumulator(one.torch_dtype).itemsize
-        made.append(drawn(one.name, one.rows, one.height, one.row_bytes, partial, one.distribution))
+        values = Values.of(one.width, one.torch_dtype, one.op)
+        made.append(drawn(one.name, one.rows, one.height, values, one.distribution))
     return made
 
 
-def _links(given: str, latency: float, work: float, path: Path | None) -> list[Named]:
+def _links(
+    given: str | None, latency: float | None, work: float | None, path: Path | None
+) -> list[Named]:
     from weft.wire.link import MERGE, Link
+    from weft.wire.pieces import wanted
 
     from .predict import Named
 
+    packing = wanted()  # WEFT_PACK=0 says here what it does there
     if path is not None:
         from weft.sparse.profile import read
 
         profile = read(path)
         parts = (("between hosts", profile.between), ("within a host", profile.within))
         return [
-            Named(name, Link(part.alpha, part.beta, profile.merge, part.work))
+            Named(
+                name,
+                Link(part.alpha, part.beta, profile.merge, part.work, packing=packing),
+                within=part is profile.within,
+            )
             for name, part in parts
             if part is not None
         ]
+    given = _LINK if given is None else given
+    latency = _LATENCY if latency is None else latency
+    work = _WORK if work is None else work
     if not (0 < latency < math.inf and 0 < work < math.inf):
         _refuse(f"--latency {latency} --work {work}: microseconds, above 0")
     links = []
@@ -177,7 +209,8 @@ def _links(given: str, latency: float, work: float, path: Path | None) -> list[N
         if match is None or float(match[1]) == 0:
             _refuse(f"--link {name!r} is no speed: write it as 1gbit or 250mbit")
         rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
-        links.append(Named(name.strip(), Link(latency * 1e-6, 8 / rate, MERGE, work * 1e-6)))
+        figures = latency * 1e-6, 8 / rate, MERGE, work * 1e-6
+        links.append(Named(name.strip(), Link(*figures, packing=packing)))
     return links
 
 

@@ -16,10 +16,19 @@ __all__ = ["Named", "Prediction", "predict"]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A link with what it is called."""
+    """A link with what it is called.
+
+    Attributes:
+        within: it is that of ranks on one host.
+    """
 
     name: str
     link: Link
+    within: bool = False
+
+    def per_host(self, ranks: int, per_host: int) -> int:
+        """Of so many ranks, those that share a host."""
+        return ranks if self.within else per_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,8 @@ class Prediction:
     answer: Explanation
 
     def json(self) -> dict[str, Any]:
-        """As plain values; milliseconds, bytes received and messages sent by a rank."""
+        """As plain values; milliseconds, bytes received and messages sent by a rank; of the bytes
+        also what travels of them, where numbers are packed."""
         load = self.answer.load
         return {
             "case": self.sizes.name,
@@ -49,6 +59,7 @@ class Prediction:
                     "algorithm": line.algorithm,
                     "milliseconds": line.milliseconds,
                     "bytes": line.bytes,
+                    "travels": line.travels,
                     "messages": line.messages,
                     "of_bound": line.of_bound,
                     "verdict": line.verdict,
@@ -61,10 +72,14 @@ class Prediction:
 def predict(
     sizes: Sequence[Sizes], links: Sequence[Named], ranks: Sequence[int], per_host: int = 1
 ) -> list[Prediction]:
-    """All combinations, the number of ranks changing quickest; neighbours share a host."""
+    """All combinations, the number of ranks changing quickest; neighbours share a host.
+
+    Those that would all be on one host, whose link they do not use, are left out.
+    """
     return [
-        Prediction(one, link, count, per_host, predicted(one.load(count, per_host), link.link))
+        Prediction(*(one, link, count, shared), predicted(one.load(count, shared), link.link))
         for one in sizes
         for link in links
         for count in ranks
+        if (shared := link.per_host(count, per_host)) < count or link.within
     ]

@@ -13,16 +13,47 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weft.errors import WeftError
+from weft.kernels.floats import FLOATS
+from weft.kernels.ops import OPS
 from weft.sparse.cost import Load
 from weft.wire.hosts import Hosts
 
-__all__ = ["Sizes", "drawn", "recorded"]
+__all__ = ["Sizes", "Values", "drawn", "recorded"]
+
+_HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
+
+Floats = npt.NDArray[np.float64]
+
+
+class Values(NamedTuple):
+    """The values of a row.
+
+    Attributes:
+        row: their bytes.
+        partial: their bytes while only some ranks' are added.
+        kind, partial_kind: of the numbers in these, as `Load` has them.
+    """
+
+    row: int
+    partial: int
+    kind: str
+    partial_kind: str
+
+    @classmethod
+    def of(cls, width: int, dtype: torch.dtype, op: str) -> Values:
+        """So many values, which are reduced by one of weft's own operations."""
+        wider = OPS[op].accumulator(dtype)
+        return cls(
+            *(width * dtype.itemsize, width * wider.itemsize),
+            *(FLOATS.get(dtype, ""), FLOATS.get(wider, "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +64,14 @@ class Sizes:
         name: what it is called.
         rows: rows of a rank, its duplicates removed.
         height: rows of the dense tensor, None if unknown.
-        row: bytes of a row's values.
-        partial: bytes of a row's values while only some ranks' are added.
+        values: of a row.
         union: rows in the union of so many ranks.
     """
 
     name: str
     rows: float
     height: int | None
-    row: int
-    partial: int
+    values: Values
     union: Callable[[int], float]
 
     def load(self, ranks: int, per_host: int = 1) -> Load:
@@ -56,11 +85,11 @@ class Sizes:
             fewest=rows,
             union=min(rows * ranks, max(rows, round(self.union(ranks)))),
             height=self.height,
-            row=self.row,
-            partial=self.partial,
             index=4 if highest <= 2**31 else 8,
             places=highest,
             hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
+            common=per_host >= ranks,
+            **self.values._asdict(),
         )
 
     def times(self, factor: float) -> Sizes:
@@ -70,18 +99,18 @@ class Sizes:
         return replace(self, rows=rows, union=_independent(rows, float(places)))
 
 
-def drawn(name: str, rows: int, height: int, row: int, partial: int, distribution: str) -> Sizes:
+def drawn(name: str, rows: int, height: int, values: Values, distribution: str) -> Sizes:
     """Rows drawn as `weft bench` draws them: uniform, zipf or identical."""
     if distribution == "identical":
-        return Sizes(name, rows, height, row, partial, lambda ranks: float(rows))
+        return Sizes(name, rows, height, values, lambda ranks: float(rows))
     if distribution == "zipf":
-        chances = _zipf(height)
+        chances, places = _zipf(height)
 
         def union(ranks: int) -> float:
-            return float(-np.expm1(rows * ranks * np.log1p(-chances)).sum())
+            return float(-(places * np.expm1(rows * ranks * np.log1p(-chances))).sum())
 
-        return Sizes(name, union(1), height, row, partial, lru_cache(union))
-    return Sizes(name, rows, height, row, partial, _independent(float(rows), float(height)))
+        return Sizes(name, union(1), height, values, lru_cache(union))
+    return Sizes(name, rows, height, values, _independent(float(rows), float(height)))
 
 
 def recorded(path: Path) -> list[Sizes]:
@@ -94,29 +123,35 @@ def recorded(path: Path) -> list[Sizes]:
         found = json.loads(path.read_text(encoding="utf-8"))
         ranks = int(found["head"]["ranks"])
         rows = {row["case"]: row for row in found["rows"]}
-        return [_of_record(row, ranks) for row in rows.values()]
+        cases = [_of_record(row, ranks) for row in rows.values()]
     except OSError as error:
         raise WeftError(f"{path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise WeftError(
             f"{path} is no record of weft bench --json: {type(error).__name__} {error}"
         ) from None
+    if not cases:
+        raise WeftError(f"{path} is a record without a case")
+    return cases
 
 
 def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
-    import torch
-
     setting = row["setting"]
-    dtype = getattr(torch, setting["dtype"])
-    width, height = int(setting["width"]), int(setting["height"])
-    from weft.kernels.ops import OPS
-
-    partial = width * OPS[setting["op"]].accumulator(dtype).itemsize
+    height, dtype = int(setting["height"]), getattr(torch, setting["dtype"])
+    values = Values.of(int(setting["width"]), dtype, setting["op"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
+    if ranks < 2:
+        raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
+    if not (0 < mean <= union <= min(total, height) and total <= ranks * union and values.row > 0):
+        raise ValueError(
+            f"{row['case']}: {mean} rows a rank, {total} in all, {union} in the union, height "
+            f"{height}, {values.row} bytes each, which do not go together"
+        )
     seen = Load(
-        ranks, total, round(mean), round(mean), union, height, width * dtype.itemsize, partial, 4
+        *(ranks, total, round(mean), round(mean), union, height),
+        *(values.row, values.partial, 4),
     )
-    return Sizes(row["case"], mean, height, seen.row, partial, seen.union_of)
+    return Sizes(row["case"], mean, height, values, seen.union_of)
 
 
 def _independent(rows: float, places: float) -> Callable[[int], float]:
@@ -124,8 +159,16 @@ def _independent(rows: float, places: float) -> Callable[[int], float]:
 
 
 @lru_cache(maxsize=2)
-def _zipf(height: int) -> npt.NDArray[np.float64]:
-    """Probabilities of Zipf(1.0) over 1, 2, ..., height."""
-    chances = 1.0 / np.arange(1, height + 1, dtype=np.float64)
-    chances /= chances.sum()
-    return np.minimum(chances, 1 - 1e-12)
+def _zipf(height: int) -> tuple[Floats, Floats]:
+    """Probabilities of Zipf(1.0) over 1, 2, ..., height, and how many have each.
+
+    The rare ones are put together where they hardly differ: a table may be larger than memory.
+    """
+    edges = np.arange(1, min(height, _HEAD) + 2, dtype=np.float64)
+    if height > _HEAD:
+        rare = np.geomspace(edges[-1], height + 1.0, _BINS)
+        edges = np.unique(np.concatenate([edges, np.round(rare)]))
+    places = np.diff(edges)
+    chances = np.where(places == 1, 1 / edges[:-1], np.log1p(places / (edges[:-1] - 0.5)) / places)
+    chances /= (chances * places).sum()
+    return np.minimum(chances, 1 - 1e-12), places

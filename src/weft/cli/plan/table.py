@@ -1,10 +1,15 @@
-"""The predictions as a table: a line for each number of ranks, a column for each algorithm."""
+"""The predictions as a table: a line for each number of ranks, a column for each algorithm.
+
+Where that is too wide for a terminal, it is cut into several, none of which loses a figure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -12,7 +17,15 @@ from .predict import Prediction
 
 __all__ = ["show"]
 
-_WIDE = 200  # columns of output that goes to no terminal, so that nothing is cut off
+_WIDE = 500  # columns of output that goes to no terminal, so that nothing is cut off
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    cells: list[Text]
+    justify: Literal["left", "right"] = "right"
 
 
 def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
@@ -27,12 +40,16 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
         first = lines[0]
         console.print(
             f"{case}: {first.answer.load.most} rows a rank of {first.sizes.height or 'unknown'}, "
-            f"{first.sizes.row} bytes each; link {link}: {first.link.link}",
+            f"{first.sizes.values.row} bytes each; link {link}: {first.link.link}",
             style="dim",
             highlight=False,
             soft_wrap=True,
         )
-        console.print(_table(lines, names))
+        if shares := next((one.answer.shares for one in lines if one.answer.shares), ""):
+            words = f"{shares}; ms are of what travels, MB and xbound of the numbers themselves"
+            console.print(words, style="dim", highlight=False, soft_wrap=True)
+        for columns in _fitting(_columns(lines), _times(lines, names), console.width):
+            console.print(_table(columns))
         console.print()
     console.print(
         "ms: predicted after the opening exchange, of all ranks; -: cannot serve, or needs more "
@@ -43,37 +60,66 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
     )
 
 
-def _table(lines: Sequence[Prediction], names: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("ranks", "union"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("chosen", no_wrap=True)
-    for title in ("ms", "MB", "messages", "xbound"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for name in names:
-        table.add_column(f"{name} ms", justify="right", no_wrap=True)
+def _fitting(first: list[Column], rest: list[Column], width: int) -> Iterator[list[Column]]:
+    """The columns as tables that are not too wide; the ranks stand first in each."""
+    shown, own, paper = first, len(first), Console(width=_WIDE, height=_WIDE)
+    for column in rest:
+        if len(shown) >= own and paper.measure(_table([*shown, column])).maximum > width:
+            yield shown
+            shown, own = first[:1], 2
+        shown = [*shown, column]
+    yield shown
+
+
+def _columns(lines: Sequence[Prediction]) -> list[Column]:
+    """What was chosen, and its figures."""
+    best = [
+        next(line for line in one.answer.lines if line.algorithm == one.answer.chosen)
+        for one in lines
+    ]
+    bold = Style(bold=True)
+    found = [
+        _ranks(lines),
+        Column("union", [Text(f"{one.answer.load.union}") for one in lines]),
+        Column("chosen", [Text(line.algorithm, style=bold) for line in best], "left"),
+        Column("ms", [Text(_number(line.milliseconds), style=bold) for line in best]),
+        Column("MB", [Text(_number(line.bytes * 1e-6)) for line in best]),
+        Column("messages", [Text(f"{line.messages}") for line in best]),
+        Column("xbound", [Text(f"{line.of_bound:.2f}") for line in best]),
+    ]
+    if any(one.answer.shares for one in lines):
+        found.insert(5, Column("MB travel", [Text(_number(line.travels * 1e-6)) for line in best]))
+    return found
+
+
+def _ranks(lines: Sequence[Prediction]) -> Column:
+    return Column("ranks", [Text(f"{one.ranks}") for one in lines])
+
+
+def _times(lines: Sequence[Prediction], names: Sequence[str]) -> list[Column]:
+    """The time of each algorithm."""
+    found = {name: Column(f"{name} ms", []) for name in names}
     for one in lines:
-        answer = one.answer
-        best = next(line for line in answer.lines if line.algorithm == answer.chosen)
-        cells = [
-            Text(f"{one.ranks}"),
-            Text(f"{answer.load.union}"),
-            Text(answer.chosen, style="bold"),
-            Text(_number(best.milliseconds), style="bold"),
-            Text(_number(best.bytes * 1e-6)),
-            Text(f"{best.messages}"),
-            Text(f"{best.of_bound:.2f}"),
-        ]
-        by_name = {line.algorithm: line for line in answer.lines}
-        for name in names:
-            line = by_name[name]
-            serves = line is best or line.verdict.startswith("predicted")
-            style = "bold" if line is best else "dim"
-            cells.append(Text(_number(line.milliseconds) if serves else "-", style=style))
+        by_name = {line.algorithm: line for line in one.answer.lines}
+        for name, column in found.items():
+            line, chosen = by_name[name], name == one.answer.chosen
+            serves = chosen or line.verdict.startswith("predicted")
+            text = _number(line.milliseconds) if serves else "-"
+            column.cells.append(Text(text, style="bold" if chosen else "dim"))
+    return list(found.values())
+
+
+def _table(columns: Sequence[Column]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     return table
 
 
 def _number(value: float) -> str:
     """Three figures or so."""
+    if value >= 1e7:
+        return f"{value:.2e}"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
