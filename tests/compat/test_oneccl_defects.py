@@ -19,7 +19,7 @@ from weft.testing import expected, run, spmd
 
 UNUSED = [None] * 4
 # oneCCL's interface has no place for a height, and functions need rank order
-LOAD = Load(3, 90, 30, 30, 40, None, 12, 12, 4, places=40)
+LOAD = Load(3, 90, 30, 30, 40, 40, 12, 12, 4, places=40)
 SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOAD) is None)]
 IN_ORDER = [
     name

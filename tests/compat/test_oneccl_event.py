@@ -22,7 +22,7 @@ from weft.testing import expected, run, spmd
 WIDTH = 2
 UNUSED = [None] * 4
 # oneCCL's interface has no place for a height, which some algorithms need
-LOAD = Load(3, 18, 8, 4, 9, None, WIDTH * 4, WIDTH * 4, 4, places=9)
+LOAD = Load(3, 18, 8, 4, 9, 9, WIDTH * 4, WIDTH * 4, 4, places=9)
 SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOAD) is None)]
 
 

@@ -103,6 +103,17 @@ def test_equals_the_definition(wire, name):
         same_everywhere(wire, total)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@spmd(1, 2, 3, 4, 7, on=("threads",))
+def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
+    for kind in KINDS:
+        parts, want = world(wire.size, kind)
+        rows = parts[wire.rank]
+        indices, values = weft.sparse_all_reduce((rows.indices, rows.values), algorithm=name)
+        assert torch.equal(indices, want.indices), kind
+        assert torch.equal(values, want.values), kind
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 @spmd(1, 3, 8, on=("threads",))

@@ -45,7 +45,7 @@ class Load:
         most: rows of the rank with most.
         fewest: rows of the rank with fewest.
         union: U, rows of the result; an estimate.
-        height: rows of the dense tensor, or None if unknown.
+        height: rows of the dense tensor, or None if nothing is known of it.
         row: bytes of a row's values.
         partial: bytes of a row's values while only some ranks' are added.
         kind: of the numbers in a row's values, one of `weft.wire.pieces.KINDS`; "" for others.

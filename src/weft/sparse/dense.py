@@ -90,7 +90,7 @@ def too_high(load: Load) -> str | None:
 
 @algorithm(cost=cost, applies=applies)
 def dense(rows: Rows, call: Call) -> Rows:
-    wire, height = call.wire, call.height
+    wire, height = call.wire, call.load.height
     assert height is not None
     op = "sum" if call.op.mean else call.op.name
     indices = rows.indices.long()

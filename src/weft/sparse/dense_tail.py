@@ -71,7 +71,7 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost, applies=too_high)
 def dense_tail(rows: Rows, call: Call) -> Rows:
-    wire, me, peers, height = call.wire, call.wire.rank, call.wire.peers, call.height
+    wire, me, peers, height = call.wire, call.wire.rank, call.wire.peers, call.load.height
     assert height is not None
     order = range(wire.size)
     edges = [min(height, rank * _part(height, wire.size)) for rank in range(wire.size + 1)]

@@ -312,7 +312,8 @@ def _load(
         most=header.most,
         fewest=header.fewest,
         union=union,
-        height=height,
+        # where nobody knows more, a tensor that has all rows is as good as any
+        height=header.highest + 1 if height is None else height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
         kind=FLOATS.get(call.dtype, ""),
