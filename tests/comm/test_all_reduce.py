@@ -147,3 +147,15 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.all_reduce(*arguments)
     assert "rank 1" in str(caught.value)
     assert weft.all_reduce(torch.ones(2)).eq(3).all()
+
+
+@spmd(3)
+def test_who_is_on_which_host_is_asked_before_much_is_sent(wire, monkeypatch):
+    """So that large tensors go round the ring of hosts; small ones do not pay for the question."""
+    monkeypatch.setattr(wire, "near", False)
+    monkeypatch.setattr(wire, "together", False)
+    monkeypatch.setattr(wire, "hosts", None)
+    for count, asked in ((10_000, False), (1 << 18, True)):
+        tensor = torch.arange(count).float() + wire.rank
+        assert torch.equal(weft.all_reduce(tensor), 3 * torch.arange(count) + 3.0)
+        assert (wire.hosts is not None) is asked

@@ -27,6 +27,7 @@ from ..sparse.request import op_name, wrong_wire_dtype
 from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
+from ..wire.hosts import hosts_of
 from ..wire.memory import fresh
 from ..wire.modes import uncompiled
 from .differentiable import applied, movable
@@ -40,6 +41,7 @@ __all__ = ["all_reduce", "combined"]
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 _NEAR = 16 << 10  # the same where all can read each other's memory
+_FAR = 1 << 20  # bytes for which it is worth a round, once, to know who is on which host (`dense`)
 
 
 @uncompiled
@@ -178,6 +180,8 @@ class _Reduction:
             else:
                 wire.near = wire.near and not lends
                 place.copy_(given)
+                if place.nbytes >= _FAR:
+                    hosts_of(wire)
                 wire.dense_all_reduce(place, op).wait()
 
         habit = known(wire).get(key)
