@@ -33,8 +33,9 @@ from .comm.opening import opened
 from .comm.pipeline import Pipeline
 from .errors import WeftError
 from .sparse import Record
+from .sparse.arguments import wrong_wire_dtype
 from .sparse.queued import QueuedCall, run_queued
-from .sparse.request import Request, wrong_wire_dtype
+from .sparse.request import Request
 from .wire import process_group
 from .wire.base import Wire
 from .wire.worker import Work

@@ -127,7 +127,7 @@ WRONG = {
     ),
     "out on meta": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4, device="meta"))},
-        "out's values are on meta, where nothing is held",
+        "out's tensor of values is on the meta device, where nothing is held",
     ),
     "out of inference": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), in_inference_mode(9, 4))},
@@ -149,9 +149,12 @@ WRONG = {
     "an allocator of nothing": (lambda: {"out": lambda *_: None}, "out returned a NoneType, not"),
     "rows on meta": (
         lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
-        "rows are on meta, where nothing is held",
+        "the tensor of indices is on the meta device, where nothing is held",
     ),
-    "nested rows": (lambda: {"rows": weft.Rows(torch.ones(2).long(), nested())}, "are nested"),
+    "nested rows": (
+        lambda: {"rows": weft.Rows(torch.ones(2).long(), nested())},
+        "of values is nested",
+    ),
     "rows of lists": (lambda: {"rows": weft.Rows([1], [2.0])}, "weft.Rows of list and list"),
     "a height in words": (lambda: {"rows": one(1, height="ten")}, "height is 'ten': pass the num"),
     "a name too long": (

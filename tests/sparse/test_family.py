@@ -371,7 +371,7 @@ WRONG = {
     "dense": (lambda rows: calls(torch.ones(3)), "rank 0: rows is a tensor of layout"),
     "rows on meta": (
         lambda rows: calls((BAD.to("meta"), torch.ones(2, 3, device="meta"))),
-        "rank 0: rows are on meta, where nothing is held",
+        "rank 0: the tensor of indices is on the meta device, where nothing is held",
     ),
     "out is small": (
         lambda rows: calls(rows, out=(torch.empty(1).long(), torch.empty(1, 3))),

@@ -23,16 +23,17 @@ from torch._C._profiler import _RecordFunctionFast
 
 from ..agree import is_direct
 from ..kernels.cpu_talk import Came
-from ..sparse.request import op_name, wrong_wire_dtype
+from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
+from ..wire.elements import has_elements, lacking
 from ..wire.hosts import hosts_of
 from ..wire.memory import fresh
 from ..wire.modes import uncompiled
 from .differentiable import applied, movable
 from .habit import known, learn
-from .movement import has_elements, host, lacking, on_host
+from .movement import host, on_host
 from .opening import Mode, Opening, opened
 from .rounding import narrowed, travelling
 

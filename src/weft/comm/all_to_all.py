@@ -24,6 +24,7 @@ from torch._C._profiler import _RecordFunctionFast
 from ..agree import is_direct
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
+from ..wire.elements import has_elements, lacking
 from ..wire.loans import Loans
 from ..wire.modes import uncompiled
 from .delivery import Coming, Delivery
@@ -32,10 +33,8 @@ from .habit import Habit, known, learn
 from .movement import (
     STAGED,
     empty,
-    has_elements,
     host,
     is_movable,
-    lacking,
     moved,
     on_host,
     rounds_of,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..wire import default
+from ..wire.elements import has_elements, lacking
 from ..wire.modes import uncompiled
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
-from .movement import has_elements, is_movable, lacking
+from .movement import is_movable
 from .opening import NO_LIMIT
 
 __all__ = ["exchange"]

@@ -27,7 +27,7 @@ from ..agree import is_direct
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import list_job
-from ..sparse.request import wrong_wire_dtype
+from ..sparse.arguments import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
 from ..wire.modes import uncompiled

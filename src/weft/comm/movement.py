@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire, plain
 from ..wire.memory import fresh
@@ -20,10 +19,8 @@ from ..wire.memory import fresh
 __all__ = [
     "STAGED",
     "empty",
-    "has_elements",
     "host",
     "is_movable",
-    "lacking",
     "moved",
     "on_host",
     "rounds_of",
@@ -49,51 +46,6 @@ def is_movable(dtype: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
-
-
-def has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.
-
-    Nor does one that is made of others, such as a DTensor: that has its own ways to move.
-    """
-    # nested tensors of the older kind have a strided layout, and no shape
-    return (
-        not is_lazy(tensor)
-        and not _is_made_of_others(tensor)
-        and tensor.layout == torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and not _is_transformed(tensor)
-    )
-
-
-def _is_made_of_others(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _is_transformed(tensor: Tensor) -> bool:
-    """Whether it stands for another, or many, in a transform of torch.func's."""
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def lacking(tensor: Tensor) -> str:
-    """What one is that has no elements, for messages."""
-    if is_lazy(tensor):
-        return "of no shape yet"
-    if tensor.is_nested:
-        return "nested"
-    if _is_made_of_others(tensor):
-        plain = ", which to_local() makes plain" if hasattr(tensor, "to_local") else ""
-        return f"a {type(tensor).__name__}{plain}"
-    if tensor.is_meta:
-        return "on the meta device, where nothing is held"
-    if tensor.layout == torch.strided:
-        return "in a transform such as torch.func.grad or vmap, which this call does not follow"
-    return f"of layout {tensor.layout}"
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..wire.base import Wire
+from ..wire.elements import has_elements, lacking
 from .all_to_all import Scatter
-from .movement import has_elements, is_movable, lacking
+from .movement import is_movable
 from .opening import Mode
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
+from ..wire.modes import uncompiled, without_transforms
 from .collect import collected
 from .record import recording, started
 from .request import Request
@@ -23,6 +23,7 @@ _NAME = "sparse_all_gather"
 
 
 @uncompiled
+@without_transforms
 def sparse_all_gather(
     rows: Any,
     group: Any = None,

@@ -13,7 +13,8 @@ import torch
 
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
+from ..wire.elements import has_elements
+from ..wire.modes import uncompiled, without_transforms
 from . import coalesced, run
 from .call import extent
 from .choice import Explanation
@@ -25,6 +26,7 @@ __all__ = ["explain", "sparse_all_reduce"]
 
 
 @uncompiled
+@without_transforms
 def sparse_all_reduce(
     rows: Any,
     op: Any = "sum",
@@ -84,6 +86,7 @@ def sparse_all_reduce(
 
 
 @uncompiled
+@without_transforms
 def explain(
     rows: Any,
     op: Any = "sum",
@@ -150,7 +153,7 @@ def _shared(places: list[Any]) -> str | None:
         for number, place in enumerate(places)
         if isinstance(place, tuple | list)
         for part in place
-        if isinstance(part, torch.Tensor) and part.layout == torch.strided and part.numel()
+        if isinstance(part, torch.Tensor) and has_elements(part) and part.numel()
     ]
     for (_, end, one), (start, _, other) in pairwise(sorted(parts)):
         if start < end and one != other:

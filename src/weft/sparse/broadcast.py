@@ -15,7 +15,8 @@ import torch
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
+from ..wire.elements import has_elements
+from ..wire.modes import uncompiled, without_transforms
 from .believed import link_of
 from .call import shape_in
 from .collect import collected
@@ -31,6 +32,7 @@ _CHUNK = 1 << 14  # bytes of the smallest chunk
 
 
 @uncompiled
+@without_transforms
 def sparse_broadcast(
     rows: Any,
     group_src: int = 0,
@@ -128,7 +130,8 @@ def _listener(out: Any, wire_dtype: object) -> Request:
     unknown = ("index dtype", "value dtype", "row shape", "height")
     request.fields.update(dict.fromkeys(unknown))
     if isinstance(out, tuple | list) and len(out) == 2:
-        like = [part[:0] for part in out if isinstance(part, torch.Tensor) and part.dim()]
+        held = [part for part in out if isinstance(part, torch.Tensor) and has_elements(part)]
+        like = [part[:0] for part in held if part.dim()]
         if len(like) == 2:
             request = Request.to_move((like[0], like[1]), out, wire_dtype)
             request.fields["height"] = None

@@ -21,6 +21,7 @@ from .. import kernels
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
+from ..wire.elements import has_elements, lacking
 from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header
@@ -187,13 +188,13 @@ class Call:
         ):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"out returned {type(tensor).__name__}, not two tensors")
+            if reason := unwritable(tensor):
+                raise ValueError(f"out returned memory that is {reason}")
             if tuple(tensor.shape) != wanted_shape or tensor.dtype != wanted:
                 raise ValueError(
                     f"out returned {tuple(tensor.shape)} of {tensor.dtype} for "
                     f"{wanted_shape} of {wanted}"
                 )
-            if reason := unwritable(tensor):
-                raise ValueError(f"out returned memory that is {reason}")
         indices, values = made
         if overlapping(indices, values):
             raise ValueError("out returned the same memory for indices and values")
@@ -209,6 +210,8 @@ class Call:
                 both = function(left, right)
                 if not isinstance(both, Tensor):
                     raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
+                if not has_elements(both):
+                    raise ValueError(f"op returned a tensor that is {lacking(both)}")
                 if both.device != left.device:
                     raise ValueError(f"op returned a tensor on {both.device}, not {left.device}")
                 if both.shape != left.shape or both.dtype != left.dtype:
@@ -226,10 +229,10 @@ class Call:
 
 def unwritable(tensor: Tensor) -> str | None:
     """Why a result cannot be written to memory of the caller's, or None if it can."""
+    if not has_elements(tensor):
+        return f"{lacking(tensor)}: pass memory"
     if not tensor.is_contiguous():
         return "not contiguous: results are written in place"
-    if tensor.is_meta:
-        return "on meta, where nothing is held: pass memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "made in inference mode: make them outside, or call inside it"
     return None

@@ -27,6 +27,7 @@ from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
 from . import choice, mixed, near_tables
+from .arguments import Pair
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
@@ -37,7 +38,7 @@ from .mixed import Extents, Stack, Stacked, widened
 from .owners import cuts
 from .record import Note, Record
 from .registry import find
-from .request import Pair, Request
+from .request import Request
 from .run import confess, handed_out, too_small
 from .space import Space
 from .tables import (

@@ -25,10 +25,10 @@ from ..kernels.lists import Ends, joined, laid
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
+from .arguments import outside
 from .call import row_bytes
 from .header import NO_LIMIT, Header
 from .listed import Listed
-from .request import outside
 from .space import Space
 from .tables import (
     COLUMNS,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from .request import NOTHING, Pair, Request
+from .arguments import Pair
+from .request import NOTHING, Request
 
 __all__ = ["Listed", "listed"]
 

@@ -21,7 +21,7 @@ from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
 from ..wire.memory import Lease, typed
-from ..wire.modes import uncompiled
+from ..wire.modes import uncompiled, without_transforms
 from .believed import link_of
 from .call import Call
 from .choice import ALONE, EAGER
@@ -40,6 +40,7 @@ _NAME = "sparse_reduce"
 
 
 @uncompiled
+@without_transforms
 def sparse_reduce(
     rows: Any,
     op: Any = "sum",

@@ -19,7 +19,7 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
+from ..wire.modes import uncompiled, without_transforms
 from .call import Call
 from .choice import ALONE, EAGER
 from .header import Header, RowsInHeader
@@ -37,6 +37,7 @@ _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
 @uncompiled
+@without_transforms
 def sparse_reduce_scatter(
     rows: Any,
     op: Any = "sum",

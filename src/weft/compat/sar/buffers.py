@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.movement import has_elements, lacking
 from ...comm.named import expanded_dims
+from ...wire.elements import has_elements, lacking
 
 __all__ = ["fill", "unfit", "unwritable"]
 

@@ -1,0 +1,78 @@
+"""Whether a tensor has elements in memory, which is what can be sent, and what one is that has not.
+
+Each call asks this of what it is given before it tells the other ranks of it. What stands for
+others, or for none, would fail where their elements are read: in the middle of an exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.nn.parameter import is_lazy
+
+__all__ = ["has_elements", "is_made_of_others", "is_transformed", "lacking"]
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.
+
+    Nor does one that is made of others, such as a DTensor: that has its own ways to move.
+
+    Example:
+        >>> import torch
+        >>> has_elements(torch.ones(2)), has_elements(torch.ones(2, device="meta"))
+        (True, False)
+    """
+    if type(tensor) is not Tensor and (is_lazy(tensor) or is_made_of_others(tensor)):
+        return False
+    # nested tensors of the older kind have a strided layout, and no shape
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    try:
+        # zero for what has been freed, as FSDP does, or stands for zeros
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:  # it stands for another
+        return False
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether its elements, if there are any, are those of other tensors."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether it stands for another, or many, in a transform of torch.func's, or did in one."""
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    if tensor.layout != torch.strided:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # batches of gradients in `torch.autograd.grad` are of another kind
+        return True
+    return False
+
+
+def lacking(tensor: Tensor) -> str:
+    """What one is that has no elements, for messages.
+
+    Example:
+        >>> import torch
+        >>> lacking(torch.ones(2, device="meta"))
+        'on the meta device, where nothing is held'
+    """
+    if is_lazy(tensor):
+        return "of no shape yet"
+    if tensor.is_nested:
+        return "nested"
+    if is_made_of_others(tensor):
+        plain = ", which to_local() makes plain" if hasattr(tensor, "to_local") else ""
+        return f"a {type(tensor).__name__}{plain}"
+    if tensor.is_meta:
+        return "on the meta device, where nothing is held"
+    if is_transformed(tensor):
+        return "in a transform such as torch.func.grad or vmap, which this call does not follow"
+    if tensor.layout == torch.strided:
+        return "without memory: it was freed, or stands for zeros"
+    return f"of layout {tensor.layout}"

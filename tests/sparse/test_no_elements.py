@@ -1,0 +1,309 @@
+"""Tensors without elements of their own, on one rank: all are told, and the next call works."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import UninitializedBuffer
+
+import weft
+from weft.testing import spmd
+
+# torch's own, where jvp takes an operation apart
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is dep:DeprecationWarning")
+
+
+class Wrapper(Tensor):
+    """A tensor made of another."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func} of a Wrapper")
+
+
+def fake(tensor):
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def distributed(tensor):
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)  # of nobody else
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def lazy(tensor):
+    return UninitializedBuffer(requires_grad=False, dtype=tensor.dtype)
+
+
+def nested(tensor):
+    with warnings.catch_warnings():  # torch calls them a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([tensor[0], tensor[1]])  # its layout is strided
+
+
+def jagged(tensor):
+    return torch.nested.nested_tensor([tensor.reshape(-1)] * 2, layout=torch.jagged)
+
+
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def escaped(transform):
+    def make(tensor):
+        found = []
+        transform(lambda x: found.append(with_dtype(x, tensor)))(torch.ones(tensor.shape))
+        return found[0]
+
+    return make
+
+
+def with_dtype(x, tensor):
+    """`tensor` as if it were made of x."""
+    return (0 * x + tensor).to(tensor.dtype)
+
+
+def inside(transform):
+    """Calls `use` with a tensor that a transform has made something else of."""
+
+    def call(use, tensor):
+        transform(lambda x: use(with_dtype(x, tensor)))(torch.ones(tensor.shape))
+
+    return call
+
+
+def passed(make):
+    return lambda use, tensor: use(make(tensor))
+
+
+def grad(function):
+    return torch.func.grad(lambda x: (function(x), x.sum())[1])
+
+
+def batched(function):
+    return lambda x: torch.vmap(lambda x: (function(x), x)[1])(torch.stack([x, x]))
+
+
+def forward(function):
+    return lambda x: torch.func.jvp(lambda x: (function(x), x)[1], (x,), (x,))
+
+
+# how a tensor is made one, and what everybody must be told of it
+KINDS = {
+    "fake": (passed(fake), "a FakeTensor"),
+    "DTensor": (passed(distributed), r"a DTensor, which to_local\(\) makes plain"),
+    "subclass": (passed(Wrapper), "a Wrapper"),
+    "lazy": (passed(lazy), "of no shape yet"),
+    "nested": (passed(nested), "nested"),
+    "jagged": (passed(jagged), "nested"),
+    "meta": (passed(lambda x: x.to("meta")), "on the meta device"),
+    "sparse": (passed(lambda x: x.to_sparse()), "of layout torch.sparse_coo"),
+    "freed": (passed(freed), "without memory"),
+    "zeros": (passed(lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)), "without mem"),
+    "grad": (inside(grad), "in a transform"),
+    "vmap": (inside(batched), "in a transform"),
+    "jvp": (inside(forward), "in a transform"),
+    "after grad": (passed(escaped(grad)), "in a transform"),
+    "after vmap": (passed(escaped(batched)), "in a transform"),
+}
+
+
+def root(wire):
+    """Who errs, and the root of the calls that have one: the others' arguments may be anything."""
+    return wire.size - 1
+
+
+CALLS = {
+    "all_reduce": lambda wire, rows: weft.sparse_all_reduce(rows),
+    "max": lambda wire, rows: weft.sparse_all_reduce(rows, "max"),
+    "work": lambda wire, rows: weft.sparse_all_reduce(rows, async_op=True).wait(),
+    "list": lambda wire, rows: weft.sparse_all_reduce([ROWS, rows, ROWS]),
+    "reduce_scatter": lambda wire, rows: weft.sparse_reduce_scatter(rows),
+    "ranges": lambda wire, rows: weft.sparse_reduce_scatter(rows, ranges=[0, *wire.size * [9]]),
+    "reduce": lambda wire, rows: weft.sparse_reduce(rows, group_dst=root(wire)),
+    "all_gather": lambda wire, rows: weft.sparse_all_gather(rows),
+    "broadcast": lambda wire, rows: weft.sparse_broadcast(rows, group_src=root(wire)),
+    "explain": lambda wire, rows: weft.explain(rows),
+    "explain list": lambda wire, rows: weft.explain([ROWS, rows]),
+}
+
+
+def good():
+    return torch.tensor([1, 5, 2]), torch.ones(3, 4)
+
+
+ROWS = good()
+
+
+def coo(indices, values):
+    return torch.sparse_coo_tensor(indices[None], values, (9, 4), check_invariants=False)
+
+
+# what is made something else: its number, and how both are given
+PARTS = {
+    "indices": (0, lambda x, other: (x, other)),
+    "values": (1, lambda x, other: (other, x)),
+    "values of Rows": (1, lambda x, other: weft.Rows(other, x)),
+}
+
+
+def told(wire, text, call):
+    """That error is raised, the same on every rank; the next call works."""
+    with pytest.raises(weft.WeftError, match=rf"^rank {root(wire)}: .*{text}") as caught:
+        call()
+    alike(wire, str(caught.value))
+    for _ in range(2):
+        indices, values = weft.sparse_all_reduce(good())
+        assert indices.tolist() == [1, 2, 5] and values.eq(wire.size).all()
+
+
+def alike(wire, text):
+    said = torch.frombuffer(bytearray(text.encode()[:999].ljust(999)), dtype=torch.uint8)
+    assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+@spmd(2, 3, on=("threads",))
+def test_rows_that_only_stand_for_some(wire, name, kind):
+    call, (made, text) = CALLS[name], KINDS[kind]
+    call(wire, good())  # so that what came of the checks is known
+    for part, (number, of) in PARTS.items():
+        pair = good()  # made here: in a transform it would be of that, too
+
+        def use(tensor, of=of, other=pair[1 - number]):
+            return call(wire, of(tensor, other))
+
+        def err(use=use, tensor=pair[number]):
+            return made(use, tensor) if wire.rank == root(wire) else call(wire, good())
+
+        told(wire, f"the tensor of {part.split()[0]} is {text}", err)
+
+
+COO = {
+    "fake": (lambda use: use(fake(coo(*ROWS))), "rows is a FakeTensor"),
+    "meta": (lambda use: use(coo(*good()).to("meta")), "the tensor of indices is on the meta"),
+    "grad": (lambda use: grad(lambda x: use(coo(ROWS[0], x)))(ROWS[1]), "rows is in a tra"),
+    "vmap": (lambda use: torch.vmap(lambda x: (use(x), 1)[1:])(coo(*good())), "rows is in a tra"),
+    "dense": (lambda use: use(fake(torch.ones(9, 4))), "rows is a FakeTensor"),
+    "dense in a grad": (lambda use: grad(use)(torch.ones(9, 4)), "rows is in a transform"),
+}
+
+
+@pytest.mark.parametrize("kind", COO)
+@pytest.mark.parametrize("name", [name for name in CALLS if "list" not in name])
+@spmd(2, 3, on=("threads",))
+def test_sparse_tensors_that_only_stand_for_some(wire, name, kind):
+    call, (made, text) = CALLS[name], COO[kind]
+    call(wire, coo(*good()))
+
+    def err():
+        def use(rows):
+            return call(wire, rows)
+
+        return made(use) if wire.rank == root(wire) else use(coo(*good()))
+
+    told(wire, text, err)
+
+
+OUTS = {
+    "all_reduce": lambda wire, out: weft.sparse_all_reduce(ROWS, out=out),
+    "work": lambda wire, out: weft.sparse_all_reduce(ROWS, out=out, async_op=True).wait(),
+    "list": lambda wire, out: weft.sparse_all_reduce([ROWS] * 2, out=[MEMORY, out]),
+    "reduce_scatter": lambda wire, out: weft.sparse_reduce_scatter(ROWS, out=out),
+    "reduce": lambda wire, out: weft.sparse_reduce(ROWS, group_dst=root(wire), out=out),
+    "all_gather": lambda wire, out: weft.sparse_all_gather(ROWS, out=out),
+    "broadcast": lambda wire, out: weft.sparse_broadcast(ROWS, root(wire), out=out),
+    "listener": lambda wire, out: weft.sparse_broadcast(ROWS, out=out),
+}
+
+
+def memory():
+    return torch.empty(12, dtype=torch.int64), torch.empty(12, 4)
+
+
+MEMORY = memory()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OUTS)
+@spmd(2, 3, on=("threads",))
+def test_buffers_that_only_stand_for_some(wire, name, kind):
+    call, (made, text) = OUTS[name], KINDS[kind]
+    for number, part in enumerate(("indices", "values")):
+        out = memory()
+
+        def use(tensor, other=out[1 - number], number=number):
+            return call(wire, (tensor, other) if number == 0 else (other, tensor))
+
+        def err(use=use, tensor=out[number]):
+            return made(use, tensor) if wire.rank == root(wire) else call(wire, memory())
+
+        told(wire, f"out's tensor of {part} is {text}", err)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(2, 3, on=("threads",))
+def test_functions_that_return_what_only_stands_for_some(wire, kind):
+    made, text = KINDS[kind]
+
+    def allocate(count, row_shape, dtypes):
+        indices, values = (
+            torch.ones(count, dtype=dtypes[0]),
+            torch.ones(count, *row_shape, dtype=dtypes[1]),
+        )
+        if wire.rank == root(wire):
+            found = []
+            made(found.append, values)
+            return indices, found[0]
+        return indices, values
+
+    def add(left, right):
+        found = [left + right]
+        if wire.rank == root(wire):
+            made(found.append, left + right)
+        return found[-1]
+
+    duplicates = torch.tensor([1, 1, 2, 2]), torch.ones(4, 4)
+    told(wire, text, lambda: weft.sparse_all_reduce(good(), out=allocate))
+    told(wire, text, lambda: weft.sparse_all_reduce(duplicates, add))
+
+
+WHERE = torch.tensor([[1, 5, 2], [1, 8, 0]])
+TWO_DIMS = torch.sparse_coo_tensor(WHERE, torch.ones(3, 4), (9, 9, 4), check_invariants=True)
+RIGHT = {**CALLS, "two dims": lambda wire, rows: weft.sparse_all_reduce(TWO_DIMS)}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@spmd(2, 3, on=("threads",))
+def test_plain_rows_are_reduced_inside_of_a_transform_too(wire, name):
+    """What is from outside of it is what it is."""
+    want = str(RIGHT[name](wire, good()))
+    for transform in (grad, batched, forward):
+        found = []
+
+        def use(x, found=found):
+            found.append(RIGHT[name](wire, ROWS))
+
+        if wire.rank == root(wire):
+            transform(use)(torch.ones(2))
+        else:
+            use(None)
+        if "explain" in name:  # with the time that it has measured
+            assert found
+        else:
+            assert str(found[0]) == want
