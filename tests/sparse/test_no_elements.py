@@ -288,11 +288,18 @@ TWO_DIMS = torch.sparse_coo_tensor(WHERE, torch.ones(3, 4), (9, 9, 4), check_inv
 RIGHT = {**CALLS, "two dims": lambda wire, rows: weft.sparse_all_reduce(TWO_DIMS)}
 
 
+def shown(found):
+    """In words; while some thread is in a jvp, torch cannot print a sparse tensor in any."""
+    if isinstance(found, torch.Tensor) and found.is_sparse:
+        found = found.shape, found.indices(), found.values()
+    return str(found)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 @spmd(2, 3, on=("threads",))
 def test_plain_rows_are_reduced_inside_of_a_transform_too(wire, name):
     """What is from outside of it is what it is."""
-    want = str(RIGHT[name](wire, good()))
+    want = shown(RIGHT[name](wire, good()))
     for transform in (grad, batched, forward):
         found = []
 
@@ -306,4 +313,4 @@ def test_plain_rows_are_reduced_inside_of_a_transform_too(wire, name):
         if "explain" in name:  # with the time that it has measured
             assert found
         else:
-            assert str(found[0]) == want
+            assert shown(found[0]) == want
