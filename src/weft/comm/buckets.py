@@ -32,7 +32,7 @@ __all__ = ["NEAR", "Prepared", "reduce_dense", "reductions"]
 _ALONE, _FAR = 1 << 18, 32 << 20
 # = bytes of a gradient that is reduced where it is, and of gradients that are reduced together
 _NEAR_ALONE, NEAR = 1 << 20, 32 << 20  # the same where all can read each other's memory
-AHEAD = 1 << 20  # bytes that are copied before ranks have agreed; more would keep links waiting
+_AHEAD = 1 << 20  # bytes that are copied before ranks have agreed; more would keep links waiting
 
 
 def reduce_dense(
@@ -71,7 +71,7 @@ class Prepared:
         op: str,
         wire_dtype: torch.dtype | None,
         *,
-        most: int = AHEAD,
+        most: int = _AHEAD,
     ) -> None:
         """Plan as `reduce_dense`, and copy a first bucket of at most so many bytes."""
         self._wire, self._op = wire, op

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..sparse.call import extent
 from ..wire.base import Wire
 from ..wire.elements import has_elements, lacking
 from .all_to_all import Scatter
@@ -172,23 +173,18 @@ def _overlaps(found: Sequence[Named]) -> Iterator[tuple[str, str]]:
 
     What is written into such a one is in both; where other ranks hold them apart it is not.
     """
-    spans = sorted(
-        (str(place.device), place.data_ptr(), -_span(place), each.name)
+    extents = [
+        (str(place.device), *extent(place), each.name)
         for each in found
         if (place := local(each.owner)).numel()
-    )
+    ]
     last = None
-    for device, start, span, name in spans:
+    # of those that begin alike the longest first: it is the one that holds the others
+    for device, start, end, name in sorted(extents, key=lambda e: (e[0], e[1], -e[2], e[3])):
         if last is not None and last[0] == device and start < last[1]:
             yield name, last[2]
-        if last is None or last[0] != device or start - span > last[1]:
-            last = device, start - span, name
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.itemsize * (1 + sum((length - 1) * step for length, step in steps))
+        if last is None or last[0] != device or end > last[1]:
+            last = device, end, name
 
 
 def expanded_dims(tensor: Tensor) -> list[int]:

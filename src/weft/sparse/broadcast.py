@@ -77,9 +77,10 @@ def sparse_broadcast(
         [[7, 2], [7, 2], [7, 2]]
     """
     wire = default.resolve(group)
-    here = wire.rank == root_in(group_src, wire.size)
+    src = root_in(group_src, wire.size)
+    here = wire.rank == src
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
-    take_root(request, "group_src", group_src, wire.size)
+    take_root(request, "group_src", src, group_src, wire.size)
     request.fields["form"] = None
     if here and request.error is None:
         request.fields["form"] = _form_of(rows)

@@ -86,9 +86,10 @@ def sparse_reduce(
         [[1.0, 1.0, 2.0], None]
     """
     wire = default.resolve(group)
-    here = wire.rank == root_in(group_dst, wire.size)
+    dst = root_in(group_dst, wire.size)
+    here = wire.rank == dst
     request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
-    dst = take_root(request, "group_dst", group_dst, wire.size)
+    take_root(request, "group_dst", dst, group_dst, wire.size)
 
     def job() -> Any:
         with recording(wire, _NAME) as note:

@@ -19,9 +19,8 @@ def root_in(given: Any, size: int) -> int:
     return root if 0 <= root < size else -1
 
 
-def take_root(request: Request, name: str, given: object, size: int) -> int:
-    """`root_in`, which must be the same on all ranks; what is wrong with it is stated."""
-    root = root_in(given, size)
+def take_root(request: Request, name: str, root: int, given: object, size: int) -> None:
+    """Have all ranks compare the root, `root_in` of what was given; state what is wrong."""
     request.fields[name] = root
     if root < 0:
         try:
@@ -31,4 +30,3 @@ def take_root(request: Request, name: str, given: object, size: int) -> int:
         request.error = request.error or (
             f"{name} is {said}: pass a rank of the group, 0 to {size - 1}"
         )
-    return root

@@ -76,8 +76,8 @@ class Link:
         """
         alpha, beta = min(self.alpha, other.alpha), min(self.beta, other.beta)
         work, carry = min(self.work, other.work), min(self.carry, other.carry)
-        known = replace(self, packing=other.packing)
-        return replace(known, alpha=alpha, beta=beta, work=work, carry=carry)
+        packing = other.packing
+        return replace(self, alpha=alpha, beta=beta, work=work, carry=carry, packing=packing)
 
     def __str__(self) -> str:
         return (

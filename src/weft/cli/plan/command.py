@@ -90,9 +90,9 @@ def plan(
         found = predict(sizes, links, counts, per_host)
     except Error as error:
         _refuse(str(error))
-    for path in (json, plot):
+    for flag, path in (("json", json), ("plot", plot)):
         if path is not None:
-            _writable("json" if path is json else "plot", path)
+            _writable(flag, path)
     alone = sorted(set(counts) - {one.ranks for one in found})
     if alone and not found:
         _refuse(f"--per-host {per_host}: all of --ranks {ranks} are on one host, without a link")
