@@ -49,7 +49,8 @@ EAGER = "eager"
 _SPARE = 64 << 20  # bytes that a call may use beyond its result and three times its own rows
 _CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
 _SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
-_CHUNK_SECONDS = 0.002  # what a chunk should take: long beside a message, short beside a call
+_CHUNK_SECONDS = 0.002  # what a chunk should take at least: long beside a message
+_STEP_SECONDS = 1e-3  # that a step of a stream costs besides its bytes, with several ranks on a core
 _GAPS_PAY = 8  # bytes that are merged in the time that packing takes to save one of an index
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host
@@ -179,10 +180,20 @@ def fitted(load: Load, link: Link) -> Load:
         # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
         largest = max(largest, 1 << (_NEAR // load.ranks).bit_length() - 1)
     # to the nearest power, so that a link measured a little faster than it is has the same chunks
-    chunk = 1 << max(0, round(math.sqrt(0.5) * _CHUNK_SECONDS / link.beta) - 1).bit_length()
+    seconds = max(_CHUNK_SECONDS, _even_chunk(load.ranks, load.bound * link.beta))
+    chunk = 1 << max(0, round(math.sqrt(0.5) * seconds / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
     numbers = link.packs and not load.on_one_host
     return replace(load, chunk=chunk, gaps=packs(link), link=link, packs=numbers)
+
+
+def _even_chunk(ranks: int, seconds: float) -> float:
+    """What a chunk of a stream should take that moves for so many seconds.
+
+    n chunks take n + P - 1 steps till the last one is through, so a call takes s + nc + (P - 1) s/n
+    where a step costs c besides its bytes: least where s/n is the root of cs / (P - 1).
+    """
+    return math.sqrt(_STEP_SECONDS * seconds / max(1, ranks - 1))
 
 
 def packs(link: Link) -> bool:

@@ -36,7 +36,7 @@ _ABOUT = {_CARD, _READS, _TAKEN, _DECLINED, _UNPACKS}  # not messages
 _PIECES = 1 << 59  # a message that comes in pieces, each behind its own header
 _ADDRESS = struct.Struct("!Q")
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
-_LOT = 1 << 17  # bytes of a long message that are worth waking up for
+_LOT = 1 << 18  # bytes of a long message that are worth waking up for
 _TURN = 1 << 22  # bytes that a line moves before others get their turn
 
 

@@ -57,7 +57,7 @@ SLOW = 320e6
 
 _PLAIN = 0  # in the place of a kind's bit
 _BY_BIT = {bit: kind for kind, bit in KINDS.items()}
-_PIECE = 1 << 17  # bytes of a piece before it is packed: it stays in the cache
+_PIECE = 1 << 18  # bytes of a piece before it is packed: it stays in the cache
 _HEADER = struct.Struct("!III")  # bit of its kind; bytes of the piece; bytes that it takes
 HEAD = _HEADER.size
 """Bytes that say what follows of a piece."""
