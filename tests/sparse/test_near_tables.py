@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import weft
 from weft import kernels
-from weft.errors import WireError
+from weft.errors import WeftError, WireError
 from weft.kernels import lists
 from weft.kernels.compile import compiler
 from weft.kernels.ops import OPS
@@ -175,6 +175,52 @@ def test_a_table_is_cut_in_the_middle(how, places):
     assert [each[:3] for each in found] == [(True, True, 1)] * RANKS
     if how == "machine code":  # nobody sorts its own rows, and all are added where they lie
         assert [each[3] for each in found] == [(0, 1)] * RANKS
+
+
+def even(rank, rows, seed=0):
+    """Six tables of about as many rows."""
+    draw = torch.Generator().manual_seed(10 * seed + rank)
+    many = [torch.randint(5000, (rows,), generator=draw) for _ in range(6)]
+    return [weft.Rows(own, torch.randn(rows, 24, generator=draw)) for own in many]
+
+
+def exchanged():
+    """Exchanges that calls took to make their results in common; which were right, to the end."""
+    common.LEAST = 0
+    wire = started("machine code")
+    said, held, exchanges = counted(common, "_exchanged"), [], []
+    for number, rows in enumerate([900, 900, 900, 700, 20 if wire.rank == 0 else 900, 900]):
+        mine = even(wire.rank, rows, number)
+        before = len(said)
+        ours = weft.sparse_all_reduce(mine, group=wire)
+        exchanges.append(len(said) - before)
+        ours[0].values.add_(0.0)  # a caller that writes
+        held.append((ours if wire.rank else None, mine))  # others hold what rank 0 does not
+        del ours
+    wrong = even(wire.rank, 900)
+    if wire.rank == 1:
+        wrong[3].indices[0] = -1
+    try:
+        weft.sparse_all_reduce(wrong, group=wire)
+    except WeftError as error:
+        exchanges.append(str(error).split(":")[0])
+    before, mine = len(said), even(wire.rank, 900, 9)
+    held.append((weft.sparse_all_reduce(mine, group=wire), mine))
+    exchanges.append(len(said) - before)
+    right = []
+    for ours, mine in held:
+        wanted = weft.sparse_all_reduce(mine, group=wire, algorithm="gather")
+        right.append(ours is None or same(ours, wanted))
+    dist.destroy_process_group()
+    return exchanges, right
+
+
+@needs_reading
+def test_where_no_table_is_cut_a_result_takes_one_exchange():
+    for exchanges, right in processes(RANKS, exchanged, timeout=120.0):
+        # the first has no blocks yet; in the fifth rank 0 has few rows, and offers too little
+        assert exchanges == [2, 1, 1, 1, 2, 1, "rank 1", 1]
+        assert right == [True] * 7
 
 
 def moved(least):

@@ -154,3 +154,48 @@ def gives_up():
 @needs_blocks
 def test_who_ends_before_its_part_is_written_is_named():
     assert processes(RANKS, gives_up, timeout=120.0) == [(1, True)] * RANKS
+
+
+def on_offer():
+    """Results in blocks that rank 0 offered: what came of each, and who marks them in the end."""
+    wire = started()
+    rows, found, held = [10, 20, 30], [], []
+    room = 60_000
+    for call, offers in enumerate([room, room // 2, room, 10 * room, 0], 1):
+        if wire.rank == 0 and offers:
+            common.offer(wire, 24 * offers)
+        wire.sequence += 1
+        wire.all_gather_bytes(b"-")
+        if call == 1:  # before anything was made in common nothing is offered
+            found.append(common.offered(wire, [[8 * room] * 3, [16 * room] * 3]))
+            held.append(made(wire, rows, call))
+            continue
+        own = common.offered(wire, [[8 * room // 3] * 3, [16 * room // 3] * 3])
+        if own is None:
+            found.append(None)
+            continue
+        with own:
+            for area, part in enumerate(own.mine):
+                assert part.numel() == 8 * (1 + area) * room // 3
+                part.view(torch.int64).fill_(100 * call + wire.rank)
+            found.append(own.finish(rows[wire.rank]))
+            held.append((call, own.own(1).view(torch.int64)))
+    wanted = [torch.tensor([100 * call + rank for rank in range(3)]) for call, _ in held[1:]]
+    kept = [
+        torch.equal(value, want.repeat_interleave(2 * room // 3))
+        for (_, value), want in zip(held[1:], wanted, strict=True)
+    ]
+    blocks_, giver = wire.kept[common._KEPT]
+    if giver is not None:
+        giver._withdraw()
+    held.clear()
+    blocks_.settle()
+    marks = int(blocks_._marks[:, wire.rank].sum())
+    dist.destroy_process_group()
+    return found, kept, marks
+
+
+@needs_blocks
+def test_what_was_offered_is_taken_by_all_or_by_nobody():
+    each = [None, None, [10, 20, 30], [10, 20, 30], None]
+    assert processes(RANKS, on_offer, timeout=120.0) == [(each, [True, True], 0)] * RANKS

@@ -295,6 +295,6 @@ class Talk:
 
     def left(self) -> list[tuple[int, int]]:
         """Of each peer, after a `run` that was not as expected: bytes sent to it, and heard."""
-        found = [(int(sent), int(got)) for sent, got in self._rows[:, [SENT, GOT]]]
+        found = list(zip(self._rows[:, SENT].tolist(), self._rows[:, GOT].tolist(), strict=True))
         self._rows[:, GOT] = 0
         return found

@@ -202,6 +202,8 @@ def _opened(
     if not lays:
         own.sort()
         lends = auto and near_tables.lends(wire, own.size)
+    if lends:
+        near_tables.prepare(wire, own.room)
     with wire.lease(own.room if lends else own.size, lent=lends) as memory:
         if lays and not own.lay(memory, call.op):
             own.sort()
@@ -437,11 +439,14 @@ def _handed_out(
     pieces: list[Tensor] = []
     start = 0
     for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first = travelled.given, len(pieces)
-        many = sizes[first : first + len(tables)]
-        values = stack.typed(result.values, sum(many), start)
-        start += values.nbytes
-        pieces += values.split_with_sizes(many)
+        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
+        for low, high in pairwise(
+            [first, *(at for at in result.begins if first < at < last), last]
+        ):
+            many, start = sizes[low:high], result.begins.get(low, start)
+            values = stack.typed(result.values, sum(many), start)
+            start += values.nbytes
+            pieces += values.split_with_sizes(many)
     where = alone or [
         indices[requests[table].rows.indices.dtype][place]
         for place, table in enumerate(space.tables)

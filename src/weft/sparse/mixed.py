@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -71,10 +71,13 @@ class Stacked:
     Attributes:
         keys: sorted and unique.
         values: their rows, uint8, 1-D.
+        begins: where in there those of some tables begin, by their places in the space of keys;
+            those of others lie behind the table's before.
     """
 
     keys: Tensor
     values: Tensor
+    begins: Mapping[int, int] = field(default_factory=dict)
 
 
 class Extents:

@@ -10,8 +10,9 @@ exchange where `split` otherwise needs three (`near`).
 
 Rows and sums are leased from the arena of the wire (`weft.wire.arena`). Who maps that adds rows
 where they lie, and need not say that it has read the sums: they stay until all have spoken in
-a later call. Others say so in a second exchange. A large result is made in common, in two exchanges
-and without reading sums (`weft.wire.common`).
+a later call. Others say so in a second exchange. A large result is made in common, without reading
+sums (`weft.wire.common`). Where no table is cut, that takes one exchange: each owner's sums lie
+where they would if no rows met.
 
 Rows that are few came in the statement itself, and are taken from there.
 """
@@ -30,8 +31,9 @@ from torch import Tensor
 
 from ..kernels import lists
 from ..kernels.lists import Spans
+from ..wire import common as in_common
 from ..wire.base import Wire
-from ..wire.common import Common, begun
+from ..wire.common import Common
 from ..wire.memory import fresh, typed
 from .call import Call
 from .mixed import Extents, Stacked, widened
@@ -40,7 +42,7 @@ from .near_rows import Cut, Part, owned
 from .space import Space
 from .tables import Tables
 
-__all__ = ["NAME", "lends", "pause", "split"]
+__all__ = ["NAME", "lends", "pause", "prepare", "split"]
 
 NAME = "split"
 """What it is in records: the same owners, messages and sums, described by another opening."""
@@ -48,6 +50,7 @@ NAME = "split"
 _MOST = 16 << 20  # bytes of a rank's rows; for more a header, by which to choose, costs little
 _PAUSE = 64  # openings of all calls until ranks that could not all lend try it again
 _INDEX = 8  # bytes of a row besides its values, in the work of an owner
+_ROOMY = 1.125  # times the rows of rank 0, that all ranks' average may be where it offers a block
 _EVEN = 8  # a table is cut in the middle only where a share would be this part of it off
 
 _resting: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
@@ -67,6 +70,12 @@ def lends(wire: Wire, nbytes: int) -> bool:
 def pause(wire: Wire) -> None:
     """Not all ranks lend, which all of them know: open the next calls with headers."""
     _resting[wire] = wire.sequence + _PAUSE
+
+
+def prepare(wire: Wire, nbytes: int) -> None:
+    """Before a call opens in which this rank lends so many bytes: offer room for its result."""
+    if wire.rank == 0 and nbytes <= _MOST:
+        in_common.offer(wire, int(_ROOMY * wire.size * nbytes))
 
 
 def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
@@ -90,10 +99,12 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
             parts = mine.between(cuts[me : me + 2])
             count = sum(part.many for part in parts)
             size = sum(part.many * part.stack.row for part in parts)
-            common = begun(wire, done[-1], (count * space.index.itemsize, size))
+            roomy = _roomy(wire, spans, cuts, space)
+            exact = count * space.index.itemsize, size
+            common = roomy or in_common.begun(wire, done[-1], exact)
             if common is not None:
                 places, sums = undo.enter_context(common).mine
-                keys = places.view(space.index)
+                keys, sums = places[: exact[0]].view(space.index), sums[:size]
             else:
                 keys_at = -(-size // 8) * 8
                 lease = wire.lease(keys_at + count * space.index.itemsize, lent=True)
@@ -102,7 +113,10 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
                 keys = typed(lease.tensor, (count,), space.index, keys_at)
             _add_up(parts, keys, sums, past=common is not None)
         wire.count([(peer, nbytes) for peer in wire.peers for nbytes in (keys.nbytes, size)])
-        found = _read(call, space, keys, sums) if common is None else _made(space, common)
+        if roomy is not None:
+            found = _gathered(space, roomy, count, spans, cuts)
+        else:
+            found = _read(call, space, keys, sums) if common is None else _made(space, common)
     return widened(found, space.stacks)
 
 
@@ -114,6 +128,29 @@ def _add_up(parts: Sequence[Part], keys: Tensor, sums: Tensor, *, past: bool) ->
         rows = part.stack.typed(sums, part.many, size)
         part.add_up(keys[count:last], rows, past=past)
         count, size = last, size + part.many * part.stack.row
+
+
+def _roomy(wire: Wire, spans: Spans, cuts: Sequence[Cut], space: Space) -> Common | None:
+    """A result in which each owner has the room that its rows would take if none met."""
+    if any(into for _, into in cuts) or any(stack.wide for stack in space.stacks):
+        return None
+    sizes = [
+        [each * (ends[last] - ends[first]) for (first, _), (last, _) in pairwise(cuts)]
+        for ends, each in ((spans.rows[-1], space.index.itemsize), (spans.bytes[-1], 1))
+    ]
+    return in_common.offered(wire, sizes)
+
+
+def _gathered(
+    space: Space, roomy: Common, count: int, spans: Spans, cuts: Sequence[Cut]
+) -> Stacked:
+    """The sums of all, each owner's at the beginning of its room."""
+    counts = roomy.finish(count)
+    every, tables = roomy.whole(0).view(space.index), [table for table, _ in cuts[:-1]]
+    begins = [spans.rows[-1][table] for table in tables]
+    keys = [every[begin : begin + many] for begin, many in zip(begins, counts, strict=True)]
+    where = {table: spans.bytes[-1][table] for table in tables}
+    return Stacked(torch.cat(keys), roomy.own(1), where)
 
 
 def _made(space: Space, common: Common) -> Stacked:

@@ -6,7 +6,10 @@ in one file in memory that all of them map. Each rank writes its part, and what 
 of his own.
 
 The file is cut into *blocks*. The first rank gives them out, and marks each for all ranks; a rank
-takes its mark away when it holds the block no more, and one without marks is given out again.
+takes its mark away when it holds the block no more, and one without marks is given out again. Or it
+*offers* one ahead of a call, in front of them, where all see it who hear from it afterwards. That
+is marked for the first rank alone; who takes it marks it, and the first rank does not let go before
+it heard from all.
 Before, it drops pages that were written to, as /proc/self/pagemap tells. The first write to a page
 takes 2.7 µs, and copying one 0.4, so a rank whose caller does write gets copies for a while.
 
@@ -42,9 +45,10 @@ RANKS = 64
 """The most ranks that have blocks together."""
 
 _ROOM = 1 << 30  # bytes of the file; pages that nobody touched cost nothing
-_HEAD = 1 << 13  # bytes in front of them: its sign, and the marks
+_HEAD = 1 << 13  # bytes in front of them: its sign, the marks, and what is on offer
 _NAME, _SIGN = "weft-blocks", 16  # by which the file is known from others
 _BLOCKS = 64  # at a time
+_OFFER = _SIGN + _BLOCKS * RANKS  # where that is: the number of the call, and the block
 _COPIES = 64  # results that are copied after one that was written to
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which Python has no name
 _ENTRY = 8  # bytes about a page in the page map, of which these bits:
@@ -81,6 +85,7 @@ class Blocks:
         head = Pages(fd, 0, _HEAD, write=True)
         self._head = np.frombuffer(memoryview(head.memory), np.uint8)
         self._marks = self._head[_SIGN : _SIGN + _BLOCKS * RANKS].reshape(_BLOCKS, RANKS)
+        self._offer = self._head[_OFFER : _OFFER + 32].view(np.int64)
         self._all = Pages(fd, _HEAD, _ROOM, write=True)
         self._memory = torch.frombuffer(self._all.memory, dtype=torch.uint8)
         self._own = Pages(fd, _HEAD, _ROOM, write=True, private=True)
@@ -107,6 +112,19 @@ class Blocks:
     def block(self, place: Place) -> Block:
         """One that was given out; to be released."""
         return Block(self, place, self._memory[place.start : place.start + place.size])
+
+    def offered(self, call: int, nbytes: int) -> Place | None:
+        """The block that is on offer for the call of that number, if it has so many bytes.
+
+        All ranks find the same, between hearing from the first rank and saying something to it.
+        """
+        number, *place = self._offer.tolist()
+        return Place(*place) if number == call and place[-1] >= nbytes else None
+
+    def take(self, place: Place) -> Block:
+        """The one that was offered; to be released."""
+        self._marks[place.number, self._rank] = 1
+        return self.block(place)
 
     def lend(self, place: Place, start: int, stop: int) -> Tensor:
         """These bytes of a block as memory that only this process writes to (uint8, 1-D).
@@ -199,6 +217,7 @@ class Giver:
         if not WORKS or ranks > RANKS:
             raise OSError("no memory is shared here")
         self._ranks, self._limit = ranks, limit
+        self._offered: Place | None = None
         self._pieces: list[_Piece] = []  # by their places
         self.sign = os.urandom(_SIGN)
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -217,7 +236,35 @@ class Giver:
             os.close(fd)
 
     def take(self, nbytes: int) -> Place | None:
-        """Memory for a block, held by all ranks; None: there is no more."""
+        """Memory for a block, held by all ranks; None: there is no more. Nothing stays on offer."""
+        self._withdraw()
+        place = self._given(nbytes)
+        if place is not None:
+            self.blocks._marks[place.number, : self._ranks] = 1
+        return place
+
+    def offer(self, call: int, nbytes: int) -> None:
+        """Have a block of so many bytes on offer for the call of that number, if there is one."""
+        if self._offered is None or not nbytes <= self._offered.size <= nbytes * SPARE:
+            self._withdraw()
+            self._offered = self._given(nbytes)
+        if self._offered is not None:
+            self.blocks._marks[self._offered.number, 0] = 1
+            self.blocks._offer[:] = call, *self._offered
+
+    def gone(self) -> None:
+        """What was on offer was taken by all ranks."""
+        self._offered = None
+
+    def _withdraw(self) -> None:
+        """Have nothing on offer."""
+        if self._offered is not None:
+            self.blocks.give_back(self._offered)
+            self._offered = None
+        self.blocks._offer[0] = -1
+
+    def _given(self, nbytes: int) -> Place | None:
+        """Memory that nobody holds; None: there is no more."""
         free = [p for p in self._pieces if not self.blocks._marks[p.place.number].any()]
         fit = [p for p in free if nbytes <= p.place.size <= nbytes * SPARE]
         found = min(fit, key=lambda piece: piece.place.size, default=None)
@@ -239,7 +286,6 @@ class Giver:
             if found is None:
                 return None
         found.passed_over = 0
-        self.blocks._marks[found.place.number, : self._ranks] = 1
         return found.place
 
     def _cut(self, nbytes: int) -> _Piece | None:

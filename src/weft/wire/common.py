@@ -2,8 +2,11 @@
 
 Two exchanges of small messages. In the first, ranks say how large their parts are, and rank 0 says
 in which block (`weft.wire.blocks`) they lie, one behind the other; in the second, that theirs are
-written. Where blocks do not work on some rank or are not wanted (`WEFT_KEEP=0`), which all tell
-each other the first time, or callers hold all there are, there is nothing in common and all know.
+written. The first is not needed where all know how large parts are at the most, which then have
+that room, and rank 0 has offered a block before it said the last that all have heard.
+
+Where blocks do not work on some rank or are not wanted (`WEFT_KEEP=0`), which all tell each other
+the first time, or callers hold all there are, there is nothing in common and all know.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from .blocks import MOST, RANKS, Block, Blocks, Giver, Place
 from .memory import kept_at_most
 from .routine import told
 
-__all__ = ["LEAST", "Common", "begun", "works"]
+__all__ = ["LEAST", "Common", "begun", "offer", "offered", "works"]
 
 LEAST = 1 << 21
 """Bytes of a result from which on making it in common is worth an exchange more."""
@@ -40,15 +43,13 @@ class Common:
     Use it in a `with` block: afterwards only what `own` returned may be touched.
 
     Attributes:
-        mine: this rank's part of each area (uint8, 1-D), which it writes.
+        mine: this rank's part of each area (uint8, 1-D), which it writes, or its beginning.
         sizes: of each area, the bytes of every rank's part.
     """
 
     def __init__(self, wire: Wire, block: Block, sizes: Sequence[list[int]]) -> None:
         self._wire, self._block, self.sizes = wire, block, sizes
-        self._starts = [0]
-        for area in sizes:
-            self._starts.append(_rounded(self._starts[-1] + sum(area)))
+        self._starts = _starts(sizes)
         self.mine = [
             block.memory[start + sum(area[: wire.rank]) :][: area[wire.rank]]
             for start, area in zip(self._starts, sizes, strict=False)
@@ -60,13 +61,15 @@ class Common:
     def __exit__(self, *_: object) -> None:
         self._block.release()
 
-    def finish(self) -> None:
-        """Say that this rank's parts are written, and hear it of all.
+    def finish(self, count: int = 0) -> list[int]:
+        """Say that this rank's parts are written, and how much that is, and hear it of all.
 
         Raises:
             WireError: the deadline passed, or a peer failed.
         """
-        _exchanged(self._wire, bytes(_SAID.size))
+        mine = _SAID.pack(count, *[0] * (_AREAS + 2))
+        heard = _exchanged(self._wire, mine)
+        return [_SAID.unpack(heard.get(rank, mine))[0] for rank in range(self._wire.size)]
 
     def whole(self, area: int) -> Tensor:
         """All of an area, to be read."""
@@ -110,6 +113,36 @@ def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
     return Common(wire, blocks.block(place), sizes)
 
 
+def offer(wire: Wire, most: int) -> None:
+    """Have a block ready for a result of at most so many bytes, on rank 0; before a call opens."""
+    blocks, giver = wire.kept.get(_KEPT) or (None, None)
+    most += _AREAS * _GRAIN
+    if blocks is not None and giver is not None and LEAST <= most <= MOST:
+        blocks.settle()
+        giver.offer(wire.sequence + 1, most)
+
+
+def offered(wire: Wire, sizes: Sequence[list[int]]) -> Common | None:
+    """Begin a result in the block that is on offer for this call, before anybody says more in it.
+
+    Args:
+        wire: among whom.
+        sizes: of each area, the bytes of every rank's part at the most; the same on each rank.
+
+    Returns:
+        The result to be written, or None on every rank.
+    """
+    blocks, giver = wire.kept.get(_KEPT) or (None, None)
+    most = _starts(sizes)[-1]
+    place = blocks.offered(wire.sequence, most) if blocks is not None and most >= LEAST else None
+    if blocks is None or place is None:
+        return None
+    blocks.settle()
+    if giver is not None:
+        giver.gone()
+    return Common(wire, blocks.take(place), sizes)
+
+
 def works(wire: Wire) -> bool:
     """Whether results are made in common here, as far as is known; the same on every rank."""
     return wire.near and wire.kept.get(_KEPT, True) is not None
@@ -151,5 +184,9 @@ def _exchanged(wire: Wire, message: bytes) -> dict[int, bytes]:
     return told(wire, _TOLD, dict.fromkeys(wire.peers, message), _SAID.size)
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRAIN) * _GRAIN
+def _starts(sizes: Sequence[list[int]]) -> list[int]:
+    """Where each area begins, and the end."""
+    starts = [0]
+    for area in sizes:
+        starts.append(-(-(starts[-1] + sum(area)) // _GRAIN) * _GRAIN)
+    return starts
