@@ -68,6 +68,22 @@ def test_fields_that_only_some_have_are_known_to_all(wire):
 
 
 @spmd(3, 18, on=("threads",))
+def test_who_differs_is_found_behind_the_longest_that_agree(wire):
+    """Of which each rank's list has only room for some, where it comes from several."""
+    mine = {"x": "x" * 980, "shape": None if wire.rank == 1 else 4, "end": 9 if wire.rank else None}
+    wrong = wire.rank == wire.size - 1
+    for odd in (False, True):
+        fields = mine | ({"end": 8} if odd and wrong else {})
+        if odd:
+            with pytest.raises(weft.WeftError, match=r"differ in end: .* has 8"):
+                agree(wire, "test", fields, None, number(0), total)
+        else:
+            agreement = agree(wire, "test", fields, None, number(0), total)
+            assert (agreement.fields["shape"], agreement.fields["end"]) == ("4", "9")
+            agreement.release()
+
+
+@spmd(3, 18, on=("threads",))
 def test_who_differs_is_named(wire):
     value = {1: "b", 2: "c"}.get(wire.rank, "a")
     with pytest.raises(weft.WeftError) as caught:

@@ -45,7 +45,10 @@ BODY = 136 << 10
 """Bytes that a body may have, with what is said in private. Every rank receives at this cap,
 whatever it is about to call."""
 
-_TEXT = 4096  # bytes that fingerprints and errors may have, each
+_FINGERPRINT = 1024  # bytes that a rank's may have
+# bytes that fingerprints and errors may have, each: room for four of the longest. Of those that
+# agree no call has more than three, by what is unknown to some; so one that differs is among them.
+_TEXT = 4608
 # number of the call; magic, bytes of: groups, error, body, what is said in private; whose error
 _HEAD = struct.Struct("<Q4sIIIII")
 _MAGIC = b"weft"
@@ -195,7 +198,7 @@ def agree(
         _NOTHING,
     )
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
-    if len(mine.groups) > _TEXT // 4 or longest > BODY:
+    if len(mine.groups) > _FINGERPRINT or longest > BODY:
         raise RuntimeError(f"a statement of {len(mine.groups)} + {longest} bytes is too long")
     release: Callable[[], None] = _nothing
     if wire.size == 1:

@@ -97,7 +97,7 @@ def sparse_broadcast(
             union=total,
             bound=all_.bound,
         )
-        form = all_.fields["form"]
+        form = request.agreed["form"]
         result = request.restore(all_.rows) if here else _formed(all_.rows, form)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))

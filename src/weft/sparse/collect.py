@@ -49,14 +49,12 @@ class Collected:
         rows: of rank 0, then of rank 1, and so on; each as it was given.
         counts: how many of each.
         load: the sizes of the call.
-        fields: what the ranks agreed on.
     """
 
     algorithm: str
     rows: Rows
     counts: list[int]
     load: Load
-    fields: dict[str, str]
 
     @property
     def bound(self) -> float:
@@ -93,7 +91,8 @@ def collected(
             for body in agreement.bodies
             for start in range(0, body.numel() if not is_direct(wire) else 1, _SAID.size)
         ]
-        call, counts = _call(wire, request, agreement.fields, said)
+        request.agreed = agreement.fields
+        call, counts = _call(wire, request, said)
         offsets = [0, *accumulate(counts)]
         if offsets[-1] > call.header.capacity:
             text = too_small(call.header.capacity, offsets[-1])
@@ -119,7 +118,7 @@ def collected(
         agreement.release()
     settle(wire, name, call)
     whole = handed_out(call.widened(result), call)
-    return Collected(algorithm, whole, counts, call.load, agreement.fields)
+    return Collected(algorithm, whole, counts, call.load)
 
 
 def _aligned(size: int) -> int:
@@ -135,7 +134,7 @@ def _said(request: Request, size: int, eager: bool) -> Tensor:
         raw,
         0,
         len(rows),
-        int(rows.indices.max()) if len(rows) else -1,
+        request.highest,
         NO_LIMIT if limit is None else limit,
         eager,
         request.fallible,
@@ -149,10 +148,9 @@ def _said(request: Request, size: int, eager: bool) -> Tensor:
     return body
 
 
-def _call(
-    wire: Wire, request: Request, fields: dict[str, str], said: list[tuple[int, ...]]
-) -> tuple[Call, list[int]]:
+def _call(wire: Wire, request: Request, said: list[tuple[int, ...]]) -> tuple[Call, list[int]]:
     """What all ranks together said; also what this rank alone did not know."""
+    fields = request.agreed
     index, own = (getattr(torch, fields[f"{of} dtype"].split(".")[1]) for of in _DTYPES)
     dtype = request.travelling(own)
     shape = fields["row shape"]

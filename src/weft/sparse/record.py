@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from ..wire import default
 from ..wire.base import Wire
 
-__all__ = ["Note", "Record", "last_call", "recording", "started"]
+__all__ = ["Note", "Record", "as_one", "last_call", "recording", "started"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,21 @@ _apart: WeakKeyDictionary[Wire, _Counters] = WeakKeyDictionary()  # what no call
 def last_call(group: Any = None) -> Record | None:
     """What the last sparse call on this group did, on this rank; None before the first."""
     return _records.get(default.resolve(group))
+
+
+def as_one(wire: Wire, first: Record, second: Record) -> None:
+    """Have two calls, of which this group's last is the second, recorded as one."""
+    names = dict.fromkeys((first.algorithm, second.algorithm))
+    _records[wire] = Record(
+        " and ".join(names),
+        first.rows + second.rows,
+        first.total + second.total,
+        first.union + second.union,
+        first.messages + second.messages,
+        first.sent_bytes + second.sent_bytes,
+        first.bound_bytes + second.bound_bytes,
+        first.seconds + second.seconds,
+    )
 
 
 class Note(Protocol):

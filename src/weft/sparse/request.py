@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import kernels
 from ..errors import WeftError
@@ -61,7 +60,7 @@ class Request:
         rows: what is to be reduced, on the CPU.
         distinct: its indices, sorted, and their duplicates; of a table of a list, that is left to
             `joint`, and so are the checks of indices.
-        highest: the largest index, of a call that is `unsorted` and has rows; else -1.
+        highest: the largest index, of rows that are not sorted here; -1 if there are none.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -71,6 +70,7 @@ class Request:
         error: what is wrong, or None.
         restore: gives a result the form that the rows were given in.
         kind: of the rows, where nothing but that was looked at to check them.
+        agreed: the fields as all ranks agreed on them, once a call was opened for this request.
     """
 
     rows: Rows = NOTHING
@@ -85,6 +85,7 @@ class Request:
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
     kind: Kind | None = None
+    agreed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -106,7 +107,8 @@ class Request:
         if self.error is None and indices.numel() and not self.distinct.indices.numel():
             with self._stating():
                 self.distinct = kernels.distinct(indices)
-                self._check_range(self.distinct.indices)
+                found = self.distinct.indices
+                self._check_range(int(found[0]), int(found[-1]))
 
     @classmethod
     def unsorted(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
@@ -115,12 +117,9 @@ class Request:
         Whoever serves it alone calls `sort`.
         """
         request = cls.of_table(rows, op, algorithm, wire_dtype, None, None)
-        if request.error is None and request.rows.indices.numel():
+        if request.error is None:
             with request._stating():
-                low, high = (int(end) for end in request.rows.indices.aminmax())
-                request.highest = high
-                if error := outside(low, high, request.rows.height):
-                    raise WrongError(error)
+                request._take_ends()
         return request
 
     @classmethod
@@ -193,8 +192,7 @@ class Request:
         request = cls()
         with request._stating():
             request._take_rows(rows)
-            if request.rows.indices.numel():
-                request._check_range(torch.stack(request.rows.indices.aminmax()))
+            request._take_ends()
             request._take_algorithm("auto")
             request._take_wire_dtype(wire_dtype)
             request._take_out(out)
@@ -249,11 +247,14 @@ class Request:
             "height": "no height" if rows.height is None else rows.height,
         }
 
-    def _check_range(self, sorted_: Tensor) -> None:
-        if len(sorted_):
-            ends = int(sorted_[0]), int(sorted_[-1])
-            if error := outside(*ends, self.rows.height):
-                raise WrongError(error)
+    def _take_ends(self) -> None:
+        if self.rows.indices.numel():
+            low, self.highest = (int(end) for end in self.rows.indices.aminmax())
+            self._check_range(low, self.highest)
+
+    def _check_range(self, low: int, high: int) -> None:
+        if error := outside(low, high, self.rows.height):
+            raise WrongError(error)
 
     def _take_op(self, op: object) -> None:
         self.op = operation(op)

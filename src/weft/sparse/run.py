@@ -246,6 +246,7 @@ def _open(
             meanwhile=meanwhile,
         )
         if all(tables_in(said) == 1 for said in agreement.said):
+            request.agreed = agreement.fields
             return agreement
         # Others would serve calls that queued up there as one (`queued`). Here they did not, which
         # all ranks know now: so all open this one call, again.

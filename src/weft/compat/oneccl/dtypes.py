@@ -1,7 +1,8 @@
 """Data types: oneCCL's names for torch's dtypes, and the index dtypes that weft widens.
 
-oneCCL's indices are of any integer type; weft's are int32 or int64. Widening a result back cannot
-fail, since every index of it was some rank's, of the same dtype.
+oneCCL's indices are of any integer type; weft's are int32 or int64, and none is negative. Narrowing
+a result back cannot fail, since every index of it was some rank's, of the same dtype. uint64 is
+seen as int64, bit by bit; to the numbers that are negative then `unsigned` and `concatenate` see.
 """
 
 from __future__ import annotations
@@ -84,14 +85,9 @@ def index_dtype_of(given: object, name: str) -> torch.dtype:
 
 
 def widened(indices: Tensor) -> Tensor:
-    """Indices as the int32 or int64 that weft takes; the same memory where that is possible."""
-    if indices.dtype != torch.uint64:
-        return indices.to(_WIDER[indices.dtype])
-    signed = indices.view(torch.int64)
-    lowest = int(signed.min()) if len(signed) else 0
-    if lowest < 0:
-        raise Wrong(f"index {lowest + 2**64} is above {2**63 - 1}, the largest that weft carries")
-    return signed
+    """Indices as int32 or int64; the same memory where that is possible."""
+    wider = _WIDER[indices.dtype]
+    return indices.view(wider) if indices.dtype == torch.uint64 else indices.to(wider)
 
 
 def narrowed(indices: Tensor, dtype: torch.dtype) -> Tensor:

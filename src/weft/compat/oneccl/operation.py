@@ -18,6 +18,7 @@ from ...agree import agree
 from ...errors import WeftError
 from ...rows import Rows
 from ...sparse.api import reduce_now
+from ...sparse.call import Allocator
 from ...sparse.request import Request
 from ...wire import default
 from ...wire.base import Wire
@@ -30,6 +31,7 @@ from .memory import Memory, Place, Result
 from .progress import await_all
 from .selection import selected
 from .sent import Sent
+from .unsigned import halves, reduced
 
 __all__ = ["MODES", "Operation", "start"]
 
@@ -110,25 +112,37 @@ def _run(
 ) -> Result:
     sent, trouble = operation.sent, None
     memory = Memory(operation.place, sent.indices.dtype)
-    rows = Rows(torch.empty(0, dtype=torch.int64), sent.values[:0])
+    nothing = Rows(torch.empty(0, dtype=torch.int64), sent.values[:0])
+    parts = nothing, nothing
+    in_order, index = operation.mode == "disable", sent.indices.dtype
     try:
         await_all(marks, _SOONER * wire.timeout)
-        rows = sent.rows(operation.attributes)
+        parts = sent.rows(operation.attributes), nothing
+        if index == torch.uint64 and not in_order:
+            parts = halves(parts[0])
     except Exception as error:
         trouble = error
     out = memory.allocate if operation.place is not None else None
-    pair = (rows.indices, rows.values)
-    request = Request.of(pair, reduction, algorithm, None, out)
-    request.error = request.error if trouble is None else _sentence(wire, trouble)
-    request.fields |= {
-        "index dtype": str(sent.indices.dtype),
-        "match_id": repr(operation.attributes.match_id),
-    }
+
+    def asked(rows: Rows, out: Allocator | None) -> Request:
+        pair = (rows.indices, rows.values)
+        request = Request.of_table(pair, reduction, algorithm, None, out, None)
+        if not in_order:
+            request.sort()
+        request.error = request.error if trouble is None else _sentence(wire, trouble)
+        request.fields |= {
+            "index dtype": str(index),
+            "match_id": repr(operation.attributes.match_id),
+        }
+        return request
+
     try:
-        if operation.mode == "disable":
-            result = concatenated(wire, request)
+        if in_order:
+            result = concatenated(wire, asked(parts[0], out), index)
+        elif index == torch.uint64:
+            result = reduced(wire, parts, asked, out)
         else:
-            result = reduce_now(wire, request)[0]
+            result = reduce_now(wire, asked(parts[0], out))[0]
     except WeftError as error:
         raise error from trouble
     return _finish(wire, operation, lambda: memory.fill(result))

@@ -1,0 +1,406 @@
+"""uint64 indices up to 2^64 - 1, as hashed keys have them: the same rows on every rank, ascending
+as unsigned numbers, whoever has those from 2^63 on. What must come is computed by NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.compat.oneccl import callback, event, request, unsigned
+from weft.sparse import ALGORITHMS, Load, last_call
+from weft.testing import RankFailure, run, spmd
+
+WIDTH = 2
+UNUSED = [None] * 4
+HALF, LAST = 2**63, 2**64 - 1
+# oneCCL's interface has no place for a height, and functions need rank order
+LOAD = Load(3, 18, 8, 4, 9, 9, WIDTH * 4, WIDTH * 4, 4, places=9)
+SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOAD) is None)]
+TALL = {"dense", "dense_tail"}  # whose tables end with the highest index
+
+ENDS = [0, 7, HALF - 1, HALF, HALF + 7, LAST - 1, LAST]
+NEAR = [*range(9), *range(HALF, HALF + 9)]
+HASHED = [(0x9E3779B97F4A7C15 * number) % 2**64 for number in range(1, 12)]
+CASES = {
+    "ends": lambda rank, size: ENDS,
+    "hashed": lambda rank, size: HASHED,
+    "near the ends of the halves": lambda rank, size: NEAR,
+    "nobody": lambda rank, size: [index for index in ENDS if index < HALF],
+    "only from 2^63 on": lambda rank, size: [index for index in HASHED if index >= HALF],
+    "one rank alone": lambda rank, size: ENDS if rank == size - 1 else ENDS[:3],
+    "one rank has them, another is empty": lambda rank, size: [[], ENDS, ENDS[:2]][rank % 3],
+    "each half on a rank": lambda rank, size: ENDS[3:] if rank % 2 else ENDS[:3],
+    "nobody has a row": lambda rank, size: [],
+}
+
+
+def part(case, rank, size):
+    """Unequal counts, repeated indices, in no order."""
+    pool = np.array(CASES[case](rank, size), np.uint64)
+    draw = np.random.default_rng(rank)
+    count = len(pool) and 17 + rank
+    return draw.choice(pool, count), draw.integers(-4, 5, (count, WIDTH)).astype(np.float32)
+
+
+def everyone(case, size):
+    return [part(case, rank, size) for rank in range(size)]
+
+
+def reduced(parts, ufunc=np.add):
+    """Distinct indices, ascending as unsigned numbers, and what they add up to."""
+    indices, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    found, where = np.unique(indices, return_inverse=True)
+    first = np.zeros(len(found), int)
+    first[where[::-1]] = np.arange(len(where))[::-1]
+    sums, rest = values[first], np.setdiff1d(np.arange(len(where)), first)
+    ufunc.at(sums, where[rest], values[rest])
+    return found.tolist(), sums.ravel().tolist()
+
+
+def concatenated(parts):
+    indices, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return indices.tolist(), values.ravel().tolist()
+
+
+def sent(rows):
+    return rows[0], rows[0].size, rows[1], rows[1].size
+
+
+def by_request(rows, op="sum", room=64, attributes=None, **named):
+    """Started, and what gives its result."""
+    ind, val = np.full(room, 5, np.uint64), np.full(room * WIDTH, -7, np.float32)
+    counts = np.full(1, -1), np.full(1, -1)
+    made = request.sparse_allreduce(
+        *(*sent(rows), ind, counts[0], val, counts[1], "uint64", "float", op, attributes), **named
+    )
+
+    def result():
+        made.wait()
+        assert (made.recv_ind_count, made.recv_val_count) == (counts[0][0], counts[1][0])
+        assert (ind[counts[0][0] :] == 5).all() and (val[counts[1][0] :] == -7).all()
+        return ind[: counts[0][0]].tolist(), val[: counts[1][0]].tolist()
+
+    return result
+
+
+def by_callback(rows, op="sum", **named):
+    kept = []
+
+    def complete(indices, count, dtype, values, *rest):
+        assert (dtype, count) == (torch.uint64, len(indices))
+        kept.extend((indices.tolist(), values.tolist()))
+
+    attributes = callback.Attributes(sparse_allreduce_completion_fn=complete, **named)
+    made = callback.sparse_allreduce(*sent(rows), *UNUSED, "uint64", "float", op, attributes)
+    return lambda: (made.wait(), tuple(kept))[1]
+
+
+def by_event(rows, op="sum", *, how="completion_fn", mode="regular", group=None, deps=()):
+    kept = []
+
+    def complete(indices, count, dtype, values, *rest):
+        assert (dtype, count) == (torch.uint64, len(indices))
+        kept.extend((indices, values))
+
+    def allocate(count, dtype, values, *rest):
+        kept.extend((torch.zeros(count, dtype=dtype), torch.zeros(values)))
+        return kept
+
+    attr = event.create_sparse_allreduce_attr(
+        coalesce_mode=mode, **{how: complete if how == "completion_fn" else allocate}
+    )
+    made = event.sparse_allreduce(
+        *(*sent(rows), *UNUSED, "uint64", "float", op, group), attr=attr, deps=list(deps)
+    )
+    return lambda: (made.wait(), tuple(each.tolist() for each in kept))[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@spmd(1, 2, 3, 5, 8)
+def test_every_face(wire, case):
+    parts, rows = everyone(case, wire.size), part(case, wire.rank, wire.size)
+    want = reduced(parts)
+    for face in (by_request, by_callback, by_event):
+        assert face(rows)() == want
+    assert by_event(rows, how="alloc_fn")() == want
+    assert by_event(rows, how="alloc_fn", mode="keep_precision")() == want
+    assert by_event(rows, "max")() == reduced(parts, np.maximum)
+    for how in ("completion_fn", "alloc_fn"):
+        assert by_event(rows, how=how, mode="disable")() == concatenated(parts)
+
+
+@spmd(18, on=("threads",))
+def test_more_ranks_than_speak_directly(wire):
+    for case in ("one rank alone", "one rank has them, another is empty", "nobody"):
+        parts, rows = everyone(case, wire.size), part(case, wire.rank, wire.size)
+        assert by_event(rows, how="alloc_fn")() == reduced(parts)
+        assert by_event(rows, mode="disable")() == concatenated(parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("algorithm", SERVING)
+def test_every_algorithm(monkeypatch, algorithm, case):
+    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
+    tall = algorithm in TALL and case not in ("near the ends of the halves", "nobody has a row")
+
+    def program(wire):
+        rows = part(case, wire.rank, wire.size)
+        if tall:
+            with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
+                by_event(rows, how="alloc_fn")()
+            return None
+        assert by_event(rows, how="alloc_fn")() == reduced(everyone(case, wire.size))
+        return last_call().algorithm
+
+    assert run(3, program) == [None if tall else "eager" if algorithm == "auto" else algorithm] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "split"])
+@spmd(3, on=("processes",))  # each has its own environment
+def test_rows_that_do_not_fit_in_the_opening(wire, algorithm):
+    draws = [np.random.default_rng(rank) for rank in range(wire.size)]
+    parts = [
+        (
+            draw.choice(np.arange(9000, dtype=np.uint64) * np.uint64(2**64 // 9000), 20_000),
+            draw.integers(-4, 5, (20_000, WIDTH)).astype(np.float32),
+        )
+        for draw in draws
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
+        assert by_event(parts[wire.rank], how="alloc_fn")() == reduced(parts)
+        assert by_event(parts[wire.rank], mode="disable")() == concatenated(parts)
+
+
+@spmd(3, on=("threads",))
+def test_custom_reductions_keep_order_in_both_halves(wire):
+    def later(a, b):  # associative, not commutative
+        return b
+
+    def add(in_buf, in_count, inout_buf, out_count, dtype, context):
+        inout_buf += in_buf
+
+    parts, rows = everyone("hashed", wire.size), part("hashed", wire.rank, wire.size)
+    indices, values = (np.concatenate(each).tolist() for each in zip(*parts, strict=True))
+    last = dict(zip(indices, values, strict=True))
+    want = [number for index in sorted(last) for number in last[index]]
+    assert by_event(rows, later)() == (sorted(last), want)
+    assert by_callback(rows, "custom", reduction_fn=add)() == reduced(parts)
+
+
+@spmd(2, on=("threads",))
+def test_a_prologue_and_an_epilogue_see_all_rows_at_once(wire):
+    seen = []
+
+    def half(in_buf, in_count, in_dtype, context):
+        seen.append(in_count)
+        return in_buf.double() / 2
+
+    def back(in_buf, in_count, in_dtype, out_buf, *rest):
+        seen.append(in_count)
+        out_buf.copy_(in_buf * 2)
+
+    parts, rows = everyone("ends", wire.size), part("ends", wire.rank, wire.size)
+    want = reduced(parts)
+    attributes = request.Attributes(prologue_fn=half, epilogue_fn=back)
+    assert by_request(rows, attributes=attributes)() == want
+    assert seen == [rows[1].size, len(want[1])]
+
+
+@pytest.mark.parametrize("case, calls", [("nobody", 1), ("one rank alone", 2)])
+def test_a_second_call_is_made_by_all_ranks_or_by_none(monkeypatch, case, calls):
+    """And the record is of all that was done."""
+    made, reduce_now = [], unsigned.reduce_now
+
+    def counted(wire, asked):
+        made.append(wire.rank)
+        return reduce_now(wire, asked)
+
+    def program(wire):
+        rows = part(case, wire.rank, wire.size)
+        got = by_event(rows, how="alloc_fn")()
+        return len(got[0]), len(np.unique(rows[0])), last_call()
+
+    monkeypatch.setattr(unsigned, "reduce_now", counted)
+    found = run(3, program)
+    assert sorted(made) == sorted([0, 1, 2] * calls)
+    union, own, records = zip(*found, strict=True)
+    for mine, record in zip(own, records, strict=True):
+        assert record.seconds > 0
+        assert (record.algorithm, record.union, record.rows) == ("eager", union[0], mine)
+        # to both others: the opening, and what became of the caller's function
+        assert record.messages == 4 * calls
+        assert record.total == sum(own)
+        assert record.bound_bytes > 0
+
+
+@spmd(2, on=("threads",))
+def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire):
+    want = reduced(everyone("ends", wire.size))
+    ind, val = np.full(4, 5, np.uint64), np.full(64, -7, np.float32)
+    if wire.rank == 0:
+        ind = np.full(64, 5, np.uint64)
+    rows = part("ends", wire.rank, wire.size)
+    made = request.sparse_allreduce(*sent(rows), ind, None, val, None, "uint64", "float", "sum")
+    text = (
+        "rank 1: recv_ind_buf holds 4 elements and recv_val_buf 64, the result has "
+        f"{len(want[0])} indices and {len(want[1])} values: pass buffers of that size"
+    )
+    with pytest.raises(weft.WeftError, match=text):
+        made.wait()
+    assert (ind == 5).all() and (val == -7).all()
+    assert by_request(rows)() == want
+
+
+def raises(*_):
+    raise MemoryError("no room")
+
+
+def breaks(a, b):
+    if a.max() > 50 or b.max() > 50:
+        raise ArithmeticError("too much")
+    return a + b
+
+
+ONE = np.array([3], np.uint64), np.ones((1, WIDTH), np.float32)
+HIGH = np.array([LAST, LAST], np.uint64), np.full((2, WIDTH), 99, np.float32)
+WRONG = {
+    # what rank 1 passes; the others have rows on both sides
+    "an index dtype": (lambda: by_event((HIGH[0].astype(float), HIGH[1])), "rank 1: send_ind_buf"),
+    "a short buffer": (lambda: by_request((HIGH[0], HIGH[1]), room=0), "rank 1: recv_ind_buf"),
+    "a prologue": (
+        lambda: by_request(ONE, attributes=request.Attributes(prologue_fn=raises)),
+        "rank 1: MemoryError: no room",
+    ),
+    "rows of another width below": (
+        lambda: by_event((ONE[0], np.ones((1, 5), np.float32))),
+        r"differ in row shape: ranks 0, 2 have \(2,\), rank 1 has \(5,\)",
+    ),
+    "rows of another width from 2^63 on": (
+        lambda: by_event((HIGH[0], np.ones((2, 5), np.float32))),
+        r"differ in row shape: ranks 0, 2 have \(2,\), rank 1 has \(5,\)",
+    ),
+    "another reduction": (lambda: by_event(HIGH, "max"), "the ranks differ in op"),
+    "another mode": (lambda: by_event(HIGH, mode="disable"), "the ranks are in different calls"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@spmd(3, on=("threads",))
+def test_one_rank_errs_beside_indices_from_2_63_on(wire, what):
+    erring, text = WRONG[what]
+    rows = part("ends", wire.rank, wire.size)
+    with pytest.raises(weft.WeftError, match=text):
+        (erring if wire.rank == 1 else lambda: by_event(rows))()()
+    assert by_event(rows)() == reduced(everyone("ends", wire.size))
+
+
+@spmd(3, on=("threads",))
+def test_rows_of_two_widths_of_which_each_is_in_one_half(wire):
+    """Neither call alone could tell."""
+    width = 5 if wire.rank == 1 else WIDTH
+    rows = np.array([LAST if wire.rank == 1 else 3], np.uint64), np.ones((1, width), np.float32)
+    with pytest.raises(weft.WeftError, match=r"row shape: ranks 0, 2 have \(2,\), rank 1 has \(5"):
+        by_event(rows)()
+
+
+@pytest.mark.parametrize("where", [3, LAST])
+@spmd(3, on=("threads",))
+def test_a_function_that_raises_in_either_half_is_told_to_all(wire, where):
+    rows = np.array([3, LAST], np.uint64), np.ones((2, WIDTH), np.float32)
+    rows[1][rows[0] == where] = 99
+    with pytest.raises(weft.WeftError, match="ArithmeticError: too much"):
+        by_event(rows, breaks)()
+    assert by_event(rows)()[0] == [3, LAST]
+
+
+def unreached(*_):
+    pytest.fail("nothing is handed out on any rank")
+
+
+@spmd(3, on=("threads",))
+def test_an_allocation_that_fails_is_told_to_all(wire):
+    rows = part("ends", wire.rank, wire.size)
+    size = len(reduced(everyone("ends", wire.size))[0])
+
+    def few(count, dtype, values, *rest):
+        assert (count, values) == (size, size * WIDTH)  # told at once how much there is in all
+        return np.zeros(count - 1, np.uint64), np.zeros(values, np.float32)
+
+    for function, text in ((few, "alloc_fn's idx_buf holds 6 elements"), (raises, "no room")):
+        callback = {"alloc_fn": function} if wire.rank == 1 else {"completion_fn": unreached}
+        attr = event.create_sparse_allreduce_attr(**callback)
+        made = event.sparse_allreduce(*sent(rows), *UNUSED, "uint64", "float", "sum", attr=attr)
+        with pytest.raises(weft.WeftError, match=f"^rank 1: .*{text}"):
+            made.wait()
+    assert by_event(rows, how="alloc_fn")() == reduced(everyone("ends", wire.size))
+
+
+@spmd(2, 3)
+def test_calls_that_are_queued_take_their_turns(wire):
+    """The second call of the first comes before all that was made after it."""
+    cases = ["one rank alone", "nobody", "hashed", "one rank alone"]
+    made = []
+    for number, case in enumerate(cases):
+        rows = part(case, wire.rank, wire.size)
+        mode = "disable" if number == 3 else "regular"
+        made.append(by_event(rows, how=["alloc_fn", "completion_fn"][number % 2], mode=mode))
+    own = weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), async_op=True)
+    total = weft.all_reduce(torch.ones(3))
+    parts = [everyone(case, wire.size) for case in cases]
+    assert made[3]() == concatenated(parts[3])
+    for each, mine in zip(made[:3], parts[:3], strict=True):
+        assert each() == reduced(mine)
+    assert own.wait()[1].tolist() == [wire.size]
+    assert total.tolist() == [wire.size] * 3
+
+
+def dies_between_the_calls(wire):
+    """Rank 1 ends when the first call is done, and the others wait for it in the second."""
+    if wire.rank == 1:
+        reduce_now = unsigned.reduce_now
+
+        def first(wire, asked):
+            done = reduce_now(wire, asked)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        unsigned.reduce_now = first
+    rows = part("one rank alone", wire.rank, wire.size)
+    made = [by_event(rows), by_event(rows)]
+    for each in made:
+        with pytest.raises(weft.WireError):
+            each()
+
+
+def test_a_rank_that_dies_between_the_two_calls_is_an_error_on_all_others():
+    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL") as caught:
+        run(3, dies_between_the_calls, on="processes", timeout=20.0)
+    assert "rank 0" not in str(caught.value) and "rank 2" not in str(caught.value)
+
+
+SIGNED = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32]
+
+
+@pytest.mark.parametrize("dtype", [*SIGNED, torch.int64], ids=str)
+@spmd(3, on=("threads",))
+def test_the_other_types_up_to_their_ends(wire, dtype):
+    high = torch.iinfo(dtype).max
+    mine = np.array([high, 3, high - wire.rank, 3], str(dtype).removeprefix("torch."))
+    values = np.ones((4, WIDTH), np.float32)
+    parts = [(np.array([high, 3, high - rank, 3], mine.dtype), values) for rank in range(3)]
+    for mode, reference in (("regular", reduced), ("disable", concatenated)):
+        kept = []
+        attr = event.create_sparse_allreduce_attr(
+            completion_fn=lambda idx, n, dtype, val, *rest: kept.extend((idx, val)),  # noqa: B023
+            coalesce_mode=mode,
+        )
+        event.sparse_allreduce(mine, 4, values, 8, *UNUSED, "sum", attr=attr).wait()
+        assert kept[0].dtype == dtype
+        assert (kept[0].tolist(), kept[1].tolist()) == reference(parts)
