@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft import kernels
-from weft.sparse import ALGORITHMS, last_call
+from weft.sparse import ALGORITHMS, choice, last_call
 from weft.sparse.choice import fitted
 from weft.sparse.own import OwnRows
 from weft.sparse.placement import busiest, weights
@@ -25,6 +25,12 @@ from weft.wire.link import Link
 
 SLOW = Link(1e-4, 8e-9, 1e-9, 1e-5)  # 1 Gbit/s: small chunks
 WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of 256 KiB however much moves: of few rows, too, there are some."""
+    monkeypatch.setattr(choice, "_STEP_SECONDS", 0.0)
 
 
 def parts_of(kind, ranks):
@@ -265,6 +271,15 @@ def test_chunks_do_not_jump_with_what_was_measured():
     load = weft.sparse.Load(4, 4000, 1000, 1000, 3000, None, 256, 256, 4)
     measured = [Link(1e-4, 1 / rate, 1e-9, 1e-5) for rate in (95e6, 125e6, 140e6, 180e6)]
     assert {fitted(load, link).chunk for link in measured} == {SLOW_CHUNK}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "wanted"), [(4, 500, 18), (4, 20_000, 19), (4, 60_000, 20)]
+)
+def test_chunks_grow_with_what_moves(monkeypatch, ranks, rows, wanted):
+    monkeypatch.undo()
+    load = weft.sparse.Load(ranks, ranks * rows, rows, rows, 2 * rows, None, 256, 256, 4)
+    assert fitted(load, SLOW).chunk == 1 << wanted
 
 
 def repeated(rank, ranks, row=64):

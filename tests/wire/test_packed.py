@@ -24,7 +24,7 @@ from weft.wire.pieces import KINDS, LEAST, Pace
 
 FRAME, HEADER = struct.Struct("!QQ"), struct.Struct("!III")
 PIECES, UNPACKS = 1 << 59, 1 << 60 | 4
-PIECE = 1 << 17
+PIECE = 1 << 18
 BOTH = sum(KINDS.values())
 
 

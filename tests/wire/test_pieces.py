@@ -18,7 +18,7 @@ from weft.kernels.compile import compiler
 from weft.wire import pieces
 from weft.wire.pieces import HEAD, KINDS, LEAST, Pace, Packer, Unpacker
 
-PIECE = 1 << 17
+PIECE = 1 << 18
 HEADER = struct.Struct("!III")
 
 
