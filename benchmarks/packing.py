@@ -38,7 +38,7 @@ from weft.kernels.compile import compiler
 from weft.wire import default
 
 NUMBERS = 1 << 22
-PIECE = 1 << 17  # bytes, as in weft.wire.pieces
+PIECE = 1 << 18  # bytes, as in weft.wire.pieces
 MODEL = 8_000_000  # parameters
 DTYPES = (torch.float32, torch.bfloat16)
 
