@@ -385,22 +385,27 @@ def test_a_rank_that_dies_between_the_two_calls_is_an_error_on_all_others():
     assert "rank 0" not in str(caught.value) and "rank 2" not in str(caught.value)
 
 
-SIGNED = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32]
+OTHERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32]
 
 
-@pytest.mark.parametrize("dtype", [*SIGNED, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [*OTHERS, torch.int64], ids=str)
 @spmd(3, on=("threads",))
 def test_the_other_types_up_to_their_ends(wire, dtype):
     high = torch.iinfo(dtype).max
     mine = np.array([high, 3, high - wire.rank, 3], str(dtype).removeprefix("torch."))
     values = np.ones((4, WIDTH), np.float32)
     parts = [(np.array([high, 3, high - rank, 3], mine.dtype), values) for rank in range(3)]
-    for mode, reference in (("regular", reduced), ("disable", concatenated)):
+
+    def handed_out(mode):
         kept = []
         attr = event.create_sparse_allreduce_attr(
-            completion_fn=lambda idx, n, dtype, val, *rest: kept.extend((idx, val)),  # noqa: B023
+            completion_fn=lambda idx, n, dtype, val, *rest: kept.extend((idx, val)),
             coalesce_mode=mode,
         )
         event.sparse_allreduce(mine, 4, values, 8, *UNUSED, "sum", attr=attr).wait()
-        assert kept[0].dtype == dtype
-        assert (kept[0].tolist(), kept[1].tolist()) == reference(parts)
+        return kept
+
+    for mode, reference in (("regular", reduced), ("disable", concatenated)):
+        indices, sums = handed_out(mode)
+        assert indices.dtype == dtype
+        assert (indices.tolist(), sums.tolist()) == reference(parts)

@@ -6,12 +6,13 @@ in one file in memory that all of them map. Each rank writes its part, and what 
 of his own.
 
 The file is cut into *blocks*. The first rank gives them out, and marks each for all ranks; a rank
-takes its mark away when it holds the block no more, and one without marks is given out again. Or it
-*offers* one ahead of a call, in front of them, where all see it who hear from it afterwards. That
-is marked for the first rank alone; who takes it marks it, and the first rank does not let go before
-it heard from all.
+takes its mark away when it holds the block no more, and one without marks is given out again.
 Before, it drops pages that were written to, as /proc/self/pagemap tells. The first write to a page
 takes 2.7 µs, and copying one 0.4, so a rank whose caller does write gets copies for a while.
+
+Or the first rank *offers* a block ahead of a call, in front of all blocks, where those see it who
+hear from it afterwards. That is marked for the first rank alone; who takes it marks it, and the
+first rank does not let go before it heard from all.
 
 A forked child would see what comes to lie in a block later. So before a fork all pages that
 somebody holds become this process's own, by the call that prepares pages for being written to. A
