@@ -35,8 +35,7 @@ def numbers(rank: int) -> torch.Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for kind in floats.FLOATS.values():
-        compiler.make(floats.floats_key(kind))
+    compiler.make(floats.PIECES)
     wire = weft.init()
     peer, right = 1 - wire.rank, True
     own, theirs, place = numbers(wire.rank), numbers(peer), torch.empty(COUNT)

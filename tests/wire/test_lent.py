@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from weft import WireError
-from weft.wire.lent import LEAST, Guard, Reach, address_of
+from weft.kernels.address import address_of
+from weft.wire.lent import LEAST, Guard, Reach
 from weft.wire.mover import Lost, Mover
 from weft.wire.process_group import connect
 

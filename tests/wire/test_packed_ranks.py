@@ -48,31 +48,29 @@ class Slow(Pace):
 
 
 def compiled():
-    for kind in floats.FLOATS.values():
-        compiler.make(floats.floats_key(kind))
-        assert compiler.made(floats.floats_key(kind))
+    compiler.make(floats.PIECES)
+    assert compiler.made(floats.PIECES)
 
 
 @contextlib.contextmanager
 def between_hosts(rank, *, pack=True):
-    """What makes ranks of one machine pack; the number of pieces that were, so far."""
-    packed, real = [], Packer._packed
+    """What makes ranks of one machine pack; what kinds of messages were, so far."""
+    packed, real = [], Packer.begin
 
-    def counted(packer, piece):
-        bit, written = real(packer, piece)
-        packed.extend([bit] * (bit > 0))
-        return bit, written
+    def counted(packer, kind, frames, message):
+        packed.append(kind)
+        real(packer, kind, frames, message)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_HOST", f"host{rank}")
         patch.setenv("WEFT_PACK", str(int(pack)))
         patch.setattr(pieces, "Pace", Slow)
-        patch.setattr(Packer, "_packed", counted)
+        patch.setattr(Packer, "begin", counted)
         yield packed
 
 
 def both_ways(wire, body):
-    """How many pieces each call packs, where links are slow; its results are the same without.
+    """How many messages each call packs, where links are slow; its results are the same without.
 
     Args:
         wire: of processes on this machine.

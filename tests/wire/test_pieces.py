@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import socket
 import struct
@@ -15,17 +16,17 @@ from hypothesis import strategies as st
 
 from weft.kernels import floats
 from weft.kernels.compile import compiler
+from weft.kernels.piece_table import LEAST, PIECE
 from weft.wire import pieces
-from weft.wire.pieces import HEAD, KINDS, LEAST, Pace, Packer, Unpacker
+from weft.wire.pieces import FRAMES, KINDS, Pace, Packer, Unpacker
 
-PIECE = 1 << 18
-HEADER = struct.Struct("!III")
+HEADER = struct.Struct("<II")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    for kind in KINDS:
-        compiler.make(floats.floats_key(kind))
+    compiler.make(floats.PIECES)
+    assert compiler.made(floats.PIECES)
 
 
 def payload(what, size, seed=0):
@@ -38,35 +39,75 @@ def payload(what, size, seed=0):
     return raw.tobytes()[:size]
 
 
+@pytest.fixture(scope="module")
+def ends():
+    """Two ends of a connection."""
+    here, there = socket.socketpair()
+    with here, there:
+        for sock in (here, there):
+            sock.setblocking(False)
+        yield here, there
+
+
+def drained(sock):
+    found = bytearray()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found += sock.recv(1 << 20)
+    return bytes(found)
+
+
+class Sender:
+    """Sends messages in pieces to a socket of the test's."""
+
+    def __init__(self, ends):
+        sock, self._there = ends
+        drained(self._there)
+        self._packer = Packer(sock, Pace())
+
+    def sent(self, kind, message, frames=b""):
+        """What arrives."""
+        packer, arrived, counted = self._packer, b"", 0
+        assert not packer.under_way
+        packer.begin(kind, frames, memoryview(message))
+        while packer.under_way:
+            with contextlib.suppress(BlockingIOError):
+                counted += packer.send()
+            arrived += drained(self._there)
+        assert counted == len(arrived)
+        return arrived
+
+    def cut(self, kind, message):
+        """The pieces of a message: (bytes of it, bytes that these take) of each."""
+        arrived, found = self.sent(kind, message), []
+        while arrived:
+            length, takes = HEADER.unpack_from(arrived)
+            found.append((length, takes))
+            arrived = arrived[HEADER.size + takes :]
+        assert sum(length for length, _ in found) == len(message)
+        return found
+
+
 @pytest.fixture
-def packer():
-    with socket.socket() as sock:
-        yield Packer(sock, Pace())
+def sender(ends):
+    return Sender(ends)
 
 
-def cut(packer, kind, message):
-    """The pieces of a message: (bit, length, bytes) of each."""
-    packer.begin(kind, memoryview(message))
-    found = []
-    while not packer.done:
-        header, body = packer.next()
-        bit, length, size = HEADER.unpack(header)
-        assert size == len(body) and len(header) == HEAD
-        found.append((bit, length, bytes(body)))
-    return found
-
-
-def join(cuts, size):
-    """What an unpacker makes of pieces, in memory that held something else."""
-    unpacker, message = Unpacker(), bytearray(b"\xa5" * size)
-    unpacker.begin(memoryview(message))
-    for bit, length, body in cuts:
-        assert unpacker.under_way
-        place = unpacker.place(HEADER.pack(bit, length, len(body)))
-        assert len(place) == len(body)
-        place[:] = body
-        assert unpacker.filled()
-    assert not unpacker.under_way
+def taken(ends, kind, raw, size, *, ahead=0, sip=1 << 18):
+    """What an unpacker makes of bytes, some of which were read ahead and others come in sips."""
+    here, there = ends
+    drained(there)
+    unpacker, message = Unpacker(there), bytearray(b"\xa5" * size)
+    assert unpacker.begin(KINDS[kind], memoryview(message)) and unpacker.under_way
+    before = np.frombuffer(raw[:ahead] or b"-", np.uint8)
+    used, moved = unpacker.take(before.ctypes.data, ahead, 0)
+    assert (used, moved) == (ahead, 0)
+    at = ahead
+    while unpacker.under_way and at < len(raw):
+        at += (given := here.send(raw[at : at + sip]))
+        assert unpacker.take(0, 0, 1 << 22) == (0, given)
+        assert not unpacker.under_way or 0 < unpacker.missing <= len(raw) - at
+    assert not unpacker.under_way and at == len(raw)
     return bytes(message)
 
 
@@ -80,105 +121,148 @@ SIZES = [LEAST, LEAST + 4, 4096 * 9, PIECE - 4, PIECE, PIECE + 4, PIECE + LEAST,
             st.sampled_from(list(KINDS)),
             st.sampled_from(["f32", "bf16", "zeros", "dull"]),
             st.sampled_from(SIZES) | st.integers(LEAST // 4, PIECE).map(lambda n: 4 * n),
+            st.sampled_from([b"", b"frames", bytes(FRAMES)]),
+            st.sampled_from([0, 1, 7, 8, 9, 5000, 70_000]),
+            st.sampled_from([4097, 70_001, 1 << 18]),
         ),
         max_size=4,
     )
 )
-def test_pieces_make_the_message(messages):
-    with socket.socket() as sock:
-        packer = Packer(sock, Pace())
-        for seed, (kind, what, size) in enumerate(messages):
-            message = payload(what, size, seed)
-            cuts = cut(packer, kind, message)
-            assert sum(length for _, length, _ in cuts) == size
-            assert all(bit in (0, KINDS[kind]) for bit, _, _ in cuts)
-            assert sum(len(body) for _, _, body in cuts) <= size
-            assert join(cuts, size) == message
+def test_pieces_make_the_message(ends, messages):
+    sender = Sender(ends)
+    for seed, (kind, what, size, frames, ahead, sip) in enumerate(messages):
+        message = payload(what, size, seed)
+        raw = sender.sent(kind, message, frames)
+        assert raw[: len(frames)] == frames
+        raw = raw[len(frames) :]
+        assert len(raw) <= size + HEADER.size * -(-size // PIECE)
+        assert taken(ends, kind, raw, size, ahead=min(ahead, len(raw)), sip=sip) == message
+
+
+@pytest.mark.parametrize("sip", [1, 2, 3, 7, 8, 9])
+def test_bytes_may_come_one_by_one(ends, sender, sip):
+    for kind, what in (("f32", "f32"), ("bf16", "zeros"), ("f32", "dull")):
+        message = payload(what, LEAST + 4)
+        raw = sender.sent(kind, message)
+        assert taken(ends, kind, raw, len(message), sip=sip) == message
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_travel_in_fewer_bytes(packer, kind):
-    message = payload(kind, 3 * PIECE)
-    cuts = cut(packer, kind, message)
-    assert [(bit, length) for bit, length, _ in cuts] == [(KINDS[kind], PIECE)] * 3
-    share = sum(len(body) for _, _, body in cuts) / len(message)
+def test_numbers_travel_in_fewer_bytes(sender, kind):
+    cuts = sender.cut(kind, payload(kind, 3 * PIECE))
+    assert [length for length, _ in cuts] == [PIECE] * 3
+    share = sum(takes for _, takes in cuts) / (3 * PIECE)
     assert share == pytest.approx({"f32": 0.86, "bf16": 0.715}[kind], abs=0.01)
 
 
-def test_numbers_of_the_other_kind_are_still_right(packer):
+def test_numbers_of_the_other_kind_are_still_right(ends, sender):
     """bfloat16 taken for float32: not much smaller, but what it was."""
     message = payload("bf16", 2 * PIECE)
-    assert join(cut(packer, "f32", message), len(message)) == message
+    assert taken(ends, "f32", sender.sent("f32", message), len(message)) == message
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    """The lengths of the pieces that were tried."""
-    lengths, real = [], floats.pack_floats
-
-    def pack(kind, numbers, out):
-        lengths.append(len(numbers))
-        return real(kind, numbers, out)
-
-    monkeypatch.setattr(floats, "pack_floats", pack)
-    return lengths
+def packed(cuts):
+    return [takes < length for length, takes in cuts]
 
 
-def test_where_packing_gains_nothing_it_is_seldom_tried(packer, looks):
-    cuts = cut(packer, "f32", payload("dull", 10 * PIECE))
-    assert [bit for bit, _, _ in cuts] == [0] * 10
-    assert looks == [PIECE] * 2  # the first and the tenth
-    cuts = cut(packer, "f32", payload("f32", 10 * PIECE))  # eight of which are still dull
-    assert [bit for bit, _, _ in cuts] == [0] * 8 + [1] * 2
+def test_where_packing_gains_nothing_it_is_seldom_tried(sender):
+    assert packed(sender.cut("f32", payload("dull", 10 * PIECE))) == [False] * 10
+    # the first and the tenth were tried: eight are still dull
+    assert packed(sender.cut("f32", payload("f32", 10 * PIECE))) == [False] * 8 + [True] * 2
 
 
-def test_a_short_rest_says_nothing_of_the_others(packer, looks):
+def test_a_short_rest_says_nothing_of_the_others(sender):
     for rest in (4, 4092, LEAST - 4):
-        cuts = cut(packer, "f32", payload("f32", PIECE + rest))
-        assert [(bit, length) for bit, length, _ in cuts] == [(1, PIECE), (0, rest)], rest
-    assert looks == [PIECE] * 3
+        cuts = sender.cut("f32", payload("f32", PIECE + rest))
+        assert cuts[1:] == [(rest, rest)] and packed(cuts) == [True, False], rest
 
 
-def test_rooms_are_large_enough():
-    for kind, bit in KINDS.items():
-        size = {"f32": 4, "bf16": 2}[kind]
-        most = floats.most_bytes(kind, PIECE // size)
-        unpacker = Unpacker()
-        unpacker.begin(memoryview(bytearray(PIECE)))
-        unpacker.place(HEADER.pack(bit, PIECE, 8))
+def test_rooms_are_large_enough(ends):
+    for kind in KINDS:
+        most = floats.most_bytes(kind, PIECE // {"f32": 4, "bf16": 2}[kind])
+        packer, unpacker = Packer(ends[0], Pace()), Unpacker(ends[1])
+        packer.begin(kind, b"", memoryview(bytearray(PIECE)))
+        unpacker.begin(KINDS[kind], memoryview(bytearray(PIECE)))
         assert len(unpacker._room) >= most
+        assert len(packer._room) >= FRAMES + HEADER.size + most
+
+
+def refusal(ends, raw, size):
+    """Why what comes is not taken."""
+    here, there = ends
+    drained(there)
+    unpacker = Unpacker(there)
+    assert unpacker.begin(KINDS["f32"], memoryview(bytearray(size)))
+    here.sendall(raw)
+    with pytest.raises(ValueError) as raised:
+        unpacker.take(0, 0, 1 << 22)
+    assert unpacker.under_way
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        (7, 4096, 100),  # no kind
-        (3, 4096, 100),  # two of them
-        (1, 0, 0),  # nothing
-        (0, 0, 0),
-        (1, 3 * PIECE + 4, 100),  # more than the message
-        (0, 3 * PIECE + 4, 3 * PIECE + 4),
-        (0, 4096, 4095),  # plain, and not as long as it is
-        (0, 4096, 4097),
-        (1, 4096, 4097),  # more than it would be plain
-        (2, PIECE + 4, 100),  # more than there is room for
-        (1, 2**32 - 1, 2**32 - 1),
+        (0, 0),  # nothing
+        (4096, 0),
+        (3 * PIECE + 4, 100),  # more than the message
+        (3 * PIECE + 4, 3 * PIECE + 4),
+        (4096, 4097),  # more than it would be plain
+        (PIECE + 4, 100),  # more than there is room for
+        (2**32 - 1, 2**32 - 1),
+        (2**31, 2**31),
     ],
 )
-def test_what_is_no_header_is_refused(header):
-    unpacker = Unpacker()
-    unpacker.begin(memoryview(bytearray(3 * PIECE)))
-    assert unpacker.place(HEADER.pack(*header)) is None
+def test_what_is_no_header_is_refused(ends, header):
+    raw = HEADER.pack(*header) + bytes(5000)
+    assert refusal(ends, raw, 3 * PIECE) == "a piece of a message came that is none"
 
 
 @pytest.mark.parametrize("wrong", [-1, 1, None])
-def test_a_piece_must_be_as_long_as_it_says(packer, wrong):
-    ((bit, length, body),) = cut(packer, "f32", payload("f32", LEAST))
-    body = b"" if wrong is None else (body + b"x")[: len(body) + wrong]
-    unpacker = Unpacker()
-    unpacker.begin(memoryview(bytearray(LEAST)))
-    unpacker.place(HEADER.pack(bit, length, len(body)))[:] = body
-    assert not unpacker.filled()
+def test_a_piece_must_be_as_long_as_it_says(ends, sender, wrong):
+    body = sender.sent("f32", payload("f32", LEAST))[HEADER.size :]
+    body = b"x" if wrong is None else (body + b"x")[: len(body) + wrong]
+    raw = HEADER.pack(LEAST, len(body)) + body
+    assert refusal(ends, raw, LEAST) == "a piece of a message came that cannot be read"
+
+
+def test_the_end_of_the_connection_is_said():
+    here, there = socket.socketpair()
+    with there:
+        unpacker = Unpacker(there)
+        unpacker.begin(KINDS["f32"], memoryview(bytearray(LEAST)))
+        here.sendall(HEADER.pack(LEAST, LEAST) + bytes(100))
+        here.close()
+        there.setblocking(False)
+        with pytest.raises(ValueError, match="the connection was closed"):
+            unpacker.take(0, 0, 1 << 22)
+        packer = Packer(there, Pace())
+        packer.begin("f32", b"", memoryview(payload("f32", LEAST)))
+        with pytest.raises(BrokenPipeError):
+            packer.send()
+
+
+def test_a_closed_socket_s_number_is_not_used(ends):
+    """It may be that of another file by then."""
+    for sock in socket.socketpair():
+        sock.close()
+        packer, unpacker = Packer(sock, Pace()), Unpacker(sock)
+        packer.begin("f32", b"", memoryview(payload("f32", LEAST)))
+        unpacker.begin(KINDS["f32"], memoryview(bytearray(LEAST)))
+        for moves in (packer.send, lambda each=unpacker: each.take(0, 0, 100)):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                moves()
+
+
+@pytest.mark.parametrize("bits", [0, 3, 4])
+def test_what_is_no_kind_is_not_begun(ends, bits):
+    unpacker = Unpacker(ends[0])
+    assert not unpacker.begin(bits, memoryview(bytearray(LEAST))) and not unpacker.under_way
+
+
+def test_what_was_not_offered_is_not_begun(ends, monkeypatch):
+    monkeypatch.setattr(pieces.compiler, "loops", lambda key: None)
+    assert not Unpacker(ends[0]).begin(KINDS["f32"], memoryview(bytearray(LEAST)))
 
 
 # which messages
@@ -196,16 +280,16 @@ def test_short_messages_and_other_dtypes_have_no_kind():
 
 
 def test_the_environment_has_nothing_packed(monkeypatch):
-    assert pieces.reads("f32") and pieces.reads("bf16")
+    assert pieces.reads()
     monkeypatch.setenv("WEFT_PACK", "1")
-    assert pieces.reads("f32")
+    assert pieces.reads()
     monkeypatch.setenv("WEFT_PACK", "0")
-    assert not pieces.reads("f32") and not pieces.reads("bf16")
+    assert not pieces.reads()
 
 
 def test_without_machine_code_nothing_is_packed(monkeypatch):
     monkeypatch.setattr(pieces.compiler, "loops", lambda key: None)
-    assert not pieces.reads("f32")
+    assert not pieces.reads()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +306,7 @@ def test_other_machines_do_not_pack(monkeypatch, module, name, value):
         monkeypatch.setitem(sys.modules, module, value)
     spec.loader.exec_module(elsewhere)
     monkeypatch.undo()
-    assert pieces.reads("f32") and not elsewhere.reads("f32")
+    assert pieces.reads() and not elsewhere.reads()
 
 
 # how quick links are

@@ -334,7 +334,8 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         >>> out
         tensor([4., 0., 1.])
     """
-    if len(places) != len(values) or values.shape[1:] != out.shape[1:] or values.dtype != out.dtype:
+    fit = places.numel() == values.shape[0] and values.shape[1:] == out.shape[1:]
+    if not fit or values.dtype != out.dtype:
         raise ValueError(
             f"{len(places)} places, values {tuple(values.shape)} of {values.dtype} and out "
             f"{tuple(out.shape)} of {out.dtype} do not fit together: give a place for each row, "

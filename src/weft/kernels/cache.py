@@ -43,6 +43,8 @@ _SOURCES = (
     "lent_loops.py",
     "list_loops.py",
     "owned_loops.py",
+    "piece_loops.py",
+    "piece_table.py",
     "share_loops.py",
     "talk_loops.py",
     "talk_table.py",

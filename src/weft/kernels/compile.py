@@ -1,9 +1,8 @@
 """Which loops are machine code already, and who makes the others: never the caller of a kernel.
 
 A *set* is the loops that are made together, named by a key: `("index", kind)`, `("gaps", kind)`,
-`("floats", kind)`,
-`("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)`, `("owned", kind, op)` or
-`("value", src, dst, op, total)`.
+`("floats", kind)`, `("pieces",)`, `("list",)`, `("lent",)`, `("share",)`, `("copy",)`, `("talk",)`,
+`("owned", kind, op)` or `("value", src, dst, op, total)`.
 `Compiler.loops` gives a set that is there, at once; if it is not, one background thread starts to
 make it, and the caller does without. So no collective waits for a compiler. `Compiler.make` makes a
 set now.
@@ -157,6 +156,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         lent_loops,
         list_loops,
         owned_loops,
+        piece_loops,
         share_loops,
         talk_loops,
         value_loops,
@@ -170,6 +170,7 @@ def _members(key: Key) -> dict[str, Callable[..., Any]]:
         "lent": lent_loops,
         "list": list_loops,
         "owned": owned_loops,
+        "pieces": piece_loops,
         "share": share_loops,
         "copy": copy_loops,
         "talk": talk_loops,

@@ -123,7 +123,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> bool:
         word = 32
     else:
         word = next(word for word in (8, 4, 1) if size % word == 0)
-    loop, height, count = loops[f"put{word}"], len(out), len(places)
+    loop, height, count = loops[f"put{word}"], out.shape[0], places.numel()
 
     def part(first: int, last: int) -> int:
         outside: int = loop(to, height, where, from_, size, first, last, size // word)

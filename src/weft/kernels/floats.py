@@ -28,10 +28,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .address import address_of
 from .compile import Key, compiler
 from .float_table import BLOCK, CODED, ENOUGH, EVERY, HEAD, PLAIN, PLANES, SAMPLED, WINDOW, ZEROS
 
-__all__ = ["FLOATS", "SHARES", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
+__all__ = ["FLOATS", "PIECES", "SHARES", "floats_key", "most_bytes", "pack_floats", "unpack_floats"]
+
+PIECES: Key = ("pieces",)
+"""The set of loops that send and receive them in pieces (`piece_table`)."""
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that can be packed, in the words of `machine`."""
@@ -69,12 +73,11 @@ def pack_floats(kind: str, numbers: memoryview, out: memoryview) -> int:
         numbers: their bytes.
         out: of `most_bytes`; what lies behind what is written may be overwritten, too.
     """
-    source, to = np.frombuffer(numbers, np.uint8), np.frombuffer(out, np.uint8)
     loops = compiler.loops(floats_key(kind))
     if loops is None:
-        return _pack(kind, source, to)
-    count = len(source) // _SIZES[kind]
-    size: int = loops["pack_floats"](source.ctypes.data, count, to.ctypes.data)
+        return _pack(kind, np.frombuffer(numbers, np.uint8), np.frombuffer(out, np.uint8))
+    count = numbers.nbytes // _SIZES[kind]
+    size: int = loops["pack_floats"](address_of(numbers), count, address_of(out))
     return size
 
 
@@ -87,12 +90,11 @@ def unpack_floats(kind: str, packed: memoryview, out: memoryview) -> int:
             other numbers, and touches nothing beyond.
         out: where the bytes of the numbers go, which say how many there are.
     """
-    source, to = np.frombuffer(packed, np.uint8), np.frombuffer(out, np.uint8)
     loops = compiler.loops(floats_key(kind))
     if loops is None:
-        return _unpack(kind, source, to)
-    count = len(to) // _SIZES[kind]
-    size: int = loops["unpack_floats"](source.ctypes.data, to.ctypes.data, count)
+        return _unpack(kind, np.frombuffer(packed, np.uint8), np.frombuffer(out, np.uint8))
+    count = out.nbytes // _SIZES[kind]
+    size: int = loops["unpack_floats"](address_of(packed), address_of(out), count)
     return size
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "memcmp",
     "memcpy",
     "memset",
+    "not_now",
     "part",
     "prefetch",
     "prefetch_row",
@@ -104,9 +105,23 @@ process_vm_readv = _function(
 )
 sched_yield = _function("sched_yield", types.int32)
 clock_gettime = _function("clock_gettime", types.int32, types.int32, types.int64)
+_errno = _function("__errno_location", types.int64)
 
 NOT_NOW = 0x4040
 """Flags of `recv` and `send`: MSG_DONTWAIT and MSG_NOSIGNAL, as Linux has them."""
+
+_AGAIN, _INTERRUPTED = 11, 4  # EAGAIN and EINTR, as Linux has them
+
+
+@part
+def not_now(otherwise: int) -> int:
+    """Why the last `recv` or `send` failed: the number of its error, below 0.
+
+    It is what is given instead if there was nothing, or no room, at that moment.
+    """
+    error = load("i32", _errno(), 0)
+    return otherwise if error in (_AGAIN, _INTERRUPTED) else -int(error)
+
 
 MONOTONIC = 1
 """The clock that only goes on, as Linux numbers them."""

@@ -52,20 +52,21 @@ def reduce(
         tensor([[2.],
                 [5.]])
     """
-    which, many = None, len(distinct.indices)
+    # `numel` and `shape`: `len` of a tensor is Python's, which is much for a few rows
+    which, many, count = None, distinct.indices.numel(), values.shape[0]
     if isinstance(rows, Tensor):
-        which, first, last = rows.contiguous(), 0, len(rows)
+        which, first, last = rows.contiguous(), 0, rows.numel()
     else:
         first, last, _ = rows.indices(many)
         last = max(first, last)
-    given = len(distinct.indices) if distinct.order is None else len(distinct.order)
+    given = many if distinct.order is None else distinct.order.numel()
     if distinct.starts is not None and distinct.order is None:
         given = int(distinct.starts[-1])
-    if len(values) != given:
-        raise ValueError(f"there are {given} indices and {len(values)} rows: give one row for each")
+    if count != given:
+        raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
     if out is None:
         if distinct.order is None and distinct.starts is None and which is None:
-            return values if last - first == len(values) else values[first:last]
+            return values if last - first == count else values[first:last]
         out = values.new_empty((last - first, *values.shape[1:]))
     elif out.shape != (last - first, *values.shape[1:]):
         raise ValueError(
@@ -74,7 +75,7 @@ def reduce(
         )
     if out.numel() == 0:
         return out
-    meter.spend(values.nbytes if which is None else values.nbytes * len(which) / many)
+    meter.spend(values.nbytes if which is None else values.nbytes * last / many)
     values = detached(values)
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
         _reduce_and_round(values, distinct, op, out, first, which)

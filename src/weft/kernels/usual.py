@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, lent, lists
+from . import cache, cpu, cpu_copy, cpu_indices, cpu_shares, cpu_talk, floats, lent, lists
 from .compile import compiler
-from .floats import FLOATS, floats_key
 from .gaps import gaps_key
 from .ops import OPS, Op
 
@@ -80,9 +79,8 @@ def _sets(pairs: Iterable[tuple[torch.dtype, torch.dtype, Op]]) -> list[tuple[st
         if key is not None
     ]
     # these are for every dtype, and fewest calls need them
-    common = lists.KEY, lent.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY
-    between_hosts = map(floats_key, FLOATS.values())
-    return list(dict.fromkeys([*sets, *common, *between_hosts]))
+    common = lists.KEY, lent.KEY, cpu_copy.KEY, cpu_shares.KEY, cpu_talk.KEY, floats.PIECES
+    return list(dict.fromkeys([*sets, *common]))
 
 
 def _keys(index_dtype: torch.dtype, dtype: torch.dtype, op: Op) -> list[tuple[str, ...]]:

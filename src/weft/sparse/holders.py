@@ -126,9 +126,9 @@ def _holders(own: OwnRows, call: Call) -> Rows:
             to_others(step)
         if chunk is not None:
             first = step * relay.rows
-            kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
+            kernels.put(result.values, places[me][first : first + chunk.shape[0]], chunk)
         for origin, first, some in relay.turn(step):
-            kernels.put(result.values, places[origin][first : first + len(some)], some)
+            kernels.put(result.values, places[origin][first : first + some.shape[0]], some)
 
     relay.finish()
     outflow.finish()

@@ -85,7 +85,7 @@ class OwnRows:
 
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""
-        if not len(positions):
+        if not positions.numel():
             return  # who has no rows may not know their shape
         if self._values is None and self._given.is_contiguous():
             kernels.reduce(self._given, self._distinct, self._op, out=out, rows=positions)

@@ -153,8 +153,9 @@ class _Mine:
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """Each is good until the next is asked for."""
-        for first in range(start, stop, len(self._chunk)):
-            last = min(stop, first + len(self._chunk))
+        step = self._chunk.shape[0]
+        for first in range(start, stop, step):
+            last = min(stop, first + step)
             rows = slice(self._first + first, self._first + last)
             yield self._own.piece(rows, self._chunk[: last - first])
 

@@ -209,8 +209,11 @@ class Inflow:
 def chunks(call: Call, values: Tensor) -> list[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
     step = call.chunk_rows
-    starts = range(0, len(values) if call.load.row else 0, step)
-    rows = [values[start : start + step] for start in starts]
+    count = values.shape[0] if call.load.row else 0
+    if count <= step:
+        rows = [values] * bool(count)
+    else:
+        rows = [values[start : start + step] for start in range(0, count, step)]
     return rows if call.carried is None else [each.view(call.carried) for each in rows]
 
 
@@ -380,8 +383,8 @@ def merge_blocks(
             for run, source in enumerate(sources):
                 row, last = bounds[run][block], bounds[run][block + 1]
                 for piece in source.pieces(row, last):
-                    slots = union.slots[run][row : row + len(piece)]
-                    kernels.combine(sums, slots, piece, call.op, start)
-                    row += len(piece)
+                    end = row + piece.shape[0]
+                    kernels.combine(sums, union.slots[run][row:end], piece, call.op, start)
+                    row = end
             call.finish(sums, final)
             yield start, stop

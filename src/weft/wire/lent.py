@@ -21,13 +21,12 @@ import struct
 import sys
 from pathlib import Path
 
-import numpy as np
-
+from ..kernels.address import address_of
 from ..kernels.cpu_talk import Lender, lender
 from ..kernels.talk_table import ARENA
 from .arena import HEAD, ROOM, Arena, seen
 
-__all__ = ["LEAST", "Guard", "Reach", "address_of", "may_trace", "yama"]
+__all__ = ["LEAST", "Guard", "Reach", "may_trace", "yama"]
 
 LEAST = 1 << 17
 """Bytes from which on a message is worth being read where it lies."""
@@ -140,11 +139,6 @@ class Reach:
             if done != count + size or seen != self._guard:
                 return False
         return True
-
-
-def address_of(memory: memoryview) -> int:
-    """Where it begins."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def yama() -> int | None:

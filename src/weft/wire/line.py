@@ -20,8 +20,9 @@ import socket
 import struct
 from collections import deque
 
-from .lent import LEAST, Guard, Reach, address_of
-from .pieces import HEAD, KINDS, Pace, Packer, Unpacker
+from ..kernels.address import address_of
+from .lent import LEAST, Guard, Reach
+from .pieces import FRAMES, KINDS, Pace, Packer, Unpacker
 
 __all__ = ["Line", "Order"]
 
@@ -33,7 +34,8 @@ _READS, _TAKEN, _DECLINED, _LATE, _UNPACKS = (1 << 60 | kind for kind in range(5
 # = whether the peer can read here; it read what was lent first; it could not; that, sent after all;
 # which kinds of numbers it unpacks
 _ABOUT = {_CARD, _READS, _TAKEN, _DECLINED, _UNPACKS}  # not messages
-_PIECES = 1 << 59  # a message that comes in pieces, each behind its own header
+_KIND = 58  # where the bits begin of the kind of numbers that come in pieces
+_PIECES = sum(KINDS.values()) << _KIND  # a message that does
 _ADDRESS = struct.Struct("!Q")
 _AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
 _LOT = 1 << 18  # bytes of a long message that are worth waking up for
@@ -80,10 +82,11 @@ class Line:
         self._posted = self._waiting = 0  # messages to send, in all and not begun
         self._parts: list[memoryview] = []  # of the message that is being sent
         self._sending: Order | None = None
-        self._packer, self._unpacker = Packer(sock, pace or Pace()), Unpacker()
+        self._packer, self._unpacker = Packer(sock, pace or Pace()), Unpacker(sock)
         self._sent = 0  # bytes that the socket took
         self.unpacks = self.offered = 0
         self._ahead = memoryview(bytearray(_AHEAD))
+        self._ahead_at = address_of(self._ahead)
         self._start = self._end = 0  # what was read ahead and not looked at
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._coming: Order | None = None
@@ -125,7 +128,8 @@ class Line:
         """Whether anything is under way."""
         awaits = self._coming or self._declined or any(self._incoming.values())
         posted = awaits or self._lent or self._late or self._waiting
-        return bool(self._parts or self._grants or self._notes or posted)
+        sending = self._parts or self._packer.under_way
+        return bool(sending or self._grants or self._notes or posted)
 
     @property
     def reads(self) -> bool:
@@ -135,7 +139,7 @@ class Line:
     @property
     def writes(self) -> bool:
         """Whether to wait until the socket takes more."""
-        return bool(self._parts) and not self.lost
+        return bool(self._parts or self._packer.under_way) and not self.lost
 
     @property
     def wanted(self) -> int:
@@ -144,13 +148,12 @@ class Line:
 
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""
-        if not (self._parts or self._waiting or self._grants or self._notes or self._late):
-            return
-        while not self.lost and (self._parts or self._load()):
+        packer = self._packer
+        while not self.lost and (packer.under_way or self._parts or self._load()):
             if self.unpacks:
-                self._packer.look(self._sent)
+                packer.look(self._sent)
             try:
-                sent = self.sock.sendmsg(self._parts)
+                sent = packer.send() if packer.under_way else self.sock.sendmsg(self._parts)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -159,20 +162,18 @@ class Line:
                 self.lost = self.lost or str(error)
                 return
             self._sent += sent
-            while self._parts and sent >= len(self._parts[0]):
-                sent -= len(self._parts.pop(0))
             if self._parts:
-                self._parts[0] = self._parts[0][sent:]
-            elif not self._packer.done:
-                self._parts = self._packer.next()
-            elif self._sending is not None:
+                self._parts = _rest(self._parts, sent)
+            if self._sending is not None and not (self._parts or packer.under_way):
                 self._sending.done, self._sending = True, None
 
     def _load(self) -> bool:
         """Take up the next message that may be sent; whether there is anything to send."""
-        if not (self._grants or self._notes or self._late or self._waiting):
+        if not (self._waiting or self._grants or self._notes or self._late):
             return False
-        frames = [_FRAME.pack(_GRANT | channel, count) for channel, count in self._grants.items()]
+        frames = []
+        for channel, count in self._grants.items():
+            frames.append(_FRAME.pack(_GRANT | channel, count))
         frames += self._notes
         self._grants.clear()
         self._notes.clear()
@@ -184,13 +185,8 @@ class Line:
         if not self._waiting:
             self._parts = [memoryview(b"".join(frames))]
             return True
-        ready = [
-            (orders[0].number, channel)
-            for channel, orders in self._outgoing.items()
-            if orders and self._allowed.get(channel, 0)
-        ]
-        if ready:
-            _, channel = min(ready)
+        channel = self._next()
+        if channel >= 0:
             self._allowed[channel] -= 1
             order = self._outgoing[channel].popleft()
             self._waiting -= 1
@@ -201,11 +197,11 @@ class Line:
                 self._parts = [memoryview(b"".join(frames))]
                 return True
             self._sending = order
-            both = self.unpacks & self.offered  # what is read at machine speed is written so, too
-            if KINDS.get(order.kind, 0) & both and self._packer.pays:
-                frames.append(_FRAME.pack(_PIECES | channel, len(order.buffer)))
-                self._packer.begin(order.kind, order.buffer)
-                self._parts = [memoryview(b"".join(frames)), *self._packer.next()]
+            # what is read at machine speed is written so, too
+            kind = KINDS.get(order.kind, 0) & self.unpacks & self.offered
+            if kind and self._packer.pays and sum(map(len, frames)) <= FRAMES - _FRAME.size:
+                frames.append(_FRAME.pack(kind << _KIND | channel, len(order.buffer)))
+                self._packer.begin(order.kind, b"".join(frames), order.buffer)
                 return True
             frames.append(_FRAME.pack(channel, len(order.buffer)))
             self._parts = [memoryview(b"".join(frames)), order.buffer]
@@ -213,12 +209,32 @@ class Line:
             self._parts = [memoryview(b"".join(frames))]
         return bool(self._parts)
 
+    def _next(self) -> int:
+        """The channel of the first message that the peer has a place for; -1: there is none."""
+        first, at = 0, -1
+        for channel, orders in self._outgoing.items():
+            if orders and self._allowed.get(channel):
+                number = orders[0].number
+                if at < 0 or number < first:
+                    first, at = number, channel
+        return at
+
     def receive(self) -> bool:
         """Read what is there, as far as it may be read; whether it was anything."""
         moved, self._paused, self.more = 0, False, False
-        while not self.lost and moved < _TURN and (self._into is not None or self._parse()):
+        pieces = self._unpacker
+        while not self.lost and moved < _TURN:
+            if pieces.under_way:
+                moved += self._take_pieces(_TURN)
+                if pieces.under_way:
+                    break
+            if self._into is None and not self._parse():
+                break
+            if pieces.under_way:
+                continue
             into = self._into
             parts = [self._ahead[self._end :]] if into is None else [into, self._ahead]
+            room = _AHEAD - self._end if into is None else len(into) + _AHEAD
             try:
                 count = self.sock.recvmsg_into(parts)[0]
             except BlockingIOError:
@@ -236,13 +252,27 @@ class Line:
                 self._into = into[count:]
             else:
                 self._end = count - len(into)
-                self._finished()
+                self._done()
             if self._into is None and not self._parse():
                 break
-            if count < sum(map(len, parts)):  # that was all
+            if count < room and not pieces.under_way:  # that was all
                 break
-        self._wake_at(min(len(self._into), _LOT) if self._into is not None else 1)
+        missing = pieces.missing if pieces.under_way else len(self._into or "-")
+        self._wake_at(min(missing, _LOT))
         return moved > 0 or self._paused
+
+    def _take_pieces(self, most: int) -> int:
+        """Have pieces take what was read ahead, and some bytes from the socket; how many those."""
+        ahead, ready = self._ahead_at + self._start, self._end - self._start
+        try:
+            used, moved = self._unpacker.take(ahead, ready, most)
+        except (OSError, ValueError) as error:
+            self.lost = str(error)
+            return 0
+        self._start += used
+        if not self._unpacker.under_way:
+            self._done()
+        return moved
 
     def _wake_at(self, count: int) -> None:
         """Let the socket be readable once so many bytes are there, or none will come any more.
@@ -254,15 +284,11 @@ class Line:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    def _finished(self) -> None:
-        """The message that came is whole, or a piece of it."""
+    def _done(self) -> None:
+        """The message that came is whole."""
         assert self._coming is not None
-        self._into = None
-        if self._unpacker.under_way and not self._unpacker.filled():
-            self.lost = "a piece of a message came that cannot be read"
-        if not self._unpacker.under_way:
-            self._coming.done = True
-            self._coming = None
+        self._coming.done = True
+        self._into = self._coming = None
 
     def _parse(self) -> bool:
         """Look at what was read ahead; whether more may be read."""
@@ -270,6 +296,12 @@ class Line:
             return True
         while not self._paused and not self.lost and (head := self._head()) is not None:
             into = self._looked_at(head)
+            if self._unpacker.under_way:
+                self._take_pieces(0)
+                if self._unpacker.under_way:
+                    self._start = self._end = 0
+                    return not self.lost
+                continue
             if into is None:
                 continue
             here = min(self._end - self._start, len(into))
@@ -279,7 +311,7 @@ class Line:
             if here < len(into):
                 self._start = self._end = 0
                 return True
-            self._finished()
+            self._done()
         rest = self._end - self._start
         self.more = self._paused and rest > 0
         if self._start:
@@ -288,10 +320,8 @@ class Line:
         return not self._paused and not self.lost
 
     def _head(self) -> memoryview | None:
-        """What the next message, or piece of one, begins with, if all of it is there."""
+        """What the next message begins with, if all of it is there."""
         rest = self._ahead[self._start : self._end]
-        if self._unpacker.under_way:
-            return rest[:HEAD] if len(rest) >= HEAD else None
         if len(rest) < _FRAME.size:
             return None
         kind, size = _FRAME.unpack_from(rest)
@@ -302,11 +332,6 @@ class Line:
     def _looked_at(self, head: memoryview) -> memoryview | None:
         """Heed what was read ahead; where what follows it belongs, if anything does."""
         self._start += len(head)
-        if self._unpacker.under_way:
-            into = self._unpacker.place(head)
-            if into is None:
-                self.lost = "a piece of a message came that is none"
-            return into
         kind, size = _FRAME.unpack_from(head)
         if kind & _GRANT:
             channel = kind ^ _GRANT
@@ -323,7 +348,8 @@ class Line:
             return None
         self._coming = order
         if kind & _PIECES:
-            self._unpacker.begin(order.buffer[:size])
+            if not self._unpacker.begin((kind & _PIECES) >> _KIND, order.buffer[:size]):
+                self.lost = "a message came in pieces that cannot be read here"
             return None
         return order.buffer[:size]
 
@@ -361,3 +387,12 @@ class Line:
         else:  # what lies behind it is answered in the same way
             self.lends = False
             self._late.append(self._lent.popleft())
+
+
+def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of parts of which so many bytes were sent."""
+    for number, part in enumerate(parts):
+        if sent < len(part):
+            return [part[sent:], *parts[number + 1 :]]
+        sent -= len(part)
+    return []

@@ -143,7 +143,11 @@ class Mover:
         """
         orders: list[Posted] = []
         with self._turn:
-            self._offer(kind for _, _, kind in (*sends, *recvs))
+            for _, _, kind in (*sends, *recvs):
+                if kind not in self._readable.told:
+                    for line in self._readable.tell(kind, self.lines.values()):
+                        line.flush()
+                        self._watch(line)
             for peer, buffer, _ in recvs:
                 order, line = Order(buffer), lines[peer]
                 line.expect(at, order)
@@ -158,16 +162,6 @@ class Mover:
         if orders and not self._stir.is_set():
             self._rouse()
         return orders
-
-    def _offer(self, kinds: Iterable[str]) -> None:
-        """Tell peers on other hosts which kinds of numbers are read here if packed, these too."""
-        between = [line for line in self.lines.values() if line.lends is False]
-        said = self._readable.with_these(kinds) if between else 0
-        for line in between:
-            if line.offered != said:
-                line.offer(said)
-                line.flush()
-                self._watch(line)
 
     def post_small(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
@@ -274,7 +268,9 @@ class Mover:
                 and isinstance(line, PipeLine)
                 and line.takes(order)
             ]
-            awake = 0.0 if take_all(swift, _FEW_LOOKS) else _AWAKE
+            # a long message from another host takes longer than it takes to be woken
+            far = all(isinstance(line, Line) and line.lends is False for line, _ in orders)
+            awake = 0.0 if far or take_all(swift, _FEW_LOOKS) else _AWAKE
             for number, (line, order) in enumerate(orders):
                 if order.done:
                     continue

@@ -14,17 +14,45 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import time
+from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels import floats
+from ..kernels.address import address_of
 from ..kernels.compile import compiler
+from ..kernels.piece_table import (
+    AHEAD,
+    BLOCKED,
+    BROKEN,
+    CLOSED,
+    EACH,
+    FD,
+    GOT,
+    HEAD,
+    HEADED,
+    LEAST,
+    LENGTH,
+    MISSING,
+    MORE,
+    PIECE,
+    READY,
+    REST,
+    ROOM,
+    ROW,
+    SIZE,
+    TOOK,
+    UNREADABLE,
+)
+
+if TYPE_CHECKING:
+    from .line import Line
 
 try:
     import fcntl
@@ -32,7 +60,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # the module, or that there is none
 
 __all__ = [
-    "HEAD",
+    "FRAMES",
     "KINDS",
     "LEAST",
     "SLOW",
@@ -46,25 +74,24 @@ __all__ = [
     "wanted",
 ]
 
-LEAST = 1 << 14
-"""Bytes of a message from which on it travels in pieces."""
-
 KINDS: Mapping[str, int] = {"f32": 1, "bf16": 2}
 """The kinds of numbers that may be packed, each with its bit in what a peer says that it reads."""
 
 SLOW = 320e6
 """Bytes a second that all lines of a rank carry at the most where numbers are packed."""
 
-_PLAIN = 0  # in the place of a kind's bit
+FRAMES = 1 << 12
+"""Bytes of frames that may go before a message in pieces."""
+
+_EACH = {kind: dtype.itemsize for dtype, kind in floats.FLOATS.items()}
 _BY_BIT = {bit: kind for kind, bit in KINDS.items()}
-_PIECE = 1 << 18  # bytes of a piece before it is packed: it stays in the cache
-_HEADER = struct.Struct("!III")  # bit of its kind; bytes of the piece; bytes that it takes
-HEAD = _HEADER.size
-"""Bytes that say what follows of a piece."""
+_WRONG = {
+    CLOSED: "the connection was closed",
+    BROKEN: "a piece of a message came that is none",
+    UNREADABLE: "a piece of a message came that cannot be read",
+}
 
 _NOT_SENT = 0x894B  # SIOCOUTQNSD of Linux: bytes in a socket that have not gone out yet
-_GAIN = 0.98  # of its bytes a packed piece takes at the most, or it was not worth the while
-_DULL = 8  # pieces to be sent as they are after one that was not worth it
 _WINDOW = 2e-3  # seconds in which a socket always held something: its pace is known
 _LOOKS = 15  # at a pace, by which it is judged
 _LATELY = 0.1  # seconds for which such a pace counts beside those of others
@@ -76,9 +103,9 @@ def kind_of(tensor: Tensor) -> str:
     return floats.FLOATS.get(tensor.dtype, "") if tensor.nbytes >= LEAST else ""
 
 
-def reads(kind: str) -> bool:
-    """Whether numbers of a kind can be read at machine speed; if not yet, it is seen to."""
-    return _can() and compiler.loops(floats.floats_key(kind)) is not None
+def reads() -> bool:
+    """Whether pieces can be read, and written, at machine speed; if not yet, it is seen to."""
+    return _can() and compiler.loops(floats.PIECES) is not None
 
 
 def packs() -> bool:
@@ -96,17 +123,32 @@ def _can() -> bool:
 
 
 class Readable:
-    """The kinds of numbers that are read here if packed: those that came up, once they can be."""
+    """The kinds of numbers that are read here if packed: those that came up, once they can be.
+
+    Attributes:
+        told: kinds of which no peer is to be told any more, also "".
+    """
 
     def __init__(self) -> None:
         self._bits = 0
+        self.told = {""}
 
-    def with_these(self, kinds: Iterable[str]) -> int:
-        """The sum of their bits, these kinds included; a kind may be ""."""
-        for kind in kinds:
-            if kind and not self._bits & KINDS[kind] and reads(kind):
-                self._bits |= KINDS[kind]
-        return self._bits
+    def tell(self, kind: str, lines: Collection[Line]) -> list[Line]:
+        """Have lines to other hosts say that this kind is read here, too; those that now do.
+
+        It is to be called again until all peers have said where they are, and machine code is
+        there: then the kind is among those `told`.
+        """
+        between = [line for line in lines if line.lends is False]
+        if between and not self._bits & KINDS[kind] and reads():
+            self._bits |= KINDS[kind]
+        told = [line for line in between if line.offered != self._bits]
+        for line in told:
+            line.offer(self._bits)
+        met = all(line.lends is not None for line in lines)
+        if met and (self._bits & KINDS[kind] or not between):
+            self.told.add(kind)
+        return told
 
 
 class Pace:
@@ -131,21 +173,21 @@ class Pace:
 
 
 class Packer:
-    """Cuts the messages of one line into pieces, one message after the other."""
+    """Sends the messages of one line in pieces, one message after the other.
+
+    Attributes:
+        under_way: whether there is a message of which something was not sent.
+    """
 
     def __init__(self, sock: socket.socket, pace: Pace) -> None:
         self._sock, self._pace = sock, pace
+        self._table = array("q", bytes(8 * ROW))
         self._room: memoryview | None = None
-        self._rest = memoryview(b"")
-        self._kind = ""
-        self._dull = 0  # pieces that are not to be packed
+        self._message: memoryview | None = None  # whose address is in the table
+        self._send: Callable[[int], int] | None = None
+        self.under_way = False
         self._tells = True  # the kernel tells what the socket holds
         self._since: tuple[float, int] | None = None  # when it held something, and what had gone
-
-    @property
-    def done(self) -> bool:
-        """Whether all of the message was given out."""
-        return not self._rest
 
     def look(self, sent: int) -> None:
         """See how quickly the link took what the socket held; it is about to be given more.
@@ -165,34 +207,41 @@ class Packer:
             self._pace.see(self, (gone - before) / (now - began), now)
             self._since = now, gone
 
-    def begin(self, kind: str, message: memoryview) -> None:
-        """Cut a message of numbers of that kind, which the peer reads."""
-        self._kind, self._rest = kind, message
-
     @property
     def pays(self) -> bool:
         """Whether to pack the next message."""
         return self._pace.slow
 
-    def next(self) -> list[memoryview]:
-        """The next piece as it goes out; the one before must have gone."""
-        piece, self._rest = self._rest[:_PIECE], self._rest[_PIECE:]
-        bit, written = self._packed(piece)
-        return [memoryview(_HEADER.pack(bit, len(piece), len(written))), written]
-
-    def _packed(self, piece: memoryview) -> tuple[int, memoryview]:
-        if len(piece) < LEAST:  # a short rest gains nothing, and tells nothing about the others
-            return _PLAIN, piece
-        if self._dull:
-            self._dull -= 1
-            return _PLAIN, piece
+    def begin(self, kind: str, frames: bytes, message: memoryview) -> None:
+        """Have a message of numbers of that kind sent, which the peer reads, behind its frames."""
+        loops = compiler.loops(floats.PIECES)
+        assert loops is not None and len(frames) <= FRAMES
+        table = self._table
         if self._room is None:
-            self._room = _room()
-        size = floats.pack_floats(self._kind, piece, self._room)
-        if size > _GAIN * len(piece):
-            self._dull = _DULL
-            return _PLAIN, piece
-        return KINDS[self._kind], self._room[:size]
+            self._room = _room(FRAMES + SIZE)
+            table[ROOM] = address_of(self._room) + FRAMES + SIZE
+        self._room[FRAMES - len(frames) : FRAMES] = frames
+        table[EACH] = _EACH[kind]
+        table[HEAD], table[HEADED] = table[ROOM] - SIZE - len(frames), len(frames)
+        table[REST], table[MORE] = address_of(message), len(message)
+        self._message, self._send, self.under_way = message, loops["send_piece"], True
+
+    def send(self) -> int:
+        """Send a piece, or what is left of one; how many bytes the socket took.
+
+        Raises:
+            OSError: it takes none, now (BlockingIOError) or ever.
+        """
+        assert self._send is not None
+        table = self._table
+        table[FD] = self._sock.fileno()  # each time: once it is closed it is somebody else's
+        found = self._send(table.buffer_info()[0])
+        took = table[TOOK]
+        if found == 0 and not table[MORE]:
+            self.under_way, self._message = False, None
+        if found and not took:
+            raise BlockingIOError if found == BLOCKED else OSError(-found, os.strerror(-found))
+        return took
 
     def _held(self) -> int:
         """Bytes that the socket holds and that have not gone out yet; 0 if that is not told."""
@@ -206,47 +255,74 @@ class Packer:
 
 
 class Unpacker:
-    """Puts together the pieces that come on one line, one message after the other."""
+    """Receives the messages that come on one line in pieces, one message after the other.
 
-    def __init__(self) -> None:
+    Attributes:
+        under_way: whether pieces are still to come.
+        missing: bytes that are sure to come, and to be waited for together.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._table = array("q", bytes(8 * ROW))
         self._room: memoryview | None = None
-        self._rest: memoryview | None = None  # of the message, where the next piece belongs
-        self._kind = ""
+        self._message: memoryview | None = None  # whose address is in the table
+        self._take: Callable[[int, int], int] | None = None
+        self.under_way = False
+        self.missing = 0
 
-    @property
-    def under_way(self) -> bool:
-        """Whether pieces are still to come."""
-        return self._rest is not None
+    def begin(self, bits: int, message: memoryview) -> bool:
+        """Await the pieces of a message, whose bytes belong there; False: they cannot be read.
 
-    def begin(self, message: memoryview) -> None:
-        """Await the pieces of a message, whose bytes belong there."""
-        self._rest = message
-
-    def place(self, header: bytes | memoryview) -> memoryview | None:
-        """Where to put the bytes of a piece; None if this is no header of one."""
-        bit, length, size = _HEADER.unpack(header)
-        if self._rest is None or not 0 < length <= len(self._rest):
-            return None
-        self._into, self._size, self._kind = self._rest[:length], size, _BY_BIT.get(bit, "")
-        if not self._kind:
-            return self._into if bit == _PLAIN and size == length else None
+        Args:
+            bits: what its kind is among `KINDS`.
+            message: its memory.
+        """
+        kind, loops = _BY_BIT.get(bits, ""), compiler.loops(floats.PIECES)
+        if not kind or loops is None or not len(message):
+            return False
+        table = self._table
+        table[EACH] = _EACH[kind]
         if self._room is None:
             self._room = _room()
-        return self._room[:size] if size <= length <= _PIECE else None
-
-    def filled(self) -> bool:
-        """The bytes of the piece are there; whether they say what it takes to make it whole."""
-        assert self._rest is not None
-        if self._kind:
-            assert self._room is not None
-            if floats.unpack_floats(self._kind, self._room, self._into) != self._size:
-                return False
-        self._rest = self._rest[len(self._into) :] or None
+            table[ROOM] = address_of(self._room)
+        table[REST], table[MORE] = address_of(message), len(message)
+        table[LENGTH] = table[GOT] = 0
+        self._message, self._take, self.under_way = message, loops["take_pieces"], True
         return True
 
+    def take(self, ahead: int, ready: int, most: int) -> tuple[int, int]:
+        """Receive what is there, up to the end of the message.
 
-def _room() -> memoryview:
-    """Memory for a piece while it is packed, of whichever kind."""
-    sizes = {kind: dtype.itemsize for dtype, kind in floats.FLOATS.items()}
-    most = max(floats.most_bytes(kind, _PIECE // sizes[kind]) for kind in KINDS)
-    return torch.empty(most, dtype=torch.uint8).numpy().data
+        Args:
+            ahead: address of what was read already.
+            ready: bytes of that.
+            most: bytes to take from the socket.
+
+        Returns:
+            How many bytes were taken of what was read already, and from the socket.
+
+        Raises:
+            OSError, ValueError: the socket gives no more; what comes is wrong.
+        """
+        assert self._take is not None
+        table = self._table
+        table[FD], table[AHEAD], table[READY] = self._sock.fileno(), ahead, ready
+        found = self._take(table.buffer_info()[0], most)
+        if found == 0:
+            self.under_way, self._message = False, None
+        elif found == BLOCKED:
+            # with what precedes the next, so that one need not be woken for that alone
+            rest = table[MISSING] + SIZE * (table[MORE] > table[LENGTH])
+            self.missing = rest if table[LENGTH] else SIZE - table[GOT]
+        elif found in _WRONG:
+            raise ValueError(_WRONG[found])
+        else:
+            raise OSError(-found, os.strerror(-found))
+        return ready - table[READY], table[TOOK]
+
+
+def _room(before: int = 0) -> memoryview:
+    """Memory for a piece while it is packed, of whichever kind, and for what precedes it."""
+    most = max(floats.most_bytes(kind, PIECE // each) for kind, each in _EACH.items())
+    return torch.empty(before + most, dtype=torch.uint8).numpy().data

@@ -113,7 +113,8 @@ class ProcessGroupWire(Wire):
                 raise
 
     def routine(self, script: Script) -> Routine:
-        self._check_peers([*script.says, *script.expects])
+        for peer in (*script.says, *script.expects):
+            self._check_peer(peer)
         mover = self._connections.mover if self._connections is not None else None
         short = max(script.lengths.values(), default=0) <= _SHORT
         if not isinstance(mover, Mover) or not short:
@@ -130,30 +131,30 @@ class ProcessGroupWire(Wire):
         posted = self._prepared(sends, recvs)
         if self._connections is not None:
             same: dict[int, memoryview] = {}  # what goes to several is looked at once
-            outgoing = [
-                (
-                    peer,
-                    same.get(id(tensor)) or same.setdefault(id(tensor), _bytes(tensor)),
-                    kind_of(tensor),
-                )
-                for peer, tensor in sends
-            ]
-            into = [(peer, posted.into(want)) for peer, want in recvs]
-            incoming = [(peer, _bytes(tensor), kind_of(tensor)) for peer, tensor in into]
+            outgoing, incoming = [], []
+            for peer, tensor in sends:
+                message = same.get(id(tensor))
+                if message is None:
+                    message = same[id(tensor)] = _bytes(tensor)
+                outgoing.append((peer, message, kind_of(tensor)))
+            for peer, want in recvs:
+                tensor = posted.into(want)
+                incoming.append((peer, _bytes(tensor), kind_of(tensor)))
             self._begin(posted, self._connections.mover.post, lines, outgoing, incoming, channel)
         return posted
 
     def _prepared(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> _Posted:
         """What may be posted."""
         self._check()
-        self._check_peers([peer for peer, _ in sends])
-        self._check_peers([peer for peer, _ in recvs])
+        for peer, _ in sends:
+            self._check_peer(peer)
+        for peer, _ in recvs:
+            self._check_peer(peer)
         return _Posted(self, sends, recvs)
 
-    def _check_peers(self, peers: Sequence[int]) -> None:
-        for peer in peers:
-            if peer == self.rank or not 0 <= peer < self.size:
-                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+    def _check_peer(self, peer: int) -> None:
+        if peer == self.rank or not 0 <= peer < self.size:
+            raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
 
     def _begin(self, posted: _Posted, post: Callable[..., Any], *messages: object) -> None:
         """Hand messages to what moves them."""
@@ -296,7 +297,7 @@ class _Posted(Pending):
         if not self._done:
             wire = self._wire
             wire._check()
-            if self.orders:
+            if not self.is_through():
                 assert wire._connections is not None
                 self.finish(functools.partial(wire._connections.mover.finish, self.orders))
             self._done, self.orders = True, []
