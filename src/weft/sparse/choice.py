@@ -170,7 +170,7 @@ def with_link(wire: Wire, load: Load) -> Load:
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return fitted(replace(load, hosts=wire.hosts, common=common.works(wire)), link)
+    return fitted(load.but(hosts=wire.hosts, common=common.works(wire)), link)
 
 
 def fitted(load: Load, link: Link) -> Load:
@@ -184,7 +184,7 @@ def fitted(load: Load, link: Link) -> Load:
     chunk = 1 << max(0, round(math.sqrt(0.5) * seconds / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
     numbers = link.packs and not load.on_one_host
-    return replace(load, chunk=chunk, gaps=packs(link), link=link, packs=numbers)
+    return load.but(chunk=chunk, gaps=packs(link), link=link, packs=numbers)
 
 
 def _even_chunk(ranks: int, seconds: float) -> float:
@@ -313,8 +313,7 @@ def together(calls: Sequence[Explanation]) -> Explanation:
     chosen = " and ".join(dict.fromkeys(call.chosen for call in calls))
     loads = [call.load for call in calls]
     total = sum(load.total for load in loads)
-    load = replace(
-        loads[0],
+    load = loads[0].but(
         total=total,
         most=sum(load.most for load in loads),
         fewest=sum(load.fewest for load in loads),

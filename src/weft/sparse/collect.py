@@ -12,7 +12,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), secti
 from __future__ import annotations
 
 import copy
-import dataclasses
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +111,7 @@ def collected(
             algorithm = ALONE if wire.size == 1 else "ring"
             if wire.size > 1:
                 call.load = with_link(wire, call.load)
-                call.load = dataclasses.replace(call.load, chunk=chunk(call.load))
+                call.load = call.load.but(chunk=chunk(call.load))
             _round(rows, call, result, part)
     finally:
         agreement.release()
@@ -204,7 +203,7 @@ def _round(rows: Rows, call: Call, result: Rows, part: list[slice]) -> None:
     """All rows round the ring, first the indices, then the values."""
     wire, mine = call.wire, part[call.wire.rank]
     lists = copy.copy(call)
-    lists.load = dataclasses.replace(call.load, row=call.load.index)
+    lists.load = call.load.but(row=call.load.index)
     narrow = call.wire_index != call.index
     with wire.lease(len(result) * call.load.index * narrow) as memory:
         indices = result.indices

@@ -12,10 +12,10 @@ numbers are packed on their way (`weft.wire.pieces`), time is computed from what
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels import floats
 from ..kernels.meter import CALL, PLACE
@@ -33,6 +33,9 @@ _CARRY = 16  # at least: bytes merged while the other ranks of a core send and r
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message does
 _SLOT = 4  # bytes that say where in a union an index belongs
 _PACKING = 10  # bytes merged while numbers are packed, and read, so that they take a byte less
+
+
+_PLACING = {"ranks", "total", "union"}  # what `Load._places` comes of
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,16 @@ class Load:
         """The same, where each row of the result is wanted on one rank only."""
         return max(0, self.total - self.union) / self.ranks * (self.row + 4)
 
+    def but(self, **changes: Any) -> Load:
+        """This load, with some of its sizes changed."""
+        # as `dataclasses.replace` makes it, which takes more than the costs of an algorithm
+        assert changes.keys() <= Load.__dataclass_fields__.keys()
+        load = object.__new__(Load)
+        load.__dict__.update(self.__dict__, **changes)
+        if not _PLACING.isdisjoint(changes):
+            load.__dict__.pop("_places", None)
+        return load
+
     def merging(self, rows: float, pieces: float = 0.0) -> float:
         """What merging so many rows costs, in bytes: finding a row's place is worth some more, and
         so is each of the pieces that a kernel is called for."""
@@ -138,7 +151,7 @@ class Load:
 
     def of_partials(self) -> Load:
         """The same load, of rows that are sums of some ranks' already."""
-        return dataclasses.replace(self, row=self.partial, kind=self.partial_kind)
+        return self.but(row=self.partial, kind=self.partial_kind)
 
     def spared(self, nbytes: float, message: float, *, partial: bool = False) -> float:
         """Of so many bytes of values, in messages of so many, those that need not travel.
@@ -155,18 +168,21 @@ class Load:
 
     def with_union(self, union: int) -> Load:
         """The same load, with the union's size as it turned out."""
-        return dataclasses.replace(self, union=union)
+        return self.but(union=union)
 
     @functools.cached_property
     def _places(self) -> float:
         """So many places, filled independently at random, would meet in a union of this size."""
-        low, high = max(self.mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
-        if self.union <= low:
+        mean, union, ranks = self.mean, self.union, self.ranks
+        low, high = max(mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
+        if union <= low:
             return low
-        for _ in range(60):
+        for _ in range(36):  # to a millionth
             middle = math.sqrt(low * high)
-            filled = middle * (1 - (1 - min(1.0, self.mean / middle)) ** self.ranks)
-            low, high = (middle, high) if filled < self.union else (low, middle)
+            if middle * (1 - (1 - min(1.0, mean / middle)) ** ranks) < union:
+                low = middle
+            else:
+                high = middle
         return high
 
     def uniting(self, rows: float, union: float) -> float:

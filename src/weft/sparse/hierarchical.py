@@ -211,8 +211,7 @@ def _open(indices: Tensor, inner: Call) -> None:
     header = Header.together([Header.unpack(body) for body in agreement.bodies])
     agreement.release()
     inner.header = header
-    inner.load = replace(
-        inner.load,
+    inner.load = inner.load.but(
         ranks=inner.wire.size,
         total=header.total,
         most=header.most,
@@ -247,8 +246,7 @@ def _between(load: Load) -> Load:
     """What the leaders will probably have, of a call's load."""
     expected = {n: round(load.union_of(n)) for n in set(map(len, _hosts(load).ranks))}
     rows = [expected[len(ranks)] for ranks in _hosts(load).ranks]
-    return replace(
-        load.of_partials(),
+    return load.of_partials().but(
         ranks=len(rows),
         total=max(sum(rows), load.union),
         most=max(*rows, load.most),
