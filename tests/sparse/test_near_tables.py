@@ -178,10 +178,17 @@ def test_a_table_is_cut_in_the_middle(how, places):
 
 
 def even(rank, rows, seed=0):
-    """Six tables of about as many rows."""
+    """Six tables of about as many rows, of which the first is of another kind than the others.
+
+    So what its owner leaves free is no whole number of the rows that the next owner has.
+    """
     draw = torch.Generator().manual_seed(10 * seed + rank)
     many = [torch.randint(5000, (rows,), generator=draw) for _ in range(6)]
-    return [weft.Rows(own, torch.randn(rows, 24, generator=draw)) for own in many]
+    widths = [23, 24, 24, 24, 24, 24]
+    return [
+        weft.Rows(own, torch.randn(rows, width, generator=draw))
+        for own, width in zip(many, widths, strict=True)
+    ]
 
 
 def exchanged():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from operator import mul
 
 import torch
@@ -41,13 +41,7 @@ from .registry import find
 from .request import Request
 from .run import confess, handed_out, too_small
 from .space import Space
-from .tables import (
-    MOST,
-    ROOM,
-    ROWS,
-    WHOSE,
-    Tables,
-)
+from .tables import MOST, ROOM, ROWS, WHOSE, Tables
 
 __all__ = ["Coalesced", "Fewer", "as_one", "explained", "reduced"]
 
@@ -403,6 +397,9 @@ def _kind_by_kind(wire: Wire, given: Listed, space: Space) -> Coalesced:
 
 def _in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
     """The result of every table; those of which nobody has rows are in no stack."""
+    tables = range(len(given.pairs))
+    if len(pairs) == len(tables):
+        return list(map(pairs.__getitem__, tables))
     return [
         pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
         for table, (indices, values) in enumerate(given.pairs)
@@ -436,33 +433,51 @@ def _handed_out(
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
-    pieces: list[Tensor] = []
-    start = 0
-    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
-        for low, high in pairwise(
-            [first, *(at for at in result.begins if first < at < last), last]
-        ):
-            many, start = sizes[low:high], result.begins.get(low, start)
-            values = stack.typed(result.values, sum(many), start)
-            start += values.nbytes
-            pieces += values.split_with_sizes(many)
     where = alone or [
         indices[requests[table].rows.indices.dtype][place]
         for place, table in enumerate(space.tables)
     ]
-    found = zip(where, pieces, strict=True)
+    found = zip(where, _pieces(result, space, sizes), strict=True)
     pairs = _in_order(own.given, dict(zip(space.tables, found, strict=True)))
-    for table, request in enumerate(requests):
-        if request.out is not None:
-            pairs[table] = _placed(pairs[table], request, call)
+    for table in own.placed:
+        pairs[table] = _placed(pairs[table], requests[table], call)
     if both.fallible:
         confess(wire, _NAME, call)
-    given = both.numbers[:, ROWS].tolist()
-    received = (rows + (wire.size - 2) * count for rows, count in zip(given, counts, strict=True))
-    bound = sum(map(mul, received, (space.row + 4).tolist())) / wire.size
+    given, weights = both.numbers[:, ROWS].tolist(), (space.row + 4).tolist()
+    # the average rank receives others' rows, and sums from others
+    sent, summed = (sum(map(mul, each, weights)) for each in (given, counts))
+    bound = (sent + (wire.size - 2) * summed) / wire.size
     union = ends[-1] if ends else 0
     return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
+
+
+def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each table of a result, in the order of the space."""
+    pieces: list[Tensor] = []
+    end = 0
+    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
+        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
+        row = stack.row
+        # A view costs as much as several tables in the call that takes it apart. So what others
+        # left free between two tables is a part, too, unless it is no whole number of rows.
+        views: list[tuple[int, list[int], list[bool]]] = []
+        for low, high in pairwise(
+            [first, *(at for at in result.begins if first < at < last), last]
+        ):
+            apart = result.begins.get(low, end) - end
+            if low == first or (row and apart % row):
+                cut, ours = list[int](), list[bool]()
+                views.append((end + apart, cut, ours))
+            elif apart:
+                cut.append(apart // row)
+                ours.append(False)
+            cut += sizes[low:high]
+            ours += [True] * (high - low)
+            end += apart + row * sum(sizes[low:high])
+        for start, cut, ours in views:
+            parts = stack.typed(result.values, sum(cut), start).split_with_sizes(cut)
+            pieces += compress(parts, ours)
+    return pieces
 
 
 def _placed(pair: Pair, request: Request, call: Call) -> Pair:
