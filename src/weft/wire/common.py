@@ -110,7 +110,7 @@ def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
     if place == _NOWHERE:
         return None
     sizes = [[each[area] for each in said] for area in range(_AREAS)]
-    return Common(wire, blocks.block(place), sizes)
+    return Common(wire, blocks.take(place), sizes)
 
 
 def offer(wire: Wire, most: int) -> None:
