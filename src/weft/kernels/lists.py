@@ -250,12 +250,12 @@ def spans(told: Longs, which: array[int]) -> Spans:
         *(torch.from_numpy(told).data_ptr(), ranks, known, columns),
         *(which.buffer_info()[0], tables, out.buffer_info()[0]),
     )
-    found = out.tolist()
+    found = np.frombuffer(out, np.int64)
+    rows, nbytes = found[each : each + 2 * all_of].reshape(2, ranks + 1, tables + 1).tolist()
     return Spans(
-        [found[at : at + tables] for at in range(0, each, tables or 1)],
-        [found[at : at + tables + 1] for at in range(each, each + all_of, tables + 1)],
-        [found[at : at + tables + 1] for at in range(each + all_of, len(out) - ranks, tables + 1)],
-        [4 if high < 2**31 else 8 for high in found[len(out) - ranks :]],
+        found[:each].reshape(ranks, tables).tolist(),
+        *(rows, nbytes),
+        [4 if high < 2**31 else 8 for high in found[-ranks:].tolist()],
     )
 
 

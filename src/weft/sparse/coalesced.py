@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from operator import mul
+from operator import mul, sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ from .tables import MOST, ROOM, ROWS, WHOSE, Tables
 __all__ = ["Coalesced", "Fewer", "as_one", "explained", "reduced"]
 
 _NAME = "sparse_all_reduce of a list"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,7 @@ def _together(done: Sequence[Coalesced]) -> Coalesced:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(NamedTuple):
     """A list that all ranks agreed on.
 
     Attributes:
@@ -188,7 +189,8 @@ def _opened(
     call = Call(wire, first.op)
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
-        return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
+        both = (Tables.unpack(each.numpy().data) for each in (lower, upper))
+        return Tables.together(list(both)).pack()
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
     lends = auto and near_tables.lends(wire, own.size)
@@ -203,7 +205,7 @@ def _opened(
             own.sort()
         error = error or own.error
         while True:
-            body = torch.empty(0, dtype=torch.uint8)
+            body = _NOTHING
             if error is None:
                 said = own.statement(
                     *(memory, call.op, wire.rank), eager=auto, lends=lends, described=described
@@ -219,13 +221,13 @@ def _opened(
                 meanwhile=lambda: own.is_sorted and own.values(memory, call.op),
             )
             try:
-                bodies = agreement.bodies
+                bodies = agreement.said
                 if queued:
-                    counts = [tables_in(body) for body in agreement.said]
+                    counts = list(map(tables_in, bodies))
                     if min(counts) < max(counts):
                         raise Fewer(min(counts))
                     bodies = list(map(tables_of, bodies))
-                everyone = [Tables.unpack(body) for body in bodies]
+                everyone = list(map(Tables.unpack, bodies))
                 both = Tables.together(everyone)
                 if both.trouble:
                     raise Fewer(1) if queued else WeftError(both.trouble)
@@ -234,7 +236,7 @@ def _opened(
                     lends = False
                     own.sort()
                     continue
-                eager = wire.size > 1 and all(one.index is not None for one in everyone)
+                eager = wire.size > 1 and all(one.indices is not None for one in everyone)
                 if not (eager or both.header or any(one.lent for one in everyone)):
                     everyone = [one.described(rank) for rank, one in enumerate(everyone)]
                     both = Tables.together(everyone)
@@ -420,16 +422,13 @@ def _handed_out(
     ends: list[int] = []
     for dtype in own.index_dtypes:
         of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
-    sizes = [last - first for first, last in pairwise([0, *ends])]
-    counts = [0] * len(requests)
-    for table, size in zip(space.tables, sizes, strict=True):
-        counts[table] = size
+    sizes = list(map(sub, ends, [0, *ends]))
     rooms = both.numbers[:, ROOM].tolist()
     if min(rooms) < NO_LIMIT:
-        for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
-            if count > room:
+        for table, count in sorted(zip(space.tables, sizes, strict=True)):
+            if count > rooms[table]:
                 whose = both.numbers[table, WHOSE]
-                raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
+                raise WeftError(f"rank {whose}: table {table}: {too_small(rooms[table], count)}")
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
@@ -443,10 +442,10 @@ def _handed_out(
         pairs[table] = _placed(pairs[table], requests[table], call)
     if both.fallible:
         confess(wire, _NAME, call)
-    given, weights = both.numbers[:, ROWS].tolist(), (space.row + 4).tolist()
+    given = both.numbers[:, ROWS].tolist()
     # the average rank receives others' rows, and sums from others
-    sent, summed = (sum(map(mul, each, weights)) for each in (given, counts))
-    bound = (sent + (wire.size - 2) * summed) / wire.size
+    summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
+    bound = (sum(map(mul, given, space.weight)) + (wire.size - 2) * summed) / wire.size
     union = ends[-1] if ends else 0
     return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
 

@@ -12,9 +12,8 @@ or few, and none is looked for beyond its table.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, groupby
-from operator import mul
+from operator import itemgetter, mul
 
 import numpy as np
 import torch
@@ -50,6 +49,7 @@ __all__ = ["Joint"]
 _Kind = tuple[torch.dtype, torch.dtype, tuple[int, ...]]
 """Dtypes of values, on the wire and as they are given, and the row shape."""
 
+_INDICES = itemgetter(0)
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _UNLIMITED = np.array([0, -1, NO_LIMIT, 0, 0])  # the numbers of a table without rows
 
@@ -111,7 +111,7 @@ class Joint:
         self._height = min(heights, default=None)
         self.plain &= not self.fallible
         self.lines, self._kinds = tuple(lines), kinds
-        counts = [indices.numel() for indices, _ in self._pairs[: len(lines)]]
+        counts = list(map(Tensor.numel, map(_INDICES, self._pairs[: len(lines)])))
         order = layout(self.lines)
         self._order = order if all(counts) else [table for table in order if counts[table]]
         self._begins = [0, *accumulate(map(counts.__getitem__, self._order))]
@@ -270,7 +270,7 @@ class Joint:
         self.sort()
         said = Tables(lines, numbers, fallible=fallible, lends=lends)
         if eager and self.size <= BODY:
-            rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
+            rows = said._replace(indices=as_bytes(self.indices()), values=memory[: self.size])
             if rows.fits:
                 self.values(memory, op)
                 return rows
@@ -280,7 +280,7 @@ class Joint:
             memory[begin : begin + indices.nbytes].view(indices.dtype).copy_(indices)
             place = memory.data_ptr() + begin, memory.data_ptr()
             return Tables(lines, numbers, fallible=fallible, lends=True, lent=place)
-        return replace(said, header=self._header(rank))
+        return said._replace(header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:
         """The bytes of all rows, which are sorted, in `memory`; computed once."""
