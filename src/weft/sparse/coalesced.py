@@ -464,7 +464,7 @@ def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]
             [first, *(at for at in result.begins if first < at < last), last]
         ):
             apart = result.begins.get(low, end) - end
-            if low == first or (row and apart % row):
+            if low == first or not row or apart % row:
                 cut, ours = list[int](), list[bool]()
                 views.append((end + apart, cut, ours))
             elif apart:
