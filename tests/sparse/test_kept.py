@@ -11,8 +11,6 @@ import torch
 import weft
 from weft.backend.gloo import sparse_all_reduce
 from weft.errors import WeftError
-from weft.sparse.arguments import kinds_of, usual
-from weft.sparse.listed import listed
 from weft.sparse.request import Request
 from weft.testing import run, spmd
 
@@ -164,43 +162,3 @@ def test_what_is_wrong_is_looked_at_again():
     negative = torch.imag(torch.complex(rows[1], rows[1]).conj())
     found = Request.of((rows[0], negative), "sum", "auto", None, None)
     assert not found.rows.values.is_neg() and torch.equal(found.rows.values, -rows[1])
-
-
-ROWS = torch.arange(4), torch.ones(4, 3)
-ODD = {
-    "list": [*ROWS],
-    "tensor": table(0, 0, 0),
-    "one": ROWS[:1],
-    "number": (ROWS[0], 1.0),
-    "none": (ROWS[0][:0], ROWS[1][:0]),
-    "fewer": (ROWS[0], ROWS[1][:3]),
-    "more": (ROWS[0][:3], ROWS[1]),
-    "index of two dimensions": (ROWS[0][None], ROWS[1]),
-    "row of none": (ROWS[0][:1], ROWS[1][0, 0]),
-    "other layout": (ROWS[0], ROWS[1].to_sparse()),
-    "other device": (ROWS[0], ROWS[1].to("meta")),
-    "index elsewhere": (ROWS[0].to("meta"), ROWS[1]),
-    "gradient": (ROWS[0], ROWS[1].clone().requires_grad_()),
-    "parameter": (ROWS[0], torch.nn.Parameter(ROWS[1], requires_grad=False)),
-    "apart": (ROWS[0], torch.ones(3, 4).t()),
-    "conjugate": (ROWS[0], torch.ones(4, 3, dtype=torch.complex64).conj()),
-    "negative": (ROWS[0], torch._neg_view(ROWS[1])),
-}
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_a_list_with_a_table_to_look_at_is_looked_at_table_by_table(what):
-    assert usual(ODD[what]) is None or what == "tensor"
-    assert kinds_of([ROWS, ODD[what], ROWS]) is None
-
-
-def test_tables_that_are_taken_as_they_are_share_what_was_asked_for_them():
-    """Neighbours of one kind; not where something is wrong, which is theirs alone."""
-    wide, narrow, wrong = ROWS, (ROWS[0], torch.ones(4)), (ROWS[0].short(), ROWS[1])
-    given = [wide, wide, narrow, wide, wrong, wrong, (ROWS[0].int(), ROWS[1])]
-    assert kinds_of(given) == [usual(each)[1] for each in given]
-    found = listed(given, "sum", "auto", None, [])
-    asked = list(map(id, found.requests))
-    assert [asked.index(each) for each in asked] == [0, 0, 2, 3, 4, 5, 6]
-    assert [each.error is not None for each in found.requests] == [n in (4, 5) for n in range(7)]
-    assert all(pair[1] is table[1] for pair, table in zip(found.pairs, given, strict=True))

@@ -7,9 +7,7 @@ the checks of a call of these and states what they raise. Nothing here knows of 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, itemgetter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ __all__ = [
     "Kind",
     "Pair",
     "WrongError",
-    "kinds_of",
     "op_name",
     "operation",
     "outside",
@@ -48,9 +45,6 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
 
 _STRIDED = torch.strided
-_SHAPE, _DTYPE, _IS_CPU = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu")
-_MANNER = attrgetter("layout", "is_cpu", "requires_grad")
-_COUNT, _ROW = itemgetter(0), itemgetter(slice(1, None))
 _LONGEST = 160  # bytes of the name of a caller's function
 
 
@@ -93,42 +87,6 @@ def usual(given: object) -> tuple[Pair, Kind] | None:
     if not plain:
         return None
     return pair, (form, indices.dtype, values.dtype, shape[1:])
-
-
-def kinds_of(tables: Sequence[Any]) -> list[Kind] | None:
-    """The kinds of some tables, where all are pairs that `usual` takes; None: look at each.
-
-    It looks at what `usual` looks at, but at one thing of all tables after the other: the loops
-    are `map`'s, which takes half the time.
-    """
-    if set(map(type, tables)) != {tuple} or set(map(len, tables)) != {2}:
-        return None
-    indices: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    indices, values = zip(*tables, strict=True)
-    if set(map(type, indices)) | set(map(type, values)) != {Tensor}:
-        return None
-    try:
-        shapes, rows = list(map(_SHAPE, values)), list(map(_SHAPE, indices))
-        plain = (
-            set(map(len, rows)) == {1}
-            and all(shapes)  # none is ()
-            and all(map(_COUNT, rows))
-            and list(map(_COUNT, shapes)) == list(map(_COUNT, rows))
-            and set(map(_MANNER, values)) == {(_STRIDED, True, False)}
-            and all(map(_IS_CPU, indices))
-            and all(map(Tensor.is_contiguous, values))
-            and not any(map(Tensor.is_conj, values))
-            and not any(map(Tensor.is_neg, values))
-            and all(map(Tensor.data_ptr, indices))
-            and all(map(Tensor.data_ptr, values))
-        )
-    except RuntimeError:
-        return None
-    if not plain:
-        return None
-    dtypes = map(_DTYPE, indices), map(_DTYPE, values)
-    return list(zip(repeat(None), *dtypes, map(_ROW, shapes), strict=False))
 
 
 def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:

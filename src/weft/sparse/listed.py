@@ -8,11 +8,11 @@ and bring nothing of their own but their tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from .arguments import Kind, Pair, kinds_of, paired
+from .arguments import Pair, paired
 from .request import NOTHING, Request
 
 __all__ = ["Listed", "listed"]
@@ -54,45 +54,18 @@ def listed(
     rows: list[Any], op: Any, algorithm: object, wire_dtype: object, places: list[Any]
 ) -> Listed:
     """Check the arguments of a call; an empty list is one empty table."""
-    tables, asked = rows or [NOTHING], (op, algorithm, wire_dtype)
-    kinds = None if places else kinds_of(tables)
-    if kinds is None:
-        found = _one_by_one(tables, asked, places)
-    else:
-        found = Listed(_by_kind(tables, asked, kinds), list(tables))
-    # not in the fields of others, which may be the same object
-    first = found.requests[0]
-    first.fields = {**first.fields, "number of tables": len(rows)}
-    return found
-
-
-_Asked = tuple[Any, object, object]
-"""Op, algorithm, `wire_dtype`."""
-
-
-def _by_kind(tables: list[Any], asked: _Asked, kinds: list[Kind]) -> list[Request]:
-    """What was asked for tables of these kinds, which may be taken as they are."""
+    tables = rows or [NOTHING]
     requests: list[Request] = []
-    before: Request | None = None
-    for kind, neighbours in groupby(kinds):
-        end = len(requests) + len(list(neighbours))
-        while len(requests) < end:
-            before = Request.of_table(tables[len(requests)], *asked, None, before)
-            # not shared where something is wrong, or more than the kind had to be looked at
-            requests += [before] * (end - len(requests) if before.kind == kind else 1)
-    return requests
-
-
-def _one_by_one(tables: list[Any], asked: _Asked, places: list[Any]) -> Listed:
-    """The same of any tables."""
-    found = Listed([], [])
+    pairs: list[Pair] = []
     before: Request | None = None
     for table, place in zip_longest(tables, places[: len(tables)]):
         pair = None if before is None or place is not None else before.like(table)
         if pair is None:
-            before = Request.of_table(table, *asked, place, before)
+            before = Request.of_table(table, op, algorithm, wire_dtype, place, before)
             pair = before.rows.indices, before.rows.values
         assert before is not None
-        found.requests.append(before)
-        found.pairs.append(pair)
-    return found
+        requests.append(before)
+        pairs.append(pair)
+    # not in the fields of others, which may be the same object
+    requests[0].fields = {**requests[0].fields, "number of tables": len(rows)}
+    return Listed(requests, pairs)
