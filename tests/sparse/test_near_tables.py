@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from weft.kernels.compile import compiler
 from weft.kernels.ops import OPS
 from weft.sparse import coalesced, joint, last_call, near_tables
 from weft.sparse.joint import Joint
+from weft.sparse.mixed import Stack, Stacked
 from weft.testing import processes
 from weft.wire import common, lent, process_group
 
@@ -178,10 +180,17 @@ def test_a_table_is_cut_in_the_middle(how, places):
 
 
 def even(rank, rows, seed=0):
-    """Six tables of about as many rows."""
+    """Six tables of about as many rows, of which the first is of another kind than the others.
+
+    So what its owner leaves free is no whole number of the rows that the next owner has.
+    """
     draw = torch.Generator().manual_seed(10 * seed + rank)
     many = [torch.randint(5000, (rows,), generator=draw) for _ in range(6)]
-    return [weft.Rows(own, torch.randn(rows, 24, generator=draw)) for own in many]
+    widths = [23, 24, 24, 24, 24, 24]
+    return [
+        weft.Rows(own, torch.randn(rows, width, generator=draw))
+        for own, width in zip(many, widths, strict=True)
+    ]
 
 
 def exchanged():
@@ -213,6 +222,21 @@ def exchanged():
         right.append(ours is None or same(ours, wanted))
     dist.destroy_process_group()
     return exchanges, right
+
+
+def test_a_result_is_taken_apart_wherever_its_owners_left_room():
+    """Whole rows of the table's kind, other bytes, and rows of no bytes."""
+    kinds = [(5, (2,)), (4, (3,)), (6, (3,)), (1, (3,)), (2, (0,)), (3, (0,))]
+    begins = {0: 0, 2: 40 + 48 + 24, 3: 112 + 72 + 4, 5: 232}  # bytes
+    values = torch.arange(60.0)
+    stacks = [Stack(F32, (width,), 0) for width in (2, 3, 0)]
+    space = SimpleNamespace(stacks=stacks, tables_of=[[0], [1, 2, 3], [4, 5]])
+    result = Stacked(torch.empty(0), values.view(torch.uint8), begins)
+    found = coalesced._pieces(result, space, [count for count, _ in kinds])
+    at = [0, 10, 28, 47, 50, 50]
+    for part, (count, shape), first in zip(found, kinds, at, strict=True):
+        wanted = values[first : first + count * shape[0]].view(count, *shape)
+        assert torch.equal(part, wanted)
 
 
 @needs_reading

@@ -36,7 +36,7 @@ def two():
 
 def filled(ones, place, number):
     """The block, of which rank 1 writes all."""
-    held = [each.block(place) for each in ones]
+    held = [each.take(place) for each in ones]
     held[1].memory.fill_(number)
     return held
 
@@ -221,14 +221,14 @@ def test_what_cannot_be_prepared_for_a_fork_is_said_and_the_rest_is(two, monkeyp
 def test_memory_that_serves_nobody_goes_back_to_the_system(two):
     giver, *ones = two
     place = giver.take(SIZE)
-    for block in filled(ones, place, 7):
+    before, theirs = filled(ones, place, 7)
+    for block in (before, theirs):
         block.release()
-    before = ones[0].block(place).memory
     for _ in range(memory.PATIENCE):
         other = giver.take(40 * SIZE)
         for block in filled(ones, other, 1):
             block.release()
-    assert before.eq(0).all()  # a hole
+    assert before.memory.eq(0).all()  # a hole
     assert [piece.place for piece in giver._pieces] == [other]
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_left_open_and_results_outlive_the_blocks():
     before = files()
     giver = Giver(1)
     place = giver.take(SIZE)
-    block = giver.blocks.block(place)
+    block = giver.blocks.take(place)
     block.memory.fill_(3)
     mine = block.own(0, SIZE)
     giver.close()

@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ KEY: Key = ("list",)
 
 _BINS = 64
 _DIGIT = 12  # bits that one pass of the sort looks at; its counts then fit the first cache
+_ITEMSIZE = attrgetter("itemsize")
 _HASHED = 1 << 16  # rows of a table; places of more are not in the cache, and sorting is quicker
 
 Longs = NDArray[np.int64]
@@ -169,31 +171,30 @@ def laid(
         >>> indices[:2], values[:8].view(torch.float32)
         (tensor([3, 0], dtype=torch.int32), tensor([5., 2.]))
     """
-    first = tables[0][1]
-    key = sums_key(first.dtype, op)
+    # what is the same for all of them, loops in C look at: `map`, `all` and `any`
+    which, rows = zip(*tables, strict=True)
+    key = sums_key(rows[0].dtype, op)
     loops = None if key is None else compiler.loops(key)
-    most = max([which.numel() for which, _ in tables])
+    counts = list(map(Tensor.numel, which))
+    most = max(counts)
     if loops is None or key is None or most > _HASHED:
         return None
-    width, size = math.prod(first.shape[1:]), len(tables)
-    made: list[Tensor] = []
-    told = array("q")
-    for which, rows in tables:
-        if not which.is_contiguous():
-            which = which.contiguous()
-            made.append(which)
-        if rows.is_neg() or not rows.is_contiguous():
-            rows = rows.resolve_neg().contiguous()
-            made.append(rows)
-        count = which.numel()
-        about = which.data_ptr(), count, which.itemsize, rows.data_ptr(), 2 + count.bit_length()
-        told.extend(about)
+    if not all(map(Tensor.is_contiguous, which)):
+        which = tuple(map(Tensor.contiguous, which))
+    if any(map(Tensor.is_neg, rows)) or not all(map(Tensor.is_contiguous, rows)):
+        rows = tuple(each.resolve_neg().contiguous() for each in rows)
+    width, itemsize, size = math.prod(rows[0].shape[1:]), rows[0].itemsize, len(tables)
+    told = array("q", map(Tensor.data_ptr, which))
+    told.extend(counts)
+    told.extend(map(_ITEMSIZE, which))
+    told.extend(map(Tensor.data_ptr, rows))
+    told.extend(map(int.bit_length, counts))
     ends = array("q", bytes(24 * size))
     at = ends.buffer_info()[0]
     places = torch.empty(4 << most.bit_length(), dtype=torch.int32)
     if loops["laid"](
         *(told.buffer_info()[0], size),
-        *(width * first.itemsize if key[1] == "u8" else width, indices.itemsize == 8),
+        *(width * itemsize if key[1] == "u8" else width, indices.itemsize == 8),
         *(indices.data_ptr(), values.data_ptr(), at, at + 8 * size, at + 16 * size),
         places.data_ptr(),
     ):
@@ -249,12 +250,12 @@ def spans(told: Longs, which: array[int]) -> Spans:
         *(torch.from_numpy(told).data_ptr(), ranks, known, columns),
         *(which.buffer_info()[0], tables, out.buffer_info()[0]),
     )
-    found = out.tolist()
+    found = np.frombuffer(out, np.int64)
+    rows, nbytes = found[each : each + 2 * all_of].reshape(2, ranks + 1, tables + 1).tolist()
     return Spans(
-        [found[at : at + tables] for at in range(0, each, tables or 1)],
-        [found[at : at + tables + 1] for at in range(each, each + all_of, tables + 1)],
-        [found[at : at + tables + 1] for at in range(each + all_of, len(out) - ranks, tables + 1)],
-        [4 if high < 2**31 else 8 for high in found[len(out) - ranks :]],
+        found[:each].reshape(ranks, tables).tolist(),
+        *(rows, nbytes),
+        [4 if high < 2**31 else 8 for high in found[-ranks:].tolist()],
     )
 
 

@@ -41,12 +41,13 @@ int64: Any = np.int64
 def laid(kind: str, op: str) -> Callable[..., int]:
     """Lay some tables' rows one behind the other, each index of a table once.
 
-    Rows of one index make one, added in the order in which they come, where the first of them is. A
-    row of `given` has the address of a table's indices, their count, the bytes of one, the address
-    of the values, and the bits of a number of places that is greater than the count; `places` has
-    room for as many int32. Indices become int64 if `wide`, else int32; a row has `width` numbers.
-    `counts`, `lows` and `highs` get how many rows are left of each table, and its ends. Returns 0,
-    or 1 behind the first table that has an index which is no int32, if not `wide`.
+    Rows of one index make one, added in the order in which they come, where the first of them is.
+    `given` has of all tables the addresses of their indices, then their counts, the bytes of an
+    index, the addresses of the values, and the bits of each count; `places` has room for int32,
+    four times the greatest number of as many bits. Indices become int64 if `wide`, else int32; a
+    row has `width` numbers. `counts`, `lows` and `highs` get how many rows are left of each table,
+    and its ends. Returns 0, or 1 behind the first table that has an index which is no int32, if not
+    `wide`.
     """
     size = SIZES[kind]
 
@@ -57,10 +58,10 @@ def laid(kind: str, op: str) -> Callable[..., int]:
         row = width * size
         lines = min(row, _LINES)
         for table in range(tables):
-            about = given + 40 * table
-            source, count = load("i64", about, 0), load("i64", about, 1)
-            narrow, rows = load("i64", about, 2) == 4, load("i64", about, 3)
-            bits = load("i64", about, 4)
+            source, count = load("i64", given, table), load("i64", given, tables + table)
+            narrow = load("i64", given, 2 * tables + table) == 4
+            rows = load("i64", given, 3 * tables + table)
+            bits = load("i64", given, 4 * tables + table) + 2  # of places, some of which stay free
             mask, shift, found = (int64(1) << bits) - 1, 64 - bits, int64(0)
             memset(places, 0, 4 << bits)
             low = high = int64(load("i32", source, 0)) if narrow else load("i64", source, 0)

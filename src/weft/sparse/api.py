@@ -140,8 +140,7 @@ def list_job(
         with recording(wire, "sparse_all_reduce") as note:
             done = coalesced.reduced(wire, tables, error)
         done.noted(note)
-        results = zip(tables.requests, done.pairs, strict=True)
-        return [request.gives(pair) for request, pair in results][: len(rows)]
+        return tables.gives(done.pairs)[: len(rows)]
 
     return job
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import mul
+from itertools import compress, pairwise
+from operator import mul, sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,17 +42,12 @@ from .registry import find
 from .request import Request
 from .run import confess, handed_out, too_small
 from .space import Space
-from .tables import (
-    MOST,
-    ROOM,
-    ROWS,
-    WHOSE,
-    Tables,
-)
+from .tables import MOST, ROOM, ROWS, WHOSE, Tables
 
 __all__ = ["Coalesced", "Fewer", "as_one", "explained", "reduced"]
 
 _NAME = "sparse_all_reduce of a list"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +146,7 @@ def _together(done: Sequence[Coalesced]) -> Coalesced:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(NamedTuple):
     """A list that all ranks agreed on.
 
     Attributes:
@@ -194,7 +189,8 @@ def _opened(
     call = Call(wire, first.op)
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
-        return Tables.unpack(lower).combine(Tables.unpack(upper)).pack()
+        both = (Tables.unpack(each.numpy().data) for each in (lower, upper))
+        return Tables.together(list(both)).pack()
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
     lends = auto and near_tables.lends(wire, own.size)
@@ -209,7 +205,7 @@ def _opened(
             own.sort()
         error = error or own.error
         while True:
-            body = torch.empty(0, dtype=torch.uint8)
+            body = _NOTHING
             if error is None:
                 said = own.statement(
                     *(memory, call.op, wire.rank), eager=auto, lends=lends, described=described
@@ -225,13 +221,13 @@ def _opened(
                 meanwhile=lambda: own.is_sorted and own.values(memory, call.op),
             )
             try:
-                bodies = agreement.bodies
+                bodies = agreement.said
                 if queued:
-                    counts = [tables_in(body) for body in agreement.said]
+                    counts = list(map(tables_in, bodies))
                     if min(counts) < max(counts):
                         raise Fewer(min(counts))
                     bodies = list(map(tables_of, bodies))
-                everyone = [Tables.unpack(body) for body in bodies]
+                everyone = list(map(Tables.unpack, bodies))
                 both = Tables.together(everyone)
                 if both.trouble:
                     raise Fewer(1) if queued else WeftError(both.trouble)
@@ -240,7 +236,7 @@ def _opened(
                     lends = False
                     own.sort()
                     continue
-                eager = wire.size > 1 and all(one.index is not None for one in everyone)
+                eager = wire.size > 1 and all(one.indices is not None for one in everyone)
                 if not (eager or both.header or any(one.lent for one in everyone)):
                     everyone = [one.described(rank) for rank, one in enumerate(everyone)]
                     both = Tables.together(everyone)
@@ -403,6 +399,9 @@ def _kind_by_kind(wire: Wire, given: Listed, space: Space) -> Coalesced:
 
 def _in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
     """The result of every table; those of which nobody has rows are in no stack."""
+    tables = range(len(given.pairs))
+    if len(pairs) == len(tables):
+        return list(map(pairs.__getitem__, tables))
     return [
         pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
         for table, (indices, values) in enumerate(given.pairs)
@@ -423,46 +422,61 @@ def _handed_out(
     ends: list[int] = []
     for dtype in own.index_dtypes:
         of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
-    sizes = [last - first for first, last in pairwise([0, *ends])]
-    counts = [0] * len(requests)
-    for table, size in zip(space.tables, sizes, strict=True):
-        counts[table] = size
+    sizes = list(map(sub, ends, [0, *ends]))
     rooms = both.numbers[:, ROOM].tolist()
     if min(rooms) < NO_LIMIT:
-        for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
-            if count > room:
+        for table, count in sorted(zip(space.tables, sizes, strict=True)):
+            if count > rooms[table]:
                 whose = both.numbers[table, WHOSE]
-                raise WeftError(f"rank {whose}: table {table}: {too_small(room, count)}")
+                raise WeftError(f"rank {whose}: table {table}: {too_small(rooms[table], count)}")
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
-    pieces: list[Tensor] = []
-    start = 0
-    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
-        for low, high in pairwise(
-            [first, *(at for at in result.begins if first < at < last), last]
-        ):
-            many, start = sizes[low:high], result.begins.get(low, start)
-            values = stack.typed(result.values, sum(many), start)
-            start += values.nbytes
-            pieces += values.split_with_sizes(many)
     where = alone or [
         indices[requests[table].rows.indices.dtype][place]
         for place, table in enumerate(space.tables)
     ]
-    found = zip(where, pieces, strict=True)
+    found = zip(where, _pieces(result, space, sizes), strict=True)
     pairs = _in_order(own.given, dict(zip(space.tables, found, strict=True)))
-    for table, request in enumerate(requests):
-        if request.out is not None:
-            pairs[table] = _placed(pairs[table], request, call)
+    for table in own.placed:
+        pairs[table] = _placed(pairs[table], requests[table], call)
     if both.fallible:
         confess(wire, _NAME, call)
     given = both.numbers[:, ROWS].tolist()
-    received = (rows + (wire.size - 2) * count for rows, count in zip(given, counts, strict=True))
-    bound = sum(map(mul, received, (space.row + 4).tolist())) / wire.size
+    # the average rank receives others' rows, and sums from others
+    summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
+    bound = (sum(map(mul, given, space.weight)) + (wire.size - 2) * summed) / wire.size
     union = ends[-1] if ends else 0
     return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
+
+
+def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each table of a result, in the order of the space."""
+    pieces: list[Tensor] = []
+    end = 0
+    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
+        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
+        row = stack.row
+        # A view costs as much as several tables in the call that takes it apart. So what others
+        # left free between two tables is a part, too, unless it is no whole number of rows.
+        views: list[tuple[int, list[int], list[bool]]] = []
+        for low, high in pairwise(
+            [first, *(at for at in result.begins if first < at < last), last]
+        ):
+            apart = result.begins.get(low, end) - end
+            if low == first or not row or apart % row:
+                cut, ours = list[int](), list[bool]()
+                views.append((end + apart, cut, ours))
+            elif apart:
+                cut.append(apart // row)
+                ours.append(False)
+            cut += sizes[low:high]
+            ours += [True] * (high - low)
+            end += apart + row * sum(sizes[low:high])
+        for start, cut, ours in views:
+            parts = stack.typed(result.values, sum(cut), start).split_with_sizes(cut)
+            pieces += compress(parts, ours)
+    return pieces
 
 
 def _placed(pair: Pair, request: Request, call: Call) -> Pair:

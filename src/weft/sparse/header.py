@@ -363,7 +363,7 @@ def tables_in(body: memoryview) -> int:
     return tables
 
 
-def tables_of(body: Tensor) -> Tensor:
+def tables_of(body: memoryview) -> memoryview:
     """What `of_tables` was given."""
     return body[_FIXED.size :]
 

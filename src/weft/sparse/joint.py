@@ -12,8 +12,8 @@ or few, and none is looked for beyond its table.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, groupby
+from operator import itemgetter, mul
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ __all__ = ["Joint"]
 _Kind = tuple[torch.dtype, torch.dtype, tuple[int, ...]]
 """Dtypes of values, on the wire and as they are given, and the row shape."""
 
+_INDICES = itemgetter(0)
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _UNLIMITED = np.array([0, -1, NO_LIMIT, 0, 0])  # the numbers of a table without rows
 
@@ -64,6 +65,7 @@ class Joint:
         lines: of each table what it is.
         numbers: of each table, see `tables`.
         index_dtypes: of the indices of all tables.
+        placed: those tables whose results are wanted in memory of the caller's.
         plain: nothing is rounded on its way, so rows can be `laid`.
         is_sorted: `sort` did its work.
         size: bytes of the values of all rows, as they travel: with duplicates, until these are
@@ -74,49 +76,49 @@ class Joint:
     def __init__(self, given: Listed, rank: int, start: int = 0) -> None:
         """Sort the rows of these tables; the first of them is number `start` of the list."""
         self.given, (self.requests, self._pairs) = given, given
-        requests, pairs = given
-        wrong = (number for number, each in enumerate(requests) if each.error is not None)
-        bad = next(wrong, None)
-        self.error = None if bad is None else f"table {start + bad}: {requests[bad].error}"
-        self.numbered = range(start, start + len(requests))
-        requests = requests[:bad]
+        self.error: str | None = None
+        self.numbered = range(start, start + len(self.requests))
         op = self.requests[0].op
         lines: list[str] = []
         kinds: list[_Kind] = []  # by which rows are laid out
         self._row: list[int] = []
         self.index_dtypes: set[torch.dtype] = set()
+        self.placed: list[int] = []
         heights: list[int] = []
-        self.fallible, self.plain = bool(requests) and requests[0].fallible, True
+        self.fallible, self.plain = not op.builtin, True
         rooms: list[tuple[int, int]] = []
-        before = None
-        for table, request in enumerate(requests):
-            if request is not before:
-                before, rows = request, request.rows
-                own, said = (rows.indices.dtype, rows.values.dtype), request.fields["row shape"]
-                text = line(*own, rows.height, UNKNOWN if said is None else said, request.dtype)
-                kind = request.dtype, own[1], tuple(rows.row_shape)
-                row = row_bytes(kind[2], request.dtype)
-                self.index_dtypes.add(own[0])
-                self.plain &= request.dtype == own[1] == op.accumulator(request.dtype)
-                if rows.height is not None:
-                    heights.append(rows.height)
-                if request.out is not None:
-                    self.fallible |= request.fallible
-                    if request.capacity is not None:
-                        rooms.append((table, request.capacity))
-            lines.append(text)
-            kinds.append(kind)
-            self._row.append(row)
+        for _, neighbours in groupby(self.requests, id):
+            request, *others = neighbours
+            if request.error is not None:
+                self.error = f"table {start + len(lines)}: {request.error}"
+                break
+            rows, many = request.rows, 1 + len(others)
+            own, said = (rows.indices.dtype, rows.values.dtype), request.fields["row shape"]
+            text = line(*own, rows.height, UNKNOWN if said is None else said, request.dtype)
+            kind = request.dtype, own[1], tuple(rows.row_shape)
+            self.index_dtypes.add(own[0])
+            self.plain &= request.dtype == own[1] == op.accumulator(request.dtype)
+            if rows.height is not None:
+                heights.append(rows.height)
+            if request.out is not None:
+                self.placed.append(len(lines))
+                self.fallible |= request.fallible
+                if request.capacity is not None:
+                    rooms.append((len(lines), request.capacity))
+            lines += [text] * many
+            kinds += [kind] * many
+            self._row += [row_bytes(kind[2], request.dtype)] * many
         self._height = min(heights, default=None)
         self.plain &= not self.fallible
         self.lines, self._kinds = tuple(lines), kinds
-        counts = [indices.numel() for indices, _ in pairs[:bad]]
-        self._order = [table for table in layout(self.lines) if counts[table]]
-        self._begins = [0, *accumulate(counts[table] for table in self._order)]
+        counts = list(map(Tensor.numel, map(_INDICES, self._pairs[: len(lines)])))
+        order = layout(self.lines)
+        self._order = order if all(counts) else [table for table in order if counts[table]]
+        self._begins = [0, *accumulate(map(counts.__getitem__, self._order))]
         self._starts = self._firsts = np.zeros(0, np.int64)
         self._distinct = kernels.Distinct(_NOTHING, None, None)
         self._values: Tensor | None = None
-        self.numbers = np.empty((len(requests), COLUMNS), np.int64)
+        self.numbers = np.empty((len(lines), COLUMNS), np.int64)
         self.numbers[:] = _UNLIMITED
         self.numbers[:, WHOSE:] = rank  # and who told the row shape
         for table, room in rooms:
@@ -132,7 +134,7 @@ class Joint:
         return self.size + 8 * sum(self.counts) + 8
 
     def _bytes(self) -> int:
-        return sum(self.counts[table] * self._row[table] for table in self._order)
+        return sum(map(mul, self.counts, self._row))
 
     def lay(self, memory: Tensor, op: Op) -> bool:
         """Lay rows, which are `plain`, in `memory`, where others may read them; in no order.
@@ -163,7 +165,7 @@ class Joint:
         done = Ends([], [], [])
         row = size = 0
         for tables in self._stacks():
-            pairs = [self._pairs[table] for table in tables]
+            pairs = list(map(self._pairs.__getitem__, tables))
             found = laid(pairs, op, where[row:], memory[size:])
             if found is None:
                 return None
@@ -268,7 +270,7 @@ class Joint:
         self.sort()
         said = Tables(lines, numbers, fallible=fallible, lends=lends)
         if eager and self.size <= BODY:
-            rows = replace(said, index=as_bytes(self.indices()), values=memory[: self.size])
+            rows = said._replace(indices=as_bytes(self.indices()), values=memory[: self.size])
             if rows.fits:
                 self.values(memory, op)
                 return rows
@@ -278,7 +280,7 @@ class Joint:
             memory[begin : begin + indices.nbytes].view(indices.dtype).copy_(indices)
             place = memory.data_ptr() + begin, memory.data_ptr()
             return Tables(lines, numbers, fallible=fallible, lends=True, lent=place)
-        return replace(said, header=self._header(rank))
+        return said._replace(header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:
         """The bytes of all rows, which are sorted, in `memory`; computed once."""

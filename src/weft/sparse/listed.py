@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from .arguments import Pair
+from .arguments import Pair, paired
 from .request import NOTHING, Request
 
 __all__ = ["Listed", "listed"]
+
+_RESTORE = attrgetter("restore")
 
 
 class Listed(NamedTuple):
@@ -33,6 +36,12 @@ class Listed(NamedTuple):
     def of(cls, requests: Sequence[Request]) -> Listed:
         """Tables each of which has a request of its own."""
         return cls(list(requests), [(each.rows.indices, each.rows.values) for each in requests])
+
+    def gives(self, pairs: list[Pair]) -> list[Any]:
+        """Results, one of each table, in the forms that the tables were given in."""
+        if set(map(_RESTORE, self.requests)) == {paired}:
+            return pairs
+        return [each.gives(pair) for each, pair in zip(self.requests, pairs, strict=True)]
 
     def part(self, tables: Sequence[int]) -> Listed:
         """Some of them."""

@@ -64,9 +64,9 @@ def owned(
     for rank, said in enumerate(everyone):
         rows, bytes_ = spans.rows[rank], spans.bytes[rank]
         if said.lent is None:
-            assert said.index is not None and said.values is not None
-            size = said.index.numel() // max(1, rows[-1])
-            where = said.index.data_ptr(), said.values.data_ptr()
+            assert said.indices is not None and said.values is not None
+            size = said.indices.numel() // max(1, rows[-1])
+            where = said.indices.data_ptr(), said.values.data_ptr()
         else:
             size, where = spans.itemsizes[rank], said.lent
         place = Place(where[0] + size * rows[first], size, where[1] + bytes_[first])

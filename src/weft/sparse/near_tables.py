@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
+from operator import add
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -88,9 +89,7 @@ def split(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     """
     wire, me = call.wire, call.wire.rank
     spans = lists.spans(np.array([said.numbers for said in everyone]), space.which)
-    done = [
-        _INDEX * rows + size for rows, size in zip(spans.rows[-1], spans.bytes[-1], strict=True)
-    ]
+    done = list(map(add, map(_INDEX.__mul__, spans.rows[-1]), spans.bytes[-1]))
     cuts = _cuts(done, wire.size)
     wire.count(_read_by(everyone[me], spans, cuts, wire))
     wire.memory.reclaim()  # all have spoken since they read what was lent in a call before
@@ -146,11 +145,21 @@ def _gathered(
 ) -> Stacked:
     """The sums of all, each owner's at the beginning of its room."""
     counts = roomy.finish(count)
-    every, tables = roomy.whole(0).view(space.index), [table for table, _ in cuts[:-1]]
-    begins = [spans.rows[-1][table] for table in tables]
-    keys = [every[begin : begin + many] for begin, many in zip(begins, counts, strict=True)]
+    tables = [table for table, _ in cuts[:-1]]
+    # an owner's keys, and what it left free behind them
+    places = (
+        roomy.whole(0)
+        .view(space.index)
+        .split_with_sizes(
+            [
+                part
+                for room, many in zip(roomy.sizes[0], counts, strict=True)
+                for part in (many, room // space.index.itemsize - many)
+            ]
+        )
+    )
     where = {table: spans.bytes[-1][table] for table in tables}
-    return Stacked(torch.cat(keys), roomy.own(1), where)
+    return Stacked(torch.cat(places[::2]), roomy.own(1), where)
 
 
 def _made(space: Space, common: Common) -> Stacked:

@@ -37,6 +37,7 @@ class Space:
         stacks: of tables of one row shape and dtype.
         tables_of: the numbers of each stack's tables.
         row: bytes of a row of each table of the call, as it travels.
+        weight: the same with the bytes of an index, of which all count as 4.
         which: of each of `tables` its number, and the bytes of a row.
     """
 
@@ -44,7 +45,7 @@ class Space:
         present = said.numbers[:, HIGHEST] >= 0
         found = _arranged(said.lines, present.tobytes())
         self.tables, self.tables_of, self.row = found.tables, found.tables_of, found.row
-        self.which = found.which
+        self.which, self.weight = found.which, found.weight
         self.starts = np.zeros(len(self.tables) + 1, np.int64)
         np.add.accumulate(said.numbers[self.tables, HIGHEST] + 1, out=self.starts[1:])
         self.end = int(self.starts[-1])
@@ -77,7 +78,7 @@ class _Arranged(NamedTuple):
     """What follows from what tables are; kept, so nobody writes into it.
 
     Attributes:
-        tables, tables_of, row, which: as `Space` has them.
+        tables, tables_of, row, weight, which: as `Space` has them.
         stacks: of each its dtype on the wire, row shape, dtype if that is another, and how many of
             `tables` are in it or before it.
     """
@@ -85,6 +86,7 @@ class _Arranged(NamedTuple):
     tables: list[int]
     tables_of: list[list[int]]
     row: Longs
+    weight: list[int]
     which: array[int]
     stacks: list[tuple[torch.dtype, tuple[int, ...], torch.dtype | None, int]]
 
@@ -93,7 +95,7 @@ class _Arranged(NamedTuple):
 def _arranged(lines: tuple[str, ...], present: bytes) -> _Arranged:
     """Of those tables that are `present`: a byte of each, not 0."""
     tables = [table for table in layout(lines) if present[table]]
-    found = _Arranged(tables, [], np.zeros(len(lines), np.int64), array("q"), [])
+    found = _Arranged(tables, [], np.zeros(len(lines), np.int64), [], array("q"), [])
     last = 0
     for (dtype, travels, shape), group in groupby(tables, lambda table: _kind(lines[table])):
         members = list(group)
@@ -104,6 +106,7 @@ def _arranged(lines: tuple[str, ...], present: bytes) -> _Arranged:
         found.row[members] = row_bytes(row_shape, travels)
     for table in tables:
         found.which.extend((table, int(found.row[table])))
+    found.weight.extend((found.row + 4).tolist())
     found.row.flags.writeable = False
     return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,8 +63,7 @@ def top(tables: int) -> int:
     return 63 - max(1, (tables - 1).bit_length())
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(NamedTuple):
     """The statement of one rank, or of some ranks together.
 
     Attributes:
@@ -75,7 +74,7 @@ class Tables:
         lends: this rank can lend its rows to all others (`near_tables`), and so does if asked.
         lent: where its keys and its rows lie, if they are neither described nor here.
         header: of all tables' rows together; None where the rows are here, or lent.
-        index: bytes of the indices, in `layout` order; int32 or int64 by their number.
+        indices: bytes of the indices, in `layout` order; int32 or int64 by their number.
         values: bytes of the values, in `layout` order.
     """
 
@@ -86,14 +85,14 @@ class Tables:
     lends: bool = False
     lent: tuple[int, int] | None = None
     header: Header | None = None
-    index: Tensor | None = None
+    indices: Tensor | None = None
     values: Tensor | None = None
 
     @property
     def size(self) -> int:
         """Bytes of the statement, if it carries rows."""
         text = sum(len(line) + 1 for line in self.lines)
-        data = sum(part.numel() for part in (self.index, self.values) if part is not None)
+        data = sum(part.numel() for part in (self.indices, self.values) if part is not None)
         return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + _AROUND
 
     @property
@@ -105,29 +104,28 @@ class Tables:
         """The statement as bytes."""
         lines, trouble = _text_of(self.lines), self.trouble.encode()
         kind = _LENT if self.lent else _ROWS if self.header is None else _HEADER
-        index = 0 if self.index is None else self.index.numel()
+        index = 0 if self.indices is None else self.indices.numel()
         sizes, flags = (len(lines), len(trouble), index), (self.fallible, self.lends)
         fixed = _FIXED.pack(len(self.lines), *sizes, kind, *flags, *(self.lent or (0, 0)))
         parts: list[bytes | memoryview] = [fixed, self.numbers.tobytes(), lines, trouble]
         if self.header is not None:
             parts.append(self.header.pack().numpy().data)
         else:
-            rows = [part for part in (self.index, self.values) if part is not None]
+            rows = [part for part in (self.indices, self.values) if part is not None]
             parts += [part.numpy().data for part in rows]
         padded = [piece for part in parts for piece in (part, bytes(-len(part) % 8))]
         return torch.frombuffer(bytearray().join(padded), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, body: Tensor) -> Tables:
+    def unpack(cls, raw: memoryview) -> Tables:
         """A statement from bytes; its numbers and rows are views of them."""
-        raw = body.numpy().data
         fixed = _FIXED.unpack_from(raw)
         tables, lines, trouble, index, kind, fallible, lends, *where = fixed
         first = _FIXED.size + tables * COLUMNS * 8
         second = first + _aligned(lines)
         third = second + _aligned(trouble)
         numbers = np.frombuffer(raw, np.int64, tables * COLUMNS, _FIXED.size)
-        rest = None if kind == _LENT else body[third:]
+        rest = None if kind == _LENT else torch.frombuffer(raw, dtype=torch.uint8)[third:]
         return cls(
             _lines_in(bytes(raw[first : first + lines])) if tables else (),
             numbers.reshape(tables, COLUMNS),
@@ -151,30 +149,28 @@ class Tables:
             np.repeat(numbers, self.numbers[self.order(), ROWS])
         )
         header = Header.of(joint.sort().values, rank)
-        return replace(self, header=header, index=None, values=None)
+        return self._replace(header=header, indices=None, values=None)
 
     def own_indices(self) -> Tensor:
         """The indices that came along, in `layout` order."""
-        assert self.index is not None
+        assert self.indices is not None
         count = int(self.numbers[:, ROWS].sum())
-        wide = self.index.numel() == 8 * count
-        return self.index.view(torch.int64 if wide else torch.int32)
+        wide = self.indices.numel() == 8 * count
+        return self.indices.view(torch.int64 if wide else torch.int32)
 
     def order(self) -> list[int]:
         """The tables' numbers in the order in which their rows are laid out."""
         return layout(self.lines)
 
-    def combine(self, other: Tables) -> Tables:
-        """The statement of this one's ranks and of the other's, which are higher."""
-        return Tables.together([self, other])
-
     @classmethod
     def together(cls, said: Sequence[Tables]) -> Tables:
         """One statement of several, in the order of their ranks; without rows."""
-        first = said[0]
-        if any(len(one.lines) != len(first.lines) for one in said):
+        first, columns = said[0], zip(*said, strict=True)
+        texts, each, troubles, fallible, lends, _, headers, _, _ = columns
+        same = texts.count(first.lines) == len(said)
+        if not same and len(set(map(len, texts))) > 1:
             return first  # the fingerprints tell
-        everyone = np.array([one.numbers for one in said])
+        everyone = np.array(each)
         numbers = first.numbers.copy()
         np.add.reduce(everyone[:, :, ROWS], 0, out=numbers[:, ROWS])
         np.maximum.reduce(everyone[:, :, HIGHEST], 0, out=numbers[:, HIGHEST])
@@ -183,16 +179,14 @@ class Tables:
             rooms = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
             numbers[:, [ROOM, WHOSE]] = rooms
         trouble, lines = first.trouble, first.lines
-        if any(one.lines != lines for one in said):
+        if not same:
             filled = list(lines)
             for one in said[1:]:
                 trouble = trouble or _reconciled(filled, numbers, one) or one.trouble
             lines = tuple(filled)
-        trouble = trouble or next((one.trouble for one in said if one.trouble), "")
-        headers = [one.header for one in said if one.header is not None]
-        header = Header.together(headers) if len(headers) == len(said) else None
-        fallible, lends = any(one.fallible for one in said), all(one.lends for one in said)
-        return cls(lines, numbers, trouble, fallible, lends, header=header)
+        trouble = trouble or next(filter(None, troubles), "")
+        header = None if None in headers else Header.together(headers)
+        return cls(lines, numbers, trouble, any(fallible), all(lends), header=header)
 
 
 def _reconciled(lines: list[str], numbers: Longs, other: Tables) -> str:

@@ -150,7 +150,7 @@ class Wire(abc.ABC):
     @property
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
+        return [*range(self.rank + 1, self.size), *range(self.rank)]
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

@@ -5,14 +5,15 @@ in one file in memory that all of them map. Each rank writes its part, and what 
 *private* mapping (copy-on-write): its pages are the file's until he writes to them, and then copies
 of his own.
 
-The file is cut into *blocks*. The first rank gives them out, and marks each for all ranks; a rank
-takes its mark away when it holds the block no more, and one without marks is given out again.
-Before, it drops pages that were written to, as /proc/self/pagemap tells. The first write to a page
-takes 2.7 µs, and copying one 0.4, so a rank whose caller does write gets copies for a while.
+The file is cut into *blocks*. The first rank gives them out, each marked for itself alone. Who is
+told of one and takes it marks it, too, and takes the mark away when it holds the block no more; the
+first rank does not before it heard from all that they took it. One without marks is given out
+again. Before it lets go, a rank drops pages that were written to, as /proc/self/pagemap tells. The
+first write to a page takes 2.7 µs, and copying one 0.4, so a rank whose caller does write gets
+copies for a while.
 
 Or the first rank *offers* a block ahead of a call, in front of all blocks, where those see it who
-hear from it afterwards. That is marked for the first rank alone; who takes it marks it, and the
-first rank does not let go before it heard from all.
+hear from it afterwards.
 
 A forked child would see what comes to lie in a block later. So before a fork all pages that
 somebody holds become this process's own, by the call that prepares pages for being written to. A
@@ -110,10 +111,6 @@ class Blocks:
             return None
         return blocks if blocks._head[:_SIGN].tobytes() == sign else None
 
-    def block(self, place: Place) -> Block:
-        """One that was given out; to be released."""
-        return Block(self, place, self._memory[place.start : place.start + place.size])
-
     def offered(self, call: int, nbytes: int) -> Place | None:
         """The block that is on offer for the call of that number, if it has so many bytes.
 
@@ -123,9 +120,9 @@ class Blocks:
         return Place(*place) if number == call and place[-1] >= nbytes else None
 
     def take(self, place: Place) -> Block:
-        """The one that was offered; to be released."""
+        """One that was given out, or offered; to be released."""
         self._marks[place.number, self._rank] = 1
-        return self.block(place)
+        return Block(self, place, self._memory[place.start : place.start + place.size])
 
     def lend(self, place: Place, start: int, stop: int) -> Tensor:
         """These bytes of a block as memory that only this process writes to (uint8, 1-D).
@@ -217,7 +214,7 @@ class Giver:
         """
         if not WORKS or ranks > RANKS:
             raise OSError("no memory is shared here")
-        self._ranks, self._limit = ranks, limit
+        self._limit = limit
         self._offered: Place | None = None
         self._pieces: list[_Piece] = []  # by their places
         self.sign = os.urandom(_SIGN)
@@ -237,12 +234,9 @@ class Giver:
             os.close(fd)
 
     def take(self, nbytes: int) -> Place | None:
-        """Memory for a block, held by all ranks; None: there is no more. Nothing stays on offer."""
+        """A block of so many bytes; None: there is none left. Nothing stays on offer."""
         self._withdraw()
-        place = self._given(nbytes)
-        if place is not None:
-            self.blocks._marks[place.number, : self._ranks] = 1
-        return place
+        return self._given(nbytes)
 
     def offer(self, call: int, nbytes: int) -> None:
         """Have a block of so many bytes on offer for the call of that number, if there is one."""
@@ -250,7 +244,6 @@ class Giver:
             self._withdraw()
             self._offered = self._given(nbytes)
         if self._offered is not None:
-            self.blocks._marks[self._offered.number, 0] = 1
             self.blocks._offer[:] = call, *self._offered
 
     def gone(self) -> None:
@@ -265,7 +258,7 @@ class Giver:
         self.blocks._offer[0] = -1
 
     def _given(self, nbytes: int) -> Place | None:
-        """Memory that nobody holds; None: there is no more."""
+        """Memory that nobody held, marked for this rank; None: there is no more."""
         free = [p for p in self._pieces if not self.blocks._marks[p.place.number].any()]
         fit = [p for p in free if nbytes <= p.place.size <= nbytes * SPARE]
         found = min(fit, key=lambda piece: piece.place.size, default=None)
@@ -287,6 +280,7 @@ class Giver:
             if found is None:
                 return None
         found.passed_over = 0
+        self.blocks._marks[found.place.number, 0] = 1
         return found.place
 
     def _cut(self, nbytes: int) -> _Piece | None:

@@ -50,9 +50,12 @@ class Common:
     def __init__(self, wire: Wire, block: Block, sizes: Sequence[list[int]]) -> None:
         self._wire, self._block, self.sizes = wire, block, sizes
         self._starts = _starts(sizes)
+        begins = [
+            start + sum(area[: wire.rank]) for start, area in zip(self._starts, sizes, strict=False)
+        ]
         self.mine = [
-            block.memory[start + sum(area[: wire.rank]) :][: area[wire.rank]]
-            for start, area in zip(self._starts, sizes, strict=False)
+            block.memory[begin : begin + area[wire.rank]]
+            for begin, area in zip(begins, sizes, strict=True)
         ]
 
     def __enter__(self) -> Self:
@@ -73,7 +76,8 @@ class Common:
 
     def whole(self, area: int) -> Tensor:
         """All of an area, to be read."""
-        return self._block.memory[self._starts[area] :][: sum(self.sizes[area])]
+        start = self._starts[area]
+        return self._block.memory[start : start + sum(self.sizes[area])]
 
     def own(self, area: int) -> Tensor:
         """All of an area as memory of its own, for a caller; once."""
@@ -110,7 +114,7 @@ def begun(wire: Wire, most: int, mine: tuple[int, int]) -> Common | None:
     if place == _NOWHERE:
         return None
     sizes = [[each[area] for each in said] for area in range(_AREAS)]
-    return Common(wire, blocks.block(place), sizes)
+    return Common(wire, blocks.take(place), sizes)
 
 
 def offer(wire: Wire, most: int) -> None:

@@ -40,10 +40,11 @@ class Traffic:
 
     def add(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Add messages of so many bytes, each given with the peer it goes to."""
-        to = self.to
+        to, total = self.to, 0
         for peer, nbytes in sizes:
-            self.bytes += nbytes
+            total += nbytes
             to[peer] = to.get(peer, 0) + nbytes
+        self.bytes += total
         self.messages += len(sizes)
         if self._trace:
             for peer, nbytes in sizes:
