@@ -29,8 +29,14 @@ pytest.register_assert_rewrite("weft.testing.contract")
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported
 from hypothesis import settings  # noqa: E402
 
+from weft.bootstrap import local  # noqa: E402
+
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
 torch.set_num_threads(1)
+
+# What most processes of tests would import: with the module that their function is in, or with the
+# first optimizer, DistributedDataParallel or DTensor.
+local.preload("pytest", "torch._dynamo")
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)
@@ -81,6 +87,12 @@ def mpirun_line() -> list[str]:
     # it refuses root, who runs the tests in containers, unless told twice
     allowed = [f"OMPI_ALLOW_RUN_AS_ROOT{twice}=1" for twice in ("", "_CONFIRM")]
     return ["env", *allowed, launcher, "--oversubscribe", "--bind-to", "none"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
