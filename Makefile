@@ -5,6 +5,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint types layers docs check clean
 
 demo: .venv/report

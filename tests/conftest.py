@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,8 +32,14 @@ pytest.register_assert_rewrite("weft.testing.contract")
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported
 from hypothesis import settings  # noqa: E402
 
+from weft.bootstrap import local  # noqa: E402
+
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
 torch.set_num_threads(1)
+
+# What most processes of tests would import: with the module that their function is in, or with the
+# first optimizer, DistributedDataParallel or DTensor.
+local.preload("pytest", "torch._dynamo")
 
 # No deadline for one example: a machine that is busy with other things is no defect.
 settings.register_profile("weft", deadline=None, print_blob=True)
@@ -66,6 +75,75 @@ def nothing_left() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return _nothing_left
 
 
+class Program:
+    """A process that runs a program, much like `subprocess.Popen` where it writes to files."""
+
+    def __init__(self, template: socket.socket, request: dict[str, object]) -> None:
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # in `end`
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            files = [*(each.fileno() for each in self._files), theirs.fileno()]
+            socket.send_fds(template, [json.dumps(request).encode()], files)
+        self.returncode: int | None = None
+        self._answers.settimeout(60.0)
+        self.pid = int(self._answers.recv(100))
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+        """Output and errors, once it has ended; TimeoutError: it has not."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            self.returncode = int(self._answers.recv(100))
+        for file in self._files:
+            file.seek(0)
+        out, err = (file.read() for file in self._files)
+        return out, err
+
+    def end(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.communicate()
+        for each in (self._answers, *self._files):
+            each.close()
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[socket.socket]:
+    """Where `template.py` is asked for programs."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line = [sys.executable, str(Path(__file__).with_name("template.py"))]
+    with ours:
+        # a process with threads must not fork
+        with theirs, open(os.devnull, "w") as nothing:
+            process = subprocess.Popen(
+                line, stdin=theirs, stdout=nothing, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            )
+        yield ours
+    process.wait(20)
+
+
+@pytest.fixture
+def programs(template: socket.socket) -> Iterator[Callable[..., Program]]:
+    """`programs(source, *arguments, env=)` starts what `python -c source arguments` would.
+
+    It is a fork of a process that has imported weft and numba: for tests of what becomes of whole
+    processes, not of what they import. With `strict` warnings are errors.
+    """
+    started = []
+
+    def start(
+        source: str, *arguments: str, env: Mapping[str, str] | None = None, strict: bool = False
+    ) -> Program:
+        environment = dict(os.environ if env is None else env)
+        asked = {"source": source, "arguments": arguments, "strict": strict}
+        started.append(Program(template, {**asked, "environment": environment}))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
 @pytest.fixture(scope="session")
 def mpirun_line() -> list[str]:
     """How a command begins that starts ranks, more than there are cores, on this host.
@@ -81,6 +159,12 @@ def mpirun_line() -> list[str]:
     # it refuses root, who runs the tests in containers, unless told twice
     allowed = [f"OMPI_ALLOW_RUN_AS_ROOT{twice}=1" for twice in ("", "_CONFIRM")]
     return ["env", *allowed, launcher, "--oversubscribe", "--bind-to", "none"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

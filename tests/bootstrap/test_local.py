@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -328,6 +329,16 @@ def test_an_error_of_the_listener_ends_the_ranks() -> None:
     with pytest.raises(KeyError):
         local.launch(2, failing, [-1], on_message=listen)
     assert gone(pids)
+
+
+def test_what_every_rank_would_import_is_there() -> None:
+    """The server has it, and no rank's collection of garbage looks through it."""
+    assert local.launch(2, prepared) == [(True, True, True)] * 2
+
+
+def prepared() -> tuple[bool, bool, bool]:
+    machine_code = "numba.cpython.listobj" in sys.modules  # which `import numba` leaves for later
+    return machine_code, "torch._dynamo" in sys.modules, gc.get_freeze_count() > 100_000
 
 
 def test_an_open_init_is_shut_down_for_a_rank() -> None:

@@ -7,12 +7,12 @@ person sees of them is looked at, too.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -47,41 +47,26 @@ def free_port() -> int:
 class Ranks:
     """Processes that call `weft.init`, and what each says."""
 
-    def __init__(self, folder: Path) -> None:
-        self._started: list[subprocess.Popen[str]] = []
+    def __init__(self, programs: Callable[..., Any], folder: Path) -> None:
+        self._programs = programs
+        self._started: list[Any] = []
         self._folder = folder
 
     def start(self, env: dict[str, str], url: str = "", timeout: float = LONG) -> None:
         right = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         right |= {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", RANK, url, str(timeout)]
-        self._started.append(
-            subprocess.Popen(
-                command,
-                env={**right, **env},
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
+        self._started.append(self._programs(RANK, url, str(timeout), env={**right, **env}))
 
     def said(self) -> list[tuple[str, str]]:
         """Output and errors of each."""
-        return [each.communicate(timeout=60) for each in self._started]
-
-    def end(self) -> None:
-        for each in self._started:
-            each.kill()
-            each.communicate()
+        return [each.communicate() for each in self._started]
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
+def ranks(programs: Callable[..., Any], tmp_path: Path) -> Ranks:
     folder = tmp_path / "private"
     folder.mkdir()
-    made = Ranks(folder)
-    yield made
-    made.end()
+    return Ranks(programs, folder)
 
 
 def at(port: int, **env: str) -> dict[str, str]:

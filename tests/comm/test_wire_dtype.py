@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from weft.testing.oracle import expected
 from weft.wire import dense
 from weft.wire.hosts import Hosts
 
+LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
@@ -30,12 +34,18 @@ SHAPES = {
 }
 
 
-def numbers(rank, name, dtype=torch.float32):
-    """Of all magnitudes that float16 has, those below its smallest normal number too."""
+@functools.cache
+def _numbers(rank, name):
     seed = 100 * rank + sorted(SHAPES).index(name)
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(SHAPES[name], generator=generator)
-    return (values * 2.0 ** torch.randint(-22, 9, SHAPES[name], generator=generator)).to(dtype)
+    return values * 2.0 ** torch.randint(-22, 9, SHAPES[name], generator=generator)
+
+
+def numbers(rank, name, dtype=torch.float32):
+    """Of all magnitudes that float16 has, those below its smallest normal number too."""
+    with LOCK:  # made once, though ranks are threads; a copy, since some write to what they get
+        return _numbers(rank, name).to(dtype, copy=True)
 
 
 def has(rank, name):
@@ -59,16 +69,30 @@ def dense_model(rank):
     return module
 
 
-def right(name, size, wire_dtype, average):
-    """Each rank's rounded, added in rank order in float32, and rounded."""
+@functools.cache
+def _right(name, size, wire_dtype, average):
     total = None
     for rank in range(size):
-        mine = numbers(rank, name)
+        mine = _numbers(rank, name)
         if name == "expanded":
             mine = mine[:1].expand(SHAPES[name])
         mine = mine.to(wire_dtype).float() if has(rank, name) else torch.zeros(SHAPES[name])
         total = mine if total is None else total + mine
     return (total / size if average else total).to(wire_dtype)
+
+
+def right(name, size, wire_dtype, average):
+    """Each rank's rounded, added in rank order in float32, and rounded."""
+    with LOCK:
+        return _right(name, size, wire_dtype, average)
+
+
+@functools.cache
+def _reduced(name, size, wire_dtype, op):
+    combine = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
+    terms = [_numbers(rank, name).to(wire_dtype).float() for rank in range(size)]
+    want = functools.reduce(combine.get(op, torch.add), terms)
+    return (want / size if op == "avg" else want).to(wire_dtype).float()
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["after", "while backward runs"])
@@ -283,15 +307,11 @@ def test_overlap_and_sync_grads_name_one_wire_dtype(wire):
 
 @spmd(1, 2, 3, 4, 7, 8)
 def test_all_reduce_rounds_the_same_way(wire):
-    combine = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
     for name in ("small", "large", "empty", "scalar"):
         for wire_dtype in WIRE_DTYPES:
             for op in ("sum", "avg", "min", "max", "prod"):
-                terms = [numbers(r, name).to(wire_dtype).float() for r in range(wire.size)]
-                want = terms[0]
-                for term in terms[1:]:
-                    want = combine.get(op, torch.add)(want, term)
-                want = (want / wire.size if op == "avg" else want).to(wire_dtype).float()
+                with LOCK:
+                    want = _reduced(name, wire.size, wire_dtype, op)
                 for _ in range(3):  # the third is a habit
                     mine = numbers(wire.rank, name)
                     found = weft.all_reduce(mine, op, wire_dtype=wire_dtype)

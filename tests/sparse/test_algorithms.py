@@ -68,10 +68,24 @@ def _world(size, kind, op, **options):
     return parts, expected(parts, op)
 
 
+@functools.cache
+def _highest(size, index, count):
+    last = torch.iinfo(index).max
+    parts = [
+        weft.Rows(last - torch.arange(count).to(index) * 3 - rank % 2, torch.ones(count, 4))
+        for rank in range(size)
+    ]
+    return parts, expected(parts)
+
+
 def world(size, kind, op="sum", **options):
     """Everybody's rows and what they come to: made once, since every algorithm gets the same."""
     with LOCK:  # ranks that are threads would each make it
         return _world(size, kind, op, **options)
+
+
+def right(left, right):
+    return right
 
 
 def same_everywhere(wire, rows):
@@ -119,13 +133,9 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
 @spmd(1, 3, 8, on=("threads",))
 def test_the_largest_index_there_is(wire, name, index):
     """No bound beyond it is of its dtype."""
-    last = torch.iinfo(index).max
     for count in (1, 2500):
-        parts = [
-            weft.Rows(last - torch.arange(count).to(index) * 3 - rank % 2, torch.ones(count, 4))
-            for rank in range(wire.size)
-        ]
-        want = expected(parts)
+        with LOCK:
+            parts, want = _highest(wire.size, index, count)
         total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
@@ -238,12 +248,8 @@ def test_minus_zero_is_less_than_zero(wire, name):
 @pytest.mark.parametrize("name", IN_ORDER)
 @spmd(1, 2, 3, 4, 7)
 def test_a_function_gets_its_operands_in_rank_order(wire, name):
-    def last(left, right):
-        return right
-
-    parts = [rows_of(rank, "duplicates") for rank in range(wire.size)]
-    total = weft.sparse_all_reduce(parts[wire.rank], last, algorithm=name)
-    want = expected(parts, last)
+    parts, want = world(wire.size, "duplicates", right)
+    total = weft.sparse_all_reduce(parts[wire.rank], right, algorithm=name)
     assert torch.equal(total.values, want.values)
     same_everywhere(wire, total)
 

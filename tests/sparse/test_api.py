@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,8 @@ import torch.distributed as dist
 import weft
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
+
+LOCK = threading.Lock()
 
 
 def part(rank, height=30):
@@ -107,23 +112,30 @@ def test_out_is_filled(wire, algorithm):
     assert torch.equal(total.values, want.values)
 
 
+@functools.cache
+def _sorted(size, count):
+    """Everybody's rows, sorted and unique, such as are sent from where they are; and their sum."""
+    parts = []
+    for rank in range(size):
+        draw = torch.Generator().manual_seed(rank)
+        indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
+        values = torch.randint(9, (count, 16), generator=draw).float()
+        parts.append(weft.Rows(indices, values, 2 * count))
+    return parts, expected(parts)
+
+
 @pytest.mark.parametrize("count", [30, 4000])
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
 @spmd(1, 3)
 def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
     """Peers still read the rows when the first of the result is written."""
-
-    def rows(rank):  # sorted and unique: such rows are sent from where they are
-        draw = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(2 * count, generator=draw)[:count].sort().values
-        return weft.Rows(indices, torch.randint(9, (count, 16), generator=draw).float(), 2 * count)
-
-    want = expected([rows(rank) for rank in range(wire.size)])
+    with LOCK:  # ranks that are threads would each make them
+        parts, want = _sorted(wire.size, count)
     for of_function in (False, True):
         space = torch.full((2 * count,), -1), torch.full((2 * count, 16), -1.0)
         mine = weft.Rows(space[0][:count], space[1][:count], 2 * count)
-        mine.indices.copy_(rows(wire.rank).indices)
-        mine.values.copy_(rows(wire.rank).values)
+        mine.indices.copy_(parts[wire.rank].indices)
+        mine.values.copy_(parts[wire.rank].values)
 
         def allocate(count, row_shape, dtypes, space=space):
             return space[0][:count], space[1][:count]

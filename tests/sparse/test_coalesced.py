@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
+LOCK = threading.Lock()
 KINDS = [  # row shape, dtype, index dtype, height
     ((3,), torch.float32, torch.int64, 50),
     ((), torch.bfloat16, torch.int32, None),
@@ -42,11 +46,16 @@ def tables_of(rank, kinds, count, *, missing=()):
     ]
 
 
+@functools.cache
+def _wants(size, kinds, count, op, missing):
+    everyone = [tables_of(rank, kinds, count, missing=missing) for rank in range(size)]
+    return [expected(parts, op) for parts in zip(*everyone, strict=True)]
+
+
 def check(wire, got, kinds, count, op="sum", missing=()):
-    everyone = [tables_of(rank, kinds, count, missing=missing) for rank in range(wire.size)]
-    assert len(got) == len(kinds)
-    for number, result in enumerate(got):
-        want = expected([tables[number] for tables in everyone], op)
+    with LOCK:  # made once: ranks that are threads, and all algorithms, want the same
+        wants = _wants(wire.size, tuple(kinds), count, op, tuple(missing))
+    for number, (result, want) in enumerate(zip(got, wants, strict=True)):
         assert result.indices.dtype == want.indices.dtype
         assert torch.equal(result.indices, want.indices), number
         assert result.values.dtype == want.values.dtype

@@ -176,9 +176,13 @@ def alike(wire, text):
     assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), text
 
 
+# three ranks, as one of two sees no third that is told; two for the buffers below, which are
+# refused by the same checks
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
-@spmd(2, 3, on=("threads",))
+@spmd(3, on=("threads",))
 def test_rows_that_only_stand_for_some(wire, name, kind):
     call, (made, text) = CALLS[name], KINDS[kind]
     call(wire, good())  # so that what came of the checks is known
@@ -241,7 +245,7 @@ MEMORY = memory()
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OUTS)
-@spmd(2, 3, on=("threads",))
+@spmd(2, on=("threads",))
 def test_buffers_that_only_stand_for_some(wire, name, kind):
     call, (made, text) = OUTS[name], KINDS[kind]
     for number, part in enumerate(("indices", "values")):

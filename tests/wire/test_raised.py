@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
 import sys
 import time
 
@@ -54,28 +53,19 @@ else:
 LONG = 60.0  # seconds that must not pass
 
 
-def told(folder, how, timeout=LONG):
+@pytest.fixture
+def told(programs, tmp_path):
     """What rank 0 says of rank 1, which fails in that way."""
-    environment = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK, str(folder / "place"), how, str(timeout)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=LONG - 5.0) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert ranks[0].returncode == 0, said[0][1]
-    return said[0][0]
+
+    def told(how, timeout=LONG):
+        right = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        given = str(tmp_path / "place"), how, str(timeout)
+        ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(2)]
+        said = [rank.communicate(LONG - 5.0) for rank in ranks]
+        assert ranks[0].returncode == 0, said[0][1]
+        return said[0][0]
+
+    return told
 
 
 @pytest.mark.parametrize(
@@ -87,19 +77,19 @@ def told(folder, how, timeout=LONG):
         ("nothing", " while rank 0 awaited"),
     ],
 )
-def test_who_leaves_says_what_it_raised(tmp_path, how, why):
-    said = told(tmp_path, how)
+def test_who_leaves_says_what_it_raised(told, how, why):
+    said = told(how)
     assert said.startswith(f"1 rank 0: rank 1 left{why}"), said
 
 
-def test_who_is_late_says_what_it_raised(tmp_path):
-    said = told(tmp_path, "caught", timeout=2.0)
+def test_who_is_late_says_what_it_raised(told):
+    said = told("caught", timeout=2.0)
     assert "rank 1 has not entered call 2 (all_reduce): it has been outside weft for" in said
     assert " s, after it raised (WeftError: rank 1: str is no group: pass None, a weft" in said
 
 
-def test_who_mends_its_call_is_answered(tmp_path):
-    assert told(tmp_path, "late") == ""
+def test_who_mends_its_call_is_answered(told):
+    assert told("late") == ""
 
 
 # which calls raise so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -419,47 +418,19 @@ ENDINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exits(tmp_path_factory):
-    """How interpreters ended, and what they said: forks of one that has imported everything."""
-    folder = tmp_path_factory.mktemp("exits")
-    program = f"""
-        import json, os, textwrap, threading, time, torch
-        from weft.wire import threads, worker as module
-        endings, children = json.loads({json.dumps(ENDINGS)!r}), {{}}
-        for ending, program in endings.items():
-            child = os.fork()
-            if child == 0:
-                file = os.open({str(folder)!r} + "/" + ending, os.O_WRONLY | os.O_CREAT)
-                os.dup2(file, 1)
-                os.dup2(file, 2)
-                wires = threads.group(2, timeout=300.0)
-                worker = wires[0].worker
-                if "never" in ending:  # what cannot be ended is left behind, soon
-                    module._LAST = 0.2
-                exec(textwrap.dedent(program))
-                break  # and end as any program does
-            children[ending] = child
-        else:  # they end at the same time, since some wait before they do
-            for ending, child in children.items():
-                children[ending] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            print(json.dumps(children))
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # a process with threads must not fork
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    statuses = json.loads(done.stdout)
-    return {ending: (statuses[ending], (folder / ending).read_text()) for ending in ENDINGS}
-
-
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_exits_cleanly(exits, ending):
-    assert exits[ending] == (0, "")
+def test_the_interpreter_exits_cleanly(programs, ending):
+    program = f"""
+import threading, time
+from weft.wire import threads, worker as module
+wires = threads.group(2, timeout=300.0)
+worker = wires[0].worker
+if {"never" in ending}:  # what cannot be ended is left behind, soon
+    module._LAST = 0.2
+{textwrap.dedent(ENDINGS[ending])}
+"""
+    done = programs(program, strict=True)
+    assert (done.communicate(), done.returncode) == (("", ""), 0)
 
 
 def test_peers_are_told_of_a_process_that_ends_with_a_call_under_way():

@@ -1,11 +1,11 @@
 """Ranks as processes of this machine: one function starts them, waits, and leaves nothing behind.
 
 What `weft demo`, `weft bench --ranks` and the tests use where a person would type `torchrun`. The
-processes come from multiprocessing's forkserver, which imports torch and weft once, so a rank
-starts in tens of milliseconds, and never from a fork of the caller, which may have threads. They
-find each other as under torchrun: `RANK`, `WORLD_SIZE` and the like are in their environment, and
-the store of the rendezvous is hosted by the caller on a port that the system chose, so there are
-no two ranks that want the same one.
+processes come from multiprocessing's forkserver, which imports torch, weft and more (`preload`)
+once, so a rank starts in tens of milliseconds, and never from a fork of the caller, which may have
+threads. They find each other as under torchrun: `RANK`, `WORLD_SIZE` and the like are in their
+environment, and the store of the rendezvous is hosted by the caller on a port that the system
+chose, so there are no two ranks that want the same one.
 
 Each rank leads a session of its own (as under torchrun), so a Ctrl-C reaches it once, from the
 launcher, and not twice; what a rank started itself ends with it; and each rank ends when the
@@ -40,11 +40,11 @@ from ..errors import WeftError, WireError
 from .store import LOOPBACK
 from .store import host as host_store
 
-__all__ = ["launch", "send"]
+__all__ = ["launch", "preload", "send"]
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "numba", "weft", "weft.bootstrap.local"]
+_PRELOAD = ["torch", "torch.distributed", "weft", "weft.bootstrap.local"]
 _THREADS = {
     # with its pool of threads OpenBLAS would make the server a process with threads, and those must
     # not fork; torch's own threads are not touched by it
@@ -322,8 +322,14 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def preload(*modules: str) -> None:
+    """Have the server import these, too, once, where each rank would: before the first launch."""
+    _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
+
+
 def start_forkserver(context: multiprocessing.context.ForkServerContext) -> None:
-    context.set_forkserver_preload(_PRELOAD)  # if a server runs already, it stays as it is
+    # if a server runs already, it stays as it is
+    context.set_forkserver_preload([*_PRELOAD, "weft.bootstrap.preload"])
     unset = [name for name in _THREADS if name not in os.environ]
     os.environ.update({name: _THREADS[name] for name in unset})
     try:

@@ -45,20 +45,21 @@ def expected(
     total: dict[int, Tensor] = {}
     for rows in parts:
         mine: dict[int, Tensor] = {}
-        for index, value in zip(rows.indices.tolist(), rows.values.to(partial), strict=True):
-            row = value.unsqueeze(0)
+        values = rows.values.to(partial).unsqueeze(1).unbind()
+        for index, row in zip(rows.indices.tolist(), values, strict=True):
             mine[index] = combine(mine[index], row) if index in mine else row
         for index, row in mine.items():
-            rounded = _rounded(row.to(dtype), narrow).to(partial)
-            total[index] = combine(total[index], rounded) if index in total else rounded
+            if partial is not narrow:
+                row = _rounded(row.to(dtype), narrow).to(partial)
+            total[index] = combine(total[index], row) if index in total else row
 
     indices = torch.tensor(sorted(total), dtype=parts[0].indices.dtype)
     if not total:
         return Rows(indices, parts[0].values[:0], parts[0].height)
-    values = torch.cat([total[index] for index in sorted(total)])
+    result = torch.cat([total[index] for index in sorted(total)])
     if named is not None and named.mean:
-        values = values / len(parts)
-    return Rows(indices, _rounded(values.to(dtype), narrow).to(dtype), parts[0].height)
+        result = result / len(parts)
+    return Rows(indices, _rounded(result.to(dtype), narrow).to(dtype), parts[0].height)
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
