@@ -34,7 +34,7 @@ from .small import SmallLine, SocketLine
 
 __all__ = ["Lost", "Mover", "Order"]
 
-_TICK = 0.004  # seconds between two looks of the thread
+_TICK, _TICKS = 0.004, 4  # seconds between two looks of the thread; how many it may leave out
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOOKS = 500_000  # nanoseconds that machine code does so, where peers come soon
@@ -426,14 +426,17 @@ class Mover:
             self._thread.start()
 
     def _look_in(self) -> None:
+        ticks = 1
         try:
             while True:
                 self._stir.wait()
                 if self._closed:
                     return
-                time.sleep(_TICK)
+                time.sleep(ticks * _TICK)
                 if not self._turn.acquire(blocking=False):
-                    continue  # somebody waits, and moves everything
+                    ticks = min(2 * ticks, _TICKS)  # somebody waits, and moves everything
+                    continue
+                ticks = 1
                 try:
                     if not self._closed:
                         self._tend()
