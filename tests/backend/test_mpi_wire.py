@@ -63,6 +63,42 @@ def test_messages_move_while_nobody_waits(mpi_job):
     assert mpi_job(2, unwatched) == [True, True]
 
 
+def through(posted, wire):
+    until = time.monotonic() + wire.timeout
+    while not posted.is_through() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert posted.is_through()
+
+
+def forgotten(wire):
+    """What is through before somebody waits for it is let go of like everything else."""
+    peer, place = 1 - wire.rank, torch.zeros(10, dtype=torch.uint8)
+    for _ in range(20):
+        posted = wire.post([(peer, torch.ones(10, dtype=torch.uint8))], [(peer, place)])
+        through(posted, wire)
+        posted.wait()
+    return len(wire._connections.mover._under_way)
+
+
+def test_what_is_through_is_forgotten(mpi_job):
+    assert mpi_job(2, forgotten) == [0, 0]
+
+
+def ended(wire):
+    """The wire ends between its own look and the post: nothing comes, and a wait says so."""
+    wire._connections.mover._ended = "it was ended by a test"
+    posted = wire.post((), [(1 - wire.rank, torch.zeros(4))])
+    through(posted, wire)
+    with pytest.raises(weft.WireError) as caught:
+        posted.wait()
+    return str(caught.value)
+
+
+def test_what_failed_before_the_wait_is_raised_by_it(mpi_job):
+    first, second = mpi_job(2, ended)
+    assert "it was ended by a test" in first + second
+
+
 def late(wire):
     """Rank 1 keeps the others waiting; who waits is told so, though rank 2 comes after it."""
     said = []

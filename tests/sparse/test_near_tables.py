@@ -398,3 +398,17 @@ def laid_late():
 @needs_reading
 def test_machine_code_may_come_while_rows_are_laid():
     assert processes(RANKS, laid_late, timeout=120.0) == [(True, True)] * RANKS
+
+
+def test_keys_are_read_before_their_memory_is_let_go():
+    """Where sums are copied to the caller nobody may hold the memory that they came in."""
+    memory = torch.arange(32, dtype=torch.uint8)
+    expected = memory.view(torch.int32).clone()
+
+    def own(area):
+        memory.zero_()
+        return torch.zeros(4)
+
+    common = SimpleNamespace(finish=lambda: None, whole=lambda area: memory, own=own)
+    found = near_tables._made(SimpleNamespace(index=torch.int32), common)
+    assert torch.equal(found.keys, expected)

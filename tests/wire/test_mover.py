@@ -59,6 +59,37 @@ def threads():
     return [each for each in threading.enumerate() if each.name == "weft mover"]
 
 
+def test_a_close_waits_a_moment_for_who_moves_something(pair):
+    """What that has still to say is what a peer may be waiting for."""
+    left, right = pair
+    awaited, place = receive(left, 4)
+    receive(right, 4)  # so that it looks at what comes
+    wait_for(lambda: left.advance() or right.advance() or right.lines[0]._allowed.get(0))
+    busy = threading.Event()
+
+    def move():
+        with right._turn:
+            busy.set()
+            time.sleep(0.02)
+            send(right, b"late")
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    assert busy.wait(10.0)
+    right.close()
+    mover.join()
+    wait(left, awaited)
+    assert place == b"late"
+
+
+def test_a_mover_that_its_own_thread_closes_ends(pair):
+    """As a collection of garbage does, anywhere."""
+    left, _ = pair
+    left._tend = left.close
+    left._rouse()
+    wait_for(lambda: left._closed and not left._thread.is_alive())
+
+
 def test_messages_move_while_nobody_waits(pair):
     left, right = pair
     payload = bytes(range(256)) * 40_000  # more than sockets hold

@@ -315,6 +315,15 @@ def test_a_piece_that_cannot_be_read_loses_the_line(listener, wrong, more):
     assert not order.done
 
 
+@pytest.mark.parametrize("kind", ["card", "taken", "declined"])
+@pytest.mark.parametrize("size", [0, 5, 1 << 30])
+@pytest.mark.parametrize("behind", [b"", b"\0" * 100_000])
+def test_what_is_said_about_nothing_loses_the_line(listener, kind, size, behind):
+    """It was never lent anything, and a card has a length."""
+    frame = FRAME.pack({"card": 1 << 61, "taken": 1 << 60 | 1, "declined": 1 << 60 | 2}[kind], size)
+    assert told(listener, frame + behind) == "a frame came that makes no sense here"
+
+
 @pytest.mark.parametrize(("kind", "size"), [(PIECES, 0), (PIECES * 3, LEAST)])
 def test_pieces_of_nothing_or_of_no_kind_are_none(listener, kind, size):
     awaited(listener, LEAST)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
+import select
 import signal
 import threading
 import time
@@ -372,6 +374,29 @@ def raised(wire):
     with pytest.raises(WireError, match=r"rank 0 was interrupted \(TimeoutError\)") as caught:
         wire.post((), [(1 - wire.rank, 8)]).wait()
     assert caught.value.culprit == 0
+
+
+def restored(wire):
+    """What an interrupted wait was about is the caller's again: nothing more is written there."""
+    if wire.rank == 1:
+        posted = wire.post([(0, torch.ones(2000, dtype=torch.uint8))])
+        with contextlib.suppress(WireError):
+            posted.wait()
+        return
+    place = torch.zeros(2000, dtype=torch.uint8)
+    wire.post((), [(1, place)])
+    mover = wire._connections.mover
+    with mover._turn:  # so that the thread reads nothing of what comes
+        mover._tend()
+        assert select.select([mover.lines[1].sock], [], [], 10.0)[0]
+        wire._interrupted(KeyboardInterrupt())
+    place.zero_()
+    time.sleep(0.1)
+    assert not place.any()
+
+
+def test_nothing_is_written_after_an_interrupt():
+    processes(2, in_main_thread, restored)
 
 
 def in_main_thread(body):

@@ -13,6 +13,8 @@ The vocabulary:
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
   the place of each of its indices in the union, as `place` where an earlier run has that
   index too, and as `~place` (so negative) where this run is the first to bring it.
+* `bitmap(indices, places)` has a bit for each; once ranks have united theirs, `unite_bitmap` reads
+  the union from it.
 * `combine(out, slots, values, op)` then adds one run: where the slot is negative it copies, else
   it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
@@ -58,6 +60,7 @@ __all__ = [
     "Shares",
     "Union",
     "alone",
+    "bitmap",
     "combine",
     "copy",
     "deal",
@@ -84,6 +87,7 @@ __all__ = [
     "sketch",
     "take",
     "union",
+    "unite_bitmap",
     "unpack_gaps",
     "warm",
 ]
@@ -119,6 +123,49 @@ tensor([-1,  2], dtype=torch.int32)])
     meter.spend(meter.PLACE * sum(run.numel() for run in runs))
     found = cpu_indices.union(runs) if on_cpu(runs[0]) else None
     return reference.union(runs) if found is None else found
+
+
+def bitmap(indices: Tensor, places: int) -> Tensor:
+    """A bit for every place, set where an index is: bit i % 64 of word i // 64.
+
+    Args:
+        indices: 1-D, sorted and unique, int32 or int64, from 0 to below `places`.
+        places: how many there are.
+
+    Returns:
+        int64 `[ceil(places / 64)]`.
+
+    Example:
+        >>> bitmap(torch.tensor([0, 2, 65]), 100)
+        tensor([5, 2])
+    """
+    indices = indices.contiguous()
+    meter.spend(meter.MARK * indices.numel() + places / 8)
+    found = cpu_indices.bitmap(indices, places) if on_cpu(indices) else None
+    return reference.bitmap(indices, places) if found is None else found
+
+
+def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
+    """The union that a bitmap says, and where in it a run is.
+
+    Args:
+        bits: as `bitmap` gives them, those of several runs combined by "or".
+        indices: one of these runs.
+
+    Returns:
+        The union, in the dtype of `indices`; slots of the one run, as if it came first.
+
+    Example:
+        >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
+        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)])
+    """
+    indices = indices.contiguous()
+    found = cpu_indices.unite_bitmap(bits, indices) if on_cpu(indices) else None
+    if found is None:
+        found = reference.unite_bitmap(bits, indices)
+    spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
+    meter.spend(spread + meter.MARK * indices.numel())
+    return found
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -> None:

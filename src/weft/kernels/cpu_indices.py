@@ -15,7 +15,7 @@ from . import pool
 from .compile import KINDS, Key, Loops, compiler
 from .reference import Distinct, Union
 
-__all__ = ["distinct", "index_key", "sketch", "union"]
+__all__ = ["bitmap", "distinct", "index_key", "sketch", "union", "unite_bitmap"]
 
 _DIGIT = 11  # bits that one pass of the sort looks at; its counts then fit the first cache
 _SMALL = 1 << 16  # words of bitmap that stay in the cache
@@ -268,6 +268,36 @@ def _by_bitmap(loops: Loops, parts: list[_Keys]) -> Tensor:
 
     pool.run(place, zip(bitmaps, places, strict=True))
     return indices
+
+
+def bitmap(indices: Tensor, places: int) -> Tensor | None:
+    """See `weft.kernels.bitmap`."""
+    loops = compiler.loops(index_key(indices.dtype))
+    if loops is None:
+        return None
+    bits = torch.empty(-(-places // 64), dtype=torch.int64)
+    slots = torch.empty(indices.numel(), dtype=torch.int32)
+    table = _table([indices], [slots])
+    if loops["mark"](table.buffer_info()[0], 1, 0, len(bits), bits.data_ptr()) < 0:
+        raise ValueError(f"an index is not below {places}")
+    return bits
+
+
+def unite_bitmap(bits: Tensor, indices: Tensor) -> Union | None:
+    """See `weft.kernels.unite_bitmap`."""
+    loops = compiler.loops(index_key(indices.dtype))
+    if loops is None:
+        return None
+    words, address = len(bits), bits.data_ptr()
+    united = indices.new_empty(loops["spread"](words, address, 0))
+    loops["spread"](words, address, united.data_ptr())
+    slots = torch.full((indices.numel(),), -1, dtype=torch.int32)
+    ranks = torch.empty(words, dtype=torch.int32)
+    table = _table([indices], [slots])
+    loops["place"](
+        *(table.buffer_info()[0], 1, 0, words, address, ranks.data_ptr(), 0, united.data_ptr())
+    )
+    return Union(united, [slots])
 
 
 def _name_unsorted(parts: list[_Keys]) -> None:

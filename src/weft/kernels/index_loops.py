@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import SIZES, count_ones, load, part, prefetch, store
+from .machine import SIZES, count_ones, load, lowest_one, part, prefetch, store
 
 LOOPS = (
     "compose",
@@ -28,6 +28,7 @@ LOOPS = (
     "several",
     "smallest",
     "sort",
+    "spread",
     "unpack",
 )
 
@@ -268,6 +269,25 @@ def place(kind: str) -> Callable[..., None]:
                 here = int64(load("i32", ranks, bit >> 6)) + count_ones(lower)
                 store("i32", slots, i, here ^ int64(load("i32", slots, i)))
                 store(kind, out, here, index)
+
+    return loop
+
+
+def spread(kind: str) -> Callable[..., int]:
+    """Write the indices of a bitmap that begins at 0 to `out`, unless that is 0; how many."""
+
+    def loop(words: int, bitmap: int, out: int) -> int:
+        found = 0
+        for at in range(words):
+            word = load("i64", bitmap, at)
+            if out == 0:
+                found += count_ones(word)
+                continue
+            while word != 0:
+                store(kind, out, found, (at << 6) + lowest_one(word))
+                word &= word - 1
+                found += 1
+        return found
 
     return loop
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["CALL", "PICK", "PLACE", "PUT", "SHARE", "metered", "spend"]
+__all__ = ["CALL", "MARK", "PICK", "PLACE", "PUT", "SHARE", "SPREAD", "metered", "spend"]
 
 PLACE = 48
 """Bytes that could be merged while a row's place is found; benchmarks/kernels.py."""
@@ -21,6 +21,10 @@ few large ones."""
 
 PUT = 1.5
 """The same while a byte is brought to a place that is anywhere."""
+
+MARK, SPREAD = 16, 24
+"""The same while an index is marked in a bitmap, or its place counted there, and while one is read
+from it."""
 
 SHARE, PICK = 64, 40
 """The same while a place is given to one of those that have it, and while it is found out whether

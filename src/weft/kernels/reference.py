@@ -190,6 +190,22 @@ def union(runs: Sequence[Tensor]) -> Union:
     return Union(indices, slots)
 
 
+def bitmap(indices: Tensor, places: int) -> Tensor:
+    """See `weft.kernels.bitmap`."""
+    present = torch.zeros(-(-places // 64) * 8, 8, dtype=torch.uint8, device=indices.device)
+    present.view(-1)[indices.long()] = 1
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=indices.device)
+    return (present * weights).sum(1, dtype=torch.uint8).view(torch.int64)
+
+
+def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
+    """See `weft.kernels.unite_bitmap`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    present = (bits.view(torch.uint8).unsqueeze(1) >> shifts) & 1
+    united = present.view(-1).nonzero().view(-1).to(indices.dtype)
+    return Union(united, [~torch.searchsorted(united, indices, out_int32=True)])
+
+
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> None:
     """See `weft.kernels.combine`."""
     first = slots < 0

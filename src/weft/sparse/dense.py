@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-import torch
+from torch import Tensor
 
 from .. import kernels
 from ..kernels import meter
+from ..kernels.meter import MARK, SPREAD
 from ..rows import Rows
 from ..wire.dense import SCRATCH, messages, received_bytes, ring_chunk
 from ..wire.memory import typed
@@ -53,9 +53,26 @@ class Reduction(NamedTuple):
         return cls(sent, received, sent // 2, hops, behind, queued + UNEVEN * received, spared)
 
 
+def bitmap_bytes(places: int) -> int:
+    """Bytes of a bitmap of so many places: whole words."""
+    return 8 * math.ceil(places / 64)
+
+
+def unite_bytes(load: Load, places: int) -> float:
+    """What uniting all ranks' index sets by a bitmap costs, in bytes that could be merged."""
+    return MARK * 2 * load.mean + SPREAD * load.union + places / 2
+
+
+def reduced(indices: Tensor, places: int, call: Call) -> kernels.Union:
+    """The union of all ranks' index sets, by a bitmap that is reduced, and this rank's slots."""
+    bits = kernels.bitmap(indices, places)
+    call.wire.dense_all_reduce(bits, "bor").wait()
+    return kernels.unite_bitmap(bits, indices)
+
+
 def cost(load: Load) -> Cost:
     height = load.height or 0
-    bits = Reduction.of(load, math.ceil(height / 8))
+    bits = Reduction.of(load, bitmap_bytes(height))
     sums = Reduction.of(load, height * load.partial, partials=True)
     return Cost(
         rounds=4,
@@ -63,10 +80,12 @@ def cost(load: Load) -> Cost:
         bytes=bits.bytes + sums.bytes,
         spared=sums.spared,
         queued=bits.queued + sums.queued,
-        merged=2 * height * load.partial + load.merging(load.union + load.mean),
-        # the table, which rows it has (a bit each on the wire, a byte each here), what
+        merged=2 * height * load.partial
+        + load.merging(load.union + load.mean)
+        + unite_bytes(load, height),
+        # the table, which rows it has (a bit each) and how many are before 64 of them, what
         # two steps of `dense_all_reduce` hold, the places of the rows that are there
-        memory=height * (load.partial + 1 + 1 / 8) + 2 * SCRATCH + load.union * 8,
+        memory=height * (load.partial + 3 / 16) + 2 * SCRATCH + load.union * 8,
         direct=bits.direct + sums.direct,
         hops=bits.hops + sums.hops,
         behind=sums.behind,
@@ -95,19 +114,14 @@ def dense(rows: Rows, call: Call) -> Rows:
     op = "sum" if call.op.mean else call.op.name
     indices = rows.indices.long()
 
-    present = np.zeros(height, dtype=np.bool_)
-    present[indices.numpy()] = True
-    bitmap = torch.from_numpy(np.packbits(present))
-    del present  # a byte for every row of the tensor
     with wire.lease(height * call.load.partial) as memory:
         table = typed(memory, (height, *call.row_shape), call.partial)
         table.fill_(call.op.neutral(call.partial))
         table[indices] = rows.values.to(call.partial)
         meter.spend(table.nbytes + call.load.merging(len(rows)))
-        wire.dense_all_reduce(bitmap, "bor").wait()
+        union = reduced(indices, height, call).indices
         if call.load.row:
             wire.dense_all_reduce(table, op).wait()
-        union = torch.from_numpy(np.flatnonzero(np.unpackbits(bitmap.numpy(), count=height)))
         result = call.result(union.numel())
         result.indices.copy_(union)
         if call.partial == call.dtype:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from .. import kernels
@@ -28,7 +27,7 @@ from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
-from .dense import too_high
+from .dense import too_high, unite_bytes
 from .registry import algorithm
 from .stream import (
     LISTS,
@@ -58,7 +57,8 @@ def cost(load: Load) -> Cost:
         ),
         queued=load.queue * others * (to_owner * load.row + asked),
         merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums))
-        + patched * load.row,
+        + patched * load.row
+        + unite_bytes(load, load.height or 0),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
@@ -87,21 +87,20 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
     union = kernels.union(runs)
 
     # which of them are there, told to all
-    bitmaps = torch.zeros(-(-height // 8), dtype=torch.uint8)
-    present = np.zeros(edges[me + 1] - edges[me], dtype=np.bool_)
-    present[union.indices.numpy() - edges[me]] = True
-    bits = [bitmaps[-(-a // 8) : -(-b // 8)] for a, b in pairwise(edges)]
-    bits[me].copy_(torch.from_numpy(np.packbits(present)))
+    bitmap = torch.zeros(-(-height // 64), dtype=torch.int64)
+    bits = [bitmap.view(torch.uint8)[-(-a // 8) : -(-b // 8)] for a, b in pairwise(edges)]
+    there = kernels.bitmap(union.indices - edges[me], edges[me + 1] - edges[me])
+    bits[me].copy_(there.view(torch.uint8)[: len(bits[me])])
     told = wire.post(
         [(peer, bits[me]) for peer in peers], [(peer, bits[peer]) for peer in peers], LISTS
     )
     told.wait()
-    found = np.flatnonzero(np.unpackbits(bitmaps.numpy(), count=height))
-    result = call.result(len(found))
-    result.indices.copy_(torch.from_numpy(found))
+    found = kernels.unite_bitmap(bitmap, union.indices).indices
+    result = call.result(found.numel())
+    result.indices.copy_(found)
 
     # sums round the ring, through a dense table unless all rows are there
-    full = len(found) == height
+    full = found.numel() == height
     with (
         wire.lease(0 if full else height * call.load.row) as memory,
         wire.lease(0 if full else union.indices.numel() * call.load.row) as scratch,
@@ -127,7 +126,7 @@ def dense_tail(rows: Rows, call: Call) -> Rows:
         ring.send(mine[ready:])
         ring.finish()
         if not full:
-            kernels.take(table, torch.from_numpy(found), out=result.values)
+            kernels.take(table, found, out=result.values)
 
     moving.finish()
     return result

@@ -16,10 +16,6 @@ optimal all-reduce algorithms" (JPDC 2009), for the reduction.
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-import torch
 from torch import Tensor
 
 from .. import kernels
@@ -29,11 +25,9 @@ from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
-from .dense import Reduction
+from .dense import Reduction, bitmap_bytes, reduced, unite_bytes
 from .registry import algorithm
 from .stream import all_lists, list_messages
-
-_LOOKED = 6.0  # bytes that could be merged while a place is marked, and looked at
 
 
 def cost(load: Load) -> Cost:
@@ -42,8 +36,9 @@ def cost(load: Load) -> Cost:
     if load.identical:
         bits, looked, memory = Reduction(0, 0.0, 0, 0, 0.0, 0.0), 0.0, 0.0
     elif _by_bitmap(load):
-        bits = Reduction.of(load, math.ceil(load.places / 8))
-        looked, memory = load.places * _LOOKED, load.places * 9 / 8
+        bits = Reduction.of(load, bitmap_bytes(load.places))
+        looked = unite_bytes(load, load.places)
+        memory = load.places * 3 / 16
     else:
         messages, bytes_ = others * list_messages(load.mean * index), others * load.mean * index
         bits = Reduction(messages, bytes_, messages, 0, 0.0, load.queue * bytes_)
@@ -72,20 +67,20 @@ def applies(load: Load) -> str | None:
 def mask(rows: Rows, call: Call) -> Rows:
     wire, direct = call.wire, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
-    union = _union(indices, call)
+    union, slots = _union(indices, call)
     result = call.result(union.numel())
     result.indices.copy_(union)
     with wire.lease(0 if direct else union.numel() * call.load.partial) as memory:
         table = result.values
         if not direct:
             table = typed(memory, tuple(table.shape), call.partial)
-        if call.load.identical:
+        if slots is None:
             table.copy_(rows.values)
             meter.spend(table.nbytes)
         else:
             table.fill_(call.op.neutral(call.partial))
-            table[torch.searchsorted(union, indices)] = rows.values.to(call.partial)
-            meter.spend(table.nbytes + call.load.merging(len(rows)))
+            table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
+            meter.spend(table.nbytes + len(rows) * call.load.partial)
         if table.numel():
             wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
@@ -97,25 +92,16 @@ def _by_bitmap(load: Load) -> bool:
     return 2 * load.places < load.total * round(8 * load.index_of(load.mean))
 
 
-def _reduced_bitmap(indices: Tensor, call: Call) -> Tensor:
-    present = np.zeros(call.load.places, dtype=np.bool_)
-    present[indices.numpy()] = True
-    bitmap = torch.from_numpy(np.packbits(present))
-    meter.spend(_LOOKED * call.load.places)
-    call.wire.dense_all_reduce(bitmap, "bor").wait()
-    found = np.flatnonzero(np.unpackbits(bitmap.numpy(), count=call.load.places))
-    return torch.from_numpy(found).to(call.wire_index)
-
-
-def _union(indices: Tensor, call: Call) -> Tensor:
-    """The indices that some rank has."""
+def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The indices that some rank has, and this rank's slots; None where all have all of them."""
     if call.load.identical:
-        return indices
+        return indices, None
     if _by_bitmap(call.load):
-        return _reduced_bitmap(indices, call)
+        union = reduced(indices, call.load.places, call)
+        return union.indices, union.slots[0]
     if call.union is not None:
-        return call.union.indices
+        return call.union.indices, call.union.slots[call.wire.rank]
     runs, lists = all_lists(call, indices)
-    union = kernels.union(runs).indices
+    union = kernels.union(runs)
     lists.release()
-    return union
+    return union.indices, union.slots[call.wire.rank]

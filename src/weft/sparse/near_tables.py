@@ -163,12 +163,10 @@ def _gathered(
 
 
 def _made(space: Space, common: Common) -> Stacked:
-    """The sums of all, which each owner wrote where all ranks have them.
-
-    Keys stay where they are until this rank opens its next call: nobody has that memory before.
-    """
+    """The sums of all, which each owner wrote where all ranks have them."""
     common.finish()
-    return Stacked(common.whole(0).view(space.index), common.own(1))
+    keys = common.whole(0).view(space.index).clone()  # the memory may be let go once it is not own
+    return Stacked(keys, common.own(1))
 
 
 def _read(call: Call, space: Space, keys: Tensor, sums: Tensor) -> Stacked:

@@ -33,6 +33,9 @@ class Moving(Protocol):
     def finish(self, orders: Any, limit: float, at: Callable[[int], None]) -> None:
         """As `Mover.finish`."""
 
+    def over(self, orders: Any) -> bool:
+        """As `Mover.over`."""
+
     def arrived(self, orders: Any) -> list[bool]:
         """As `Mover.arrived`."""
 

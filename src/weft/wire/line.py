@@ -325,7 +325,7 @@ class Line:
         if len(rest) < _FRAME.size:
             return None
         kind, size = _FRAME.unpack_from(rest)
-        card = kind == _CARD
+        card = kind == _CARD and size == Reach.SIZE
         length = _FRAME.size + (_ADDRESS.size if kind & _LENT else size if card else 0)
         return rest[:length] if len(rest) >= length else None
 
@@ -375,13 +375,15 @@ class Line:
 
     def _heed(self, kind: int, value: int, card: bytes) -> None:
         """What the peer says about what it reads, and how."""
-        if kind == _CARD:
+        if kind == _CARD and len(card) == Reach.SIZE:
             self.reach = Reach.of(card, self._host) if self._host else None
             self._notes.append(_FRAME.pack(_READS, self.reach is not None))
         elif kind == _READS:
             self.lends = bool(value)
         elif kind == _UNPACKS:
             self.unpacks = value
+        elif kind == _CARD or not self._lent:
+            self.lost = "a frame came that makes no sense here"
         elif kind == _TAKEN:
             self._lent.popleft().done = True
         else:  # what lies behind it is answered in the same way

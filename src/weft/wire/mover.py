@@ -14,6 +14,7 @@ where this takes three.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -36,6 +37,7 @@ __all__ = ["Lost", "Mover", "Order"]
 
 _TICK, _TICKS = 0.004, 4  # seconds between two looks of the thread; how many it may leave out
 _PATIENCE = 1.0  # seconds that peers get to say whether they can read here
+_LEFT = 0.1  # seconds that a close waits for whoever moves something
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 _LOOKS = 500_000  # nanoseconds that machine code does so, where peers come soon
 _FEW_LOOKS = 50_000  # = where they do not, and for messages of any length
@@ -77,8 +79,7 @@ class Mover:
         }
         self._all: list[Line | SmallLine] = [*self.lines.values(), *self.small.values()]
         self._by_fd = {line.fd: line for line in self._all}
-        pipes = (line for line in self.small.values() if isinstance(line, PipeLine))
-        self._pipes = {line.fd: line for line in pipes}
+        self._pipes = {line.fd: line for line in self._all if isinstance(line, PipeLine)}
         self._polled: dict[int, int] = {}
         self._changed: dict[int, Line | SmallLine] = {}  # to be seen to before somebody waits
         self._more: dict[int, Line] = {}  # those with something that was read and not looked at
@@ -272,12 +273,10 @@ class Mover:
             far = all(isinstance(line, Line) and line.lends is False for line, _ in orders)
             awake = 0.0 if far or take_all(swift, _FEW_LOOKS) else _AWAKE
             for number, (line, order) in enumerate(orders):
-                if order.done:
-                    continue
-                self._move(line)  # it may be there already
-                if order.done:
-                    continue
-                at(number)
+                if not order.done:
+                    self._move(line)  # it may be there already
+                if not order.done:
+                    at(number)
                 while not order.done:
                     self._go_on((line,), until, awake)
 
@@ -327,6 +326,10 @@ class Mover:
                     self._step(0.0)
             finally:
                 self._turn.release()
+
+    def over(self, orders: Iterable[Posted]) -> bool:
+        """Whether `finish` has nothing to do."""
+        return all(order.done for _, order in orders)
 
     def arrived(self, orders: Iterable[Posted]) -> list[bool]:
         """Which of these are through, as far as is known while somebody waits."""
@@ -441,7 +444,8 @@ class Mover:
                     if not self._closed:
                         self._tend()
                         self._step(0.0)
-                        if not any(line.busy for line in self.lines.values()):
+                        # a collection of garbage may have closed it, here in this very thread
+                        if not (self._closed or any(line.busy for line in self.lines.values())):
                             self._stir.clear()
                 finally:
                     self._turn.release()
@@ -457,14 +461,12 @@ class Mover:
 
     def _shut(self) -> None:
         for line in self._all:
-            try:
+            with contextlib.suppress(OSError):  # its other end is gone already, or it is closed
                 line.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # its other end is gone already, or it is closed
 
     def close(self) -> None:
         """Close the sockets, which ends all waits. What was sent still arrives. Twice is fine."""
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(timeout=_LEFT):
             self._guard.wipe(arena=False)
             self._shut()  # somebody waits, or is about to
             self._turn.acquire()

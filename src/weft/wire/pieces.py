@@ -182,6 +182,7 @@ class Packer:
     def __init__(self, sock: socket.socket, pace: Pace) -> None:
         self._sock, self._pace = sock, pace
         self._table = array("q", bytes(8 * ROW))
+        self._at = self._table.buffer_info()[0]
         self._room: memoryview | None = None
         self._message: memoryview | None = None  # whose address is in the table
         self._send: Callable[[int], int] | None = None
@@ -235,7 +236,7 @@ class Packer:
         assert self._send is not None
         table = self._table
         table[FD] = self._sock.fileno()  # each time: once it is closed it is somebody else's
-        found = self._send(table.buffer_info()[0])
+        found = self._send(self._at)
         took = table[TOOK]
         if found == 0 and not table[MORE]:
             self.under_way, self._message = False, None
@@ -265,6 +266,7 @@ class Unpacker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._table = array("q", bytes(8 * ROW))
+        self._at = self._table.buffer_info()[0]
         self._room: memoryview | None = None
         self._message: memoryview | None = None  # whose address is in the table
         self._take: Callable[[int, int], int] | None = None
@@ -307,8 +309,8 @@ class Unpacker:
         """
         assert self._take is not None
         table = self._table
-        table[FD], table[AHEAD], table[READY] = self._sock.fileno(), ahead, ready
-        found = self._take(table.buffer_info()[0], most)
+        table[AHEAD], table[READY], table[FD] = ahead, ready, self._sock.fileno()
+        found = self._take(self._at, most)
         if found == 0:
             self.under_way, self._message = False, None
         elif found == BLOCKED:

@@ -259,6 +259,8 @@ class ProcessGroupWire(Wire):
         if self._watch is not None:
             kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
             self._watch.settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
+        if self._connections is not None:
+            self._connections.drop()  # what was received is the caller's again: nothing is written
 
     def _call(self) -> str:
         """The call that runs, as errors spell it."""
@@ -297,9 +299,9 @@ class _Posted(Pending):
         if not self._done:
             wire = self._wire
             wire._check()
-            if not self.is_through():
-                assert wire._connections is not None
-                self.finish(functools.partial(wire._connections.mover.finish, self.orders))
+            connections = wire._connections
+            if connections is not None and not connections.mover.over(self.orders):
+                self.finish(functools.partial(connections.mover.finish, self.orders))
             self._done, self.orders = True, []
         return self._received
 
