@@ -13,17 +13,22 @@ of the bound's values.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 import weft
-from weft.sparse.stream import HEAD, LISTS, SUMS, VALUES
+from weft.sparse import codec
+from weft.sparse.stream import FIRST, SUMS, VALUES
 from weft.testing import run
 from weft.wire.base import Pending, Recv, Send, Wire
 from weft.wire.link import MERGE, Link
+from weft.wire.memory import Lease, Pool
 
 HEIGHT, WIDTH = 1_000_000, 64
 GIGABIT = Link(1e-4, 8e-9, MERGE, 1e-5)
@@ -55,39 +60,53 @@ def index_sets(case: str, ranks: int) -> list[Tensor]:
     return [torch.arange(16_000) if rank == 0 else torch.arange(rank, 16_000, 8) for rank in every]
 
 
+@contextmanager
+def packed_lists() -> Iterator[Counter[int]]:
+    """Bytes of the index lists that ranks pack meanwhile, by what `id` says of their memory.
+
+    A list goes to every peer, in the opening of the call or behind it.
+    """
+    pack, packed, found = codec.pack, codec.packed, Counter[int]()
+
+    def later(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
+        lease = pack(indices, memory, gaps=gaps)
+        found[id(memory)] += lease.tensor.numel()
+        return lease
+
+    def at_once(indices: Tensor, memory: Pool, most: float = math.inf) -> Lease | None:
+        lease = packed(indices, memory, most)
+        if lease is not None and most < math.inf:  # else it is `pack` that asks
+            found[id(memory)] += lease.tensor.numel()
+        return lease
+
+    with mock.patch.object(codec, "pack", later), mock.patch.object(codec, "packed", at_once):
+        yield found
+
+
 def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
-    """Bytes of values that this rank sent, of values that it received, of indices that it sent."""
+    """Bytes of values that this rank sent, and received; what `packed_lists` has of it."""
     wire.link = GIGABIT
-    values, lists = [0, 0], 0
-    post, post_small = wire._post, wire._post_small
+    values, post = [0, 0], wire._post
 
     def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        nonlocal lists
-        sent = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
-        if channel in (VALUES, SUMS):
-            values[0] += sent
-            values[1] += sum(tensor.numel() * tensor.element_size() for _, tensor in recvs)
-        elif channel == LISTS:
-            lists += sent
+        if channel in (FIRST, SUMS, VALUES):
+            values[0] += sum(tensor.nbytes for _, tensor in sends)
+            values[1] += sum(tensor.nbytes for _, tensor in recvs)
         return post(sends, recvs, channel)
 
-    def small(sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        nonlocal lists
-        if recvs and recvs[0][1] == HEAD:  # else it is the opening exchange
-            lists += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
-        return post_small(sends, recvs)
-
     rows = weft.Rows(indices, torch.ones(len(indices), WIDTH), HEIGHT)
-    with mock.patch.object(wire, "_post", posted), mock.patch.object(wire, "_post_small", small):
+    with mock.patch.object(wire, "_post", posted):
         weft.sparse_all_reduce(rows, algorithm="holders")
-    return values[0], values[1], lists
+    return values[0], values[1], id(wire.memory)
 
 
 def line(case: str, ranks: int) -> str:
     sets = index_sets(case, ranks)
     total, union = sum(map(len, sets)), len(torch.cat(sets).unique())
     bound = (total + (ranks - 2) * union) / ranks * WIDTH * 4
-    sent, received, lists = zip(*run(ranks, lambda wire: moved(wire, sets[wire.rank])), strict=True)
+    with packed_lists() as lists:
+        done = run(ranks, lambda wire: moved(wire, sets[wire.rank]))
+    sent, received, memory = zip(*done, strict=True)
     algorithm = importlib.import_module("weft.sparse.holders")  # the name is the function's too
     with mock.patch.object(algorithm, "weights", lambda slots, union: [1] * len(slots)):
         equally = run(ranks, lambda wire: max(moved(wire, sets[wire.rank])[:2]))
@@ -98,7 +117,7 @@ def line(case: str, ranks: int) -> str:
     least = max(1.0, max(*elsewhere, *map(len, sets)) * WIDTH * 4 / bound)
     figures = (sum(sent) / ranks, max(*sent, *received), max(equally))
     average, worst, chosen_equally = (figure / bound for figure in figures)
-    indices = sum(lists) / ranks / bound
+    indices = (ranks - 1) * sum(lists[each] for each in memory) / ranks / bound
     return (
         f"| {case} | {ranks} | {total // ranks} | {union} | {average:.4f} | {worst:.3f} "
         f"| {chosen_equally:.3f} | {least:.3f} | {100 * indices:.2f} % |"

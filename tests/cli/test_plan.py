@@ -44,6 +44,31 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert alone[2] != "hierarchical" and shared[2] == "hierarchical"
 
 
+WINS = {  # a case of each algorithm: the case, the link, ranks, ranks of a host
+    "dense_tail": ("full", "1gbit", "8", "1"),
+    "doubling": ("full", "10gbit", "2048", "1"),
+    "gather": ("uniform", "1gbit", "2", "1"),
+    "hierarchical": ("identical", "10gbit", "512", "8"),
+    "holders": ("uniform", "1gbit", "16", "1"),
+    "mask": ("identical", "1gbit", "256", "1"),
+    "ring": ("identical", "1gbit", "8", "1"),
+    "split": ("uniform", "10gbit", "16", "1"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_each_algorithm_is_planned_where_the_manual_says(name: str) -> None:
+    """But for `dense`: `mask` does the same without the rows that are nobody's."""
+    if name == "dense":
+        [line] = lines(invoke("--case", "full", "--link", "1gbit", "--ranks", "1024"))
+        assert line[2] == "mask"
+        return
+    case, link, ranks, per_host = WINS[name]
+    given = ("--case", case, "--link", link, "--ranks", ranks, "--per-host", per_host)
+    [line] = lines(invoke(*given))
+    assert line[2] == name
+
+
 def test_where_nothing_keeps_within_the_workspace_what_needs_least_is_planned() -> None:
     wide = ("--rows", "100", "--height", "8192", "--width", "100000", "--ranks", "65536")
     [line] = lines(invoke(*wide, "--link", "1gbit"))

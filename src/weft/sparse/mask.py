@@ -49,7 +49,7 @@ def cost(load: Load) -> Cost:
         bytes=bits.bytes + sums.bytes,
         spared=sums.spared,
         queued=bits.queued + sums.queued,
-        merged=looked + 2 * values + load.mean * load.row * (not load.identical),
+        merged=looked + 2 * values + load.merging(load.mean) * (not load.identical),
         memory=memory + values * (load.partial != load.row),
         direct=bits.direct + sums.direct,
         hops=bits.hops + sums.hops,
@@ -80,7 +80,7 @@ def mask(rows: Rows, call: Call) -> Rows:
         else:
             table.fill_(call.op.neutral(call.partial))
             table[slots ^ (slots >> 31)] = rows.values.to(call.partial)
-            meter.spend(table.nbytes + len(rows) * call.load.partial)
+            meter.spend(table.nbytes + call.load.merging(len(rows)))
         if table.numel():
             wire.dense_all_reduce(table, "sum" if call.op.mean else call.op.name).wait()
         call.finish(table, result.values)
