@@ -15,8 +15,8 @@ Beside the times is what the bytes alone need. A rank must read its own rows, an
 others' as the bound says that it receives; and it must write its result, and for others what they
 receive of it, which on average is as much: *read* and *written*. *copy* is the time in which all
 ranks at once, each in its own memory, copy the greater of the two from here to there: no call could
-be quicker by more than what caches save. At a width of 64 that alone takes about as long as *one*; the
-rest is arithmetic, sorting and talk.
+be quicker by more than what caches save. At a width of 64 that alone takes about as long as *one*;
+the rest is arithmetic, sorting and talk.
 
 The goal is a list in at most twice the time of *one*, with ranks on one machine: the last line says
 whether it was reached, and the exit status is 1 if it was not.
