@@ -1,0 +1,176 @@
+"""What came of a call for a list of tables: each table's part of it, where its caller wants it.
+
+The results of all tables of a kind come in one piece of memory, and are views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, pairwise
+from operator import mul, sub
+
+import torch
+from torch import Tensor
+
+from ..errors import WeftError
+from ..kernels.lists import parted
+from ..rows import Rows
+from .arguments import Pair
+from .call import Call
+from .header import NO_LIMIT
+from .joint import Joint
+from .listed import Listed
+from .mixed import Stacked
+from .record import Note, Record
+from .request import Request
+from .run import confess, handed_out, too_small
+from .space import Space
+from .tables import ROOM, ROWS, WHOSE, Tables
+
+__all__ = ["NAME", "Coalesced", "in_order", "result_of", "together"]
+
+NAME = "sparse_all_reduce of a list"
+
+
+@dataclass(frozen=True, slots=True)
+class Coalesced:
+    """What came of a call.
+
+    Attributes:
+        algorithm: what ran for all tables.
+        pairs: the result of each table.
+        own: rows of this rank, in all tables.
+        total: rows of all ranks and tables together.
+        union: rows of the result, in all tables.
+        bound: bytes that the average rank must receive.
+    """
+
+    algorithm: str
+    pairs: list[Pair]
+    own: int
+    total: int
+    union: int
+    bound: float
+
+    def noted(self, note: Note) -> Record:
+        """The record of the call."""
+        return note(
+            self.algorithm, rows=self.own, total=self.total, union=self.union, bound=self.bound
+        )
+
+
+def together(done: Sequence[Coalesced]) -> Coalesced:
+    if len(done) == 1:
+        return done[0]
+    names = dict.fromkeys(one.algorithm for one in done)
+    return Coalesced(
+        " and ".join(names),
+        [pair for one in done for pair in one.pairs],
+        sum(one.own for one in done),
+        sum(one.total for one in done),
+        sum(one.union for one in done),
+        sum(one.bound for one in done),
+    )
+
+
+def in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
+    """The result of every table; those of which nobody has rows are in no stack."""
+    tables = range(len(given.pairs))
+    if len(pairs) == len(tables):
+        return list(map(pairs.__getitem__, tables))
+    return [
+        pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
+        for table, (indices, values) in enumerate(given.pairs)
+    ]
+
+
+def result_of(
+    own: Joint,
+    both: Tables,
+    space: Space,
+    call: Call,
+    algorithm: str,
+    result: Stacked,
+) -> Coalesced:
+    """Each table's part of the result, where its caller wants it."""
+    wire, requests = call.wire, own.requests
+    of_dtype: dict[torch.dtype, Tensor] = {}
+    ends: list[int] = []
+    for dtype in own.index_dtypes:
+        of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
+    sizes = list(map(sub, ends, [0, *ends]))
+    rooms = both.numbers[:, ROOM].tolist()
+    if min(rooms) < NO_LIMIT:
+        for table, count in sorted(zip(space.tables, sizes, strict=True)):
+            if count > rooms[table]:
+                whose = both.numbers[table, WHOSE]
+                raise WeftError(f"rank {whose}: table {table}: {too_small(rooms[table], count)}")
+
+    indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
+    alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
+    where = alone or [
+        indices[requests[table].rows.indices.dtype][place]
+        for place, table in enumerate(space.tables)
+    ]
+    found = zip(where, _pieces(result, space, sizes), strict=True)
+    pairs = in_order(own.given, dict(zip(space.tables, found, strict=True)))
+    for table in own.placed:
+        pairs[table] = _placed(pairs[table], requests[table], call)
+    if both.fallible:
+        confess(wire, NAME, call)
+    given = both.numbers[:, ROWS].tolist()
+    # the average rank receives others' rows, and sums from others
+    summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
+    bound = (sum(map(mul, given, space.weight)) + (wire.size - 2) * summed) / wire.size
+    union = ends[-1] if ends else 0
+    return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
+
+
+def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each table of a result, in the order of the space."""
+    pieces: list[Tensor] = []
+    end = 0
+    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
+        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
+        row = stack.row
+        # A view costs as much as several tables in the call that takes it apart. So what others
+        # left free between two tables is a part, too, unless it is no whole number of rows.
+        views: list[tuple[int, list[int], list[bool]]] = []
+        for low, high in pairwise(
+            [first, *(at for at in result.begins if first < at < last), last]
+        ):
+            apart = result.begins.get(low, end) - end
+            if low == first or not row or apart % row:
+                cut, ours = list[int](), list[bool]()
+                views.append((end + apart, cut, ours))
+            elif apart:
+                cut.append(apart // row)
+                ours.append(False)
+            cut += sizes[low:high]
+            ours += [True] * (high - low)
+            end += apart + row * sum(sizes[low:high])
+        for start, cut, ours in views:
+            parts = stack.typed(result.values, sum(cut), start).split_with_sizes(cut)
+            pieces += compress(parts, ours)
+    return pieces
+
+
+def _placed(pair: Pair, request: Request, call: Call) -> Pair:
+    """A table's result in the memory that its caller gave."""
+    rows = Rows(*pair, request.rows.height)
+    own = Call(
+        call.wire,
+        request.op,
+        tuple(rows.row_shape),
+        rows.indices.dtype,
+        rows.values.dtype,
+        rows.height,
+        out=request.out,
+    )
+    place = own.result(len(rows))
+    place.indices.copy_(rows.indices)
+    place.values.copy_(rows.values)
+    call.trouble = call.trouble or own.trouble
+    there = handed_out(place, own)
+    return there.indices, there.values
