@@ -195,7 +195,7 @@ class Joint:
 
     def _right(self, lows: list[int], highs: list[int]) -> bool:
         """Whether all indices are; else there are no rows."""
-        limit = 1 << top(len(self.requests))
+        limit = (1 << top(len(self.requests))) - 1  # so that the end of all keys is an int64
         most = limit if self._height is None else min(limit, self._height)
         if min(lows) < 0 or max(highs) >= most:
             self.error = self._wrong(lows, highs, limit) or self.error
