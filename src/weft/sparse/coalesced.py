@@ -82,7 +82,7 @@ def as_one(wire: Wire, given: Listed) -> Coalesced:
 def explained(wire: Wire, given: Listed, error: str | None = None) -> Explanation:
     """Say what `reduced` would do; collective."""
     parts, error = _parts(wire, given, error)
-    found = [_explained(wire, part, part.numbered, error) for part in parts]
+    found = [_explained(wire, part, error) for part in parts]
     return found[0] if len(found) == 1 else choice.together(found)
 
 
@@ -92,8 +92,8 @@ def _parts(wire: Wire, given: Listed, error: str | None) -> tuple[list[Joint], s
     if len(many) <= MOST:
         part = Joint(given, wire.rank)
         return [part], error or part.error
-    starts = many[::MOST]
-    parts = [Joint(given.part(many[start : start + MOST]), wire.rank, start) for start in starts]
+    chunks = [many[start : start + MOST] for start in many[::MOST]]
+    parts = [Joint(given.part(chunk), wire.rank, chunk) for chunk in chunks]
     for part in parts:  # what is wrong with one, the first call says
         part.sort()
     return parts, error or next((part.error for part in parts if part.error), None)
@@ -183,7 +183,7 @@ def _opened(
                 everyone = list(map(Tables.unpack, bodies))
                 both = Tables.together(everyone)
                 if both.trouble:
-                    raise Fewer(1) if queued else WeftError(both.trouble)
+                    raise Fewer(1) if queued else WeftError(both.difference(own.numbered))
                 if not both.lends and any(one.lent for one in everyone):
                     near_tables.pause(wire)
                     lends = False
@@ -215,12 +215,11 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
             asked = own.requests[0].algorithm
             algorithm, result = _run(call, own, opening.memory, both, space, asked)
     if result is None:
-        return _kind_by_kind(wire, own.given, space)
+        return _kind_by_kind(wire, own, space)
     return result_of(own, both, space, call, algorithm, result)
 
 
-def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None) -> Explanation:
-    """What a call for these tables would do; `numbers` are theirs in the whole list."""
+def _explained(wire: Wire, own: Joint, error: str | None) -> Explanation:
     asked = own.requests[0].algorithm
     with _opened(wire, own, error, f"explain of {NAME}", described=True) as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
@@ -231,7 +230,7 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
         call.header, _ = space.place(both.header, len(both.lines))
         call.load = _load(call, both, space)
     groups = tuple(
-        Group(tuple(numbers[table] for table in tables), stack.given.dtype, stack.row_shape)
+        Group(tuple(own.numbered[table] for table in tables), stack.given.dtype, stack.row_shape)
         for stack, tables in zip(space.stacks, space.tables_of, strict=True)
     )
     if wire.size > 1 and not space.stacks:
@@ -239,15 +238,7 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
     load = with_link(wire, call.load) if wire.size > 1 else call.load
     among = None if len(space.stacks) < 2 else mixed.NAMES
     if wire.size > 1 and among and asked != "auto" and asked not in among:
-        calls = [
-            _explained(
-                wire,
-                Joint(own.given.part(tables), wire.rank),
-                [numbers[table] for table in tables],
-                None,
-            )
-            for tables in space.tables_of
-        ]
+        calls = [_explained(wire, own.part(tables), None) for tables in space.tables_of]
         return replace(choice.together(calls), load=load, groups=groups)
     settled = near_tables.NAME if opening.lends else None
     found = choice.explained(
@@ -340,11 +331,11 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     return widened(Stacked(union, out), space.stacks)
 
 
-def _kind_by_kind(wire: Wire, given: Listed, space: Space) -> Coalesced:
+def _kind_by_kind(wire: Wire, own: Joint, space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
     pairs: dict[int, Pair] = {}
     done = []
     for tables in space.tables_of:
-        done.append(reduced(wire, given.part(tables)))
+        done.append(_reduced(wire, own.part(tables), None))
         pairs |= zip(tables, done[-1].pairs, strict=True)
-    return replace(together(done), pairs=in_order(given, pairs))
+    return replace(together(done), pairs=in_order(own.given, pairs))

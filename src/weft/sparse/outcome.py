@@ -104,8 +104,8 @@ def result_of(
     if min(rooms) < NO_LIMIT:
         for table, count in sorted(zip(space.tables, sizes, strict=True)):
             if count > rooms[table]:
-                whose = both.numbers[table, WHOSE]
-                raise WeftError(f"rank {whose}: table {table}: {too_small(rooms[table], count)}")
+                whose, number = both.numbers[table, WHOSE], own.numbered[table]
+                raise WeftError(f"rank {whose}: table {number}: {too_small(rooms[table], count)}")
 
     indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
     alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
