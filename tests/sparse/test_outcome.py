@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import weft
+from weft.sparse import last_call
 from weft.testing import spmd
 
 LARGEST = 2**62 - 2  # index in a list of two tables
@@ -34,6 +37,37 @@ def one_hot(wire, number, *row_shape):
     return torch.tensor([wire.rank, 70]), torch.full((2, *row_shape), float(number))
 
 
+def cut_from(place, memory, count, *_):
+    return place[:count], memory[:count]
+
+
+def numbers(results):
+    return [(indices.tolist(), values.flatten().tolist()) for indices, values in results]
+
+
+@pytest.mark.parametrize("allocated", [False, True], ids=["buffers", "allocator"])
+@pytest.mark.parametrize("name", ["auto", "split", "doubling"])
+@spmd(1, 2, 3, on=("threads",))
+def test_a_result_in_the_memory_of_another_tables_rows(wire, name, allocated):
+    """Also where a list takes several calls: for each row shape, or each 256 tables."""
+    for shapes in ([(2,), (1,)], [(1,)] * 300):
+        given = [one_hot(wire, number, *shape) for number, shape in enumerate(shapes)]
+        plain = numbers(weft.sparse_all_reduce(given, algorithm=name))
+        for reader, writer in ((0, -1), (-1, 0)):
+            width = shapes[writer][0]
+            place, memory = room(9, width)
+            rows = list(given)
+            indices, values = given[reader]
+            rows[reader] = indices, memory.view(-1)[: values.numel()].view_as(values).copy_(values)
+            out = [None] * len(rows)
+            out[writer] = place, memory
+            if allocated:
+                out[writer] = functools.partial(cut_from, place, memory)
+            got = weft.sparse_all_reduce(rows, algorithm=name, out=out)
+            assert numbers(got) == plain
+            assert got[writer][1].data_ptr() == memory.data_ptr()
+
+
 @spmd(1, 2, on=("threads",))
 def test_errors_name_the_table_of_the_list(wire):
     many = [one_hot(wire, number) for number in range(300)]
@@ -51,3 +85,12 @@ def test_errors_name_the_table_of_the_list(wire):
         for call in (weft.sparse_all_reduce, weft.explain):
             with pytest.raises(weft.WeftError, match=text):
                 call(many)
+
+
+@spmd(2, on=("threads",))
+def test_what_functions_raise_is_told_once_for_a_list(wire):
+    two = [one_hot(wire, 1, 3), one_hot(wire, 2, 4)]
+    weft.sparse_all_reduce(two, algorithm="doubling")
+    silent = last_call().messages
+    weft.sparse_all_reduce(two, lambda a, b: a + b, algorithm="doubling")
+    assert last_call().messages == silent + 1

@@ -25,7 +25,6 @@ from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
 from . import choice, mixed, near_tables
-from .arguments import Pair
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
@@ -33,7 +32,7 @@ from .header import of_tables, tables_in, tables_of
 from .joint import Joint
 from .listed import Listed
 from .mixed import Extents, Stack, Stacked, widened
-from .outcome import NAME, Coalesced, in_order, result_of, together
+from .outcome import NAME, Coalesced, in_order, placed, result_of, together
 from .owners import cuts
 from .registry import find
 from .space import Space
@@ -53,7 +52,7 @@ def reduced(wire: Wire, given: Listed, error: str | None = None) -> Coalesced:
         error: what is wrong with the list as a whole.
     """
     parts, error = _parts(wire, given, error)
-    return together([_reduced(wire, part, error) for part in parts])
+    return placed(wire, parts, together([_reduced(wire, part, error) for part in parts]))
 
 
 @dataclass(slots=True)
@@ -215,7 +214,7 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
             asked = own.requests[0].algorithm
             algorithm, result = _run(call, own, opening.memory, both, space, asked)
     if result is None:
-        return _kind_by_kind(wire, own, space)
+        return _kind_by_kind(wire, own, both, space)
     return result_of(own, both, space, call, algorithm, result)
 
 
@@ -331,11 +330,8 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     return widened(Stacked(union, out), space.stacks)
 
 
-def _kind_by_kind(wire: Wire, own: Joint, space: Space) -> Coalesced:
+def _kind_by_kind(wire: Wire, own: Joint, both: Tables, space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
-    pairs: dict[int, Pair] = {}
-    done = []
-    for tables in space.tables_of:
-        done.append(_reduced(wire, own.part(tables), None))
-        pairs |= zip(tables, done[-1].pairs, strict=True)
-    return replace(together(done), pairs=in_order(own.given, pairs))
+    one = together([_reduced(wire, own.part(tables), None) for tables in space.tables_of])
+    pairs = in_order(own.given, dict(zip(space.tables, one.pairs, strict=True)))
+    return replace(one, pairs=pairs, fallible=both.fallible)

@@ -1,6 +1,8 @@
 """What came of a call for a list of tables: each table's part of it, where its caller wants it.
 
-The results of all tables of a kind come in one piece of memory, and are views of it.
+The results of all tables of a kind come in one piece of memory, and are views of it. A list may
+take several calls, and a result may be wanted in the memory of another table's rows. So none is put
+there before the last of them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from ..errors import WeftError
 from ..kernels.lists import parted
 from ..rows import Rows
+from ..wire.base import Wire
 from .arguments import Pair
 from .call import Call
 from .header import NO_LIMIT
@@ -28,7 +31,7 @@ from .run import confess, handed_out, too_small
 from .space import Space
 from .tables import ROOM, ROWS, WHOSE, Tables
 
-__all__ = ["NAME", "Coalesced", "in_order", "result_of", "together"]
+__all__ = ["NAME", "Coalesced", "in_order", "placed", "result_of", "together"]
 
 NAME = "sparse_all_reduce of a list"
 
@@ -44,6 +47,8 @@ class Coalesced:
         total: rows of all ranks and tables together.
         union: rows of the result, in all tables.
         bound: bytes that the average rank must receive.
+        fallible: somebody passed a function, which may raise; all ranks know it.
+        trouble: what one raised here.
     """
 
     algorithm: str
@@ -52,6 +57,8 @@ class Coalesced:
     total: int
     union: int
     bound: float
+    fallible: bool
+    trouble: Exception | None
 
     def noted(self, note: Note) -> Record:
         """The record of the call."""
@@ -71,6 +78,8 @@ def together(done: Sequence[Coalesced]) -> Coalesced:
         sum(one.total for one in done),
         sum(one.union for one in done),
         sum(one.bound for one in done),
+        any(one.fallible for one in done),
+        next((one.trouble for one in done if one.trouble is not None), None),
     )
 
 
@@ -93,8 +102,8 @@ def result_of(
     algorithm: str,
     result: Stacked,
 ) -> Coalesced:
-    """Each table's part of the result, where its caller wants it."""
-    wire, requests = call.wire, own.requests
+    """Each table's part of the result."""
+    requests = own.requests
     of_dtype: dict[torch.dtype, Tensor] = {}
     ends: list[int] = []
     for dtype in own.index_dtypes:
@@ -115,16 +124,26 @@ def result_of(
     ]
     found = zip(where, _pieces(result, space, sizes), strict=True)
     pairs = in_order(own.given, dict(zip(space.tables, found, strict=True)))
-    for table in own.placed:
-        pairs[table] = _placed(pairs[table], requests[table], call)
-    if both.fallible:
-        confess(wire, NAME, call)
     given = both.numbers[:, ROWS].tolist()
     # the average rank receives others' rows, and sums from others
     summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
-    bound = (sum(map(mul, given, space.weight)) + (wire.size - 2) * summed) / wire.size
+    bound = (sum(map(mul, given, space.weight)) + (call.wire.size - 2) * summed) / call.wire.size
     union = ends[-1] if ends else 0
-    return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
+    fallible, trouble = both.fallible, call.trouble
+    return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound, fallible, trouble)
+
+
+def placed(wire: Wire, parts: Sequence[Joint], found: Coalesced) -> Coalesced:
+    """Results in the memory that callers gave, once all their calls are through; collective."""
+    trouble = found.trouble
+    for part in parts:
+        for table in part.placed:
+            number = part.numbered[table]
+            found.pairs[number], raised = _placed(wire, found.pairs[number], part.requests[table])
+            trouble = trouble or raised
+    if found.fallible:
+        confess(wire, NAME, trouble)
+    return found
 
 
 def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]:
@@ -156,11 +175,11 @@ def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]
     return pieces
 
 
-def _placed(pair: Pair, request: Request, call: Call) -> Pair:
-    """A table's result in the memory that its caller gave."""
+def _placed(wire: Wire, pair: Pair, request: Request) -> tuple[Pair, Exception | None]:
+    """A table's result in the memory that its caller gave, and what a function for that raised."""
     rows = Rows(*pair, request.rows.height)
-    own = Call(
-        call.wire,
+    call = Call(
+        wire,
         request.op,
         tuple(rows.row_shape),
         rows.indices.dtype,
@@ -168,9 +187,8 @@ def _placed(pair: Pair, request: Request, call: Call) -> Pair:
         rows.height,
         out=request.out,
     )
-    place = own.result(len(rows))
+    place = call.result(len(rows))
     place.indices.copy_(rows.indices)
     place.values.copy_(rows.values)
-    call.trouble = call.trouble or own.trouble
-    there = handed_out(place, own)
-    return there.indices, there.values
+    there = handed_out(place, call)
+    return (there.indices, there.values), call.trouble
