@@ -37,6 +37,47 @@ def one_hot(wire, number, *row_shape):
     return torch.tensor([wire.rank, 70]), torch.full((2, *row_shape), float(number))
 
 
+@spmd(1, 2, 3)
+def test_a_table_of_which_nobody_has_rows_has_the_row_shape_of_out(wire):
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    asked = []
+
+    def allocate(*of):
+        asked.append(of)
+        return room(of[0], *of[1])
+
+    for name in ("auto", "split", "doubling"):
+        for others in ([], [one_hot(wire, 1)], [one_hot(wire, 1), one_hot(wire, 2, 3)]):
+            rows, first = [*others, nothing, nothing], len(others)
+            # others have no buffer, and get the same shape
+            out = [None] * first + [room(9, 4) if wire.rank == wire.size - 1 else None, allocate]
+            got = weft.sparse_all_reduce(rows, out=out, algorithm=name)
+            assert [each.shape for each in got[first]] == [(0,), (0, 4)]
+            assert [each.shape for each in got[first + 1]] == [(0,), (0,)]
+            if out[first] is not None:
+                memory = [each[first][1].untyped_storage().data_ptr() for each in (got, out)]
+                assert memory[0] == memory[1]
+            assert asked.pop() == (0, (), (torch.int64, torch.float32))
+            for result, given in zip(got, others, strict=False):
+                assert result[1].shape == (wire.size + 1, *given[1].shape[1:])
+    assert not asked
+    assert weft.sparse_all_reduce([nothing])[0][1].shape == (0,)
+
+
+def fails(*of):
+    raise MemoryError("not today")
+
+
+@spmd(2, on=("threads",))
+def test_an_allocator_raises_that_is_asked_for_no_rows(wire):
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    rows = [one_hot(wire, 1), one_hot(wire, 2, 3), nothing]
+    for name in ("auto", "doubling"):
+        with pytest.raises(weft.WeftError, match="rank 1: MemoryError: not today"):
+            out = [None, None, fails if wire.rank == 1 else None]
+            weft.sparse_all_reduce(rows, algorithm=name, out=out)
+
+
 def cut_from(place, memory, count, *_):
     return place[:count], memory[:count]
 

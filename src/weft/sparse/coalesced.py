@@ -333,5 +333,5 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
 def _kind_by_kind(wire: Wire, own: Joint, both: Tables, space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
     one = together([_reduced(wire, own.part(tables), None) for tables in space.tables_of])
-    pairs = in_order(own.given, dict(zip(space.tables, one.pairs, strict=True)))
+    pairs = in_order(own.given, both, dict(zip(space.tables, one.pairs, strict=True)))
     return replace(one, pairs=pairs, fallible=both.fallible)

@@ -20,7 +20,7 @@ from ..kernels.lists import parted
 from ..rows import Rows
 from ..wire.base import Wire
 from .arguments import Pair
-from .call import Call
+from .call import Call, shape_in
 from .header import NO_LIMIT
 from .joint import Joint
 from .listed import Listed
@@ -29,7 +29,7 @@ from .record import Note, Record
 from .request import Request
 from .run import confess, handed_out, too_small
 from .space import Space
-from .tables import ROOM, ROWS, WHOSE, Tables
+from .tables import ROOM, ROWS, UNKNOWN, WHOSE, Tables
 
 __all__ = ["NAME", "Coalesced", "in_order", "placed", "result_of", "together"]
 
@@ -83,15 +83,22 @@ def together(done: Sequence[Coalesced]) -> Coalesced:
     )
 
 
-def in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
+def in_order(given: Listed, both: Tables, pairs: Mapping[int, Pair]) -> list[Pair]:
     """The result of every table; those of which nobody has rows are in no stack."""
     tables = range(len(given.pairs))
     if len(pairs) == len(tables):
         return list(map(pairs.__getitem__, tables))
     return [
-        pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
-        for table, (indices, values) in enumerate(given.pairs)
+        pairs[table] if table in pairs else _nothing(given.pairs[table], both.lines[table])
+        for table in tables
     ]
+
+
+def _nothing(pair: Pair, line: str) -> Pair:
+    """The result of a table without rows, whose row shape a rank may know from its `out`."""
+    (indices, values), shape = pair, line.split("\t")[1]
+    row_shape = values.shape[1:] if shape == UNKNOWN else shape_in(shape)
+    return indices.new_empty(0), values.new_empty((0, *row_shape))
 
 
 def result_of(
@@ -123,7 +130,7 @@ def result_of(
         for place, table in enumerate(space.tables)
     ]
     found = zip(where, _pieces(result, space, sizes), strict=True)
-    pairs = in_order(own.given, dict(zip(space.tables, found, strict=True)))
+    pairs = in_order(own.given, both, dict(zip(space.tables, found, strict=True)))
     given = both.numbers[:, ROWS].tolist()
     # the average rank receives others' rows, and sums from others
     summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
