@@ -15,7 +15,7 @@ from weft.errors import WeftError, WireError
 from weft.kernels import lists
 from weft.kernels.compile import compiler
 from weft.kernels.ops import OPS
-from weft.sparse import coalesced, joint, last_call, near_tables
+from weft.sparse import coalesced, joint, last_call, near_tables, outcome
 from weft.sparse.joint import Joint
 from weft.sparse.mixed import Stack, Stacked
 from weft.testing import processes
@@ -232,7 +232,7 @@ def test_a_result_is_taken_apart_wherever_its_owners_left_room():
     stacks = [Stack(F32, (width,), 0) for width in (2, 3, 0)]
     space = SimpleNamespace(stacks=stacks, tables_of=[[0], [1, 2, 3], [4, 5]])
     result = Stacked(torch.empty(0), values.view(torch.uint8), begins)
-    found = coalesced._pieces(result, space, [count for count, _ in kinds])
+    found = outcome._pieces(result, space, [count for count, _ in kinds])
     at = [0, 10, 28, 47, 50, 50]
     for part, (count, shape), first in zip(found, kinds, at, strict=True):
         wanted = values[first : first + count * shape[0]].view(count, *shape)

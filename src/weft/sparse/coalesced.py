@@ -9,11 +9,9 @@ of `mixed` where they do not. So a list takes as many messages as one table of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
-from operator import mul, sub
 from typing import NamedTuple
 
 import torch
@@ -23,58 +21,26 @@ from .. import kernels
 from ..agree import BODY, agree, is_direct
 from ..errors import WeftError
 from ..kernels.floats import FLOATS
-from ..kernels.lists import parted
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
 from . import choice, mixed, near_tables
-from .arguments import Pair
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
-from .header import NO_LIMIT, of_tables, tables_in, tables_of
+from .header import of_tables, tables_in, tables_of
 from .joint import Joint
 from .listed import Listed
 from .mixed import Extents, Stack, Stacked, widened
+from .outcome import NAME, Coalesced, in_order, placed, result_of, together
 from .owners import cuts
-from .record import Note, Record
 from .registry import find
-from .request import Request
-from .run import confess, handed_out, too_small
 from .space import Space
-from .tables import MOST, ROOM, ROWS, WHOSE, Tables
+from .tables import MOST, ROWS, Tables
 
-__all__ = ["Coalesced", "Fewer", "as_one", "explained", "reduced"]
+__all__ = ["Fewer", "as_one", "explained", "reduced"]
 
-_NAME = "sparse_all_reduce of a list"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Coalesced:
-    """What came of a call.
-
-    Attributes:
-        algorithm: what ran for all tables.
-        pairs: the result of each table.
-        own: rows of this rank, in all tables.
-        total: rows of all ranks and tables together.
-        union: rows of the result, in all tables.
-        bound: bytes that the average rank must receive.
-    """
-
-    algorithm: str
-    pairs: list[Pair]
-    own: int
-    total: int
-    union: int
-    bound: float
-
-    def noted(self, note: Note) -> Record:
-        """The record of the call."""
-        return note(
-            self.algorithm, rows=self.own, total=self.total, union=self.union, bound=self.bound
-        )
 
 
 def reduced(wire: Wire, given: Listed, error: str | None = None) -> Coalesced:
@@ -86,7 +52,7 @@ def reduced(wire: Wire, given: Listed, error: str | None = None) -> Coalesced:
         error: what is wrong with the list as a whole.
     """
     parts, error = _parts(wire, given, error)
-    return _together([_reduced(wire, part, error) for part in parts])
+    return placed(wire, parts, together([_reduced(wire, part, error) for part in parts]))
 
 
 @dataclass(slots=True)
@@ -115,7 +81,7 @@ def as_one(wire: Wire, given: Listed) -> Coalesced:
 def explained(wire: Wire, given: Listed, error: str | None = None) -> Explanation:
     """Say what `reduced` would do; collective."""
     parts, error = _parts(wire, given, error)
-    found = [_explained(wire, part, part.numbered, error) for part in parts]
+    found = [_explained(wire, part, error) for part in parts]
     return found[0] if len(found) == 1 else choice.together(found)
 
 
@@ -125,25 +91,11 @@ def _parts(wire: Wire, given: Listed, error: str | None) -> tuple[list[Joint], s
     if len(many) <= MOST:
         part = Joint(given, wire.rank)
         return [part], error or part.error
-    starts = many[::MOST]
-    parts = [Joint(given.part(many[start : start + MOST]), wire.rank, start) for start in starts]
+    chunks = [many[start : start + MOST] for start in many[::MOST]]
+    parts = [Joint(given.part(chunk), wire.rank, chunk) for chunk in chunks]
     for part in parts:  # what is wrong with one, the first call says
         part.sort()
     return parts, error or next((part.error for part in parts if part.error), None)
-
-
-def _together(done: Sequence[Coalesced]) -> Coalesced:
-    if len(done) == 1:
-        return done[0]
-    names = dict.fromkeys(one.algorithm for one in done)
-    return Coalesced(
-        " and ".join(names),
-        [pair for one in done for pair in one.pairs],
-        sum(one.own for one in done),
-        sum(one.total for one in done),
-        sum(one.union for one in done),
-        sum(one.bound for one in done),
-    )
 
 
 class _Opened(NamedTuple):
@@ -230,7 +182,7 @@ def _opened(
                 everyone = list(map(Tables.unpack, bodies))
                 both = Tables.together(everyone)
                 if both.trouble:
-                    raise Fewer(1) if queued else WeftError(both.trouble)
+                    raise Fewer(1) if queued else WeftError(both.difference(own.numbered))
                 if not both.lends and any(one.lent for one in everyone):
                     near_tables.pause(wire)
                     lends = False
@@ -249,7 +201,7 @@ def _opened(
 
 
 def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False) -> Coalesced:
-    name = "sparse_all_reduce" if queued else _NAME
+    name = "sparse_all_reduce" if queued else NAME
     with _opened(wire, own, error, name, queued=queued) as opening:
         call, both, space = opening.call, opening.both, opening.space
         result: Stacked | None
@@ -262,14 +214,13 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
             asked = own.requests[0].algorithm
             algorithm, result = _run(call, own, opening.memory, both, space, asked)
     if result is None:
-        return _kind_by_kind(wire, own.given, space)
-    return _handed_out(own, both, space, call, algorithm, result)
+        return _kind_by_kind(wire, own, both, space)
+    return result_of(own, both, space, call, algorithm, result)
 
 
-def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None) -> Explanation:
-    """What a call for these tables would do; `numbers` are theirs in the whole list."""
+def _explained(wire: Wire, own: Joint, error: str | None) -> Explanation:
     asked = own.requests[0].algorithm
-    with _opened(wire, own, error, f"explain of {_NAME}", described=True) as opening:
+    with _opened(wire, own, error, f"explain of {NAME}", described=True) as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
             described = [one.described(rank) for rank, one in enumerate(everyone)]
@@ -278,7 +229,7 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
         call.header, _ = space.place(both.header, len(both.lines))
         call.load = _load(call, both, space)
     groups = tuple(
-        Group(tuple(numbers[table] for table in tables), stack.given.dtype, stack.row_shape)
+        Group(tuple(own.numbered[table] for table in tables), stack.given.dtype, stack.row_shape)
         for stack, tables in zip(space.stacks, space.tables_of, strict=True)
     )
     if wire.size > 1 and not space.stacks:
@@ -286,15 +237,7 @@ def _explained(wire: Wire, own: Joint, numbers: Sequence[int], error: str | None
     load = with_link(wire, call.load) if wire.size > 1 else call.load
     among = None if len(space.stacks) < 2 else mixed.NAMES
     if wire.size > 1 and among and asked != "auto" and asked not in among:
-        calls = [
-            _explained(
-                wire,
-                Joint(own.given.part(tables), wire.rank),
-                [numbers[table] for table in tables],
-                None,
-            )
-            for tables in space.tables_of
-        ]
+        calls = [_explained(wire, own.part(tables), None) for tables in space.tables_of]
         return replace(choice.together(calls), load=load, groups=groups)
     settled = near_tables.NAME if opening.lends else None
     found = choice.explained(
@@ -387,113 +330,8 @@ def _merged(everyone: Sequence[Tables], call: Call, space: Space) -> Stacked:
     return widened(Stacked(union, out), space.stacks)
 
 
-def _kind_by_kind(wire: Wire, given: Listed, space: Space) -> Coalesced:
+def _kind_by_kind(wire: Wire, own: Joint, both: Tables, space: Space) -> Coalesced:
     """A call for the tables of each row shape and dtype, for algorithms that know only one."""
-    pairs: dict[int, Pair] = {}
-    done = []
-    for tables in space.tables_of:
-        done.append(reduced(wire, given.part(tables)))
-        pairs |= zip(tables, done[-1].pairs, strict=True)
-    return replace(_together(done), pairs=_in_order(given, pairs))
-
-
-def _in_order(given: Listed, pairs: Mapping[int, Pair]) -> list[Pair]:
-    """The result of every table; those of which nobody has rows are in no stack."""
-    tables = range(len(given.pairs))
-    if len(pairs) == len(tables):
-        return list(map(pairs.__getitem__, tables))
-    return [
-        pairs[table] if table in pairs else (indices[:0].clone(), values[:0].clone())
-        for table, (indices, values) in enumerate(given.pairs)
-    ]
-
-
-def _handed_out(
-    own: Joint,
-    both: Tables,
-    space: Space,
-    call: Call,
-    algorithm: str,
-    result: Stacked,
-) -> Coalesced:
-    """Each table's part of the result, where its caller wants it."""
-    wire, requests = call.wire, own.requests
-    of_dtype: dict[torch.dtype, Tensor] = {}
-    ends: list[int] = []
-    for dtype in own.index_dtypes:
-        of_dtype[dtype], ends = parted(result.keys, space.starts, dtype)
-    sizes = list(map(sub, ends, [0, *ends]))
-    rooms = both.numbers[:, ROOM].tolist()
-    if min(rooms) < NO_LIMIT:
-        for table, count in sorted(zip(space.tables, sizes, strict=True)):
-            if count > rooms[table]:
-                whose = both.numbers[table, WHOSE]
-                raise WeftError(f"rank {whose}: table {table}: {too_small(rooms[table], count)}")
-
-    indices = {dtype: every.split_with_sizes(sizes) for dtype, every in of_dtype.items()}
-    alone = next(iter(indices.values())) if len(indices) == 1 else None  # whose dtype all have
-    where = alone or [
-        indices[requests[table].rows.indices.dtype][place]
-        for place, table in enumerate(space.tables)
-    ]
-    found = zip(where, _pieces(result, space, sizes), strict=True)
-    pairs = _in_order(own.given, dict(zip(space.tables, found, strict=True)))
-    for table in own.placed:
-        pairs[table] = _placed(pairs[table], requests[table], call)
-    if both.fallible:
-        confess(wire, _NAME, call)
-    given = both.numbers[:, ROWS].tolist()
-    # the average rank receives others' rows, and sums from others
-    summed = sum(map(mul, sizes, map(space.weight.__getitem__, space.tables)))
-    bound = (sum(map(mul, given, space.weight)) + (wire.size - 2) * summed) / wire.size
-    union = ends[-1] if ends else 0
-    return Coalesced(algorithm, pairs, sum(own.counts), sum(given), union, bound)
-
-
-def _pieces(result: Stacked, space: Space, sizes: Sequence[int]) -> list[Tensor]:
-    """The rows of each table of a result, in the order of the space."""
-    pieces: list[Tensor] = []
-    end = 0
-    for travelled, tables in zip(space.stacks, space.tables_of, strict=True):
-        stack, first, last = travelled.given, len(pieces), len(pieces) + len(tables)
-        row = stack.row
-        # A view costs as much as several tables in the call that takes it apart. So what others
-        # left free between two tables is a part, too, unless it is no whole number of rows.
-        views: list[tuple[int, list[int], list[bool]]] = []
-        for low, high in pairwise(
-            [first, *(at for at in result.begins if first < at < last), last]
-        ):
-            apart = result.begins.get(low, end) - end
-            if low == first or not row or apart % row:
-                cut, ours = list[int](), list[bool]()
-                views.append((end + apart, cut, ours))
-            elif apart:
-                cut.append(apart // row)
-                ours.append(False)
-            cut += sizes[low:high]
-            ours += [True] * (high - low)
-            end += apart + row * sum(sizes[low:high])
-        for start, cut, ours in views:
-            parts = stack.typed(result.values, sum(cut), start).split_with_sizes(cut)
-            pieces += compress(parts, ours)
-    return pieces
-
-
-def _placed(pair: Pair, request: Request, call: Call) -> Pair:
-    """A table's result in the memory that its caller gave."""
-    rows = Rows(*pair, request.rows.height)
-    own = Call(
-        call.wire,
-        request.op,
-        tuple(rows.row_shape),
-        rows.indices.dtype,
-        rows.values.dtype,
-        rows.height,
-        out=request.out,
-    )
-    place = own.result(len(rows))
-    place.indices.copy_(rows.indices)
-    place.values.copy_(rows.values)
-    call.trouble = call.trouble or own.trouble
-    there = handed_out(place, own)
-    return there.indices, there.values
+    one = together([_reduced(wire, own.part(tables), None) for tables in space.tables_of])
+    pairs = in_order(own.given, both, dict(zip(space.tables, one.pairs, strict=True)))
+    return replace(one, pairs=pairs, fallible=both.fallible)

@@ -12,6 +12,7 @@ or few, and none is looked for beyond its table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter, mul
 
@@ -73,11 +74,11 @@ class Joint:
         counts: of each table its rows.
     """
 
-    def __init__(self, given: Listed, rank: int, start: int = 0) -> None:
-        """Sort the rows of these tables; the first of them is number `start` of the list."""
-        self.given, (self.requests, self._pairs) = given, given
+    def __init__(self, given: Listed, rank: int, numbered: Sequence[int] | None = None) -> None:
+        """Look at these tables; `numbered` where they are not the whole list."""
+        self.given, (self.requests, self._pairs), self._rank = given, given, rank
         self.error: str | None = None
-        self.numbered = range(start, start + len(self.requests))
+        self.numbered = range(len(self.requests)) if numbered is None else numbered
         op = self.requests[0].op
         lines: list[str] = []
         kinds: list[_Kind] = []  # by which rows are laid out
@@ -90,7 +91,7 @@ class Joint:
         for _, neighbours in groupby(self.requests, id):
             request, *others = neighbours
             if request.error is not None:
-                self.error = f"table {start + len(lines)}: {request.error}"
+                self.error = f"table {self.numbered[len(lines)]}: {request.error}"
                 break
             rows, many = request.rows, 1 + len(others)
             own, said = (rows.indices.dtype, rows.values.dtype), request.fields["row shape"]
@@ -132,6 +133,10 @@ class Joint:
     def room(self) -> int:
         """Bytes of memory for all rows with their indices, where others read them."""
         return self.size + 8 * sum(self.counts) + 8
+
+    def part(self, tables: Sequence[int]) -> Joint:
+        """Some of the tables."""
+        return Joint(self.given.part(tables), self._rank, [self.numbered[one] for one in tables])
 
     def _bytes(self) -> int:
         return sum(map(mul, self.counts, self._row))
@@ -195,7 +200,7 @@ class Joint:
 
     def _right(self, lows: list[int], highs: list[int]) -> bool:
         """Whether all indices are; else there are no rows."""
-        limit = 1 << top(len(self.requests))
+        limit = (1 << top(len(self.requests))) - 1  # so that the end of all keys is an int64
         most = limit if self._height is None else min(limit, self._height)
         if min(lows) < 0 or max(highs) >= most:
             self.error = self._wrong(lows, highs, limit) or self.error

@@ -383,18 +383,18 @@ def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
     That is what a caller's function raised. With a `count`, the rows of a result that only this
     rank has, also that it does not fit.
     """
-    if call.header.fallible or (count is not None and call.header.limited):
-        confess(wire, name, call, count)
-
-
-def confess(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
-    """`settle` where something may have gone wrong."""
-    trouble = call.trouble
-    sentence = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
-    if sentence is None and count is not None and isinstance(call.out, tuple):
+    if not (call.header.fallible or (count is not None and call.header.limited)):
+        return
+    lacking = None
+    if count is not None and isinstance(call.out, tuple):
         room = call.out[0].numel()
-        if room < count:
-            sentence = too_small(room, count)
+        lacking = too_small(room, count) if room < count else None
+    confess(wire, name, call.trouble, lacking)
+
+
+def confess(wire: Wire, name: str, trouble: Exception | None, lacking: str | None = None) -> None:
+    """Tell each other what a caller's function raised, or else what is lacking; raises alike."""
+    sentence = lacking if trouble is None else f"{type(trouble).__name__}: {trouble}"
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
         agree(wire, f"the end of {name}", {}, sentence, nothing, lambda a, b: a).release()

@@ -69,7 +69,7 @@ class Tables(NamedTuple):
     Attributes:
         lines: of each table what it is, a tab, and the row shape.
         numbers: `[tables, 5]`, see `ROWS` and following.
-        trouble: how ranks differ, or "".
+        trouble: the number of the first table in which ranks differ, a tab, and how; or "".
         fallible: somebody passed a function, which may raise.
         lends: this rank can lend its rows to all others (`near_tables`), and so does if asked.
         lent: where its keys and its rows lie, if they are neither described nor here.
@@ -162,6 +162,11 @@ class Tables(NamedTuple):
         """The tables' numbers in the order in which their rows are laid out."""
         return layout(self.lines)
 
+    def difference(self, numbered: Sequence[int]) -> str:
+        """How ranks differ, in a sentence; `numbered` are the tables' numbers in the whole list."""
+        table, how = self.trouble.split("\t")
+        return f"the ranks differ in table {numbered[int(table)]}: {how}"
+
     @classmethod
     def together(cls, said: Sequence[Tables]) -> Tables:
         """One statement of several, in the order of their ranks; without rows."""
@@ -210,8 +215,8 @@ def _difference(table: int, ranks: tuple[int, int], known: tuple[list[str], list
     if said[0] == said[1]:
         said = [f"rows of shape {shape}" for _, shape in known]
     return (
-        f"the ranks differ in table {table}: rank {ranks[0]} has {said[0]}, rank {ranks[1]} "
-        f"has {said[1]}; pass the same on every rank"
+        f"{table}\trank {ranks[0]} has {said[0]}, rank {ranks[1]} has {said[1]}; pass the same on "
+        "every rank"
     )
 
 
