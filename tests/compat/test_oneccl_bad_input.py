@@ -158,11 +158,71 @@ def test_calls_that_wait_for_each_other_end(wire):
     assert through_event(wire) == [4.0, 6.0, 8.0, 12.0]
 
 
+BARE = {
+    "int": ctypes.addressof,
+    "void": lambda held: ctypes.c_void_p(ctypes.addressof(held)),
+    "pointer": lambda held: ctypes.cast(held, ctypes.POINTER(held._type_)),
+}
+
+
+@spmd(2, on=("threads",))
+def test_a_buffer_without_dtype_needs_the_dtypes_named(wire):
+    """The typed overload cannot know what None or an address is of."""
+    indices, count = (ctypes.c_int64 * 3)(5, 2, 5), 3
+    for buffers, what in (
+        ((None, 0, None, 0), "send_ind_buf is None"),
+        ((indices, count, None, 0), "send_val_buf is None"),
+        ((BARE["int"](indices), count, VALUES, 6), "send_ind_buf is an address"),
+        ((indices, count, BARE["void"](VALUES), 6), "send_val_buf is an address"),
+    ):
+        sent = buffers if wire.rank else (indices, count, VALUES, 6)
+        text = f"rank 1: {what}, which has no dtype: name the dtypes in the call"
+        with pytest.raises(weft.WeftError, match=text):
+            event.sparse_allreduce(*sent, *[None] * 4, "sum", wire, attr=kept()).wait()
+
+
+@pytest.mark.parametrize("kind", BARE)
+@spmd(3, on=("threads",))
+def test_an_address_for_results_holds_as_much_as_is_sent(wire, kind):
+    """The other ranks have room, and nothing is written there either."""
+    room = (ctypes.c_int64 * 9)(*[-7] * 9), (ctypes.c_float * 9)(*[-7] * 9)
+    to = [BARE[kind](held) for held in room] if wire.rank == 1 else room
+
+    def call(indices):
+        request.sparse_allreduce(
+            *(indices, 3, torch.ones(3), 3, to[0], None, to[1], None, "int64", "float", "sum"),
+            comm=wire,
+        ).wait()
+
+    text = "rank 1: recv_ind_buf holds 3 elements and recv_val_buf 3, the result has 9 indices and"
+    with pytest.raises(weft.WeftError, match=text):
+        call(torch.arange(3) + 10 * wire.rank)
+    assert list(room[0]) == [-7] * 9 and list(room[1]) == [-7.0] * 9
+    call(torch.tensor([5, 8, 2]))
+    assert list(room[0]) == [2, 5, 8] + [-7] * 6 and list(room[1]) == [3.0] * 3 + [-7.0] * 6
+
+
 ONE = torch.empty(64, dtype=torch.uint8)
 REQUEST = {
     "the same memory": (
         {"recv_ind_buf": ONE.view(torch.int64), "recv_val_buf": ONE.view(torch.float32)},
         "recv_ind_buf and recv_val_buf are in the same memory",
+    ),
+    "a count among the indices": (
+        {"recv_ind_buf": ONE.view(torch.int64), "recv_ind_count": ONE.view(torch.int64)[7]},
+        "recv_ind_buf and recv_ind_count are in the same memory",
+    ),
+    "a count among the values": (
+        {"recv_val_buf": ONE.view(torch.float32), "recv_val_count": ONE[60:61]},
+        "recv_val_buf and recv_val_count are in the same memory",
+    ),
+    "a count of the other's among the values": (
+        {"recv_val_buf": ONE.view(torch.float32), "recv_ind_count": ONE[60:61]},
+        "recv_val_buf and recv_ind_count are in the same memory",
+    ),
+    "one place for both counts": (
+        {"recv_ind_count": ONE[:1], "recv_val_count": ONE[:1]},
+        "recv_ind_count and recv_val_count are in the same memory",
     ),
     "no memory": (
         {"recv_val_buf": torch.empty(8, device="meta")},
@@ -181,11 +241,14 @@ def test_request(wire, what):
     changed, text = REQUEST[what]
 
     def call(**changed):
-        into = {"recv_ind_buf": torch.empty(4, dtype=torch.int64), "recv_val_buf": torch.empty(8)}
-        into |= changed
+        into = {
+            "recv_ind_buf": torch.empty(4, dtype=torch.int64),
+            "recv_ind_count": None,
+            "recv_val_buf": torch.empty(8),
+            "recv_val_count": None,
+        } | changed
         request.sparse_allreduce(
-            *(torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6),
-            *(into["recv_ind_buf"], None, into["recv_val_buf"], None),
+            *(torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6, *into.values()),
             *("int64", "float", "sum"),
             comm=wire,
         ).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 
 import numpy as np
 import pytest
@@ -68,6 +69,25 @@ def test_the_callback_gets_the_result(wire):
     assert user_ctx == "mine"
 
 
+turn = threading.Event()
+
+
+@spmd(2, on=("threads",))
+def test_the_call_returns_at_once(wire):
+    calls = []
+    if wire.rank == 0:
+        made = started(0, lambda *all: calls.append(all))
+        assert not made.test() and not calls  # the other rank has not called yet
+        with pytest.raises(weft.StillRunning):
+            made.wait(0.02)
+        turn.set()
+    else:
+        turn.wait(10)
+        made = started(1, lambda *all: calls.append(all))
+    made.wait()
+    assert len(calls) == 1
+
+
 @spmd(2, on=("threads",))
 def test_recv_parameters_are_ignored(wire):
     calls = []
@@ -85,6 +105,7 @@ def test_recv_parameters_are_ignored(wire):
 @spmd(2, on=("threads",))
 def test_every_reduction_and_the_common_attributes(wire):
     def add(in_buf, in_count, inout_buf, out_count, dtype, context):
+        assert context == callback.FnContext(match_id="table", offset=0)
         inout_buf += in_buf
         return 0
 
@@ -94,9 +115,9 @@ def test_every_reduction_and_the_common_attributes(wire):
     parts = [part(rank) for rank in range(wire.size)]
     for reduction, ours, given, sign in (
         ("prod", "prod", {}, 1),
-        ("min", "min", {"priority": 0, "to_cache": 1}, 1),
+        ("min", "min", {"priority": 7, "to_cache": 1}, 1),
         ("max", "max", {"synchronous": 1}, 1),
-        ("custom", "sum", {"reduction_fn": add}, 1),
+        ("custom", "sum", {"reduction_fn": add, "match_id": "table"}, 1),
         ("sum", "sum", {"prologue_fn": lambda b, *_: -b}, -1),
         ("sum", "sum", {"epilogue_fn": negate}, -1),
     ):

@@ -6,8 +6,6 @@ algorithm that oneCCL had and weft has.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,14 +16,9 @@ from weft.sparse import ALGORITHMS, Load
 from weft.testing import expected, run, spmd
 
 UNUSED = [None] * 4
-# oneCCL's interface has no place for a height, and functions need rank order
-LOAD = Load(3, 90, 30, 30, 40, 40, 12, 12, 4, places=40)
-SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOAD) is None)]
-IN_ORDER = [
-    name
-    for name in SERVING
-    if name == "auto" or not ALGORITHMS[name].applies(replace(LOAD, in_order=True))
-]
+CHOICES = ["auto", *ALGORITHMS]
+FUNCTION = Load(3, 90, 30, 30, 40, 40, 12, 12, 4, places=40, in_order=True)
+IN_ORDER = [name for name in CHOICES if name == "auto" or not ALGORITHMS[name].applies(FUNCTION)]
 
 
 def reduced(indices, values, rtype="sum", mode="regular"):
@@ -53,7 +46,7 @@ def under(monkeypatch, algorithm, size, body):
     return run(size, body)
 
 
-@pytest.mark.parametrize("algorithm", SERVING)
+@pytest.mark.parametrize("algorithm", CHOICES)
 def test_every_rank_has_the_same_bits(monkeypatch, algorithm):
     """The ring added in another order on each rank."""
 
@@ -70,7 +63,7 @@ def test_every_rank_has_the_same_bits(monkeypatch, algorithm):
         assert torch.equal(first[1].view(torch.int32), other[1].view(torch.int32))
 
 
-@pytest.mark.parametrize("algorithm", SERVING)
+@pytest.mark.parametrize("algorithm", CHOICES)
 def test_max_of_negative_values(monkeypatch, algorithm):
     """The mask algorithm put the smallest positive float where a rank has no such row."""
 
@@ -87,7 +80,7 @@ def test_max_of_negative_values(monkeypatch, algorithm):
     )
 
 
-@pytest.mark.parametrize("algorithm", SERVING)
+@pytest.mark.parametrize("algorithm", CHOICES)
 @pytest.mark.parametrize("empty", [{1}, {0, 1, 2}])
 def test_a_rank_may_have_no_rows(monkeypatch, algorithm, empty):
     """It was refused: and so is every batch that touches no row of a table."""

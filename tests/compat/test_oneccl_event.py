@@ -16,14 +16,12 @@ import weft
 from weft.compat.oneccl import Address, event
 from weft.compat.oneccl.memory import Memory
 from weft.kernels.ops import DTYPES
-from weft.sparse import ALGORITHMS, Load, last_call
+from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
 
 WIDTH = 2
 UNUSED = [None] * 4
-# oneCCL's interface has no place for a height, which some algorithms need
-LOAD = Load(3, 18, 8, 4, 9, 9, WIDTH * 4, WIDTH * 4, 4, places=9)
-SERVING = ["auto", *(name for name in ALGORITHMS if ALGORITHMS[name].applies(LOAD) is None)]
+CHOICES = ["auto", *ALGORITHMS]
 
 
 def part(rank, dtype=torch.float32):
@@ -139,7 +137,7 @@ def test_overloads(wire):
         assert kept.result() == flat(expected(parts(wire.size)))
 
 
-@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
+@pytest.mark.parametrize("algorithm", CHOICES)
 def test_alloc_fn_is_filled_by_every_algorithm(monkeypatch, algorithm):
     monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
 
@@ -149,19 +147,14 @@ def test_alloc_fn_is_filled_by_every_algorithm(monkeypatch, algorithm):
             *sent(part(wire.rank)), "sum", wire, attr=kept.attr("allocate")
         ).wait()
         assert kept.result() == flat(expected(parts(wire.size)))
-        ran = last_call()
-        return ran.algorithm
+        return last_call().algorithm
 
-    if algorithm not in SERVING:
-        with pytest.raises(weft.WeftError, match=f"{algorithm} cannot serve this call"):
-            run(3, program)
-    else:
-        assert run(3, program) == ["eager" if algorithm == "auto" else algorithm] * 3
+    assert run(3, program) == ["eager" if algorithm == "auto" else algorithm] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("algorithm", [*SERVING, "disable"])
+@pytest.mark.parametrize("algorithm", [*CHOICES, "disable"])
 def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algorithm, size, dtype):
     """weft itself is given this memory, so that nothing is copied, but for narrow indices."""
     mode, written, fill = "regular", [], Memory.fill
@@ -384,15 +377,16 @@ def test_events_are_composed(wire):
 
 @spmd(2, on=("threads",))
 def test_a_stream_is_brought_to_its_end(wire):
+    """Before the buffers are read, which its work writes."""
+
     class Stream:
-        done = threading.Event()
-
         def synchronize(self):
-            self.done.set()
+            values.copy_(rows.values)
 
-    kept, stream = Kept(), Stream()
-    event.sparse_allreduce(*sent(part(wire.rank)), "sum", wire, stream, kept.attr()).wait()
-    assert stream.done.is_set()
+    kept, rows = Kept(), part(wire.rank)
+    values = torch.full_like(rows.values, float("nan"))
+    given = sent(weft.Rows(rows.indices, values))
+    event.sparse_allreduce(*given, "sum", wire, Stream(), kept.attr()).wait()
     assert kept.result() == flat(expected(parts(wire.size)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def test_it_sees_what_is_wrong(example):
             example.run_request(data, "int64", "int64", "sum")
 
     run(2, program)
+
+
+def test_it_passes_under_torchrun():
+    """As it stands, with every type."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = subprocess.run([*command, PROGRAM], capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == [
+        "30 combinations of types and reductions on 2 ranks",
+        "PASSED",
+    ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.compat.oneccl import Address, request
+from weft.compat.oneccl import Address, callback, request
 from weft.compat.oneccl.selection import ONECCL
 from weft.kernels.ops import DTYPES
 from weft.sparse import last_call
@@ -244,7 +244,7 @@ def test_attributes(wire):
 
     def reduce(in_buf, in_count, inout_buf, out_count, dtype, context):
         assert out_count.tolist() == [in_count] == [in_buf.numel()] == [inout_buf.numel()]
-        seen.append((dtype, context.offset))
+        seen.append((dtype, context))
         inout_buf += in_buf
 
     attributes = request.Attributes(
@@ -253,6 +253,7 @@ def test_attributes(wire):
         reduction_fn=reduce,
         synchronous=True,
         to_cache=True,
+        priority=3,
         match_id="embedding",
     )
     given = arguments(wire.rank, reduction="custom", attributes=attributes)
@@ -262,7 +263,7 @@ def test_attributes(wire):
     count = part(wire.rank).values.numel()
     context = request.FnContext("embedding", 0)
     assert seen[0] == (count, count, torch.float32, context)
-    assert (torch.float64, 0) in seen
+    assert (torch.float64, context) in seen
     assert seen[-1] == (torch.float64, torch.float32, "embedding")
 
 
@@ -298,6 +299,10 @@ long_name.__qualname__ = 99 * "long"
 
 WRONG = {
     "an attribute": ({"attributes": 3}, "attributes is a int"),
+    "another generation's": (
+        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=print)},
+        "attributes is callback.Attributes, .* pass .* or call callback.sparse_allreduce",
+    ),
     "match_id": ({"attributes": request.Attributes(match_id="x" * 129)}, "match_id is 'xxx"),
     "another match_id": (  # the longest there is, for a function with a long name
         {

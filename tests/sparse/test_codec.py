@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.sparse import codec
+from weft.sparse import codec, last_call
 from weft.testing import spmd
 from weft.wire.link import Link
 from weft.wire.memory import Pool
@@ -72,6 +72,21 @@ def test_no_index_takes_more_than_a_plain_one():
     assert codec.index_bytes(2000, 2**51, 8) < 8
     assert codec.index_bytes(2000, 2**51, 4) == 4
     assert codec.index_bytes(2000, 2**60, 8) == 8
+
+
+@spmd(2, on=("threads",))
+def test_indices_that_fit_travel_as_int32(wire):
+    """Whatever the caller's are of, on a link so quick that they are not packed."""
+    wire.link = Link(50e-6, 8e-11, 0.35e-9, 50e-6)
+    near = torch.arange(40_000) * 3
+    near[-1] = 2**31 - 1
+    sent = {}
+    for kind, indices in {"int64": near, "int32": near.int(), "far": near + 1}.items():
+        found = weft.sparse_all_reduce((indices, torch.ones(40_000)), algorithm="gather")
+        assert found[0].dtype == indices.dtype and torch.equal(found[0], indices)
+        sent[kind] = last_call().sent_bytes
+    assert sent["int64"] == sent["int32"] == pytest.approx(8 * 40_000, rel=0.02)
+    assert sent["far"] - sent["int64"] == 4 * 40_000
 
 
 @pytest.mark.parametrize("name", ["gather", "split"])

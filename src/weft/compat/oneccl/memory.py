@@ -10,13 +10,19 @@ from torch import Tensor
 
 from .dtypes import Wrong, narrowed
 
-__all__ = ["Memory", "Place", "Result"]
+__all__ = ["Memory", "Place", "Result", "await_device"]
 
 Place = Callable[[int, int], tuple[Tensor, Tensor]]
 """(indices, values) -> memory for so many, 1-D, of the caller's dtypes."""
 
 Result = tuple[Tensor, Tensor]
 """Indices and values, 1-D, of the caller's dtypes."""
+
+
+def await_device(*tensors: Tensor) -> None:
+    """Wait until what was written to an accelerator has arrived."""
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
 
 
 class Memory:

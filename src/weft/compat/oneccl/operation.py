@@ -27,7 +27,7 @@ from .attributes import Attributes
 from .communicator import Communicator
 from .concatenate import concatenated
 from .dtypes import Wrong
-from .memory import Memory, Place, Result
+from .memory import Memory, Place, Result, await_device
 from .progress import await_all
 from .selection import selected
 from .sent import Sent
@@ -154,7 +154,7 @@ def _finish(wire: Wire, operation: Operation, fill: Callable[[], Result]) -> Res
     try:
         indices, values = fill()
         values = operation.attributes.after(values, operation.sent.values.dtype)
-        _await_device(indices, values)
+        await_device(indices, values)
         write = operation.finish(indices, values)
     except Exception as error:
         trouble = error
@@ -181,9 +181,3 @@ def _marks(sent: Sent) -> list[tuple[str, Any]]:
     if device.type == "cpu":
         return []
     return [("the current stream", torch.accelerator.current_stream(device).record_event())]
-
-
-def _await_device(*tensors: Tensor) -> None:
-    """Wait until copies to an accelerator have arrived."""
-    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)

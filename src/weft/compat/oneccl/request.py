@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ...errors import WeftError
 from ...wire.worker import Work
+from . import callback
+from .address import is_address
 from .attributes import Attributes, FnContext, Status
-from .buffers import distinct, is_address, one_integer, seen
+from .buffers import distinct, one_integer, seen
 from .dtypes import Wrong
-from .memory import Result
+from .memory import Result, await_device
 from .operation import Operation, start
 from .progress import Event
 from .sent import Sent
@@ -112,6 +114,11 @@ def sparse_allreduce(
         given = Attributes() if attributes is None else attributes
         if not isinstance(given, Attributes):
             raise Wrong(f"attributes is a {type(given).__name__}: pass request.Attributes, or None")
+        if isinstance(given, callback.Attributes):
+            raise Wrong(
+                "attributes is callback.Attributes, whose completion_fn nobody would call here: "
+                "pass request.Attributes, or call callback.sparse_allreduce"
+            )
         sent = Sent.of(
             send_ind_buf, send_ind_count, send_val_buf, send_val_count, index_dtype, value_dtype
         )
@@ -161,6 +168,7 @@ def _into(
                 end[: part.numel()].copy_(part)
                 if count is not None:
                     count.fill_(part.numel())
+            await_device(*ends, *(count for count in counts if count is not None))
 
         return write
 
