@@ -82,6 +82,17 @@ def test_a_close_waits_a_moment_for_who_moves_something(pair):
     assert place == b"late"
 
 
+def test_a_close_that_cannot_read_what_lies_there_closes(pair):
+    """An interrupt may have come in the middle of reading."""
+    left, _ = pair
+    (line,) = left.lines.values()
+    line.receive = lambda: (_ for _ in ()).throw(AssertionError("interrupted"))
+    with pytest.raises(AssertionError, match="interrupted"):
+        left.close()
+    assert line.sock.fileno() == -1
+    del line.receive
+
+
 def test_a_mover_that_its_own_thread_closes_ends(pair):
     """As a collection of garbage does, anywhere."""
     left, _ = pair

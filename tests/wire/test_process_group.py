@@ -389,6 +389,7 @@ def restored(wire):
     with mover._turn:  # so that the thread reads nothing of what comes
         mover._tend()
         assert select.select([mover.lines[1].sock], [], [], 10.0)[0]
+        del mover.lines[1]._start  # it was interrupted anywhere
         wire._interrupted(KeyboardInterrupt())
     place.zero_()
     time.sleep(0.1)

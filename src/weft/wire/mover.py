@@ -471,13 +471,13 @@ class Mover:
             self._shut()  # somebody waits, or is about to
             self._turn.acquire()
         try:
-            for line in self._all:
+            for line in () if self._closed else self._all:
                 line.receive()  # what lies there unread would undo what is on its way to the peer
             for pipe in self._pipes.values():
                 pipe.hear()
+        finally:
             self._let_go()
             self._stir.set()  # with the turn, in which alone the thread goes to sleep again
-        finally:
             self._turn.release()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -8,6 +8,7 @@ since messages may have got stuck half-way.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import time
@@ -260,7 +261,10 @@ class ProcessGroupWire(Wire):
             kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
             self._watch.settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
         if self._connections is not None:
-            self._connections.drop()  # what was received is the caller's again: nothing is written
+            # What was received is the caller's again: nothing more is written there. Whatever was
+            # in the middle of something when it was interrupted, that it was is what counts.
+            with contextlib.suppress(Exception):
+                self._connections.drop()
 
     def _call(self) -> str:
         """The call that runs, as errors spell it."""
