@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu_shares, pool, reference
+from weft.kernels import cpu_shares, pool, putting, reference
 from weft.kernels.compile import compiler
 from weft.kernels.ops import DTYPES
 
@@ -148,17 +148,36 @@ def test_weights_out_of_range(weights):
 def test_put(monkeypatch, dtype, shape, past):
     monkeypatch.setattr(pool, "share", lambda nbytes: 3)
     if past:
-        monkeypatch.setattr(cpu_shares, "_PAST", 0)
+        monkeypatch.setattr(putting, "_PAST", 0)
     generator = torch.Generator().manual_seed(1)
     places = torch.randperm(50, generator=generator)[:20].int()
     values = torch.randint(2, (20, *shape), generator=generator).to(dtype)
     for rows in (values, torch.stack([values, values], 1)[:, 0]):  # and rows that lie apart
         out = torch.ones(50, *shape).to(dtype)
-        kernels.put(out, places, rows)
+        kernels.Putter(out, [places[:0], places]).put(1, 0, rows)
         expected = torch.ones(50, *shape).to(dtype)
         reference.put(expected, places, values)
         assert torch.equal(out, expected)
     assert torch.equal(out[places.long()], values)
+
+
+@pytest.mark.parametrize("machine", [True, False])
+def test_put_by_pieces(monkeypatch, machine):
+    if not machine:
+        monkeypatch.setattr(compiler, "loops", lambda key: None)
+    order = torch.randperm(90, generator=torch.Generator().manual_seed(2)).int()
+    runs, rows = [order[:40], order[40:41], order[41:]], torch.rand(90, 3)
+    out = torch.full((100, 3), -1.0)
+    putter = kernels.Putter(out, runs)
+    for run, (start, stop) in enumerate([(0, 40), (40, 41), (41, 90)]):
+        for first in range(0, stop - start, 7):
+            putter.put(run, first, rows[start:stop][first : first + 7])
+    assert torch.equal(out[order.long()], rows)
+    assert (out[90:] == -1).all()
+    for run, first, count in ((1, 0, 2), (1, 1, 1), (0, -1, 1), (2, 49, 1)):
+        with pytest.raises(ValueError, match=f"places {first} to {first + count} of"):
+            putter.put(run, first, rows[:count])
+    assert torch.equal(out[order.long()], rows)
 
 
 def test_put_past_the_cache_is_for_large_results_of_whole_lines(monkeypatch):
@@ -174,20 +193,20 @@ def test_put_past_the_cache_is_for_large_results_of_whole_lines(monkeypatch):
     for rows, width in ((1 << 16, 16), (1 << 15, 16), (1 << 17, 8)):
         out = torch.empty(rows * width + 16)
         out = out[-(out.data_ptr() // 4) % 16 :][: rows * width].view(rows, width)
-        kernels.put(out, torch.tensor([5], dtype=torch.int32), torch.ones(1, width))
+        kernels.Putter(out, [torch.tensor([5], dtype=torch.int32)]).put(0, 0, torch.ones(1, width))
         assert out[5].tolist() == [1.0] * width
     assert used == ["put32", "put8", "put8"]
 
 
 def test_put_checks_places_and_shapes(monkeypatch):
-    monkeypatch.setattr(cpu_shares, "_PAST", 192)  # bytes of the first one here
+    monkeypatch.setattr(putting, "_PAST", 192)  # bytes of the first one here
     for out, values in (
         (torch.zeros(3, 16), torch.ones(2, 16)),
         (torch.zeros(3), torch.ones(2)),
     ):
         for wrong in ([0, 3], [-1, 0]):
             with pytest.raises(IndexError, match="1 of 2 rows"):
-                kernels.put(out, torch.tensor(wrong, dtype=torch.int32), values)
+                kernels.Putter(out, [torch.tensor(wrong, dtype=torch.int32)]).put(0, 0, values)
     for places, rows in (([0], values), ([0, 1], values.double()), ([0, 1], values[:, None])):
         with pytest.raises(ValueError, match="do not fit"):
-            kernels.put(out, torch.tensor(places, dtype=torch.int32), rows)
+            kernels.Putter(out, [torch.tensor(places, dtype=torch.int32)]).put(0, 0, rows)

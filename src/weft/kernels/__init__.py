@@ -21,7 +21,7 @@ The vocabulary:
 * `merge(runs, op)` is union and combine over whole runs.
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
-  run was given, and where it has them; `put` brings rows to places.
+  run was given, and where it has them; a `Putter` brings rows to places.
 * `alone`, `held`, `copy`, `take`, `quantiles`, `sketch`: see each.
 * `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
   there.
@@ -48,6 +48,7 @@ from . import cpu, cpu_copy, cpu_indices, cpu_shares, lent, lists, meter, refere
 from .compile import compiler
 from .gaps import GapCode, expected_bits, gap_code, pack_gaps, unpack_gaps
 from .ops import OPS, Op
+from .putting import Putter
 from .reduction import detached, on_cpu, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
 from .usual import kept, prepare, ready, warm
@@ -57,6 +58,7 @@ __all__ = [
     "Distinct",
     "GapCode",
     "Picked",
+    "Putter",
     "Shares",
     "Union",
     "alone",
@@ -78,7 +80,6 @@ __all__ = [
     "pack_gaps",
     "pick",
     "prepare",
-    "put",
     "quantiles",
     "ready",
     "reduce",
@@ -362,38 +363,6 @@ def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
     slots, places = [slot.contiguous() for slot in slots], places.contiguous()
     found = cpu_shares.held(slots, places) if on_cpu(slots[0]) else None
     return reference.held(slots, places) if found is None else found
-
-
-def put(out: Tensor, places: Tensor, values: Tensor) -> None:
-    """Bring rows to places, each a different one: `out[places[i]] = values[i]`.
-
-    Args:
-        out: `[n, *row_shape]`.
-        places: int32 `[k]`.
-        values: `[k, *row_shape]`, of the dtype of `out`.
-
-    Raises:
-        IndexError: a place is not one of a row of `out`.
-
-    Example:
-        >>> out = torch.zeros(3)
-        >>> put(out, torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1.0, 4.0]))
-        >>> out
-        tensor([4., 0., 1.])
-    """
-    fit = places.numel() == values.shape[0] and values.shape[1:] == out.shape[1:]
-    if not fit or values.dtype != out.dtype:
-        raise ValueError(
-            f"{len(places)} places, values {tuple(values.shape)} of {values.dtype} and out "
-            f"{tuple(out.shape)} of {out.dtype} do not fit together: give a place for each row, "
-            "and rows of one shape and dtype"
-        )
-    if values.numel() == 0:
-        return
-    places, values = places.contiguous(), detached(values)
-    meter.spend(meter.CALL + meter.PUT * values.nbytes)
-    if not (on_cpu(values) and cpu_shares.put(out, places, values)):
-        reference.put(out, places, values)
 
 
 def copy(out: Tensor, values: Tensor, among: int = 0) -> None:

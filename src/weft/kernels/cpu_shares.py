@@ -1,24 +1,19 @@
-"""What the compiled loops make of slots: sharing places out, putting rows there; see `cpu`."""
+"""What the compiled loops make of slots: sharing places out; see `cpu`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import pool
 from .compile import Key, compiler
-from .cpu_copy import whole_lines
 from .reference import Picked, Shares
 
-__all__ = ["KEY", "alone", "deal", "held", "pick", "put", "shares"]
+__all__ = ["KEY", "alone", "deal", "held", "pick", "shares"]
 
 KEY: Key = ("share",)
 """The one set of loops for all dtypes."""
-
-_PAST = 4 << 20  # bytes of a result that would not stay in a core's cache until somebody reads it
 
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares | None:
@@ -109,30 +104,3 @@ def held(slots: Sequence[Tensor], places: Tensor) -> Tensor | None:
             found.data_ptr() + 8 * run,
         )
     return found
-
-
-def put(out: Tensor, places: Tensor, values: Tensor) -> bool:
-    """See `weft.kernels.put`."""
-    loops = compiler.loops(KEY)
-    if loops is None or not out.is_contiguous() or out.dtype != values.dtype:
-        return False
-    values = values.resolve_neg().contiguous()
-    size = values.element_size() * math.prod(values.shape[1:])
-    to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
-    if out.nbytes >= _PAST and whole_lines(to, size):
-        word = 32
-    else:
-        word = next(word for word in (8, 4, 1) if size % word == 0)
-    loop, height, count = loops[f"put{word}"], out.shape[0], places.numel()
-
-    def part(first: int, last: int) -> int:
-        outside: int = loop(to, height, where, from_, size, first, last, size // word)
-        return outside
-
-    outside = sum(pool.run(part, pool.ranges(0, count, pool.share(2 * count * size))))
-    if outside:
-        raise IndexError(
-            f"{outside} of {count} rows belong outside of places 0 to {height - 1}: "
-            "pass places of the result only"
-        )
-    return True

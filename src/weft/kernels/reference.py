@@ -273,7 +273,7 @@ def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> None:
-    """See `weft.kernels.put`."""
+    """`out[places[i]] = values[i]`: see `weft.kernels.Putter`."""
     out[places.long()] = values
 
 

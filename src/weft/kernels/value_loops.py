@@ -92,10 +92,15 @@ def _reduce(src: str, dst: str, op: str, total: str, some: bool) -> Callable[...
                     store(dst, target, j, load(src, row, j))
                 continue
             sums = scratch if wider else target
+            known = end if some else stop  # up to there rows are read in this order
+            if order and begin + 1 + ahead < known:
+                prefetch_row(values + stride * load("i64", order, begin + 1 + ahead), nearest)
             other = values + stride * (load("i64", order, begin + 1) if order else begin + 1)
             for j in range(width):
                 store(total, sums, j, apply(op, load(src, row, j), load(src, other, j)))
             for place in range(begin + 2, end):
+                if order and place + ahead < known:
+                    prefetch_row(values + stride * load("i64", order, place + ahead), nearest)
                 other = values + stride * (load("i64", order, place) if order else place)
                 for j in range(width):
                     store(total, sums, j, apply(op, load(total, sums, j), load(src, other, j)))

@@ -95,7 +95,7 @@ def _holders(own: OwnRows, call: Call) -> Rows:
 
     # who sums what: the same on every rank
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
-    places = [shares.of(rank) for rank in order]
+    putter = kernels.Putter(result.values, [shares.of(rank) for rank in order])
     relay.pass_on(1)
     relay.start([shares.count(rank) for rank in order])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
@@ -125,10 +125,9 @@ def _holders(own: OwnRows, call: Call) -> Rows:
         if until:
             to_others(step)
         if chunk is not None:
-            first = step * relay.rows
-            kernels.put(result.values, places[me][first : first + chunk.shape[0]], chunk)
+            putter.put(me, step * relay.rows, chunk)
         for origin, first, some in relay.turn(step):
-            kernels.put(result.values, places[origin][first : first + some.shape[0]], some)
+            putter.put(origin, first, some)
 
     relay.finish()
     outflow.finish()

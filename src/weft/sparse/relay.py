@@ -184,7 +184,7 @@ class Relay:
         self.rows, slots = rows, _STEPS * self._wire.size
         self._lease = self._wire.lease(slots * rows * self._call.load.row)
         shape = (slots, rows, *self._call.row_shape)
-        self._slots = typed(self._lease.tensor, shape, self._call.dtype)
+        self._slots = typed(self._lease.tensor, shape, self._call.dtype).unbind()
 
     def _receive(self, step: int) -> None:
         coming = self._coming[step % _STEPS]
@@ -224,4 +224,5 @@ class Relay:
         count = min(self.rows, self._counts[origin] - first)
         if first < 0 or count <= 0:
             return None
-        return self._slots[step % _STEPS * self._wire.size + distance][:count]
+        slot = self._slots[step % _STEPS * self._wire.size + distance]
+        return slot if count == self.rows else slot[:count]
