@@ -1,8 +1,7 @@
 """`benchmarks/choice.py`: a choice that is not the quickest is called so, here and in the page."""
 
-import importlib
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -10,15 +9,11 @@ import pytest
 import typer
 
 MEASURED = "2026-11-21 with commit 4b15643, torch 2.13"
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("choice", "goals"):  # as plain modules, the way the script imports them
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("choice")
+def choice(benchmark_file: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_file("choice")
 
 
 def a_file(out: Path, link: str, case: str, chosen: str, auto: float, **others: float) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,18 +9,6 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports one, the way a script is imported."""
-
-    def load(name: str) -> ModuleType:
-        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    return load
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("uniform", 3), ("one has all", 4)])

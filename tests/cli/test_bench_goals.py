@@ -1,25 +1,17 @@
 """`benchmarks/goals.py`: each goal is judged, and only what reached it is called so."""
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "goals.py"
 
-
-@pytest.fixture(scope="module")
-def goals() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("goals", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["goals"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def goals(benchmark_file: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_file("goals")
 
 
 def a_run(case: str, median: float, **others: float) -> list[dict[str, Any]]:

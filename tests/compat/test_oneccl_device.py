@@ -102,25 +102,26 @@ def by_request(sent):
     return found[: counts[0].item()].tolist(), sums[: counts[1].item()].tolist()
 
 
-def by_callback(sent):
+def completion():
+    """What a function was called with, once it was; and that function."""
     kept = []
 
     def complete(indices, count, dtype, values, *rest):
         assert indices.device == values.device == DEVICE
         kept.extend((indices.tolist(), values.tolist()))
 
+    return kept, complete
+
+
+def by_callback(sent):
+    kept, complete = completion()
     attributes = callback.Attributes(sparse_allreduce_completion_fn=complete)
     callback.sparse_allreduce(*sent, *UNUSED, "int64", "float", "sum", attributes).wait()
     return tuple(kept)
 
 
 def by_completion(sent):
-    kept = []
-
-    def complete(indices, count, dtype, values, *rest):
-        assert indices.device == values.device == DEVICE
-        kept.extend((indices.tolist(), values.tolist()))
-
+    kept, complete = completion()
     attr = event.create_sparse_allreduce_attr(completion_fn=complete)
     event.sparse_allreduce(*sent, *UNUSED, "sum", attr=attr).wait()
     return tuple(kept)

@@ -38,7 +38,7 @@ class Putter:
         self._height, self._to = out.shape[0], out.data_ptr()
         self._counts = [each.numel() for each in self._places]
         self._where = [each.data_ptr() for each in self._places]
-        self._plain = on_cpu(out) and out.is_contiguous() and self._size > 0
+        self._plain = on_cpu(out) and out.is_contiguous()
         if out.nbytes >= _PAST and whole_lines(self._to, self._size):
             self._word = 32
         else:
@@ -81,8 +81,7 @@ class Putter:
         if loops is None or not on_cpu(values):
             reference.put(self._out, self._places[run][first : first + count], detached(values))
             return
-        if values.is_neg() or not values.is_contiguous():
-            values = values.resolve_neg().contiguous()
+        values = values.resolve_neg().contiguous()
         loop, height, words = loops[f"put{self._word}"], self._height, size // self._word
         to, where, from_ = self._to, self._where[run] + 4 * first, values.data_ptr()
 
@@ -90,11 +89,8 @@ class Putter:
             outside: int = loop(to, height, where, from_, size, start, stop, words)
             return outside
 
-        parts = pool.share(2 * count * size)
-        outside = (
-            part(0, count) if parts == 1 else sum(pool.run(part, pool.ranges(0, count, parts)))
-        )
-        if outside:
+        cuts = pool.ranges(0, count, pool.share(2 * count * size))
+        if outside := sum(pool.run(part, cuts)):
             raise IndexError(
                 f"{outside} of {count} rows belong outside of places 0 to {height - 1}: "
                 "pass places of the result only"
