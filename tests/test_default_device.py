@@ -30,7 +30,7 @@ def test_layers(wire, rows):
         x = ones(rows, 4).requires_grad_()
         right = layer(x)
         (expected,) = torch.autograd.grad(right.sum(), x)
-        for _ in range(4):  # from the third on they are habits
+        for _ in range(4):
             with torch.device("meta"):
                 y = layer(x)
                 (found,) = torch.autograd.grad(y.sum(), x)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.grid import Box, balanced, boxes, whole
 from weft.nn import carry, schedules
-from weft.nn.carry import assembled, carried
+from weft.nn.carry import assembled, execute
 from weft.plan import Piece, Side, between
 from weft.testing import run, spmd
 
@@ -79,7 +79,7 @@ def test_any_plan_is_carried_out(have, want, floats):
             return
         x = xs.get(wire.rank, nothing)
         wanted = expected.get(wire.rank, nothing).to(dtype)
-        assert torch.equal(carried(plan, x, wire), wanted)
+        assert torch.equal(execute(plan, x, wire), wanted)
         assert torch.equal(assembled(plan, xs, wire.rank, x), wanted)
 
     run(RANKS, program)
@@ -103,7 +103,7 @@ def cut(ranks):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(carry, "_DIRECT", -1)
-    monkeypatch.setattr(schedules, "FAR", 64)
+    monkeypatch.setattr(schedules, "CHUNK", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.complex64])
@@ -119,8 +119,8 @@ def test_a_hint_does_what_the_moves_do(wire, hint, dtype, small_chunks):
     nothing = torch.empty(0, dtype=dtype)
     xs = {rank: x.abs().to(dtype) for rank, x in inputs(plan).items()}
     x = xs.get(wire.rank, nothing)
-    y = carried(plan, x, wire)
-    assert torch.equal(y, carried(plan, x, wire, hinted=False))
+    y = execute(plan, x, wire)
+    assert torch.equal(y, execute(plan, x, wire, hinted=False))
     if wire.rank in want:
         total = applied(plan, {r: x.to(torch.complex128) for r, x in xs.items()}, torch.complex128)
         assert torch.equal(y.to(torch.complex128), total[wire.rank])
@@ -144,7 +144,7 @@ def test_halves_are_summed_in_a_wider_type():
 
     def program(wire):
         x = torch.tensor([values[wire.rank]], dtype=torch.bfloat16)
-        return carried(plan, x, wire)
+        return execute(plan, x, wire)
 
     assert run(3, program)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}

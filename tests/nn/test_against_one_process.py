@@ -221,9 +221,7 @@ WAYS = {
     "schedules": {
         (opening, "EAGER"): -1,
         (carry, "_DIRECT"): -1,
-        (carry, "_STRAIGHT"): (),
-        (schedules, "FAR"): 16,
-        (schedules, "NEAR"): 16,
+        (schedules, "CHUNK"): 16,
         (schedules, "_SLOTS"): 2,
     },
 }

@@ -81,7 +81,7 @@ def test_margins_differ_from_rank_to_rank(case):
             return
         own = inner(case, by_rank[wire.rank])
         mine = seen[wire.rank][own]
-        for _ in range(3):  # the third time it is a habit
+        for _ in range(3):
             x = whole.detach()[mine]
             if padded:
                 x = torch.full(right[wire.rank].shape, math.nan, dtype=x.dtype)

@@ -22,29 +22,14 @@ from ..wire.base import Wire
 from ..wire.memory import Lease, fresh, typed
 from . import schedules
 
-__all__ = [
-    "BITS",
-    "Result",
-    "assembled",
-    "begun",
-    "blanks",
-    "carried",
-    "ended",
-    "has_addition",
-    "order_of_addition",
-    "packed",
-    "place_for",
-    "split",
-    "widened",
-]
+__all__ = ["assembled", "execute", "has_addition"]
 
 _CHANNEL = 8  # that no other room uses
-_STRAIGHT = ("all_gather", "broadcast")  # hints that need no schedule on one host
 _DIRECT = 64 << 10  # bytes of a rank's part up to which every hint goes by direct messages
 
 _WORTH = 64 << 10  # bytes of a result from which on what is written first is not zeroed before
 
-BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What unsigned integers are seen as: torch cannot add these, but to the same bits."""
 
 _WIDE = {
@@ -62,16 +47,14 @@ def has_addition(dtype: torch.dtype) -> bool:
         (True, False)
     """
     narrow = dtype.is_floating_point and dtype.itemsize == 1  # float8
-    plain = dtype in BITS or dtype.is_floating_point or dtype.is_complex
+    plain = dtype in _BITS or dtype.is_floating_point or dtype.is_complex
     return not narrow and (plain or dtype in _INTEGERS)
 
 
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-def carried(
-    plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True, together: bool = False
-) -> Tensor:
+def execute(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor:
     """This rank's result, fresh; collective among the ranks of the plan.
 
     Args:
@@ -80,19 +63,15 @@ def carried(
             its dtype, if that has none.
         wire: of the group.
         hinted: whether the plan's hint may be followed.
-        together: whether all ranks of the plan are on one host, as all of them know: then there
-            are no links to share, and what only copies goes straight from each to all.
     """
     dtype = x.dtype
-    x = x.view(BITS.get(dtype, dtype))
-    hinted = hinted and dtype is not torch.complex32  # which only `Result` adds
+    x = x.view(_BITS.get(dtype, dtype))
+    hinted = hinted and dtype is not torch.complex32  # which only `_Result` adds
     schedule = schedules.BY_HINT.get(plan.hint) if hinted and plan.hint else None
-    if together and plan.hint in _STRAIGHT:
-        schedule = None
     if schedule is not None and _is_large(plan, dtype):
         local = plan.local(wire.rank)
         result = None if local.result is None else fresh(local.result, x.dtype)
-        schedule(plan, x, result, wire, schedules.NEAR if together else schedules.FAR)
+        schedule(plan, x, result, wire, schedules.CHUNK)
         y = _nothing(x) if result is None else result
     elif plan.hint == "all_reduce" and hinted:
         y = fresh(tuple(x.shape), x.dtype)
@@ -110,12 +89,12 @@ def assembled(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor
     local = plan.local(rank)
     if local.result is None:
         return _nothing(like)
-    bits = BITS.get(like.dtype)
+    bits = _BITS.get(like.dtype)
     if not local.sources:
         return torch.zeros(local.result, dtype=like.dtype)
     if bits is None and (result := _at_once(local, tensors, like.dtype)) is not None:
         return result
-    into = Result(local, like.dtype if bits is None else bits, local.sources[0][2])
+    into = _Result(local, like.dtype if bits is None else bits, local.sources[0][2])
     for source, take, put in local.copied:
         tensor = tensors[source] if bits is None else tensors[source].view(bits)
         into.write(put, tensor[take] if take else tensor)
@@ -141,32 +120,6 @@ def _at_once(local: Local, tensors: Mapping[int, Tensor], dtype: torch.dtype) ->
     return result
 
 
-def begun(plan: Plan, x: Tensor, rank: int) -> Result | None:
-    """The result of a rank with what it moves itself; None if it has none. Nothing is sent."""
-    local = plan.local(rank)
-    if local.result is None:
-        return None
-    x = x.view(BITS.get(x.dtype, x.dtype))
-    into = Result(local, x.dtype, local.own[0][1] if local.own else None)
-    for take, put in local.own:
-        into.write(put.slices, x[take.slices])
-    return into
-
-
-def ended(
-    plan: Plan, into: Result | None, told: Mapping[int, Tensor], rank: int, x: Tensor
-) -> Tensor:
-    """The result that was begun of `x`, with what others told, as bytes; the order is that of
-    `carried`, and so are the bits."""
-    if into is None:
-        return _nothing(x)
-    recvs, dtype = plan.local(rank).recvs, BITS.get(x.dtype, x.dtype)
-    for peer in sorted(recvs):
-        for put, values in split(told[peer], recvs[peer], dtype):
-            into.write(put.slices, values)
-    return into.done(x.dtype)
-
-
 def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype)
 
@@ -177,29 +130,7 @@ def _is_large(plan: Plan, dtype: torch.dtype) -> bool:
     return max(piece.box.volume for piece in side.pieces) * dtype.itemsize > _DIRECT
 
 
-def order_of_addition(plan: Plan, rank: int, dtype: torch.dtype) -> list[int]:
-    """Of whom a rank's result is made, in the order in which `carried` adds them up."""
-    local = plan.local(rank)
-    of = {*local.recvs, rank} if local.own else {*local.recvs}
-    order = sorted(of, key=lambda each: (each != rank, each))
-    if dtype is torch.complex32:
-        return order
-    if plan.hint == "all_reduce":
-        return sorted(of)
-    if _is_large(plan, dtype):
-        if plan.hint == "reduce_scatter":
-            order.sort()
-        elif plan.hint == "sum_reduce":
-            order = sorted(of, key=lambda each: (each == rank, each < rank, each))
-    return order
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """In what values of this type are added up."""
-    return _WIDE.get(dtype, dtype)
-
-
-def blanks(local: Local, first: Box | None, nbytes: int) -> tuple[list[Box], bool]:
+def _blanks(local: Local, first: Box | None, nbytes: int) -> tuple[list[Box], bool]:
     """What to fill with zeros before a result of so many bytes is written, `first` first.
 
     And whether what comes first is then copied, where values add up.
@@ -218,15 +149,15 @@ def _around(shape: Shape, box: Box | None) -> list[Box]:
     return beyond(whole(shape), () if box is None else (box,))
 
 
-class Result:
+class _Result:
     """A result under construction, summed in a wider type where values of a narrow one meet."""
 
     def __init__(self, local: Local, dtype: torch.dtype, first: Box | None) -> None:
         """Room for a result; `first` is the box that is written first, if that is known."""
         assert local.result is not None
         self._adds = local.adds
-        self.tensor = fresh(local.result, widened(dtype) if self._adds else dtype)
-        gaps, self._blank = blanks(local, first, self.tensor.nbytes)
+        self.tensor = fresh(local.result, _WIDE.get(dtype, dtype) if self._adds else dtype)
+        gaps, self._blank = _blanks(local, first, self.tensor.nbytes)
         for gap in gaps:
             self.tensor[gap.slices] = 0
 
@@ -241,7 +172,7 @@ class Result:
     def done(self, dtype: torch.dtype) -> Tensor:
         if self.tensor.dtype == dtype:
             return self.tensor
-        return self.tensor.view(dtype) if dtype in BITS else self.tensor.to(dtype)
+        return self.tensor.view(dtype) if dtype in _BITS else self.tensor.to(dtype)
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
@@ -250,16 +181,16 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     Contributions add up in rank order, but that what comes from nobody else is there first.
     """
     local = plan.local(wire.rank)
-    into: Result | None = None
+    into: _Result | None = None
     if local.result is not None:
-        into = Result(local, x.dtype, local.own[0][1] if local.own else None)
+        into = _Result(local, x.dtype, local.own[0][1] if local.own else None)
     leases: list[Lease] = []
     coming = []
     for peer in sorted(local.recvs, key=lambda peer: (wire.rank - peer) % wire.size):
-        place, apart = place_for(local, peer, into, x.dtype, wire, leases)
+        place, apart = _place_for(local, peer, into, x.dtype, wire, leases)
         coming.append((peer, place, apart, wire.post((), [(peer, place)], _CHANNEL)))
     going = [
-        wire.post([(peer, packed(x, local.sends[peer], wire, leases))], (), _CHANNEL)
+        wire.post([(peer, _packed(x, local.sends[peer], wire, leases))], (), _CHANNEL)
         for peer in wire.peers
         if peer in local.sends
     ]
@@ -269,7 +200,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
         for peer, place, apart, pending in sorted(coming, key=lambda each: each[0]):
             pending.wait()
             if apart:
-                for put, values in split(place, local.recvs[peer], x.dtype):
+                for put, values in _split(place, local.recvs[peer], x.dtype):
                     into.write(put.slices, values)
     for pending in going:
         pending.wait()
@@ -278,10 +209,10 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     return _nothing(x) if into is None else into.done(x.dtype)
 
 
-def place_for(
+def _place_for(
     local: Local,
     peer: int,
-    into: Result | None,
+    into: _Result | None,
     dtype: torch.dtype,
     wire: Wire,
     leases: list[Lease],
@@ -297,7 +228,7 @@ def place_for(
     return leases[-1].tensor, True
 
 
-def packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
+def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
     """The boxes as one message."""
     if len(takes) == 1:
         values = x[takes[0].slices]
@@ -305,12 +236,12 @@ def packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> 
             return values
     leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
     memory = leases[-1].tensor
-    for take, place in split(memory, takes, x.dtype):
+    for take, place in _split(memory, takes, x.dtype):
         copy(place, x[take.slices], x.nbytes)
     return memory
 
 
-def split(memory: Tensor, found: Sequence[Box], dtype: torch.dtype) -> list[tuple[Box, Tensor]]:
+def _split(memory: Tensor, found: Sequence[Box], dtype: torch.dtype) -> list[tuple[Box, Tensor]]:
     """The boxes of a message, each with its values."""
     at, each = 0, []
     for box in found:

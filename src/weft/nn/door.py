@@ -23,13 +23,11 @@ from torch.autograd import forward_ad
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire, as_bytes, is_plain, plain
+from ..wire.base import Wire, as_bytes, plain
 from ..wire.modes import without_modes
-from .across import exchanged
-from .carry import Result, assembled, begun, carried, ended, has_addition
-from .habit import Habit, learn
+from .carry import assembled, execute, has_addition
 from .movement import Movement, planned
-from .opening import Opening, Statement, host_of, opened, payload_of
+from .opening import Opening, Statement, opened, payload_of
 
 __all__ = ["Call", "moved"]
 
@@ -88,7 +86,6 @@ class Call:
         lanes: how many torch.func.vmap are around it.
         plan, opening: what all ranks said, and what follows from it, once they did.
         fault: what is wrong with this rank's argument, if that was found before.
-        ready: the result, if it came with the opening.
     """
 
     movement: Movement
@@ -102,7 +99,6 @@ class Call:
     plan: Plan | None = None
     opening: Opening | None = None
     fault: str | None = None
-    ready: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -116,10 +112,6 @@ class Call:
             mode: what else must be the same on all ranks.
             needs: whether a gradient is asked for, where the tensor cannot tell.
         """
-        key = self._key(x) if not mode and needs is None else None
-        habit = self.movement.habits.get(key) if key is not None else None
-        if isinstance(habit, Habit):
-            return self._again(habit, key, x)
         error = self._error(x)
         fine = isinstance(x, Tensor) and error is None
         records = torch.is_grad_enabled() if needs is None else needs
@@ -128,8 +120,6 @@ class Call:
             (records and x.requires_grad if needs is None else needs) if fine else False,
             records,
             payload_of(x, self.ranks) if fine else None,
-            host_of(self.wire.host),
-            lends=all(self.wire.lends(rank) for rank in self.ranks if rank != self.wire.rank),
         )
         own = x.dtype if isinstance(x, Tensor) else torch.float32
         opening = self.wire.worker.call(
@@ -147,10 +137,10 @@ class Call:
                 mode=f"{mode}{' compiled' * self.compiled}",
             ),
         )
-        return self._following(opening, key)
+        return self._following(opening)
 
-    def _following(self, opening: Opening, key: object) -> Call:
-        """What to do, now that all were heard; `key` is what the call is remembered by, or None."""
+    def _following(self, opening: Opening) -> Call:
+        """What to do, now that all were heard."""
         if self.movement.summing and not self.order and not has_addition(opening.dtype):
             raise WeftError(
                 f"{self.name} adds up values, and {opening.dtype} has no addition: pass integers, "
@@ -161,65 +151,7 @@ class Call:
         plan = planned(self.movement, shapes)
         if self.order % 2:
             plan = plan.T
-        if key is not None:
-            spelled = self._spelled()
-            learn(self.movement.habits, key, self.wire, self.ranks, spelled, opening, plan)
         return replace(self, plan=plan, opening=opening)
-
-    def _key(self, x: Any) -> object:
-        """All that this rank says, but for the values; None where that would take long to tell."""
-        if type(x) not in _PLAIN or not x.is_cpu or x.is_nested or self.fault is not None:
-            return None
-        records = torch.is_grad_enabled()
-        return (
-            self.order,
-            self.stated,
-            x.shape,
-            x.dtype,
-            x.layout,
-            records and x.requires_grad,
-            records,
-            self.wire.rank,
-            self.wire.size,
-            self.compiled,
-            self.lanes,
-        )
-
-    def _again(self, habit: Habit, key: object, x: Tensor) -> Call:
-        """Hear what all bring, who are expected to bring what they did before; collective."""
-        wire, nothing = self.wire, self.nothing
-        as_is = x.dtype is habit.opening.dtype and is_plain(x)
-        local = x if as_is else plain(_typed(x, habit.opening.dtype))
-
-        def job() -> Opening | Tensor | None:
-            found = habit.at_once(wire, local, nothing)
-            return self._by_torch(habit, local.detach()) if found is None else found
-
-        # a range as torch.profiler.record_function makes it, for a fiftieth of the time
-        with _RecordFunctionFast(self.movement.ranges[self.order % 2]):
-            found = wire.worker.call(self.name, job)
-        if isinstance(found, Opening):
-            return self._following(found, key)
-        self.plan, self.opening, self.ready = habit.plan, habit.opening, found
-        return self
-
-    def _by_torch(self, habit: Habit, local: Tensor) -> Opening | Tensor | None:
-        """What `_again` has to do, by operations of torch; None: the rest is for `run`."""
-        wire, plan = self.wire, habit.plan
-        found: Opening | Tensor | None
-        if habit.lends:
-            found = exchanged(habit, wire, local)
-        elif habit.takes is not None:
-            into: list[Result | None] = []
-            found = habit.exchange(wire, local, lambda: into.append(begun(plan, local, wire.rank)))
-            found = found or ended(plan, into[0], habit.boxes, wire.rank, local)
-        else:
-            found = habit.exchange(wire, local)
-            if found is None and habit.eager:
-                found = assembled(plan, habit.tensors(wire, local), wire.rank, local)
-        if isinstance(found, Tensor) and wire.rank not in plan.want.shapes:
-            found = found.new_empty(self.nothing)
-        return found
 
     def _spelled(self) -> str:
         """The name of the call, for the other ranks."""
@@ -249,9 +181,6 @@ class Call:
 
     def run(self, x: Tensor) -> Tensor:
         """Carry the plan out; collective."""
-        if self.ready is not None:
-            y, self.ready = self.ready, None
-            return y
         assert self.plan is not None and self.opening is not None
         plan, opening, wire = self.plan, self.opening, self.wire
         local = _typed(x, opening.dtype).cpu().resolve_conj().resolve_neg()
@@ -260,9 +189,7 @@ class Call:
             if tensors is not None:
                 y = assembled(plan, tensors, wire.rank, local)
             else:
-                y = wire.worker.call(
-                    self.name, lambda: carried(plan, local, wire, together=opening.together)
-                )
+                y = wire.worker.call(self.name, lambda: execute(plan, local, wire))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(self.nothing)
         return y.to(x.device)
@@ -284,7 +211,7 @@ class Call:
 
     def again(self) -> Call:
         """The same for another tensor, which is still to be heard of."""
-        return replace(self, plan=None, opening=None, ready=None)
+        return replace(self, plan=None, opening=None)
 
     def batched(self, extent: int) -> Call:
         """The same for tensors with one more dimension at the end."""

@@ -62,14 +62,6 @@ class Movement(abc.ABC):
         return frozenset(self._givers())
 
     @functools.cached_property
-    def habits(self) -> dict[object, object]:
-        """What ranks are used to say in its calls (`habit`), by what this rank brings."""
-        return {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "habits"}
-
-    @functools.cached_property
     def names(self) -> tuple[str, str]:
         """What its calls are called, on the way forward and backward."""
         return self.name, f"{self.name} backward"

@@ -8,7 +8,6 @@ travel in the same message, and then nothing is left to be sent.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,19 +19,18 @@ from ..agree import DIRECT, Agreement, agree
 from ..errors import WeftError
 from ..grid import Shape
 from ..wire.base import Wire, as_bytes
-from ..wire.hosts import digest_of
 from ..wire.part import Part
 from .movement import Movement
 
-__all__ = ["EAGER", "Opening", "Statement", "among", "host_of", "opened", "payload_of"]
+__all__ = ["EAGER", "Opening", "Statement", "among", "opened", "payload_of"]
 
 EAGER = 4 << 10
 """Bytes of a tensor that may travel in the opening message."""
 
-# rank, gradient, dimensions, bytes of the payload, host, guess
-_ENTRY = struct.Struct("<IBBxxI4xQQ")
+# rank, gradient, dimensions, bytes of the payload
+_ENTRY = struct.Struct("<IBBxxI4x")
 _ALIGNED = 16  # bytes, to a multiple of which a payload begins
-_NEEDS, _RECORDS, _LENDS = 1, 2, 4
+_NEEDS, _RECORDS = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +42,12 @@ class Statement:
         needs: whether a gradient of the result is asked of it.
         records: whether it records what a gradient needs.
         payload: the bytes of its tensor, if they are few and travelled along; writable.
-        host: where it is, as a number.
-        guess: what it expects all to say, as a digest (`habit`), or 0.
-        lends: whether all others that take part can read its memory (`wire.loans`).
     """
 
     shape: Shape
     needs: bool
     records: bool
     payload: memoryview | None
-    host: int
-    guess: int = 0
-    lends: bool = False
 
     def pack(self, rank: int) -> bytearray:
         count = None if self.payload is None else len(self.payload)
@@ -64,9 +56,9 @@ class Statement:
 
     def head(self, rank: int, count: int | None) -> bytes:
         """All but the payload, which has so many bytes, or does not travel along."""
-        flags = _NEEDS * self.needs | _RECORDS * self.records | _LENDS * self.lends
+        flags = _NEEDS * self.needs | _RECORDS * self.records
         ndim, size = len(self.shape), 0xFFFFFFFF if count is None else count
-        head = _ENTRY.pack(rank, flags, ndim, size, self.host, self.guess)
+        head = _ENTRY.pack(rank, flags, ndim, size)
         shape = struct.pack(f"<{ndim}q", *self.shape)
         return b"".join((head, shape, bytes(8 * ndim % _ALIGNED)))
 
@@ -75,7 +67,7 @@ class Statement:
         """The statements that lie behind each other, by rank."""
         at, found = 0, {}
         while at < len(raw):
-            rank, flags, ndim, count, host, guess = _ENTRY.unpack_from(raw, at)
+            rank, flags, ndim, count = _ENTRY.unpack_from(raw, at)
             at += _ENTRY.size
             shape = struct.unpack_from(f"<{ndim}q", raw, at)
             at += 8 * ndim + 8 * ndim % _ALIGNED
@@ -84,8 +76,7 @@ class Statement:
                 payload = memoryview(bytearray(raw[at : at + count]))  # its own: that is given back
                 at += count + -count % _ALIGNED
             needs, records = bool(flags & _NEEDS), bool(flags & _RECORDS)
-            lends = bool(flags & _LENDS)
-            found[rank] = cls(shape, needs, records, payload, host, guess, lends)
+            found[rank] = cls(shape, needs, records, payload)
         return found
 
 
@@ -97,15 +88,11 @@ class Opening:
         said: what each of them brings.
         dtype: of the tensor that moves.
         needs: whether anybody asks for a gradient, so that all take part in finding it.
-        together: whether all of them are on one host.
-        fingerprints: what each of them stated as its own, where they heard each other directly.
     """
 
     said: Mapping[int, Statement]
     dtype: torch.dtype
     needs: bool
-    together: bool
-    fingerprints: Mapping[int, bytes]
 
     @classmethod
     def following(
@@ -118,13 +105,10 @@ class Opening:
         """
         _check(said, call)
         name = agreement.fields["dtype"]
-        fingerprints = agreement.fingerprints
         return cls(
             said,
             own if name == "?" else getattr(torch, name.removeprefix("torch.")),
             any(each.needs for each in said.values()),
-            len({each.host for each in said.values()}) == 1,
-            dict(zip(sorted(said), fingerprints, strict=len(fingerprints) > 1)),
         )
 
     def tensors(self, shapes: Mapping[int, Shape]) -> Mapping[int, Tensor] | None:
@@ -193,12 +177,6 @@ def opened(
     finally:
         agreement.release()
     return Opening.following(agreement, said, call, own)
-
-
-@functools.cache
-def host_of(machine: str) -> int:
-    """The number of the host that this process is on, given the name of its machine."""
-    return int.from_bytes(digest_of(machine)[:8], "little")
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:

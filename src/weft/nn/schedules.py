@@ -28,11 +28,10 @@ from ..wire.dense import SCRATCH, reduce_parts
 from ..wire.memory import Lease, typed
 from .opening import among
 
-__all__ = ["BY_HINT", "FAR", "NEAR", "all_reduce"]
+__all__ = ["BY_HINT", "CHUNK", "all_reduce"]
 
 _CHANNEL = 9  # that no other room uses
-FAR = 512 << 10  # bytes of a chunk
-NEAR = 1 << 20  # bytes of a chunk on one host, where no link rests while the first is under way
+CHUNK = 512 << 10  # bytes
 _AHEAD = 3  # chunks of each peer that an owner of a sum has room for
 _SLOTS = 8  # chunks that a chain is ahead at the most
 
