@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import weft
 from weft.kernels import lent
 from weft.kernels.compile import compiler
 from weft.kernels.talk_table import ARENA, GUARD
-from weft.sparse import near_tables
-from weft.sparse.joint import Joint
-from weft.testing import processes
-from weft.wire import arena, process_group
+from weft.wire import arena
 from weft.wire.arena import HEAD, ROOM, Arena
 from weft.wire.lent import Guard, Reach, _read, may_trace, yama
 from weft.wire.memory import Pool
@@ -246,140 +239,6 @@ def test_a_forked_child_leaves_its_parents_alone(lending, read):
 
 
 RANKS = 3
-
-
-def tables(rank):
-    draw = torch.Generator().manual_seed(rank)
-    return [
-        (torch.randint(5000, (3000,), generator=draw), torch.randn(3000, 24, generator=draw))
-        for _ in range(3)
-    ]
-
-
-def without_reading():
-    """A call in which no system call can read what peers lend: bits, and when that began."""
-    dist.init_process_group("gloo")
-    wire = process_group.of_group(None)
-    compiler.make(lent.KEY)
-    rows = tables(wire.rank)
-    expected = weft.sparse_all_reduce(rows, algorithm="gather", group=wire)
-    weft.sparse_all_reduce(rows, group=wire)
-    reaches = [line.reach for line in wire._connections.mover.lines.values()]
-    real, times = near_tables.split, []
-
-    def behind_the_opening(*args):
-        times.append(len([without_calls(reach) for reach in reaches]))
-        return real(*args)
-
-    near_tables.split = behind_the_opening
-    made = weft.sparse_all_reduce(rows, group=wire)
-    pairs = zip(made, expected, strict=True)
-    same = all(torch.equal(a, b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
-    dist.destroy_process_group()
-    return same, times
-
-
-def test_sums_and_rows_of_a_list_are_read_without_system_calls():
-    assert processes(RANKS, without_reading, timeout=120.0) == [(True, [RANKS - 1])] * RANKS
-
-
-def slow_reader(then):
-    """Rank 1 reads the others' sums when these have gone on."""
-    dist.init_process_group("gloo")
-    wire = process_group.of_group(None)
-    store = dist.distributed_c10d._get_default_store()
-    draw = torch.Generator().manual_seed(wire.rank)
-    first, second = (
-        [(torch.arange(9000) // 3, torch.randn(9000, 16, generator=draw))] * 2 for _ in range(2)
-    )
-    expected = weft.sparse_all_reduce(first, algorithm="gather", group=wire)
-    weft.sparse_all_reduce(first, group=wire)
-    read_all, statement, others = wire.read_all, Joint.statement, [0, 2]
-
-    def late(wanted):
-        if wanted[-1][0] == 1:  # its own sums come with all others
-            store.wait([f"{rank} went on" for rank in others], timedelta(seconds=30))
-        return read_all(wanted)
-
-    def ready(*args, **options):
-        made = statement(*args, **options)
-        with contextlib.ExitStack() as leases:  # as whatever is lent next
-            for bits in range(12, 22):
-                leases.enter_context(wire.lease(1 << bits, lent=True)).fill_(255)
-        store.set(f"{wire.rank} went on", "")
-        return made
-
-    if wire.rank == 1:
-        wire.read_all = late
-    made = weft.sparse_all_reduce(first, group=wire)
-    wire.read_all = read_all
-    if then == "call":
-        Joint.statement = ready  # its rows are where peers may read them
-        weft.sparse_all_reduce(second, group=wire)
-    elif wire.rank != 1:
-        wire.close()
-        store.set(f"{wire.rank} went on", "")
-    pairs = zip(made, expected, strict=True)
-    same = all(torch.equal(a, b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
-    dist.destroy_process_group()
-    return same, wire.memory.lent
-
-
-@pytest.mark.parametrize("then", ["call", "close"])
-def test_who_has_read_all_waits_for_nobody(then):
-    """What it lent stays until all have read it, whatever it does then."""
-    assert processes(RANKS, slow_reader, then, timeout=120.0) == [(True, 0)] * RANKS
-
-
-def again_and_again():
-    """Bytes that were ever taken from this rank's arena, behind each of some calls."""
-    dist.init_process_group("gloo")
-    wire = process_group.of_group(None)
-    taken = []
-    for _ in range(6):
-        weft.sparse_all_reduce(tables(wire.rank), group=wire)
-        taken.append(wire.memory.arena._taken)
-    dist.destroy_process_group()
-    return taken
-
-
-def test_calls_lend_the_memory_of_those_before():
-    for taken in processes(RANKS, again_and_again, timeout=120.0):
-        assert 0 < taken[0] <= taken[1] == taken[-1]
-
-
-def broken():
-    """A rank goes in the middle of a call: whom the others name, and what is still mapped."""
-    dist.init_process_group("gloo")
-    wire = process_group.of_group(None)
-    weft.sparse_all_reduce(tables(wire.rank), group=wire)
-    before, real = maps(), near_tables.owned
-
-    def going(*args):
-        if wire.rank == 1:
-            wire._connections.mover._guard.wipe()
-            raise RuntimeError("enough")
-        return real(*args)
-
-    near_tables.owned = going
-    culprit = None
-    try:
-        weft.sparse_all_reduce(tables(wire.rank), group=wire)
-    except weft.WireError as error:
-        culprit = error.culprit
-    except RuntimeError:
-        culprit = 1
-    near_tables.owned = real
-    wire.close()
-    after = maps()
-    dist.destroy_process_group()
-    return culprit, before, after
-
-
-def test_after_a_failure_nothing_stays_mapped():
-    # its own in two pieces, and those of its peers; the guard's page goes with the wire
-    found = processes(RANKS, broken, timeout=120.0)
-    assert found == [(1, RANKS + 1, 1)] * RANKS
 
 
 def test_a_card_says_where_an_arena_is_and_that_there_is_none(lending):

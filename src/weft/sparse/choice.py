@@ -16,7 +16,6 @@ import torch
 from ..agree import DIRECT, is_direct
 from ..errors import WeftError
 from ..kernels import floats
-from ..wire import common
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
 from ..wire.link import Link
@@ -170,7 +169,7 @@ def with_link(wire: Wire, load: Load) -> Load:
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
-    return fitted(load.but(hosts=wire.hosts, common=common.works(wire)), link)
+    return fitted(load.but(hosts=wire.hosts), link)
 
 
 def fitted(load: Load, link: Link) -> Load:
@@ -271,7 +270,6 @@ def explained(
     *,
     eager: bool,
     among: Collection[str] | None = None,
-    settled: str | None = None,
 ) -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
@@ -282,7 +280,6 @@ def explained(
         index: dtype of indices in the opening exchange.
         eager: all ranks' rows travel in that.
         among: those that know tables of several row shapes and dtypes; None: it is of one.
-        settled: what runs without a choice, since all ranks lend their rows in the opening.
     """
     if wire.size == 1:
         return Explanation(ALONE, load, None, ())
@@ -292,7 +289,7 @@ def explained(
         chosen = EAGER
         lines.insert(0, _eager(load, link, index))
     else:
-        chosen = settled or choose(wire, load, algorithm, among or ALGORITHMS.keys())
+        chosen = choose(wire, load, algorithm, among or ALGORITHMS.keys())
     best = next(line for line in lines if line.algorithm == chosen).milliseconds
 
     def verdict(line: _Line) -> str:
@@ -300,8 +297,6 @@ def explained(
             return "chosen"
         if among and line.algorithm not in (*among, EAGER):
             return "knows tables of one row shape and dtype alone"
-        if settled and not eager:
-            return line.verdict or f"all ranks lend their rows, so {settled} needs no header"
         return line.verdict or _slower(line, best, algorithm)
 
     lines = [replace(line, verdict=verdict(line)) for line in lines]

@@ -1,10 +1,10 @@
 """Several tables in one sparse all-reduce: one opening exchange and one schedule for all of them.
 
 A model with many embedding tables would pay the latency of a call for each. Here all tables share
-one statement (`tables`), and few rows travel in it; on one host more are read where they lie
-(`near_tables`). Else the tables get one space of keys, one behind the other, so that they are one
-tall table to the schedule: any registered algorithm where all have one row shape and dtype, those
-of `mixed` where they do not. So a list takes as many messages as one table of that size does.
+one statement (`tables`), and few rows travel in it. Else the tables get one space of keys, one
+behind the other, so that they are one tall table to the schedule: any registered algorithm where
+all have one row shape and dtype, those of `mixed` where they do not. So a list takes as many
+messages as one table of that size does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..agree import BODY, agree, is_direct
+from ..agree import agree, is_direct
 from ..errors import WeftError
 from ..kernels.floats import FLOATS
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
-from . import choice, mixed, near_tables
+from . import choice, mixed
 from .call import Call, partial_dtype, row_bytes
 from .choice import ALONE, EAGER, Explanation, Group, choose, with_link
 from .cost import Load
@@ -108,7 +108,6 @@ class _Opened(NamedTuple):
         both: what all together said.
         space: of the keys of all tables.
         eager: the rows of all ranks came in the opening exchange.
-        lends: all ranks can lend what did not.
     """
 
     call: Call
@@ -118,7 +117,6 @@ class _Opened(NamedTuple):
     both: Tables
     space: Space
     eager: bool
-    lends: bool
 
 
 @contextmanager
@@ -129,12 +127,8 @@ def _opened(
     name: str,
     *,
     queued: bool = False,
-    described: bool = False,
 ) -> Iterator[_Opened]:
-    """Agree on a list, or on calls that queued up; collective.
-
-    Where `described`, with a header of rows that did not come along.
-    """
+    """Agree on a list, or on calls that queued up; collective."""
     first = own.requests[0]
     names = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
     fields = first.fields if queued else {name: first.fields.get(name) for name in names}
@@ -145,59 +139,43 @@ def _opened(
         return Tables.together(list(both)).pack()
 
     auto = first.algorithm == "auto" and is_direct(wire) and wire.size > 1
-    lends = auto and near_tables.lends(wire, own.size)
-    lays = lends and own.plain and own.size > BODY and not (own.is_sorted or described)
-    if not lays:
-        own.sort()
-        lends = auto and near_tables.lends(wire, own.size)
-    if lends:
-        near_tables.prepare(wire, own.room)
-    with wire.lease(own.room if lends else own.size, lent=lends) as memory:
-        if lays and not own.lay(memory, call.op):
-            own.sort()
+    own.sort()
+    with wire.lease(own.size) as memory:
         error = error or own.error
-        while True:
-            body = _NOTHING
-            if error is None:
-                said = own.statement(
-                    *(memory, call.op, wire.rank), eager=auto, lends=lends, described=described
-                )
-                body = of_tables(said.pack(), len(own.requests)) if queued else said.pack()
-            agreement = agree(
-                wire,
-                name,
-                fields,
-                error,
-                body,
-                combine,
-                meanwhile=lambda: own.is_sorted and own.values(memory, call.op),
-            )
-            try:
-                bodies = agreement.said
-                if queued:
-                    counts = list(map(tables_in, bodies))
-                    if min(counts) < max(counts):
-                        raise Fewer(min(counts))
-                    bodies = list(map(tables_of, bodies))
-                everyone = list(map(Tables.unpack, bodies))
+        body = _NOTHING
+        if error is None:
+            said = own.statement(*(memory, call.op, wire.rank), eager=auto)
+            body = of_tables(said.pack(), len(own.requests)) if queued else said.pack()
+        agreement = agree(
+            wire,
+            name,
+            fields,
+            error,
+            body,
+            combine,
+            meanwhile=lambda: own.is_sorted and own.values(memory, call.op),
+        )
+        try:
+            bodies = agreement.said
+            if queued:
+                counts = list(map(tables_in, bodies))
+                if min(counts) < max(counts):
+                    raise Fewer(min(counts))
+                bodies = list(map(tables_of, bodies))
+            everyone = list(map(Tables.unpack, bodies))
+            both = Tables.together(everyone)
+            if both.trouble:
+                raise Fewer(1) if queued else WeftError(both.difference(own.numbered))
+            eager = wire.size > 1 and all(one.indices is not None for one in everyone)
+            if not (eager or both.header):
+                everyone = [one.described(rank) for rank, one in enumerate(everyone)]
                 both = Tables.together(everyone)
-                if both.trouble:
-                    raise Fewer(1) if queued else WeftError(both.difference(own.numbered))
-                if not both.lends and any(one.lent for one in everyone):
-                    near_tables.pause(wire)
-                    lends = False
-                    own.sort()
-                    continue
-                eager = wire.size > 1 and all(one.indices is not None for one in everyone)
-                if not (eager or both.header or any(one.lent for one in everyone)):
-                    everyone = [one.described(rank) for rank, one in enumerate(everyone)]
-                    both = Tables.together(everyone)
-                space = Space(both)
-                call.index, call.height = space.index, space.end
-                yield _Opened(call, own, memory, everyone, both, space, eager, both.lends)
-                return
-            finally:
-                agreement.release()
+            space = Space(both)
+            call.index, call.height = space.index, space.end
+            yield _Opened(call, own, memory, everyone, both, space, eager)
+            return
+        finally:
+            agreement.release()
 
 
 def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False) -> Coalesced:
@@ -207,9 +185,6 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
         result: Stacked | None
         if opening.eager:
             algorithm, result = EAGER, _merged(opening.everyone, call, space)
-        elif opening.lends:
-            algorithm = near_tables.NAME
-            result = near_tables.split(opening.everyone, call, space)
         else:
             asked = own.requests[0].algorithm
             algorithm, result = _run(call, own, opening.memory, both, space, asked)
@@ -220,7 +195,7 @@ def _reduced(wire: Wire, own: Joint, error: str | None, *, queued: bool = False)
 
 def _explained(wire: Wire, own: Joint, error: str | None) -> Explanation:
     asked = own.requests[0].algorithm
-    with _opened(wire, own, error, f"explain of {NAME}", described=True) as opening:
+    with _opened(wire, own, error, f"explain of {NAME}") as opening:
         call, both, space, everyone = opening.call, opening.both, opening.space, opening.everyone
         if opening.eager:
             described = [one.described(rank) for rank, one in enumerate(everyone)]
@@ -239,10 +214,7 @@ def _explained(wire: Wire, own: Joint, error: str | None) -> Explanation:
     if wire.size > 1 and among and asked != "auto" and asked not in among:
         calls = [_explained(wire, own.part(tables), None) for tables in space.tables_of]
         return replace(choice.together(calls), load=load, groups=groups)
-    settled = near_tables.NAME if opening.lends else None
-    found = choice.explained(
-        wire, load, asked, space.index, eager=opening.eager, among=among, settled=settled
-    )
+    found = choice.explained(wire, load, asked, space.index, eager=opening.eager, among=among)
     return replace(found, groups=groups)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..kernels import floats
 from ..kernels.meter import CALL, PLACE
-from ..wire import common, pieces
+from ..wire import pieces
 from ..wire.hosts import Hosts
 from ..wire.link import Link
 from . import codec
@@ -60,7 +60,6 @@ class Load:
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
-        common: ranks of one host make large results in common (`weft.wire.common`).
         link: the network's figures, where they are known.
         packs: numbers of these kinds travel in fewer bytes.
     """
@@ -80,7 +79,6 @@ class Load:
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
-    common: bool = False
     link: Link | None = None
     kind: str = ""
     partial_kind: str = ""
@@ -138,11 +136,6 @@ class Load:
             return 0.0
         crowd = max(map(len, self.hosts.ranks))
         return max(0.0, crowd * (self.ranks - crowd) / (self.ranks - 1) - 1)
-
-    def in_common(self, sums: float) -> float:
-        """Of a rank's rows of sums, how many the other ranks of its host need not copy."""
-        made = self.common and self.on_one_host and self.total * self.row >= common.LEAST
-        return sums if made else 0.0
 
     def union_of(self, ranks: float) -> float:
         """Rows expected in the sum of that many ranks."""
@@ -226,7 +219,6 @@ class Cost:
         merged: bytes of rows that go through kernels.
         memory: bytes of workspace beyond the result and the call's own copy of the rank's rows,
             at the rank with fewest rows.
-        common: of these, bytes that lie where all ranks have them, and that nobody copies.
         queued: bytes that pass its host's link meanwhile, for the other ranks of the host.
         slowest: what the rank that all wait for does, where that is not the average one.
         hops: times that what came from one neighbour is handed on to the next.
@@ -246,7 +238,6 @@ class Cost:
     bytes: float
     merged: float
     memory: float = 0.0
-    common: float = 0.0
     queued: float = 0.0
     slowest: Cost | None = None
     hops: int = 0
@@ -266,7 +257,7 @@ class Cost:
         if self.slowest is not None:
             return self.slowest.seconds(link)
         left = self.travels / self.bytes if self.spared else 1.0  # what queues is packed, too
-        streaming = (self.bytes - self.common + self.queued) * left * link.beta
+        streaming = (self.bytes + self.queued) * left * link.beta
         waiting = self.rounds * link.alpha + self.messages * link.work
         waiting += self.hops * max(0.0, link.alpha - self.behind * link.beta)
         hidden = min(self.direct * link.work / 2, streaming)

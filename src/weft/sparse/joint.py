@@ -4,10 +4,6 @@ A sort, a sum of duplicates and their checks cost a table of some hundred rows m
 work. So the tables' indices get one space of keys here, that of this rank alone, one table
 behind the other; they are sorted together, and each table is a range of what comes out. The tables
 lie in the order of `tables.layout`: those of one row shape and dtype are neighbours.
-
-Rows that others read where they lie are not sorted, which their owners do: each is laid behind the
-one before, or added to that of its index. So every row is moved once, whether duplicates are many
-or few, and none is looked for beyond its table.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
-from ..kernels.lists import Ends, joined, laid
+from ..kernels.lists import joined
 from ..kernels.ops import Op
 from ..wire.base import as_bytes
 from ..wire.memory import typed
@@ -67,10 +63,9 @@ class Joint:
         numbers: of each table, see `tables`.
         index_dtypes: of the indices of all tables.
         placed: those tables whose results are wanted in memory of the caller's.
-        plain: nothing is rounded on its way, so rows can be `laid`.
         is_sorted: `sort` did its work.
-        size: bytes of the values of all rows, as they travel: with duplicates, until these are
-            combined, by `lay` or `sort`; only behind one of these is known:
+        size: bytes of the values of all rows, as they travel: with duplicates, until `sort`
+            combined them; only then is known:
         counts: of each table its rows.
     """
 
@@ -86,7 +81,7 @@ class Joint:
         self.index_dtypes: set[torch.dtype] = set()
         self.placed: list[int] = []
         heights: list[int] = []
-        self.fallible, self.plain = not op.builtin, True
+        self.fallible = not op.builtin
         rooms: list[tuple[int, int]] = []
         for _, neighbours in groupby(self.requests, id):
             request, *others = neighbours
@@ -98,7 +93,6 @@ class Joint:
             text = line(*own, rows.height, UNKNOWN if said is None else said, request.dtype)
             kind = request.dtype, own[1], tuple(rows.row_shape)
             self.index_dtypes.add(own[0])
-            self.plain &= request.dtype == own[1] == op.accumulator(request.dtype)
             if rows.height is not None:
                 heights.append(rows.height)
             if request.out is not None:
@@ -110,7 +104,6 @@ class Joint:
             kinds += [kind] * many
             self._row += [row_bytes(kind[2], request.dtype)] * many
         self._height = min(heights, default=None)
-        self.plain &= not self.fallible
         self.lines, self._kinds = tuple(lines), kinds
         counts = list(map(Tensor.numel, map(_INDICES, self._pairs[: len(lines)])))
         order = layout(self.lines)
@@ -126,13 +119,7 @@ class Joint:
             self.numbers[table, ROOM] = room
         self.counts = counts
         self.size = self._bytes()
-        self._lent: tuple[int, int] | None = None
         self.is_sorted = False
-
-    @property
-    def room(self) -> int:
-        """Bytes of memory for all rows with their indices, where others read them."""
-        return self.size + 8 * sum(self.counts) + 8
 
     def part(self, tables: Sequence[int]) -> Joint:
         """Some of the tables."""
@@ -140,45 +127,6 @@ class Joint:
 
     def _bytes(self) -> int:
         return sum(map(mul, self.counts, self._row))
-
-    def lay(self, memory: Tensor, op: Op) -> bool:
-        """Lay rows, which are `plain`, in `memory`, where others may read them; in no order.
-
-        False: that is not to be had, and nothing was done. What is wrong is in `error` then.
-        """
-        begin = -(-self.size // 8) * 8
-        for index in (torch.int32, torch.int64):
-            where = memory[begin : begin + self._begins[-1] * index.itemsize].view(index)
-            found = self._laid(where, memory, op)
-            if found is not None:
-                break
-        else:
-            return False
-        ends, size = found
-        if index == torch.int64 and max(ends.highs) < 2**31:  # machine code came in between, and
-            return False  # who reads goes by the greatest index
-        if not self._right(ends.lows, ends.highs):
-            return True
-        self.numbers[self._order, ROWS] = ends.counts
-        self.numbers[self._order, HIGHEST] = ends.highs
-        self.counts, self.size = self.numbers[:, ROWS].tolist(), size
-        self._lent = memory.data_ptr() + begin, memory.data_ptr()
-        return True
-
-    def _laid(self, where: Tensor, memory: Tensor, op: Op) -> tuple[Ends, int] | None:
-        """`lay` with indices of this dtype; and how many bytes of values that are."""
-        done = Ends([], [], [])
-        row = size = 0
-        for tables in self._stacks():
-            pairs = list(map(self._pairs.__getitem__, tables))
-            found = laid(pairs, op, where[row:], memory[size:])
-            if found is None:
-                return None
-            for every, ends in zip(done, found, strict=True):
-                every += ends
-            many = sum(found.counts)
-            row, size = row + many, size + many * self._row[tables[0]]
-        return done, size
 
     def _stacks(self) -> list[list[int]]:
         """The tables of each kind, in the order in which rows are laid out."""
@@ -191,7 +139,7 @@ class Joint:
         """
         if self.is_sorted:
             return
-        self.is_sorted, self._lent = True, None
+        self.is_sorted = True
         if self._order:
             keys, lows, highs = joined([self._pairs[table][0] for table in self._order])
             if self._right(lows.tolist(), highs.tolist()):
@@ -256,9 +204,7 @@ class Joint:
             joined = joined.sort().values
         return Header.of(joined, rank, digest=False)
 
-    def statement(
-        self, memory: Tensor, op: Op, rank: int, *, eager: bool, lends: bool, described: bool
-    ) -> Tables:
+    def statement(self, memory: Tensor, op: Op, rank: int, *, eager: bool) -> Tables:
         """What to say of them: with the rows, if they may travel in it and fit.
 
         Args:
@@ -266,25 +212,15 @@ class Joint:
             op: how duplicates are combined.
             rank: this one.
             eager: whether rows may travel in it.
-            lends: whether this rank can lend rows to all others.
-            described: whether rows that do not travel in it have a header though it can.
         """
         lines, numbers, fallible = self.lines, self.numbers, self.fallible
-        if self._lent is not None and not (eager and self.size <= BODY):
-            return Tables(lines, numbers, fallible=fallible, lends=True, lent=self._lent)
         self.sort()
-        said = Tables(lines, numbers, fallible=fallible, lends=lends)
+        said = Tables(lines, numbers, fallible=fallible)
         if eager and self.size <= BODY:
             rows = said._replace(indices=as_bytes(self.indices()), values=memory[: self.size])
             if rows.fits:
                 self.values(memory, op)
                 return rows
-        if lends and not described:
-            self.values(memory, op)  # now: a peer reads as soon as it hears where
-            indices, begin = self.indices(), -(-self.size // 8) * 8
-            memory[begin : begin + indices.nbytes].view(indices.dtype).copy_(indices)
-            place = memory.data_ptr() + begin, memory.data_ptr()
-            return Tables(lines, numbers, fallible=fallible, lends=True, lent=place)
         return said._replace(header=self._header(rank))
 
     def values(self, memory: Tensor, op: Op) -> Tensor:

@@ -8,7 +8,7 @@ Index sets go to the owners first. An owner merges them while the first values a
 everybody the indices of its sums; so every rank knows the size of the result, and every row's
 place in it, early. Owners merge chunk by chunk into their part of the result; each finished block
 goes round the ring straight from there, and is received where it belongs. Workspace is bounded,
-whatever P is. Ranks that can read each other's memory send no rows at all (`near`).
+whatever P is.
 
 Best for overlapping rows or many ranks: the general case.
 
@@ -22,7 +22,6 @@ from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import UNEVEN, Cost, Load
-from .near import split_near
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -48,7 +47,6 @@ def cost(load: Load) -> Cost:
         + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
         bytes=bytes_,
         spared=spared,
-        common=others * load.in_common(sums) * load.row,
         merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums)),
         queued=load.queue * others * (to_owner * load.row + asked) + UNEVEN * bytes_ * (others > 1),
         # the index lists of one's own share, then those of all sums
@@ -57,19 +55,12 @@ def cost(load: Load) -> Cost:
         + load.union * load.listed(load.union),
         hops=others,
         behind=load.behind(sums),
-        # on one host rows are read where they lie, not in chunks that come one after the other
-        trailing=others * (load.trailing(to_owner) + load.trailing(sums)) * (not load.on_one_host),
+        trailing=others * (load.trailing(to_owner) + load.trailing(sums)),
     )
 
 
 @algorithm(cost=cost)
 def split(rows: Rows, call: Call) -> Rows:
-    near = split_near(rows, call)
-    return _streamed(rows, call) if near is None else near
-
-
-def _streamed(rows: Rows, call: Call) -> Rows:
-    """`split` between any ranks."""
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     indices = rows.indices.to(call.wire_index)
     part = parts(indices, call.header, wire.size)

@@ -46,9 +46,9 @@ UNKNOWN = "?"
 
 _LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
 _LISTS = 1 << 7  # of these
-# tables, bytes of: lines, trouble, index; what comes with it, fallible, lends; where it lies
-_FIXED = struct.Struct("<4qB2?5x2q")
-_HEADER, _ROWS, _LENT = range(3)
+# tables, bytes of: lines, trouble, index; what comes with it, fallible
+_FIXED = struct.Struct("<4qB?6x")
+_HEADER, _ROWS = range(2)
 _AROUND = 128  # bytes for alignment, and before a statement of calls that queued up
 COLUMNS = 5
 """How many numbers a table has:"""
@@ -71,9 +71,7 @@ class Tables(NamedTuple):
         numbers: `[tables, 5]`, see `ROWS` and following.
         trouble: the number of the first table in which ranks differ, a tab, and how; or "".
         fallible: somebody passed a function, which may raise.
-        lends: this rank can lend its rows to all others (`near_tables`), and so does if asked.
-        lent: where its keys and its rows lie, if they are neither described nor here.
-        header: of all tables' rows together; None where the rows are here, or lent.
+        header: of all tables' rows together; None where the rows are here.
         indices: bytes of the indices, in `layout` order; int32 or int64 by their number.
         values: bytes of the values, in `layout` order.
     """
@@ -82,8 +80,6 @@ class Tables(NamedTuple):
     numbers: Longs
     trouble: str = ""
     fallible: bool = False
-    lends: bool = False
-    lent: tuple[int, int] | None = None
     header: Header | None = None
     indices: Tensor | None = None
     values: Tensor | None = None
@@ -103,10 +99,10 @@ class Tables(NamedTuple):
     def pack(self) -> Tensor:
         """The statement as bytes."""
         lines, trouble = _text_of(self.lines), self.trouble.encode()
-        kind = _LENT if self.lent else _ROWS if self.header is None else _HEADER
+        kind = _ROWS if self.header is None else _HEADER
         index = 0 if self.indices is None else self.indices.numel()
-        sizes, flags = (len(lines), len(trouble), index), (self.fallible, self.lends)
-        fixed = _FIXED.pack(len(self.lines), *sizes, kind, *flags, *(self.lent or (0, 0)))
+        sizes = len(lines), len(trouble), index
+        fixed = _FIXED.pack(len(self.lines), *sizes, kind, self.fallible)
         parts: list[bytes | memoryview] = [fixed, self.numbers.tobytes(), lines, trouble]
         if self.header is not None:
             parts.append(self.header.pack().numpy().data)
@@ -120,22 +116,20 @@ class Tables(NamedTuple):
     def unpack(cls, raw: memoryview) -> Tables:
         """A statement from bytes; its numbers and rows are views of them."""
         fixed = _FIXED.unpack_from(raw)
-        tables, lines, trouble, index, kind, fallible, lends, *where = fixed
+        tables, lines, trouble, index, kind, fallible = fixed
         first = _FIXED.size + tables * COLUMNS * 8
         second = first + _aligned(lines)
         third = second + _aligned(trouble)
         numbers = np.frombuffer(raw, np.int64, tables * COLUMNS, _FIXED.size)
-        rest = None if kind == _LENT else torch.frombuffer(raw, dtype=torch.uint8)[third:]
+        rest = torch.frombuffer(raw, dtype=torch.uint8)[third:]
         return cls(
             _lines_in(bytes(raw[first : first + lines])) if tables else (),
             numbers.reshape(tables, COLUMNS),
             bytes(raw[second : second + trouble]).decode() if trouble else "",
             fallible,
-            lends,
-            (where[0], where[1]) if kind == _LENT else None,
-            Header.unpack(rest) if rest is not None and kind == _HEADER else None,
-            rest[:index] if rest is not None and kind == _ROWS else None,
-            rest[_aligned(index) :] if rest is not None and kind == _ROWS else None,
+            Header.unpack(rest) if kind == _HEADER else None,
+            rest[:index] if kind == _ROWS else None,
+            rest[_aligned(index) :] if kind == _ROWS else None,
         )
 
     def described(self, rank: int) -> Tables:
@@ -171,7 +165,7 @@ class Tables(NamedTuple):
     def together(cls, said: Sequence[Tables]) -> Tables:
         """One statement of several, in the order of their ranks; without rows."""
         first, columns = said[0], zip(*said, strict=True)
-        texts, each, troubles, fallible, lends, _, headers, _, _ = columns
+        texts, each, troubles, fallible, headers, _, _ = columns
         same = texts.count(first.lines) == len(said)
         if not same and len(set(map(len, texts))) > 1:
             return first  # the fingerprints tell
@@ -191,7 +185,7 @@ class Tables(NamedTuple):
             lines = tuple(filled)
         trouble = trouble or next(filter(None, troubles), "")
         header = None if None in headers else Header.together(headers)
-        return cls(lines, numbers, trouble, any(fallible), all(lends), header=header)
+        return cls(lines, numbers, trouble, any(fallible), header=header)
 
 
 def _reconciled(lines: list[str], numbers: Longs, other: Tables) -> str:

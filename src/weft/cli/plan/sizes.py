@@ -88,7 +88,6 @@ class Sizes:
             index=4 if highest <= 2**31 else 8,
             places=highest,
             hosts=Hosts(tuple(rank // per_host for rank in range(ranks))),
-            common=per_host >= ranks,
             **self.values._asdict(),
         )
 
