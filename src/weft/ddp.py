@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from . import kernels
+from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reductions
 from .comm.opening import opened
 from .comm.pipeline import Pipeline
@@ -164,7 +164,7 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     A model with tables that a batch may leave unused needs `keep_tables_used(model)` too.
     """
     gradient = bucket.buffer()
-    backward = torch._C._current_graph_task_id()
+    backward = backward_id()
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
         return _start(state, gradient).get_future()
     _watch_for_errors(state, backward)
@@ -226,9 +226,8 @@ def _watch_for_errors(state: State, backward: int) -> None:
     if backward == state._backward and state._pending:
         return
     state._backward, state._pending = backward, []
-    queue = Variable._execution_engine.queue_callback
     # twice, to come after the callback in which DistributedDataParallel finishes the gradients
-    queue(lambda: queue(functools.partial(_raise_error, state)))
+    at_end_of_backward(lambda: at_end_of_backward(functools.partial(_raise_error, state)))
 
 
 def _raise_error(state: State) -> None:

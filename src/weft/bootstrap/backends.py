@@ -86,7 +86,7 @@ def _nccl() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise WeftError(
             "backend 'nccl' needs a GPU and a CUDA build of torch, and there is "
-            f"{'no GPU' if dist.is_nccl_available() else f'torch {torch.__version__}'}: "
+            f"{'no GPU' if dist.is_nccl_available() else f'torch {torch.version.__version__}'}: "
             "use gloo, or install torch as pytorch.org says for your CUDA"
         )
     return "cpu:gloo,cuda:nccl"
@@ -96,7 +96,7 @@ def _xccl() -> str:
     if not (_has_xpu() and dist.is_xccl_available()):
         raise WeftError(
             "backend 'xccl' needs an Intel GPU and an XPU build of torch, and there is torch "
-            f"{torch.__version__}: use gloo, or pip install torch --index-url "
+            f"{torch.version.__version__}: use gloo, or pip install torch --index-url "
             "https://download.pytorch.org/whl/xpu"
         )
     return "cpu:gloo,xpu:xccl"
@@ -109,7 +109,7 @@ def _ccl() -> str:
         raise WeftError(
             "backend 'ccl' needs oneCCL's bindings, which are not installed: pip install "
             "oneccl_bindings_for_pytorch, in the version of this torch "
-            f"({torch.__version__}), or use gloo"
+            f"({torch.version.__version__}), or use gloo"
         ) from error
     return "ccl"
 
@@ -117,8 +117,8 @@ def _ccl() -> str:
 def _ucc() -> str:
     if not dist.is_ucc_available():
         raise WeftError(
-            f"backend 'ucc' is not in this build of torch ({torch.__version__}): use gloo, or "
-            "build torch with USE_UCC=1"
+            f"backend 'ucc' is not in this build of torch ({torch.version.__version__}): use gloo, "
+            "or build torch with USE_UCC=1"
         )
     return "ucc"
 

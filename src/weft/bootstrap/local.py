@@ -36,11 +36,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._torch import COMPILER
 from ..errors import WeftError, WireError
 from .store import LOOPBACK
 from .store import host as host_store
 
-__all__ = ["launch", "preload", "send"]
+__all__ = ["COMPILER", "launch", "preload", "send"]
 
 T = TypeVar("T")
 

@@ -90,7 +90,7 @@ class Entry:
             socket.gethostname(),
             os.getpid(),
             __version__,
-            torch.__version__.partition("+")[0],
+            torch.version.__version__.partition("+")[0],
             error,
         )
 

@@ -37,7 +37,9 @@ def _version(wanted: bool) -> None:
 
         from .. import __version__, kernels
 
-        typer.echo(f"weft {__version__}, torch {torch.__version__}, kernels: {kernels.describe()}")
+        typer.echo(
+            f"weft {__version__}, torch {torch.version.__version__}, kernels: {kernels.describe()}"
+        )
         raise typer.Exit
 
 

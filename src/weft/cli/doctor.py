@@ -95,7 +95,8 @@ def _versions() -> Iterator[Finding]:
 
     from .. import __version__, kernels
 
-    text = f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    text = f"weft {__version__}, torch {torch.version.__version__}, "
+    text += f"Python {platform.python_version()}"
     yield Finding("ok", "versions", text)
     described = kernels.describe()
     level, remedy = "ok", ""

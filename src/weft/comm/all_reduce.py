@@ -19,18 +19,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 
+from .._torch import profiled, uncompiled
 from ..agree import is_direct
 from ..kernels.cpu_talk import Came
 from ..sparse.arguments import op_name, wrong_wire_dtype
+from ..tensors import has_elements, lacking
 from ..wire import default, dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Wire, as_bytes, flattened
-from ..wire.elements import has_elements, lacking
 from ..wire.hosts import hosts_of
 from ..wire.memory import fresh
-from ..wire.modes import uncompiled
 from .differentiable import applied, movable
 from .habit import known, learn
 from .movement import host, on_host
@@ -142,7 +141,7 @@ class _Reduction:
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
             # a range as torch.profiler.record_function makes it, for a fiftieth of the time
-            with _RecordFunctionFast("weft::all_reduce"):
+            with profiled("weft::all_reduce"):
                 result, recorded = self._run(tensors[0].detach(), mode)
                 return [result], recorded
 

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 
+from .._torch import profiled, uncompiled
 from ..agree import is_direct
+from ..tensors import has_elements, lacking
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
-from ..wire.elements import has_elements, lacking
 from ..wire.loans import Loans
-from ..wire.modes import uncompiled
 from .delivery import Coming, Delivery
 from .differentiable import applied
 from .habit import Habit, known, learn
@@ -167,7 +166,7 @@ class Scatter:
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
             # a range as torch.profiler.record_function makes it, for a fiftieth of the time
-            with _RecordFunctionFast(f"weft::{self.name.partition(' ')[0]}"):
+            with profiled(f"weft::{self.name.partition(' ')[0]}"):
                 return self.now([plain(tensor.detach()) for tensor in tensors], mode)
 
         return self.wire.worker.call(self.name, job)

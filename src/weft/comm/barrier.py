@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from .._torch import uncompiled
 from ..agree import is_direct
 from ..errors import StillRunning
 from ..wire import default
 from ..wire.base import Pending, Wire, is_duration
-from ..wire.modes import uncompiled
 from ..wire.verdict import names
 from ..wire.worker import Work
 from .opening import opened

@@ -19,6 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .._torch import copy_each
 from ..wire import dense, near
 from ..wire.arithmetic import arithmetic
 from ..wire.base import Pending, Wire, flattened, is_plain, plain
@@ -321,11 +322,11 @@ class _Staged:
                 for values, place in zip(here, places, strict=True):
                     narrow(values, place)
             else:  # as copy_ of each, in one call
-                torch._foreach_copy_(places, here)
+                copy_each(places, here)
 
     def store(self, first: int, last: int) -> None:
         if first < last:
             pieces, places = self._of(first, last)
-            torch._foreach_copy_([each.flat(start, end) for each, start, end in pieces], places)
+            copy_each([each.flat(start, end) for each, start, end in pieces], places)
             for gradient, start, end in pieces:
                 gradient.stored(end - start)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .._torch import scale_each
 from ..errors import WeftError
 
 __all__ = ["clip_grad_norm_"]
@@ -97,7 +98,7 @@ def clip_grad_norm_(
         else:
             together.setdefault((each.device, each.dtype), []).append(each)
     for (place, _), alike in together.items():
-        torch._foreach_mul_(alike, scale.to(place))
+        scale_each(alike, scale.to(place))
     return total
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ..wire.elements import has_elements, lacking
+from ..tensors import has_elements, lacking
 from .opening import Mode
 
 __all__ = ["Linear", "applied", "movable"]

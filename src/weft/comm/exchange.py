@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import uncompiled
+from ..tensors import has_elements, lacking
 from ..wire import default
-from ..wire.elements import has_elements, lacking
-from ..wire.modes import uncompiled
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
 from .movement import is_movable

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from .._torch import uncompiled
 from ..agree import is_direct
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
@@ -30,7 +31,6 @@ from ..sparse.api import list_job
 from ..sparse.arguments import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
 from .buckets import NEAR, Prepared, reduce_dense
 from .named import (
     Manifest,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..sparse.call import extent
+from ..tensors import has_elements, lacking
 from ..wire.base import Wire
-from ..wire.elements import has_elements, lacking
 from .all_to_all import Scatter
 from .movement import is_movable
 from .opening import Mode

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from .._torch import uncompiled
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled
 from ..wire.worker import Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .movement import on_host

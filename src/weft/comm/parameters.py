@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from .._torch import uncompiled
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain
-from ..wire.modes import uncompiled
 from .movement import host, on_host
 from .named import difference, digest, expanded_dims, local, manifests_of_all, of_module
 from .opening import opened

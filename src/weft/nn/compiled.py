@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from .._torch import without_modes
 from ..errors import WeftError
 from ..grid import Shape
-from ..wire.modes import without_modes
 from .door import Call
 from .movement import Movement, planned
 

@@ -17,14 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, as_bytes, plain
-from ..wire.modes import without_modes
+from .._torch import in_forward_mode, is_wrapped, profiled, without_modes
 from .carry import assembled, execute, has_addition
 from .movement import Movement, planned
 from .opening import Opening, Statement, opened, payload_of
@@ -185,7 +184,7 @@ class Call:
         plan, opening, wire = self.plan, self.opening, self.wire
         local = _typed(x, opening.dtype).cpu().resolve_conj().resolve_neg()
         tensors = opening.tensors(plan.have.shapes)
-        with _RecordFunctionFast(self.movement.ranges[self.order % 2]):
+        with profiled(self.movement.ranges[self.order % 2]):
             if tensors is not None:
                 y = assembled(plan, tensors, wire.rank, local)
             else:
@@ -262,10 +261,10 @@ def _applied(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
         tangents: whether to move the tangent of forward-mode differentiation, too.
     """
     function: Any = _Transformed  # torch's functions have no types
-    if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if isinstance(x, Tensor) and is_wrapped(x):
         # torch.func looks behind the tensor first, and the ranks hear of each other there
         return cast(Tensor, function.apply(x, None, call))
-    forward_mode = tangents and forward_ad._current_level >= 0
+    forward_mode = tangents and in_forward_mode()
     call = call.opened(x, "forward-mode" * forward_mode)
     assert call.opening is not None
     if forward_mode:

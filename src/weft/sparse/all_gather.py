@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from .._torch import uncompiled, without_transforms
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled, without_transforms
 from .collect import collected
 from .record import recording, started
 from .request import Request

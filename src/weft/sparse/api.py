@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from .._torch import uncompiled, without_transforms
+from ..tensors import has_elements
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.elements import has_elements
-from ..wire.modes import uncompiled, without_transforms
 from . import coalesced, run
 from .call import extent
 from .choice import Explanation

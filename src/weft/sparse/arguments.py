@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
+from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
 from ..wire.base import is_plain
-from ..wire.elements import has_elements, is_made_of_others, is_transformed, lacking
 from .call import Out, overlapping, unwritable
 
 __all__ = [

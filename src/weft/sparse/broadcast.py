@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from .._torch import uncompiled, without_transforms
 from ..rows import Rows
+from ..tensors import has_elements
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.elements import has_elements
-from ..wire.modes import uncompiled, without_transforms
 from .believed import link_of
 from .call import shape_in
 from .collect import collected

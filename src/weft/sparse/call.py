@@ -20,8 +20,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
+from ..tensors import has_elements, lacking
 from ..wire.base import Wire, as_bytes
-from ..wire.elements import has_elements, lacking
 from ..wire.memory import fresh, typed
 from .cost import Load
 from .header import Header

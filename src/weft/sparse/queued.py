@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd import Variable
 
+from .._torch import at_end_of_backward, backward_id
 from ..agree import is_direct
 from ..wire.base import Wire
 from . import coalesced
@@ -150,13 +150,13 @@ class _Queue:
         Only the thread on which a call runs follows from it, never what is communicated.
         """
         ends = self._ends
-        now, backward = time.monotonic(), torch._C._current_graph_task_id()
+        now, backward = time.monotonic(), backward_id()
         if backward < 0:
             return False
         if backward != ends.backward:
             ends.backward, ends.first = backward, now
             end = functools.partial(self._end, backward, weakref.ref(wire))
-            Variable._execution_engine.queue_callback(end)
+            at_end_of_backward(end)
         ends.last = now
         return ends.soon > 0
 

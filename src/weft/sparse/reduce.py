@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from .._torch import uncompiled, without_transforms
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
 from ..wire.memory import Lease, typed
-from ..wire.modes import uncompiled, without_transforms
 from .believed import link_of
 from .call import Call
 from .choice import ALONE, EAGER

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from .._torch import uncompiled, without_transforms
 from ..errors import WeftError
 from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.modes import uncompiled, without_transforms
 from .call import Call
 from .choice import ALONE, EAGER
 from .header import Header, RowsInHeader

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch
 from ..errors import WeftError, WireError
 from .joined import Joined
 from .mesh import AbsentError
@@ -208,10 +208,9 @@ def named(name: str) -> dist.ProcessGroup:
         WeftError: this process has none.
     """
     try:
-        group: dist.ProcessGroup = distributed_c10d._resolve_process_group(cast(Any, name))
-    except (RuntimeError, ValueError) as error:
+        return _torch.group_named(name)
+    except KeyError as error:
         raise WeftError(f"there is no process group {name!r} here: make it first") from error
-    return group
 
 
 def mesh(
@@ -270,9 +269,8 @@ class _Entry:
 
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store of a group that torch still knows: its own, unlike that of any other group."""
-    try:
-        store: dist.Store | None = distributed_c10d._get_process_group_store(group)
-    except KeyError:
+    store = _torch.store_of(group)
+    if store is None:
         return None
     # torch's may have been that of a group of this name that is gone; one of weft's knows better
     return getattr(group, "space", store)
@@ -283,12 +281,7 @@ def _timeout(group: dist.ProcessGroup) -> float:
     own = getattr(group, "timeout", None)  # of a backend of weft's
     if own is not None:
         return float(own)
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return float(timeout.total_seconds())
-    return float(distributed_c10d.default_pg_timeout.total_seconds())
+    return _torch.timeout_of(group)
 
 
 def _part(

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
+from .._torch import without_modes, without_transforms
 from ..errors import Error, StillRunning, WeftError
-from .modes import without_modes, without_transforms
 
 if TYPE_CHECKING:
     from .base import Wire

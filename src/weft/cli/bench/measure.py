@@ -229,7 +229,7 @@ def _head(job: Job) -> Head:
     dist.all_gather_object(hosts, host)
     return Head(
         weft=weft.__version__,
-        torch=torch.__version__,
+        torch=torch.version.__version__,
         python=platform.python_version(),
         kernels=kernels.describe(),
         ranks=dist.get_world_size(),

@@ -90,7 +90,7 @@ def _train(runs: list[Run], job: Job, shown: Display) -> None:
         by_way[way].add(rank, steps)
         shown.arrived(by_way[way])
 
-    local.preload("torch._dynamo")  # as the optimizer of each rank would
+    local.preload(local.COMPILER)  # as the optimizer of each rank would
     shown.begin(runs)
     try:
         with refusing():

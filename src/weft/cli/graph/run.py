@@ -170,7 +170,7 @@ def _lay_out(found: Cut, settings: GraphSettings, folder: Path) -> Job:
 
 def _train(runs: Sequence[Trained], job: Job, shown: Display) -> None:
     """Train on all ranks, then on one, which has the whole graph."""
-    local.preload("torch._dynamo")  # as the optimizer of each rank would
+    local.preload(local.COMPILER)  # as the optimizer of each rank would
     shown.begin([one.run for one in runs])
     try:
         for one in runs:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...comm.named import expanded_dims
-from ...wire.elements import has_elements, lacking
+from ...tensors import has_elements, lacking
 
 __all__ = ["fill", "unfit", "unwritable"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ...._torch import in_forward_mode, in_transform
 from ....errors import WeftError
 from ....nn.door import moved
 from ....nn.layer import Layer
@@ -105,9 +105,7 @@ def scaled(y: Tensor, by: Any) -> Tensor:
     """A layer's result, fresh, whose gradient is divided before it goes back, in a new tensor."""
     if by is None:
         return y
-    transformed = not torch.compiler.is_compiling() and (
-        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    transformed = not torch.compiler.is_compiling() and (in_forward_mode() or in_transform())
     if not (transformed or y.requires_grad):  # which a tensor in vmap does not tell
         return y
     function: Any = _ScaledCopy if transformed else _Scaled  # torch's functions have no types

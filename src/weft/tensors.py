@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.nn.parameter import is_lazy
+
+from ._torch import is_wrapped
 
 __all__ = ["has_elements", "is_made_of_others", "is_transformed", "lacking"]
 
@@ -43,7 +44,7 @@ def is_made_of_others(tensor: Tensor) -> bool:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether it stands for another, or many, in a transform of torch.func's, or did in one."""
-    if _functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         return True
     if tensor.layout != torch.strided:
         return False

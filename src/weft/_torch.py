@@ -1,0 +1,296 @@
+"""Everything of torch that is private, in one place, each piece with what serves without it.
+
+The rest of weft uses torch's public functions only. What is here has no public counterpart, or one
+that costs too much in each call. A name that a release of torch lacks is no error: the piece then
+does what its docstring says. Nothing here knows of ranks or of weft's own types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable, forward_ad
+from torch.distributed import distributed_c10d
+from torch.profiler import record_function
+
+__all__ = [
+    "COMPILER",
+    "at_end_of_backward",
+    "backward_id",
+    "copy_each",
+    "group_named",
+    "in_forward_mode",
+    "in_transform",
+    "is_wrapped",
+    "profiled",
+    "scale_each",
+    "store_of",
+    "timeout_of",
+    "uncompiled",
+    "without_modes",
+    "without_transforms",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+COMPILER = "torch._dynamo"
+"""The module that optimizers and torch.compile import, for processes that do so ahead of time."""
+
+
+def _private(path: str) -> Any:
+    """What lies at a dotted path below torch; None if this release of torch lacks it.
+
+    Example:
+        >>> _private("_C._current_graph_task_id")()
+        -1
+        >>> _private("_C._no_such_name.at_all")
+    """
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# Torch function modes and transforms ---------------------------------------------------------
+
+_modes = _private("_C._len_torch_function_stack")
+_no_modes = _private("_C.DisableTorchFunction")
+_transform = _private("_C._functorch.peek_interpreter_stack")
+_no_transforms = _private("_C._DisableFuncTorch")
+_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
+
+
+def without_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, in which no torch function mode of its caller is active.
+
+    `torch.set_default_device("cuda")` is such a mode: each tensor that is made without a device is
+    made there. weft's own are memory that messages lie in, so they belong on the CPU. Where torch
+    does not say how many modes are active, they are disabled in every call, which takes longer;
+    where it cannot disable them, the function stays as it is.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     torch.empty(1).device.type, without_modes(torch.empty)(1).device.type
+        ('meta', 'cpu')
+    """
+    if _no_modes is None:
+        return function
+
+    @functools.wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _modes is not None and not _modes():
+            return function(*args, **kwargs)
+        with _no_modes():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, outside of the transforms of torch.func's that its caller is in.
+
+    In those all that is made stands for something else, which has no memory for a message. Where
+    torch cannot leave them, the function stays as it is.
+
+    Example:
+        >>> make = without_transforms(torch.empty)
+        >>> made = []
+        >>> _ = torch.func.grad(lambda x: made.append(make(1)) or x)(torch.tensor(1.0))
+        >>> is_wrapped(made[0])
+        False
+    """
+    if _no_transforms is None:
+        return function
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _transform is not None and _transform() is None:
+            return function(*args, **kwargs)
+        with _no_transforms():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def in_transform() -> bool:
+    """Whether the caller is in a transform of torch.func's, or may be: without the private name."""
+    return _transform is None or _transform() is not None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another, or for many, in a transform of torch.func's.
+
+    Without the private name: whether a plain strided tensor has no address.
+    """
+    if _wrapped is not None:
+        return cast(bool, _wrapped(tensor))
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def in_forward_mode() -> bool:
+    """Whether the caller is in a `forward_ad.dual_level()`.
+
+    Without the private name: whether a dual tensor can be made.
+    """
+    level = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return cast(int, level) >= 0
+    ad: Any = forward_ad  # whose functions have no types
+    try:
+        ad.make_dual(torch.zeros(()), torch.zeros(()))
+    except RuntimeError:
+        return False
+    return True
+
+
+# The compiler --------------------------------------------------------------------------------
+
+_frames = _private("_C._dynamo.eval_frame")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, which torch.compile calls as it is, and does not look into.
+
+    What talks to other ranks cannot be traced: the graph breaks there. This is what
+    `torch.compiler.disable` does, which takes a second to import and time in each call, and which
+    serves where the private names are missing.
+
+    Example:
+        >>> import weft
+        >>> with weft.init():
+        ...     torch.compile(lambda x: weft.all_reduce(2 * x) + 1, backend="eager")(torch.ones(2))
+        tensor([3., 3.])
+    """
+    inside: Any = function
+    try:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(inside.__code__, _frames._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        disable: Any = torch.compiler.disable  # which has no types
+        return cast(Callable[P, T], disable(function))
+    inside._torchdynamo_disable = True  # by which the compiler knows
+    return function
+
+
+# Autograd ------------------------------------------------------------------------------------
+
+_graph_task = _private("_C._current_graph_task_id")
+_engine = getattr(Variable, "_execution_engine", None)
+
+
+def backward_id() -> int:
+    """A number for the backward pass that this thread is in; -1 in none.
+
+    Also -1 where torch lacks the names: then nothing is left to the end of a backward pass.
+    """
+    if _graph_task is None or not hasattr(_engine, "queue_callback"):
+        return -1
+    return cast(int, _graph_task())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have a function called at the end of this backward pass, where `backward_id` has one."""
+    cast(Any, _engine).queue_callback(callback)
+
+
+# The profiler --------------------------------------------------------------------------------
+
+try:
+    from torch._C._profiler import _RecordFunctionFast
+except ImportError:
+    _RecordFunctionFast = None  # type: ignore[assignment, misc]
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """A range of this name in torch.profiler's traces.
+
+    As `torch.profiler.record_function`, which serves without the private name, in a fiftieth of
+    the time: it is entered in every call.
+    """
+    if _RecordFunctionFast is None:
+        return record_function(name)
+    return cast(AbstractContextManager[object], _RecordFunctionFast(name))
+
+
+# Many tensors in one call --------------------------------------------------------------------
+
+
+def copy_each(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """`copy_` for each, in one call where torch has one."""
+    together = _private("_foreach_copy_")
+    if together is not None:
+        together(places, values)
+        return
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+def scale_each(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """`mul_` by a scalar tensor for each, in one call where torch has one."""
+    together = _private("_foreach_mul_")
+    if together is not None:
+        together(tensors, by)
+        return
+    for tensor in tensors:
+        tensor.mul_(by)
+
+
+# Process groups ------------------------------------------------------------------------------
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as torch.compile writes it into a graph.
+
+    Without the private name only the default group is found.
+
+    Raises:
+        KeyError: this process has none.
+    """
+    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
+    if resolve is not None:
+        try:
+            return cast(dist.ProcessGroup, resolve(name))
+        except (RuntimeError, ValueError) as error:
+            raise KeyError(name) from error
+    world = dist.GroupMember.WORLD if dist.is_initialized() else None
+    if world is None or world.group_name != name:
+        raise KeyError(name)
+    return world
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store of a group that torch still knows, which no other group has; else None.
+
+    Without the private name: the store that the group itself has, in releases where it does.
+    """
+    private = getattr(distributed_c10d, "_get_process_group_store", None)
+    try:
+        if private is not None:
+            return cast("dist.Store | None", private(group))
+        dist.get_process_group_ranks(group)  # knows no group that was destroyed
+        return cast("dist.Store | None", cast(Any, group).get_group_store())
+    except (KeyError, ValueError, RuntimeError, AttributeError):
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that an operation of a group may last; torch's default where it does not say."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return float(distributed_c10d.default_pg_timeout.total_seconds())
