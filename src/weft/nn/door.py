@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._torch import in_forward_mode, is_wrapped, profiled, without_modes
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, as_bytes, plain
-from .._torch import in_forward_mode, is_wrapped, profiled, without_modes
 from .carry import assembled, execute, has_addition
 from .movement import Movement, planned
 from .opening import Opening, Statement, opened, payload_of
