@@ -3,12 +3,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types layers docs check clean
+.PHONY: demo test lint types layers docs house check clean
 
 demo: .venv/report
 	$(BIN)/weft demo
@@ -30,13 +30,18 @@ layers: .venv/lint
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict --quiet
 
-check: lint types layers docs test
+# How large the library is, and what its rooms know of each other.
+house:
+	$(PYTHON) tools/house
+
+check: lint types layers docs house test
 
 # The pinned torch comes first and alone: a range would bring the registry's newest build, with
 # gigabytes of CUDA. The versions of tools stand in pyproject.toml, in the dependency groups.
 .venv/base: pyproject.toml constraints.txt
+	@echo "making .venv and installing PyTorch and weft there: once, some minutes"
 	$(PYTHON) -m venv .venv
-	$(PIP) --upgrade 'pip>=25.1'
+	$(PIP) --quiet --upgrade 'pip>=25.1'
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --constraint constraints.txt --editable .
 	@touch $@
@@ -46,15 +51,15 @@ check: lint types layers docs test
 	@touch $@
 
 .venv/test: .venv/report
-	$(PIP) --constraint constraints.txt --group test
+	$(PIP) --quiet --constraint constraints.txt --group test
 	@touch $@
 
 .venv/lint: .venv/test
-	$(PIP) --constraint constraints.txt --group lint
+	$(PIP) --quiet --constraint constraints.txt --group lint
 	@touch $@
 
 .venv/docs: .venv/base
-	$(PIP) --constraint constraints.txt --group docs
+	$(PIP) --quiet --constraint constraints.txt --group docs
 	@touch $@
 
 clean:

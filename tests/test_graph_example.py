@@ -1,0 +1,176 @@
+"""examples/graph: what it reads, how it cuts, and the same losses on any number of ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weft.testing import run
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "graph"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports one of its files anew, as the script that is run imports it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("graphs", "train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    threads = torch.get_num_threads()
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+
+
+def small(graphs, nodes=90):
+    """Three groups, with some edges between them and a node that has none."""
+    draw = random.Random(0)
+    groups = [node % 3 for node in range(nodes)]
+    links = [
+        (one, two)
+        for one in range(nodes - 1)
+        for two in range(one)
+        if draw.random() < (0.2 if groups[one] == groups[two] else 0.01)
+    ]
+    names = [f"{'abc'[group]}{draw.randrange(9)}" for group in groups]
+    return graphs.Graph.of("a graph", names, [f"class {group}" for group in groups], links)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_losses_are_those_of_one_process(load, monkeypatch, ranks):
+    train, graph = load("train"), small(load("graphs"))
+    monkeypatch.setattr(train, "STEPS", 6)
+    data = train.Data.of(graph, ranks)
+    found, *others = run(ranks, lambda wire: train.compare(data, wire), on="threads")
+    assert found["last"] < found["first"] and found["apart"] < 1e-5
+    assert found["right"] == found["right alone"] > 0
+    sent = np.array(found["sent"])
+    assert (sent.diagonal() == 0).all() and ((sent > 0).sum() == ranks * (ranks - 1))
+    assert others == [{}] * (ranks - 1)
+    held = {name for name, trained in zip(graph.names, data.trained, strict=True) if not trained}
+    assert held
+
+
+def test_it_sees_what_is_wrong(load, monkeypatch):
+    train, graph = load("train"), small(load("graphs"))
+    monkeypatch.setattr(train, "STEPS", 6)
+    exchange = train.weft.exchange
+    monkeypatch.setattr(
+        train.weft, "exchange", lambda own, to: [2 * part for part in exchange(own, to)]
+    )
+
+    def program(wire):
+        if wire.rank:
+            train.compare(train.Data.of(graph, 2), wire)
+        else:
+            with pytest.raises(SystemExit, match="FAILED: losses differ by"):
+                train.compare(train.Data.of(graph, 2), wire)
+
+    run(2, program)
+
+
+def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys):
+    train, graphs = load("train"), load("graphs")
+    monkeypatch.setattr(train, "STEPS", 3)
+    monkeypatch.setitem(train.GRAPHS, "imports", lambda: small(graphs))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--picture", str(tmp_path / "cut.png")])
+    train.main()
+    assert capsys.readouterr().out.endswith("one process\nPASSED\n")
+    train.picture(train.Data.of(small(graphs), 3), str(tmp_path / "three.png"))
+    for name in ("cut.png", "three.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def named(graph, names):
+    return {tuple(names[node] for node in edge) for edge in graph.edges.tolist()}
+
+
+def test_every_way_to_import_is_an_edge(load, tmp_path):
+    files = {
+        "a/__init__.py": "from . import one\nfrom .deep.two import name\n",
+        "a/one.py": "import b.three as x, nowhere\nif 1:\n    from a import deep\n",
+        "a/deep/__init__.py": "from ..one import (  # all\n    f,\n    g,\n)\nfrom .. import one\n",
+        "a/deep/two.py": "'''import a.one'''\nx = 1  # import a.one\nfrom a.one import y; z = 2\n",
+        "b/three.py": "from b import three\nimport b.three.inner\n",
+        "not-a-name/x.py": "import a\n",
+        "b/__pycache__/z.py": "import a\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graphs = load("graphs")
+    graph = graphs.imports({tmp_path: ""})
+    assert graph.names == ["a", "deep", "two", "one", "three"]  # in order of the full names
+    assert named(graph, ["a", "a.deep", "a.deep.two", "a.one", "b.three"]) == {
+        ("a", "a.one"),
+        ("a", "a.deep.two"),
+        ("a.deep", "a.one"),
+        ("a.deep.two", "a.one"),
+        ("a.one", "b.three"),
+    }
+    assert graph.classes == ["other packages"]
+    graphs.CLASS = 4  # modules of a package that is a class of its own
+    assert graphs.imports({tmp_path: ""}).classes == ["a", "other packages"]
+
+
+STANZAS = """Package: zlib
+Section: libs
+Depends: libc6 (>= 2.14), missing
+
+Package: editor
+Version: 1
+Section: contrib/editors
+Depends: libc6:any (>= 2), zlib | other,
+Pre-Depends: base
+Description: an editor
+ Depends: nothing
+
+Package: libc6
+Section: libs
+
+Package: base
+"""
+
+
+def test_packages_depend_on_each_other(load):
+    graph = load("graphs").of_packages(STANZAS)
+    assert graph.names == ["base", "editor", "libc6", "zlib"]
+    assert graph.classes == ["editors", "libs", "none"]
+    assert [graph.classes[label] for label in graph.labels] == ["none", "editors", "libs", "libs"]
+    wanted = {("libc6", "zlib"), ("editor", "libc6"), ("editor", "zlib"), ("base", "editor")}
+    assert named(graph, graph.names) == wanted
+
+
+def test_an_apt_that_is_not_there_or_knows_nothing_says_so(load, monkeypatch, tmp_path):
+    graphs = load("graphs")
+    program = tmp_path / "apt-cache"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(SystemExit, match="lists no packages: apt-get update"):
+        graphs.debian()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="needs apt-cache"):
+        graphs.debian()
+
+
+def test_the_cut_is_balanced_and_goes_where_edges_are_few(load):
+    graphs, train = load("graphs"), load("train")
+    links = [(i + s, j + s) for s in (0, 30) for i in range(30) for j in range(i)]
+    names = [f"n{i}" for i in range(60)]
+    graph = graphs.Graph.of("cliques", names, ["x"] * 60, [*links, (0, 30), (3, 3), (1, 0)])
+    found = train.Data.of(graph, 2)
+    assert found.crossing().sum() == 1 and found.bounds == [0, 30, 60]
+    for parts in (1, 3, 7):
+        sizes = np.bincount(graphs.cut(*graph.neighbours(), parts), minlength=parts)
+        assert sizes.sum() == 60 and sizes.max() <= -(-60 // parts) + 1 and sizes.min() > 0
+    features = graph.features()
+    assert np.allclose(features[:, 0] * 8, np.log1p([30] + [29] * 29 + [30] + [29] * 29))
+    assert np.allclose(np.linalg.norm(features[:, 1:], axis=1), 1)
