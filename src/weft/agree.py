@@ -10,6 +10,9 @@ private, on which nothing may be decided but between those two.
 Up to `DIRECT` ranks send their statements directly to each other: one round. Above that,
 statements are combined pairwise, in ceil(log2 P) rounds of recursive doubling, the lower ranks
 always on the left, so that all ranks end with the same bytes.
+
+What arrives is checked before it is used: bytes that are no statement end the wire with an error
+that names the rank that sent them.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .errors import WeftError
+from .errors import WeftError, WireError
 from .wire.base import Pending, Wire
-from .wire.routine import Rooms
 
 __all__ = [
     "BODY",
@@ -32,10 +36,8 @@ __all__ = [
     "DIRECT",
     "Agreement",
     "agree",
-    "concluded",
+    "calls_of",
     "is_direct",
-    "opening_of",
-    "rooms",
 ]
 
 DIRECT = 16
@@ -74,18 +76,18 @@ class Agreement:
     """What came of it.
 
     Attributes:
+        number: of the call, among those that the ranks of the wire agreed on.
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
         said: the bodies, one for each rank where statements are direct, else the one combined body;
             valid until `release()`.
         private: what each rank said to this one alone, in rank order, its own not
             included; as `said`.
-        fingerprints: what each rank stated as its own, as it travels, where statements are direct.
     """
 
+    number: int
     fields: dict[str, str]
     said: list[memoryview]
     private: list[memoryview]
-    fingerprints: list[bytes]
     _release: Callable[[], None]
 
     @property
@@ -98,20 +100,59 @@ class Agreement:
         self._release()
 
 
-@dataclass(slots=True)
+_Fields = tuple[tuple[str, str], ...]
+"""A fingerprint: name and value of each field, the name of the call first."""
+
+
+class _Group(NamedTuple):
+    """Ranks that state the same fingerprint; the first few are named, all are counted.
+
+    `number` is that of their call; 0 where the head of the statement has it.
+    """
+
+    fields: _Fields
+    ranks: tuple[int, ...]
+    total: int
+    number: int
+
+
+@functools.lru_cache(_SPELLED)
+def _spelled(groups: tuple[_Group, ...]) -> bytes:
+    """Groups as they travel."""
+    texts = []
+    for fields, ranks, total, number in groups:
+        said = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in fields)
+        texts.append(_FIELD.join([said, ",".join(map(str, ranks)), str(total), str(number)]))
+    return _GROUP.join(texts).encode()
+
+
+@functools.lru_cache(_SPELLED)
+def _groups_in(raw: bytes) -> tuple[_Group, ...]:
+    """What `_spelled` made that of. Raises ValueError if that is nothing it makes."""
+    groups = []
+    for text in raw.decode().split(_GROUP):
+        *fields, ranks, count, number = text.split(_FIELD)
+        named = tuple(map(int, ranks.split(",")))
+        pairs = ((name, value) for name, value in (each.split(_VALUE, 1) for each in fields))
+        groups.append(_Group(tuple(pairs), named, int(count), int(number)))
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
 class _Statement:
-    number: int  # of the call; 0 where the fingerprint has it
-    groups: bytes  # who said which fingerprint: `fields GROUP rank,rank,... count` for each
+    number: int
+    groups: tuple[_Group, ...]
     error: bytes
     error_rank: int
     body: memoryview
-    private: memoryview
+    private: memoryview = _NOTHING
 
     def pack(self) -> Callable[[Private], Tensor]:
         """Makes the messages, each with what is said in private to whom it is for."""
-        groups, error, body = len(self.groups), len(self.error), len(self.body)
+        spelled = _spelled(self.groups)
+        groups, error, body = len(spelled), len(self.error), len(self.body)
         gap, rest = -(_HEAD.size + groups + error) % _ALIGNED, -body % _ALIGNED
-        common = b"".join([self.groups, self.error, bytes(gap), self.body, bytes(rest)])
+        common = b"".join([spelled, self.error, bytes(gap), self.body, bytes(rest)])
 
         def message(private: Private) -> Tensor:
             size = sum(map(len, private))
@@ -121,17 +162,17 @@ class _Statement:
         return message
 
     @classmethod
-    def unpack(cls, message: Tensor) -> _Statement:
-        raw = message.numpy().data
+    def unpack(cls, raw: memoryview) -> _Statement:
+        """The statement in a message. Raises ValueError or struct.error if there is none."""
         number, magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
-        if magic != _MAGIC:
-            raise RuntimeError("what arrived is no statement of weft: the ranks are out of step")
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
+        if magic != _MAGIC or after + private > len(raw):
+            raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
         return cls(
             number,
-            bytes(raw[_HEAD.size : middle]),
+            _groups_in(bytes(raw[_HEAD.size : middle])),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
@@ -139,12 +180,9 @@ class _Statement:
         )
 
     def numbered(self) -> _Statement:
-        """The same, with the number of the call in its one fingerprint, as errors spell it."""
-        fields, ranks, count = self.groups.decode().rsplit(_VALUE, 2)
-        call, *rest = fields.split(_FIELD)
-        fields = _FIELD.join([f"{call} (call {self.number} of the group)", *rest])
-        groups = _VALUE.join([fields, ranks, count]).encode()
-        return _Statement(0, groups, self.error, self.error_rank, self.body, self.private)
+        """The same, with the number of the call in its groups."""
+        groups = tuple(group._replace(number=group.number or self.number) for group in self.groups)
+        return replace(self, groups=groups)
 
 
 def _tensor(raw: memoryview) -> Tensor:
@@ -154,6 +192,14 @@ def _tensor(raw: memoryview) -> Tensor:
 def is_direct(wire: Wire) -> bool:
     """Whether every rank hears every rank's own statement."""
     return wire.size <= DIRECT
+
+
+_calls: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
+
+
+def calls_of(wire: Wire) -> int:
+    """How many calls this rank has agreed on with the others: the number of the last one."""
+    return _calls.get(wire, 0)
 
 
 def agree(
@@ -185,106 +231,34 @@ def agree(
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
-        WireError: as every wait does.
+        WireError: as every wait does; also where a peer sent something else than a statement.
     """
-    wire.sequence += 1
-    known = {"call": call, **_known(fields)}
+    number = _calls[wire] = calls_of(wire) + 1
+    values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
-        wire.sequence,
-        _groups(tuple(known.items()), wire.named),
+        number,
+        (_Group((("call", call), *values), (wire.named,), 1, 0),),
         b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
         wire.named,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
-        _NOTHING,
     )
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
-    if len(mine.groups) > _FINGERPRINT or longest > BODY:
-        raise RuntimeError(f"a statement of {len(mine.groups)} + {longest} bytes is too long")
-    release: Callable[[], None] = _nothing
+    if len(_spelled(mine.groups)) > _FINGERPRINT or longest > BODY:
+        raise RuntimeError(f"a statement of {len(_spelled(mine.groups))} + {longest} bytes")
     if wire.size == 1:
         meanwhile()
-        said = [mine]
-    elif is_direct(wire):
-        pending = _directly(wire, mine, private)
-        watch(pending)
+        return _agreed(wire, [mine])
+    if not is_direct(wire):
         meanwhile()
-        said = [_Statement.unpack(message) for message in pending.wait()]
-        said.insert(wire.rank, mine)
-        release = pending.release
-    else:
-        meanwhile()
-        said = [_combining(wire, mine.numbered(), combine)]
-    return _agreed(wire, known, mine, said, release)
-
-
-def rooms(wire: Wire) -> Rooms:
-    """Memory of a wire for whole statements of its peers, which routines on it share."""
-    kept: Rooms = wire.kept.setdefault("statements", Rooms(CAP))
-    return kept
-
-
-def opening_of(fingerprint: bytes, named: int, body: bytes, size: int, private: int) -> bytes:
-    """What a statement without an error begins with, but for the 8 bytes of the call's number.
-
-    So that what a rank said before need not be put together, nor looked at, again.
-
-    Args:
-        fingerprint: as in an agreement.
-        named: who makes the statement.
-        body: what its body begins with.
-        size: bytes of all its body.
-        private: bytes of what is said in private, behind the body and a gap to the next 16.
-    """
-    head = _HEAD.pack(0, _MAGIC, len(fingerprint), 0, size, private, named)[8:]
-    return b"".join([head, fingerprint, bytes(-(_HEAD.size + len(fingerprint)) % _ALIGNED), body])
-
-
-def concluded(wire: Wire, messages: Sequence[Tensor]) -> Agreement:
-    """What follows from whole statements, this rank's own included, in rank order.
-
-    Raises:
-        WeftError: as `agree`.
-    """
-    said = [_Statement.unpack(message) for message in messages]
-    mine = said[wire.rank]
-    known = _parse(mine.groups.decode().rsplit(_VALUE, 2)[0])
-    return _agreed(wire, known, mine, said, _nothing)
-
-
-def _known(fields: Mapping[str, object]) -> dict[str, str]:
-    return {name: _UNKNOWN if value is None else str(value) for name, value in fields.items()}
-
-
-@functools.lru_cache(_SPELLED)
-def _groups(known: tuple[tuple[str, str], ...], named: int) -> bytes:
-    text = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in known)
-    return f"{text}{_VALUE}{named}{_VALUE}1".encode()
-
-
-def _agreed(
-    wire: Wire,
-    known: dict[str, str],
-    mine: _Statement,
-    said: list[_Statement],
-    release: Callable[[], None],
-) -> Agreement:
-    try:
-        if not _alike(said, mine):
-            known = _conclude(wire, [each.numbered() if each.number else each for each in said])
-    except WeftError:
-        release()
-        raise
-    return Agreement(
-        known,
-        [each.body for each in said],
-        [each.private for each in said],
-        [each.groups for each in said],
-        release,
-    )
-
-
-def _nothing() -> None:
-    return None
+        return _agreed(wire, [_combining(wire, mine.numbered(), combine)])
+    pending = _directly(wire, mine, private)
+    watch(pending)
+    meanwhile()
+    others = [rank for rank in range(wire.size) if rank != wire.rank]
+    heard = zip(others, pending.wait(), strict=True)
+    said = [_heard(wire, peer, message) for peer, message in heard]
+    said.insert(wire.rank, mine)
+    return _agreed(wire, said, pending.release)
 
 
 def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -> Pending:
@@ -299,14 +273,40 @@ def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -
     return wire.post_small(sends, [(peer, CAP) for peer in order])
 
 
-def _alike(said: Sequence[_Statement], mine: _Statement) -> bool:
-    """Whether nobody erred and all fingerprints are this one."""
-    value, number = _VALUE.encode(), said[0].number
-    text = (mine if number else mine.numbered()).groups.rsplit(value, 2)[0]
-    if not number:  # of several ranks, perhaps with several fingerprints
-        return not said[0].error and said[0].groups.rsplit(value, 2)[0] == text
-    known = text + value  # behind it who says so
-    return all(not s.error and s.number == number and s.groups.startswith(known) for s in said)
+def _heard(wire: Wire, peer: int, message: Tensor) -> _Statement:
+    """What a peer stated.
+
+    Raises:
+        WireError: it sent something else; nobody can tell any more what belongs to which call.
+    """
+    try:
+        return _Statement.unpack(message.numpy().data)
+    except (ValueError, struct.error) as error:
+        text = f"what rank {peer} sent is no statement of a call: {error}"
+        wire.abort(text)
+        raise WireError(f"rank {wire.named}: {text}", rank=wire.rank, culprit=peer) from None
+
+
+def _agreed(
+    wire: Wire, said: list[_Statement], release: Callable[[], None] = lambda: None
+) -> Agreement:
+    """The conclusion; raises what every rank raises."""
+    stated = {(s.number, group.fields, group.number) for s in said for group in s.groups}
+    try:
+        if len(stated) == 1 and not any(each.error for each in said):
+            agreed = dict(said[0].groups[0].fields)
+        else:
+            agreed = _conclude(wire, [each.numbered() for each in said])
+    except WeftError:
+        release()
+        raise
+    return Agreement(
+        calls_of(wire),
+        agreed,
+        [each.body for each in said],
+        [each.private for each in said],
+        release,
+    )
 
 
 def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
@@ -315,28 +315,24 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
     rank = wire.rank
 
-    def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement | None:
+    def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
         pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, CAP)] * receive)
         got = pending.wait()
-        other = _Statement.unpack(got[0].clone()) if receive else None
+        other = _heard(wire, peer, got[0].clone()) if receive else mine
         pending.release()
         return other
 
     if rank < paired and rank % 2:
         swap(rank - 1, receive=False)
-        answer = swap(rank - 1, send=False)
-        assert answer is not None
-        return answer
+        return swap(rank - 1, send=False)
     if rank < paired:
         mine = _combined(mine, swap(rank + 1, send=False), combine)
     voice = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
     while distance < core:
         other = voice ^ distance
-        peer = 2 * other if other < paired // 2 else other + paired // 2
-        theirs = swap(peer)
+        theirs = swap(2 * other if other < paired // 2 else other + paired // 2)
         lower, upper = (mine, theirs) if voice < other else (theirs, mine)
-        assert lower is not None
         mine = _combined(lower, upper, combine)
         distance *= 2
     if rank < paired:
@@ -344,102 +340,74 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     return mine
 
 
-def _combined(lower: _Statement, upper: _Statement | None, combine: Combine) -> _Statement:
-    assert upper is not None
+def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statement:
     first = lower if lower.error else upper
     groups = _join([lower, upper])
     # bodies of an erring rank, or of different calls, need not be what `combine` expects
-    calls = {group.split(_FIELD, 1)[0].split(_VALUE)[1] for group in groups.decode().split(_GROUP)}
     body = lower.body
-    if not first.error and len(calls) == 1:
+    if not first.error and len({group.fields[0] for group in groups}) == 1:
         body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
-    return _Statement(0, groups, first.error, first.error_rank, body, _NOTHING)
+    return _Statement(0, groups, first.error, first.error_rank, body)
 
 
-def _join(said: list[_Statement]) -> bytes:
+def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:
     """Who said which fingerprint, with equal fingerprints brought together."""
-    groups: dict[str, tuple[list[str], int]] = {}
-    for statement in said:
-        for group in statement.groups.decode().split(_GROUP):
-            fields, ranks, count = group.rsplit(_VALUE, 2)
-            named, total = groups.get(fields, ([], 0))
-            groups[fields] = ((named + ranks.split(","))[:_NAMED], total + int(count))
-    kept = list(groups.items())
-    while len(kept) > 1 and sum(len(fields) + 64 for fields, _ in kept) > _TEXT:
-        kept.pop()
-    return _GROUP.join(
-        f"{fields}{_VALUE}{','.join(ranks)}{_VALUE}{count}" for fields, (ranks, count) in kept
-    ).encode()
+    found: dict[tuple[_Fields, int], _Group] = {}
+    for group in (group for statement in said for group in statement.groups):
+        key = group.fields, group.number
+        same = found.get(key, group._replace(ranks=(), total=0))
+        ranks = (same.ranks + group.ranks)[:_NAMED]
+        found[key] = group._replace(ranks=ranks, total=same.total + group.total)
+    kept = tuple(found.values())
+    while len(kept) > 1 and len(_spelled(kept)) > _TEXT:
+        kept = kept[:-1]
+    return kept
 
 
-def _conclude(wire: Wire, said: list[_Statement]) -> dict[str, str]:
+def _conclude(wire: Wire, said: Sequence[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
-    agreed = None if any(each.error for each in said) else _filled(said)
-    if agreed is not None:
-        return agreed
-    error = min((s for s in said if s.error), key=lambda s: s.error_rank, default=None)
-    groups = [group.rsplit(_VALUE, 2) for group in _join(said).decode().split(_GROUP)]
-    who = [(_parse(fields), ranks.split(","), int(count)) for fields, ranks, count in groups]
-    differing = [] if len(who) == 1 else _differences(who)
+    groups = _join(said)
+    differing = _differences(groups)
     if differing:  # someone may have made more calls than others: go on from the last of them
-        numbers = [fields["call"].rsplit("(call ", 1)[1].split(" ")[0] for fields, _, _ in who]
-        wire.sequence = max(map(int, numbers))
+        _calls[wire] = max(group.number for group in groups)
+    error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
         raise WeftError(error.error.decode(errors="replace"))
     if differing:
         raise WeftError("; ".join(differing))
-    return {
-        name: next((f[name] for f, _, _ in who if f.get(name, _UNKNOWN) != _UNKNOWN), _UNKNOWN)
-        for name in dict.fromkeys(name for fields, _, _ in who for name in fields)
-    }
-
-
-def _filled(said: list[_Statement]) -> dict[str, str] | None:
-    """The agreed fields, where ranks differ at most in what some do not know; else None."""
-    texts = {
-        group.rsplit(_VALUE, 2)[0] for each in said for group in each.groups.decode().split(_GROUP)
-    }
     agreed: dict[str, str] = {}
-    for fields in map(_parse, texts):
-        for name, value in fields.items():
-            if agreed.get(name, _UNKNOWN) == _UNKNOWN:
-                agreed[name] = value
-            elif value not in (_UNKNOWN, agreed[name]):
-                return None
+    for name, value in (pair for group in groups for pair in group.fields):
+        if agreed.get(name, _UNKNOWN) == _UNKNOWN:
+            agreed[name] = value
     return agreed
 
 
-def _parse(fields: str) -> dict[str, str]:
-    return dict(f.split(_VALUE, 1) for f in fields.split(_FIELD))
-
-
-def _differences(who: list[tuple[dict[str, str], list[str], int]]) -> list[str]:
+def _differences(groups: Sequence[_Group]) -> list[str]:
     """A sentence for each field in which ranks differ, or only for the call if that does."""
-    texts = []
-    for name in dict.fromkeys(name for fields, _, _ in who for name in fields):
-        holders: dict[str, tuple[list[str], int]] = {}
-        for fields, ranks, count in who:
-            value = fields.get(name, _UNKNOWN)
+    holders: dict[str, dict[str, _Group]] = {}  # by field and value, those that state it
+    for group in groups:
+        for name, value in group.fields:
+            text = f"{value} (call {group.number} of the group)" if name == "call" else value
             if value != _UNKNOWN:
-                named, total = holders.get(value, ([], 0))
-                holders[value] = (named + ranks, total + count)
-        if len(holders) > 1:
-            values = ", ".join(
-                f"{_ranks(ranks, count)} {'has' if count == 1 else 'have'} {value}"
-                for value, (ranks, count) in sorted(
-                    holders.items(), key=lambda item: min(map(int, item[1][0]))
-                )
-            )
+                same = holders.setdefault(name, {}).get(text, group._replace(ranks=(), total=0))
+                ranks, total = same.ranks + group.ranks, same.total + group.total
+                holders[name][text] = group._replace(ranks=ranks, total=total)
+    texts = []
+    for name, values in holders.items():
+        if len(values) > 1:
+            ordered = sorted(values.items(), key=lambda item: min(item[1].ranks))
+            stated = ", ".join(f"{_ranks(group)} {value}" for value, group in ordered)
             if name == "call":
                 return [
-                    f"the ranks are in different calls: {values}; make the same calls in the "
+                    f"the ranks are in different calls: {stated}; make the same calls in the "
                     "same order on every rank"
                 ]
-            texts.append(f"the ranks differ in {name}: {values}; pass the same on every rank")
+            texts.append(f"the ranks differ in {name}: {stated}; pass the same on every rank")
     return texts
 
 
-def _ranks(ranks: list[str], count: int) -> str:
-    named = sorted(map(int, ranks))[:_NAMED]
-    more = f" and {count - len(named)} more" if count > len(named) else ""
-    return f"{'rank' if count == 1 else 'ranks'} {', '.join(map(str, named))}{more}"
+def _ranks(group: _Group) -> str:
+    named = sorted(group.ranks)[:_NAMED]
+    more = f" and {group.total - len(named)} more" if group.total > len(named) else ""
+    have = "has" if group.total == 1 else "have"
+    return f"{'rank' if group.total == 1 else 'ranks'} {', '.join(map(str, named))}{more} {have}"

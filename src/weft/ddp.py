@@ -28,9 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import kernels
 from ._torch import at_end_of_backward, backward_id
-from .comm.buckets import reductions
+from .comm.buckets import reduce_dense
 from .comm.opening import opened
-from .comm.pipeline import Pipeline
 from .errors import WeftError
 from .sparse import Record
 from .sparse.arguments import wrong_wire_dtype
@@ -200,9 +199,9 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
         gradient.data = call.result.to(gradient.device)
         return gradient
 
-    def dense(reduce: Callable[[], None]) -> Tensor:
+    def dense() -> Tensor:
         with record_function("weft::ddp_dense"):
-            reduce()
+            reduce_dense(wire, [staged], "avg", state.wire_dtype)
         return gradient if staged is gradient else gradient.copy_(staged)
 
     if gradient.layout == torch.sparse_coo:
@@ -217,8 +216,7 @@ def _start(state: State, gradient: Tensor) -> Work[Tensor]:
                 name, functools.partial(sparse, served, call), leave=leave
             ),
         )
-    plan = functools.partial(reductions, wire, [staged], "avg", state.wire_dtype)
-    return Pipeline.of(wire).submit(wire, "ddp dense bucket", plan, dense)
+    return wire.worker.submit("ddp dense bucket", dense)
 
 
 def _watch_for_errors(state: State, backward: int) -> None:

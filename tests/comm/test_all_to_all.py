@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.comm import movement
+from weft.agree import calls_of
+from weft.comm import staging
 from weft.testing import run, spmd
 from weft.wire.base import as_bytes
 
@@ -101,10 +102,10 @@ def test_no_round_moves_more_than_it_may(wire, most):
     seen = []
     post, post_small = wire.post, wire.post_small
 
-    def watched(sends=(), recvs=(), channel=movement._CHANNEL):
+    def watched(sends=(), recvs=(), channel=staging._CHANNEL):
         moved = [tensor for _, tensor in (*sends, *recvs) if isinstance(tensor, torch.Tensor)]
         statement = any(isinstance(want, int) for _, want in recvs)
-        if channel == movement._CHANNEL and moved and not statement:
+        if channel == staging._CHANNEL and moved and not statement:
             seen.append((sum(tensor.nbytes for tensor in moved), len(moved)))
         return post(sends, recvs, channel)
 
@@ -133,7 +134,7 @@ def test_tensors_of_another_device_are_staged(wire, monkeypatch):
         return (post if channel else post_small)(sends, recvs, *channel)
 
     wire.post = wire.post_small = watched
-    monkeypatch.setattr(movement, "on_host", lambda tensor: False)
+    monkeypatch.setattr(staging, "on_host", lambda tensor: False)
     inputs = [sent(wire.rank, to, size=3000) for to in range(3)]
     results = weft.all_to_all(inputs, round_bytes=10_000)
     for source, result in enumerate(results):
@@ -195,7 +196,7 @@ def test_ranks_that_differ_in_gradient_mode_are_told(wire):
 @spmd(2)
 def test_backward_in_another_order_is_told(wire):
     calls = [weft.all_to_all([torch.ones(2, requires_grad=True)] * 2) for _ in "ab"]
-    first = wire.sequence - 1
+    first = calls_of(wire) - 1
     with pytest.raises(weft.WeftError, match=rf"backward of call {first} .* of call {first + 1} "):
         calls[wire.rank][0].sum().backward()
 
@@ -362,21 +363,16 @@ def test_tensors_that_are_not_what_their_memory_says(wire):
 
 @pytest.mark.parametrize("most", [None, 100_000])
 @spmd(1, 2, 3, 4)
-def test_large_tensors_are_read_where_they_lie_unless_a_rank_wants_rounds(wire, most):
-    read, reads = wire.read, []
-
-    def watched(*at):
-        reads.append(at)
-        return read(*at)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "read", watched)
-        for call in range(2):
-            inputs = [sent(wire.rank, to, size=20_000 + to) + call for to in range(wire.size)]
-            # those that did not ask for rounds have said where theirs lie, before they hear of it
-            results = weft.all_to_all(inputs, round_bytes=most if wire.rank == 0 else None)
-            for tensor in inputs:
-                tensor.zero_()  # nobody reads it any more
-            for source, result in enumerate(results):
-                same(result, sent(source, wire.rank, size=20_000 + wire.rank) + call)
-    assert len(reads) == (0 if most else 2 * (wire.size - 1))
+def test_inputs_may_be_written_at_once_and_results_are_the_callers_own(wire, most):
+    kept = []
+    for call, count in enumerate((5, 20_000, 70_000)):
+        inputs = [sent(wire.rank, to, size=count + to) + call for to in range(wire.size)]
+        results = weft.all_to_all(inputs, round_bytes=most if wire.rank == 0 else None)
+        for tensor in inputs:
+            tensor.zero_()  # nobody reads it any more
+        for source, result in enumerate(results):
+            want = sent(source, wire.rank, size=count + wire.rank) + call
+            same(result, want)
+            kept.append((result, want))
+    for result, want in kept:
+        same(result, want)

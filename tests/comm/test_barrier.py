@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from weft.agree import calls_of
 from weft.testing import run, spmd
 from weft.wire.threads import _Exchange
 
@@ -97,7 +98,7 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
 
 @spmd(2)
 def test_waiting_on_may_time_out_again(wire):
-    before = wire.sequence
+    before = calls_of(wire)
     if wire.rank == 0:
         for _ in range(3):
             with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
@@ -105,7 +106,7 @@ def test_waiting_on_may_time_out_again(wire):
     else:
         time.sleep(3)
     weft.barrier(timeout=10)
-    assert wire.sequence == before + 1
+    assert calls_of(wire) == before + 1
 
 
 @spmd(3)

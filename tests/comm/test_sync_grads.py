@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import buckets, movement
+from weft.comm import buckets, staging
 from weft.testing import spmd
 
 
@@ -195,10 +195,10 @@ def test_averages_of_halves_do_not_overflow(wire):
 @spmd(2, on=("threads",))
 def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
     monkeypatch.setattr(buckets, "_ALONE", 100)
-    monkeypatch.setattr(buckets, "_FAR", 600)
+    monkeypatch.setattr(buckets, "_BUCKET", 600)
     for away in (False, True):
         if away:
-            for place in (movement, buckets):
+            for place in (staging, buckets):
                 monkeypatch.setattr(place, "on_host", lambda tensor: False)
         module = Model()
         module(words(wire.rank), USES[wire.rank]).backward()
@@ -207,23 +207,6 @@ def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
             module.second.weight.grad = turned.copy_(module.second.weight.grad)
         weft.sync_grads(module)
         check(module, wanted(2, True))
-
-
-@spmd(2, on=("processes",))  # threads share what is patched
-def test_a_large_gradient_of_another_device_is_offered_with_the_opening(wire):
-    """It is put into workspace in any case; where it is may be told without a round of its own."""
-    module, messages = nn.Linear(300, 1000, bias=False), {}
-    for away in (False, True, False, True):
-        module.weight.grad = torch.full((1000, 300), float(1 + wire.rank))
-        before = wire.traffic.messages
-        with pytest.MonkeyPatch.context() as patch:
-            for place in (movement, buckets):
-                patch.setattr(place, "on_host", lambda tensor, away=away: not away)
-            weft.sync_grads(module, average=False)
-        messages[away] = wire.traffic.messages - before
-        assert module.weight.grad.eq(3).all()
-    if wire.together:
-        assert messages[True] < messages[False]
 
 
 @spmd(20, on=("threads",))
@@ -284,15 +267,10 @@ def test_one_rank_errs_and_all_are_told(wire, what):
         weft.sync_grads(Model(), average="yes" if wire.rank == 2 else True)
 
 
-@pytest.mark.parametrize("near", [True, False])
 @spmd(2, 3)
-def test_gradients_that_only_some_ranks_can_tell_of_at_once(wire, near, monkeypatch):
-    """Prepared ahead by those that can; near ones take a round less where all have the same."""
-    if not near:
-        monkeypatch.setattr(wire, "near", False)
-        monkeypatch.setattr(wire, "together", False)
+def test_gradients_that_are_otherwise_on_one_rank(wire):
     module = nn.ParameterList(nn.Parameter(torch.zeros(5000)) for _ in range(3))
-    last, messages = wire.size - 1, {}
+    last = wire.size - 1
     for odd in ("first", "none", "missing", "expanded", "sparse", "none", "dtype", "none"):
         for number, parameter in enumerate(module):
             parameter.grad = torch.full((5000,), float(number + wire.rank))
@@ -304,20 +282,16 @@ def test_gradients_that_only_some_ranks_can_tell_of_at_once(wire, near, monkeypa
         elif odd == "sparse" and wire.rank == last:
             module[1].grad = module[1].grad.to_sparse()
         dtype = torch.bfloat16 if odd == "dtype" and wire.rank == last else None
-        before = wire.traffic.messages
         if odd == "dtype":
             with pytest.raises(weft.WeftError, match="the ranks differ in wire_dtype"):
                 weft.sync_grads(module, average=False, wire_dtype=dtype)
             assert module[2].grad.eq(2 + wire.rank).all()
             continue
         weft.sync_grads(module, average=False)
-        messages[odd] = wire.traffic.messages - before
         for number, parameter in enumerate(module):
             wanted = sum(number + rank for rank in range(wire.size))
             wanted -= lacks if number == 1 else 0
             assert parameter.grad.eq(wanted).all(), odd
-    if wire.together:
-        assert all(messages["none"] < messages[odd] for odd in ("missing", "expanded", "sparse"))
 
 
 @spmd(2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import movement, parameters
+from weft.comm import parameters, staging
 from weft.comm.named import of_module
 from weft.testing import spmd
 
@@ -81,7 +81,7 @@ def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
 
 @spmd(3, on=("threads",))
 def test_tensors_of_another_device_are_staged(wire, monkeypatch):
-    for place in (movement, parameters):
+    for place in (staging, parameters):
         monkeypatch.setattr(place, "on_host", lambda tensor: False)
     monkeypatch.setattr(parameters, "_BATCH", 100_000)
     module = Model(wire.rank)

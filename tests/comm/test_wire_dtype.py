@@ -14,8 +14,7 @@ from weft.comm import buckets
 from weft.rows import Rows
 from weft.testing import spmd
 from weft.testing.oracle import expected
-from weft.wire import dense
-from weft.wire.hosts import Hosts
+from weft.wire.part import Part
 
 LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
@@ -231,13 +230,8 @@ def test_the_bound_holds(wire):
 @spmd(2, 3, 4, on=("threads",))
 def test_pieces_of_gradients_in_buckets(wire, monkeypatch):
     """However they are cut and travel, and whatever this rank's memory of them is."""
-    for far, chunk, apart in ((600, 64, False), (4000, 1 << 17, False), (100_000, 1000, True)):
-        monkeypatch.setattr(buckets, "_FAR", far)
-        monkeypatch.setattr(dense, "SMALL", 100)
-        monkeypatch.setattr(dense, "SCRATCH", 3 * chunk)
-        monkeypatch.setattr(dense, "_CHUNK", chunk)
-        if apart:  # round the ring
-            wire.hosts = Hosts.named("abcd"[: wire.size])
+    for most in (600, 4000, 100_000):
+        monkeypatch.setattr(buckets, "_BUCKET", most)
         module = dense_model(wire.rank)
         weft.sync_grads(module, wire_dtype=torch.bfloat16)
         for name in SHAPES:
@@ -248,13 +242,13 @@ def test_pieces_of_gradients_in_buckets(wire, monkeypatch):
 
 @spmd(4, on=("threads",))
 def test_half_the_bytes(wire):
-    sent = {}
+    part, sent = Part(wire, range(4)), {}  # which reduces in posts, which are counted
     for wire_dtype in (None, *WIRE_DTYPES):
         module = nn.ParameterDict({str(n): torch.zeros(20_000 * (n + 1)) for n in range(4)})
         for parameter in module.values():
             parameter.grad = torch.ones_like(parameter)
         wire.traffic.reset()
-        weft.sync_grads(module, wire_dtype=wire_dtype)
+        weft.sync_grads(module, group=part, wire_dtype=wire_dtype)
         sent[wire_dtype] = wire.traffic.bytes
     assert sent[torch.bfloat16] == sent[torch.float16]
     assert 0.49 < sent[torch.float16] / sent[None] < 0.51

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from weft.agree import calls_of
 from weft.backend.gloo import sparse_all_reduce
 from weft.errors import WeftError
 from weft.sparse import queued
@@ -56,7 +57,7 @@ def check(wire, work, number, count):
 def warmed(wire):
     """After a first call, which measures the link: the openings so far."""
     start(wire, table(wire.rank, 9, LARGE)).wait()
-    return wire.sequence
+    return calls_of(wire)
 
 
 @pytest.mark.parametrize("count", [EAGER, LARGE])
@@ -67,7 +68,7 @@ def test_calls_that_queue_up_everywhere_open_once(wire, count):
     free.set()
     for number, work in enumerate(works):
         check(wire, work, number, count)
-    assert wire.sequence - before == (1 if wire.size > 1 else 3)
+    assert calls_of(wire) - before == (1 if wire.size > 1 else 3)
 
 
 @pytest.mark.parametrize("count", [EAGER, LARGE])
@@ -114,13 +115,13 @@ def test_calls_of_another_kind_keep_their_place(wire):
     works = [start(wire, table(wire.rank, 0, LARGE)), start(wire, table(wire.rank, 1, LARGE), MAX)]
     works.append(start(wire, table(wire.rank, 2, LARGE).double(), MAX))
     works.append(start(wire, table(wire.rank, 3, LARGE)))
-    wire.worker.submit("between", lambda: order.append(wire.sequence - before))
+    wire.worker.submit("between", lambda: order.append(calls_of(wire) - before))
     works.append(start(wire, table(wire.rank, 4, LARGE)))
     free.set()
     for number in (0, 3, 4):
         check(wire, works[number], number, LARGE)
     assert works[1].result()[0].dtype == torch.float32
-    assert order == [4] and wire.sequence - before == 5
+    assert order == [4] and calls_of(wire) - before == 5
 
 
 @spmd(2)
@@ -177,7 +178,7 @@ def test_calls_of_a_backward_are_served_at_its_end(wire, left):
             works.append(start(wire, table(wire.rank, number, LARGE)))
             works[-1].get_future().then(lambda _: served.append(threading.get_ident()))
 
-    before = wire.sequence
+    before = calls_of(wire)
     twice.register_hook(calls)
     with mock.patch.object(worker, "_NAP", 30.0):  # so that nobody else takes them meanwhile
         twice.sum().backward()
@@ -186,7 +187,7 @@ def test_calls_of_a_backward_are_served_at_its_end(wire, left):
         check(wire, work, number, LARGE)
     if left:
         assert served == 2 * [threading.get_ident()]
-        assert wire.sequence - before == 1
+        assert calls_of(wire) - before == 1
 
 
 @spmd(1)

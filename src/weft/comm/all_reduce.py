@@ -1,9 +1,8 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
 A small tensor travels in the opening exchange, where statements are direct; then that is the one
-round there is. Of a larger one ranks that can read each other's memory tell there where it lies
-(`wire.near`). All others are reduced by the wire. Contributions combine in rank order, so that all
-ranks get the same bits. A call that is made again is opened by a `habit`.
+round there is. A larger one is reduced by the wire. Contributions combine in rank order, so that
+all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
 its own loss, and what is differentiated is their sum. The gradient of an extremum goes to the
@@ -12,8 +11,7 @@ elements that attain it, in equal shares.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,25 +20,21 @@ from torch import Tensor
 
 from .._torch import profiled, uncompiled
 from ..agree import is_direct
-from ..kernels.cpu_talk import Came
 from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
-from ..wire import default, dense, near
-from ..wire.arithmetic import arithmetic
-from ..wire.base import Wire, as_bytes, flattened
+from ..wire import default, dense
+from ..wire.base import Wire, as_bytes
 from ..wire.hosts import hosts_of
 from ..wire.memory import fresh
 from .differentiable import applied, movable
-from .habit import known, learn
-from .movement import host, on_host
-from .opening import Mode, Opening, opened
+from .opening import Mode, opened
 from .rounding import narrowed, travelling
+from .staging import host, on_host
 
 __all__ = ["all_reduce", "combined"]
 
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
-_NEAR = 16 << 10  # the same where all can read each other's memory
 _FAR = 1 << 20  # bytes for which it is worth a round, once, to know who is on which host (`dense`)
 
 
@@ -140,7 +134,6 @@ class _Reduction:
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
-            # a range as torch.profiler.record_function makes it, for a fiftieth of the time
             with profiled("weft::all_reduce"):
                 result, recorded = self._run(tensors[0].detach(), mode)
                 return [result], recorded
@@ -148,77 +141,24 @@ class _Reduction:
         return self.wire.worker.call(self.name, job)
 
     def _run(self, tensor: Tensor, mode: Mode) -> tuple[Tensor, bool]:
-        given = host(tensor)
+        wire, given = self.wire, host(tensor)
+        eager = is_direct(wire) and self.error is None and given.nbytes <= _EAGER
+        fields: dict[str, object] = {"op": self.op}
+        if self.error is None:
+            fields |= {"dtype": self.said or given.dtype, "shape": tuple(given.shape)}
+        own = as_bytes(given).numpy().data if eager else b""
         place = fresh(tuple(given.shape), given.dtype)
-        records = self._reduced(given, place, mode)
-        self._number = self.wire.sequence
-        return place if on_host(tensor) else place.to(tensor.device), records
-
-    def _reduced(self, given: Tensor, place: Tensor, mode: Mode) -> bool:
-        """Reduce `given` over all ranks into `place`; whether gradients are recorded."""
-        wire, op = self.wire, self.op
-        direct = is_direct(wire) and self.error is None
-        eager = direct and given.nbytes <= (_NEAR if wire.together else _EAGER)
-        lends = direct and not eager and wire.near
-        key: Hashable = None
-        if direct and self.name == _NAME:
-            key = _NAME, op, self.said, given.dtype, given.shape, mode, eager, lends
-        if lends:
-            combine, flat = arithmetic(op, flattened(place))
-            source = flattened(given).view(flat.dtype)
-            told: bytes | memoryview = near.places_of(source, flat)
-        else:
-            told = as_bytes(given).numpy().data if eager else b""
-
-        def ended(heard: Sequence[Tensor | memoryview], able: bool) -> None:
+        with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
+            self._number, records = said.number, said.records
             if eager:
-                dense.reduce([_as(each, given) for each in heard], op, place)
-            elif lends and able:
-                places = {peer: near.places_in(bytes(heard[peer])) for peer in wire.peers}
-                near.all_reduce(wire, flat, combine, source, places)
-                wire.together = True
-            else:
-                wire.near = wire.near and not lends
-                place.copy_(given)
-                if place.nbytes >= _FAR:
-                    hosts_of(wire)
-                wire.dense_all_reduce(place, op).wait()
-
-        habit = known(wire).get(key)
-        if habit is not None:
-            if habit.exchange(dict.fromkeys(wire.peers, told)) is not Came.OTHER:
-                ended([habit.tails.get(rank, given) for rank in range(wire.size)], True)
-                return bool(habit.records)
-            opening: AbstractContextManager[Opening] = nullcontext(habit.news())
-        else:
-            able = not lends or all(map(wire.lends, wire.peers))
-            fields: dict[str, object] = {"op": op}
-            if self.error is None:
-                fields |= {"dtype": self.said or given.dtype, "shape": tuple(given.shape)}
-            private = None
-            if direct:
-                private = [[told] if rank != wire.rank else [] for rank in range(wire.size)]
-            opening = opened(
-                wire, self.name, fields, self.error, mode=mode, limit=int(able), private=private
-            )
-        with opening as said:
-            if key is not None and said.limit and (eager or lends):
-                same = dict.fromkeys(wire.peers, (b"", len(told)))
-                learn(wire, key, self.name, said, same, same)
-            heard: list[Tensor | memoryview] = list(said.private)
-            if direct:
-                heard[wire.rank] = given
-            ended(heard, bool(said.limit))
-            return said.records
-
-
-def _as(said: Tensor | memoryview, given: Tensor) -> Tensor:
-    """What a rank told of its tensor, 1-D, in the dtype of this rank's."""
-    if said is given:
-        return flattened(given)
-    if isinstance(said, memoryview):
-        said = torch.frombuffer(said, dtype=torch.uint8) if said else torch.empty(0).byte()
-    return said.view(given.dtype)
+                heard = [torch.frombuffer(each, dtype=torch.uint8) for each in said.own if each]
+                dense.reduce([each.view(given.dtype) for each in heard], self.op, place)
+        if not eager:
+            place.copy_(given)
+            if place.nbytes >= _FAR:
+                hosts_of(wire)
+            wire.dense_all_reduce(place, self.op).wait()
+        return place if on_host(tensor) else place.to(tensor.device), records
 
 
 def _extremum(wire: Wire, op: str, said: str, tensor: Tensor) -> Any:

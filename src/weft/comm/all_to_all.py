@@ -1,19 +1,16 @@
 """`all_to_all`: a tensor from each rank to each, of any sizes, which nobody needs to know before.
 
 In the opening exchange every rank tells every other what it is going to send it, and sends it along
-if it is small: one round. A peer on the same host is told where a larger tensor lies, and reads it
-there at once (`wire.loans`). All others go straight from where they are to where they belong,
-between every two ranks at once. A call that is made again is opened by a `habit`.
+if it is small: one round. All others go straight from where they are to where they belong, between
+every two ranks at once.
 
 The adjoint of sending tensors is sending their gradients back: the same collective again.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +22,9 @@ from ..agree import is_direct
 from ..tensors import has_elements, lacking
 from ..wire import default
 from ..wire.base import Wire, as_bytes, plain
-from ..wire.loans import Loans
-from .delivery import Coming, Delivery
 from .differentiable import applied
-from .habit import Habit, known, learn
-from .movement import (
+from .opening import NO_LIMIT, Mode, opened
+from .staging import (
     STAGED,
     empty,
     host,
@@ -38,15 +33,12 @@ from .movement import (
     on_host,
     rounds_of,
 )
-from .opening import NO_LIMIT, Mode, Opening, opened
 
 __all__ = ["Scatter", "all_to_all", "check_round"]
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
-_NEAR = 16 << 10  # the same where the other rank can rather read it
-_APART, _HERE, _LENT = range(3)  # where a tensor is: not in the statement, in it, to be read
 _DIMS = 64  # as many as torch's tensors may have
-_CAP = 8 + 8 * _DIMS + 8  # bytes of a shape on its own
+_CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape, and of a tensor that goes along with it
 _ALIGNED = 16  # bytes, to a multiple of which it is filled up, so that any dtype may follow
 
 
@@ -165,7 +157,6 @@ class Scatter:
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
-            # a range as torch.profiler.record_function makes it, for a fiftieth of the time
             with profiled(f"weft::{self.name.partition(' ')[0]}"):
                 return self.now([plain(tensor.detach()) for tensor in tensors], mode)
 
@@ -174,162 +165,73 @@ class Scatter:
     def now(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         """`run`, for plain tensors and inside of a call whose turn it is."""
         wire, like = self.wire, tensors[self.wire.rank]
-        key: Hashable = None
-        # backward calls name the call that they belong to, so none is made twice
-        if (
-            " " not in self.name
-            and self.error is None
-            and self.limit in (None, NO_LIMIT)
-            and on_host(like)
-        ):
-            shapes = tuple([tensor.shape for tensor in tensors])
-            key = self.name, like.dtype, mode, *self.fields.values(), shapes
-        habit = known(wire).get(key)
-        if habit is not None:
-            return self._again(habit, tensors)
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
         fields = {"dtype": None if self.error else like.dtype, **self.fields}
         # what all others send along comes to no more than a round, either
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
-        loans = Loans(wire)
-        private: list[tuple[bytes, bytes | memoryview]] | None = None
-        if is_direct(wire) and not self.error:
-            lender = loans if limit == NO_LIMIT else None
-            private = [
-                _stated(tensor, eager, to, lender) if to != wire.rank else (b"", b"")
-                for to, tensor in enumerate(tensors)
-            ]
-        opening = opened(
+        told = [b""] * wire.size if self.error else [_stated(each, eager) for each in tensors]
+        told[wire.rank] = b""
+        private = [[each] for each in told] if is_direct(wire) else None
+        with opened(
             wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
-        )
-        with opening as said:
-            if key is not None and private is not None:
-                self._learn(key, said, private, tensors)
-            told = {peer: private[peer][0][0] if private else _APART for peer in wire.peers}
-            return self._moved(tensors, said, told, loans)
-
-    def _moved(
-        self, tensors: Sequence[Tensor], said: Opening, told: Mapping[int, int], loans: Loans
-    ) -> tuple[list[Tensor], bool]:
-        """The results of a call that was opened; `told` is where each peer was told to look."""
-        wire, like = self.wire, tensors[self.wire.rank]
-        self._number = wire.sequence
-        results = list(tensors)
-        outgoing: dict[int, Tensor] = {}
-        incoming: dict[int, Tensor] = {}
-        heard = said.private if is_direct(wire) else _shapes(wire, tensors)
-        lends = said.limit == NO_LIMIT  # else what was lent goes in rounds, too
-        for peer in wire.peers:
-            where, shape, payload = _read(heard[peer])
-            if where == _HERE:
-                results[peer] = _made(payload, shape, like)
-            else:
-                results[peer] = empty(shape, like)
-                if where == _LENT and lends:
-                    loans.take(peer, payload, results[peer])
+        ) as said:
+            self._number = said.number
+            heard = said.private if private else _exchanged(wire, told)
+            results = list(tensors)
+            results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
+            outgoing: dict[int, Tensor] = {}
+            incoming: dict[int, Tensor] = {}
+            for peer in wire.peers:
+                shape, payload = _read(heard[peer])
+                if payload is None:
+                    incoming[peer] = results[peer] = empty(shape, like)
                 else:
-                    incoming[peer] = results[peer]
-            if told[peer] == _APART or (told[peer] == _LENT and not lends):
-                outgoing[peer] = tensors[peer]
-        results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
-        rounds = 1
-        if said.limit != NO_LIMIT:
-            rounds = rounds_of(_most(wire, [*outgoing.values(), *incoming.values()]), said.limit)
-        moved(wire, outgoing, incoming, rounds)
-        if lends:
-            loans.settle()
-        return results, said.records
-
-    def _again(self, habit: Habit, tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """`now`, of tensors of the same shapes as before."""
-        wire, like = self.wire, tensors[self.wire.rank]
-        loans = Loans(wire)
-        tails: dict[int, bytes] = {}
-        for peer, always in habit.told.items():
-            tensor = tensors[peer]
-            if always[0] == _LENT:
-                tails[peer] = loans.ticket(peer, tensor)
-            else:
-                tails[peer] = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        results = habit.delivery.ended(habit, tails, like, loans)
-        if results is None:
-            told = {peer: always[0] for peer, always in habit.told.items()}
-            return self._moved(tensors, habit.news(), told, loans)
-        self._number = wire.sequence
-        return results, habit.records
-
-    def _learn(
-        self,
-        key: Hashable,
-        said: Opening,
-        private: Sequence[tuple[bytes, bytes | memoryview]],
-        tensors: Sequence[Tensor],
-    ) -> None:
-        """Remember a call in which all that is not lent is told at once."""
-        wire, like = self.wire, tensors[self.wire.rank]
-        told = {peer: (private[peer][0], len(private[peer][1])) for peer in wire.peers}
-        heard: dict[int, tuple[bytes, int]] = {}
-        coming = {wire.rank: Coming(tuple(like.shape), like.nbytes)}
-        for peer in wire.peers:
-            where, shape, tail = _read(said.private[peer])
-            heard[peer] = bytes(said.private[peer][: -len(tail) or None]), len(tail)
-            nbytes = math.prod(shape) * like.itemsize
-            coming[peer] = Coming(shape, nbytes, where == _LENT)
-        every = [always[0] for always, _ in (*told.values(), *heard.values())]
-        if said.limit != NO_LIMIT or _APART in every:
-            return
-        habit = learn(wire, key, self.name, said, told, heard)
-        if habit is not None:
-            lends = {peer: tensors[peer].nbytes for peer in wire.peers if told[peer][0][0] == _LENT}
-            habit.delivery = Delivery(wire, habit, lends, coming)
+                    results[peer] = _made(payload, shape, like)
+                if tensors[peer].nbytes > eager:
+                    outgoing[peer] = tensors[peer]
+            rounds = 1
+            if said.limit != NO_LIMIT:
+                most = _most(wire, [*outgoing.values(), *incoming.values()])
+                rounds = rounds_of(most, said.limit)
+            moved(wire, outgoing, incoming, rounds)
+            return results, said.records
 
 
-def _stated(
-    tensor: Tensor, eager: int, to: int, loans: Loans | None
-) -> tuple[bytes, bytes | memoryview]:
-    """A tensor's shape, with its bytes if they are few, or with where it lies if `to` can read."""
-    if tensor.nbytes > _NEAR and loans is not None and loans.wire.lends(to):
-        return _shape(tensor, _LENT), loans.ticket(to, tensor)
-    if tensor.nbytes <= eager:
-        return _shape(tensor, _HERE), as_bytes(host(tensor)).numpy().data
-    return _shape(tensor, _APART), b""
+def _stated(tensor: Tensor, eager: int) -> bytes:
+    """A tensor's shape, with its bytes if they are few."""
+    along = tensor.nbytes <= eager
+    shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
+    payload = as_bytes(host(tensor)).numpy().data if along else b""
+    return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
-def _made(payload: bytes | memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor of bytes that came with its shape, in memory of its own."""
-    if not payload:
-        return empty(shape, like)
-    result = torch.frombuffer(bytearray(payload), dtype=like.dtype).view(shape)
-    return result if on_host(like) else result.to(like.device)
-
-
-def _shapes(wire: Wire, tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Tell each peer the shape of what it will be sent; what each rank told this one."""
-    texts = [
-        torch.frombuffer(bytearray(_shape(tensor, _APART)), dtype=torch.uint8) for tensor in tensors
-    ]
-    pending = wire.post_small(
-        [(peer, texts[peer]) for peer in wire.peers], [(peer, _CAP) for peer in wire.peers]
-    )
-    heard = dict(zip(wire.peers, pending.wait(), strict=True)) | {wire.rank: texts[wire.rank]}
-    shapes = [memoryview(bytes(heard[rank].numpy().data)) for rank in range(wire.size)]
-    pending.release()
-    return shapes
-
-
-def _shape(tensor: Tensor, where: int) -> bytes:
-    """Where a tensor is, and its shape."""
-    dims = tensor.dim()
-    return struct.pack(f"<BB6x{dims}q", where, dims, *tensor.shape) + bytes(
-        -(8 + 8 * dims) % _ALIGNED
-    )
-
-
-def _read(raw: bytes | memoryview) -> tuple[int, tuple[int, ...], bytes | memoryview]:
-    """Where a tensor is, its shape, and what follows: its bytes, or its ticket."""
-    where, dims = raw[0], raw[1]
+def _read(raw: memoryview) -> tuple[tuple[int, ...], memoryview | None]:
+    """The shape of a tensor, and what begins with its bytes; None: it did not come along."""
+    along, dims = raw[0], raw[1]
     end = 8 + 8 * dims
-    return where, struct.unpack_from(f"<{dims}q", raw, 8), raw[end + -end % _ALIGNED :]
+    return struct.unpack_from(f"<{dims}q", raw, 8), raw[end + -end % _ALIGNED :] if along else None
+
+
+def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of bytes that came with its shape, in memory of its own."""
+    result = empty(shape, like)
+    if result.numel():
+        came = torch.frombuffer(payload, dtype=like.dtype, count=result.numel())
+        result.copy_(came.view(shape))
+    return result
+
+
+def _exchanged(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
+    """What each rank tells this one, where that is not in its statement."""
+    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in wire.peers]
+    pending = wire.post_small(sends, [(peer, _CAP) for peer in wire.peers])
+    heard = dict(zip(wire.peers, pending.wait(), strict=True))
+    kept = [
+        bytearray(heard[rank].numpy()) if rank in heard else bytearray()
+        for rank in range(wire.size)
+    ]
+    pending.release()
+    return [memoryview(each) for each in kept]
 
 
 def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:

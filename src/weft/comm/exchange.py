@@ -18,8 +18,8 @@ from ..tensors import has_elements, lacking
 from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
-from .movement import is_movable
 from .opening import NO_LIMIT
+from .staging import is_movable
 
 __all__ = ["exchange"]
 

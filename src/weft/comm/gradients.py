@@ -2,10 +2,7 @@
 
 Parameters are matched by name. First all ranks state which of them have a gradient, and whether it
 is sparse; one that a rank has none for counts as zero there. Then dense gradients are reduced in a
-few large `buckets` and sparse ones in one `sparse_all_reduce`. While statements are under way, what
-follows is prepared as it will be if no rank has a gradient that this one lacks. Where ranks read
-each other's memory they also state where their first bucket lies, and reduce that at once if all
-have the same.
+few large `buckets` and sparse ones in one `sparse_all_reduce`.
 
 `sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
 """
@@ -15,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,14 +21,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .._torch import uncompiled
-from ..agree import is_direct
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import list_job
 from ..sparse.arguments import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
-from .buckets import NEAR, Prepared, reduce_dense
+from .buckets import reduce_dense
 from .named import (
     Manifest,
     difference,
@@ -194,117 +190,73 @@ class Synchronised:
             Whether some rank was ready.
         """
         here = list(names)
-        survey = self._survey(here)
-        error = self.error or survey.error
+        states, error = self._states(here)
+        error = self.error or error
         if len(here) >= ROOM:
             error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
-        usual = None if error or first is not None else survey.usual
-        offer = self._offer(usual)
-        prepared = [] if offer is None else [offer]
-
-        def prepare() -> None:
-            if usual is not None and offer is None:
-                prepared.append(Prepared(self._wire, usual, self._op, self._wire_dtype))
-
-        try:
-            said = self._agree(b"" if error else survey.states, error, ready, offer, prepare)
-            if offer is not None and said.private and said.equal:
-                offer.take({peer: bytes(said.private[peer]) for peer in self._wire.peers})
-                return said.limit == 0
-            if prepared and said.equal and bytes(said.mask.numpy()) == survey.states:
-                prepared[0].reduce()  # nobody has a gradient that this rank has not
-                return said.limit == 0
-        finally:
-            for each in prepared:
-                each.release()
-        return self._reduce(here, said, first, ready)
-
-    def _reduce(self, here: list[str], said: Opening, first: int | None, ready: bool) -> bool:
-        """The rest of `reduce`, once it is known what all ranks have."""
-        wire, some_ready = self._wire, said.limit == 0
-        if not said.equal:
-            everyone = manifests_of_all(wire, NAME, self.manifest)
-            text = difference(everyone, missing=False)
-            if text is not None:
-                raise WeftError(f"the modules differ: {text}; gradients are as they were")
-            described = {name: one[name] for one in everyone for name in one}
-            # what is the same as another, on all ranks that have it, is reduced under that name
-            here = [name for name in sorted(described) if ", the same as " not in described[name]]
-            said = self._agree(self._survey(here).states, None, ready)
-        else:
-            described = self.manifest
-        states = dict(zip(here, said.mask.tolist(), strict=True))
+        with self._opened(b"" if error else states, error, ready) as said:
+            some_ready, same, found = said.limit == 0, said.equal, said.mask
+        described = self.manifest
+        if not same:
+            here, described = self._all_named()
+            with self._opened(self._states(here)[0], None, ready) as said:
+                found = said.mask
+        states_of = dict(zip(here, found, strict=True))
         if first is not None and some_ready:
-            states = {name: states[name] for name in here[:first]}
+            states_of = {name: states_of[name] for name in here[:first]}
         sparse = {
-            n: s.bit_length() - 1 for n, s in states.items() if s > _DENSE and not s & (s - 1)
+            n: s.bit_length() - 1 for n, s in states_of.items() if s > _DENSE and not s & (s - 1)
         }
         self._reduce_sparse(sparse, described)
-        others = [name for name, state in states.items() if state and name not in sparse]
+        others = [name for name, state in states_of.items() if state and name not in sparse]
         gradients = [self._dense(name, described) for name in others]
-        reduce_dense(wire, gradients, self._op, self._wire_dtype)
+        reduce_dense(self._wire, gradients, self._op, self._wire_dtype)
         return some_ready
 
-    def _offer(self, gradients: Sequence[Tensor] | None) -> Prepared | None:
-        """What can be reduced in fewer rounds, if all ranks find the same there."""
-        if gradients is None or not (self._wire.together and is_direct(self._wire)):
-            return None
-        offer = Prepared(self._wire, gradients, self._op, self._wire_dtype, most=NEAR)
-        return offer if offer.is_loaded else None
+    def _all_named(self) -> tuple[list[str], Manifest]:
+        """The parameters of all ranks by name, and what they are; collective.
 
-    def _agree(
-        self,
-        states: bytes,
-        error: str | None,
-        ready: bool,
-        offer: Prepared | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Opening:
-        """What all ranks said; with what they said in private if all have made the same offer."""
-        fields = {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)}
-        wire, mine = self._wire, bytearray([*states, offer is not None])
-        private = None
-        if offer is not None:
-            private = [[offer.told] if rank != wire.rank else [] for rank in range(wire.size)]
-        with opened(
-            wire,
+        Raises:
+            WeftError: one of them is not the same on all ranks that have it.
+        """
+        everyone = manifests_of_all(self._wire, NAME, self.manifest)
+        text = difference(everyone, missing=False)
+        if text is not None:
+            raise WeftError(f"the modules differ: {text}; gradients are as they were")
+        described = {name: one[name] for one in everyone for name in one}
+        # what is the same as another, on all ranks that have it, is reduced under that name
+        return [n for n in sorted(described) if ", the same as " not in described[n]], described
+
+    def _opened(
+        self, states: bytes, error: str | None, ready: bool
+    ) -> AbstractContextManager[Opening]:
+        """What all ranks said."""
+        return opened(
+            self._wire,
             NAME,
-            fields,
+            {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)},
             error,
             limit=0 if ready else NO_LIMIT,
             digest=self.digest,
-            mask=torch.frombuffer(mine, dtype=torch.uint8),
-            private=private,
-            meanwhile=meanwhile,
-        ) as said:
-            same = offer is not None and all(bytes(each) == mine for each in said.own)
-            told = [memoryview(bytes(each)) for each in said.private] if same else []
-            mask = said.mask[:-1].clone()
-            return Opening(said.fields, said.records, said.limit, said.equal, mask, [], told)
+            own=states,
+        )
 
-    def _survey(self, names: Sequence[str]) -> _Survey:
-        """What gradients this rank has."""
-        states, usual, error = bytearray(len(names)), list[Tensor](), None
-        others = False
-        fine: dict[torch.dtype, str | None] = {}  # what is wrong with a dtype
+    def _states(self, names: Sequence[str]) -> tuple[bytes, str | None]:
+        """A byte for each name: which gradient this rank has; and what is wrong with the first."""
+        states, error = bytearray(len(names)), None
+        refused: dict[torch.dtype, str | None] = {}
         for number, name in enumerate(names):
             parameter = self._of.get(name)
             gradient = None if parameter is None else parameter.grad
             if parameter is None or gradient is None:
                 continue
             dtype = gradient.dtype
-            if dtype not in fine:
+            if dtype not in refused:
                 reason = dense.refuses(self._op, dtype)
-                fine[dtype] = reason and f"the gradient of {name!r}: {reason}"
-            if _is_usual(gradient) and type(parameter) is torch.nn.Parameter:
-                states[number] = _DENSE
-                usual.append(gradient)
-                wrong = None if dtype is parameter.dtype else _wrong(name, gradient, parameter)
-            else:
-                states[number], others = _state(gradient), True
-                wrong = _wrong(name, gradient, parameter)
-            error = error or wrong or fine[dtype]
-        return _Survey(bytes(states), None if others else usual, error)
+                refused[dtype] = reason and f"the gradient of {name!r}: {reason}"
+            states[number] = _state(gradient)
+            error = error or _wrong(name, gradient, parameter) or refused[dtype]
+        return bytes(states), error
 
     def _gradient(self, name: str) -> Tensor | None:
         return self._of[name].grad if name in self._of else None
@@ -357,28 +309,11 @@ class Synchronised:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
-        elif _is_usual(gradient):
-            return gradient
         elif gradient.layout == torch.sparse_coo:
             parameter.grad = gradient = gradient.to_dense()
         elif expanded_dims(local(gradient)):
             parameter.grad = gradient = gradient.contiguous()
         return local(gradient)
-
-
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    """What gradients a rank has.
-
-    Attributes:
-        states: a byte for each name.
-        usual: all of them, if all are as most are; else they may have to be changed first.
-        error: what is wrong with the first that cannot be reduced, or None.
-    """
-
-    states: bytes
-    usual: list[Tensor] | None
-    error: str | None
 
 
 def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
@@ -392,16 +327,6 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
     if shard_of(gradient) != shard_of(parameter):
         return f"the gradient of {name!r} is placed otherwise than the parameter"
     return None
-
-
-def _is_usual(gradient: Tensor) -> bool:
-    """Whether a gradient is as most are: whole, dense, in memory of its own, without a history."""
-    return (
-        type(gradient) is Tensor
-        and gradient.layout is torch.strided
-        and gradient.is_contiguous()
-        and not gradient.requires_grad
-    )
 
 
 def _named(error: str, names: Sequence[str]) -> str:

@@ -22,8 +22,8 @@ from ..sparse.call import extent
 from ..tensors import has_elements, lacking
 from ..wire.base import Wire
 from .all_to_all import Scatter
-from .movement import is_movable
 from .opening import Mode
+from .staging import is_movable
 
 __all__ = [
     "Manifest",

@@ -2,9 +2,9 @@
 
 Beside the fingerprint and the error of `weft.agree`, a statement says whether this rank's tensors
 record gradients, whether it is under `torch.no_grad()`, how much it may move at once, and the
-digest of something that may differ. All that combines by minima, however many ranks there are; a
-mask combines by "or". What a call states besides (shapes, small payloads) is heard from each rank,
-where statements are direct.
+digest of something that may differ. All that combines by minima, however many ranks there are; what
+a call states besides (a mask, a small payload) is heard from each rank where statements are direct,
+and else combined bit by bit, by "or".
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..agree import BODY, Agreement, Private, agree, is_direct
+from ..agree import BODY, Private, agree
 from ..errors import WeftError
 from ..wire.base import Pending, Wire
 
-__all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "following", "opened"]
+__all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "opened"]
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 
 _NOBODY = NO_LIMIT
-_SAID = struct.Struct("<5q")
-
-_NO_MASK = torch.empty(0, dtype=torch.uint8)
+_SAID = struct.Struct("<5q8x")  # so that any dtype may follow
 
 ROOM = BODY - _SAID.size
 """Bytes that a call may state of its own."""
@@ -60,26 +58,26 @@ class Opening:
     """What all ranks said.
 
     Attributes:
-        fields: the agreed fingerprint.
+        number: of the call, among those of the group.
         records: whether some rank records gradients, so that all take part in backward.
         limit: the smallest of the limits.
         equal: whether all digests are.
-        mask: the bits of all ranks together; means something where all masks have one length.
-        own: what each rank stated of its own, in rank order; empty where statements are not
-            direct. Valid inside of `opened`.
+        own: what each rank stated of its own, in rank order; where statements are not direct, one
+            for all, combined. Valid inside of `opened`.
         private: what each rank said to this one alone, its own not included; as `own`.
-        bodies, fingerprints: of the statements, in rank order; as `own`.
     """
 
-    fields: dict[str, str]
+    number: int
     records: bool
     limit: int
     equal: bool
-    mask: Tensor
     own: list[memoryview]
     private: list[memoryview]
-    bodies: list[memoryview] = field(default_factory=list)
-    fingerprints: list[bytes] = field(default_factory=list)
+
+    @property
+    def mask(self) -> bytes:
+        """The bits of what all stated of their own; means something where all have one length."""
+        return functools.reduce(_or, self.own, bytes(self.own[0]))
 
 
 @contextmanager
@@ -92,8 +90,7 @@ def opened(
     mode: Mode | None = None,
     limit: int = NO_LIMIT,
     digest: int = 0,
-    mask: Tensor | None = None,
-    own: memoryview | None = None,
+    own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
     meanwhile: Callable[[], object] = lambda: None,
     watch: Callable[[Pending], object] = lambda pending: None,
@@ -108,9 +105,7 @@ def opened(
         mode: of a call that is differentiable, else None.
         limit: what this rank may move at once, in units of the call's.
         digest: an int64 to be compared with the others'.
-        mask: uint8, 1-D, at most `ROOM` bytes, combined bit by bit.
-        own: instead of a mask, at most `ROOM` bytes; only sent where statements
-            are direct.
+        own: at most `ROOM` bytes.
         private: what to say to each rank, in rank order, with the rest at most `ROOM` bytes; only
             where statements are direct.
         meanwhile, watch: as for `agree`.
@@ -119,20 +114,14 @@ def opened(
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
-    parts: list[bytes | memoryview] = [
-        _SAID.pack(
-            wire.rank if mode and mode.records else _NOBODY,
-            wire.rank if mode and not mode.enabled else _NOBODY,
-            limit,
-            digest,
-            ~digest,  # the largest becomes the smallest
-        )
-    ]
-    if mask is not None:
-        parts.append(mask.numpy().data)
-    elif own is not None and is_direct(wire):
-        parts.append(own)
-    body = bytearray().join(parts)
+    numbers = _SAID.pack(
+        wire.rank if mode and mode.records else _NOBODY,
+        wire.rank if mode and not mode.enabled else _NOBODY,
+        limit,
+        digest,
+        ~digest,  # the largest becomes the smallest
+    )
+    body = bytearray().join([numbers, own])
     agreement = agree(
         wire,
         name,
@@ -145,47 +134,34 @@ def opened(
         private=private,
     )
     try:
-        yield following(wire, name, agreement, masks=mask is not None)
+        said = [_SAID.unpack_from(each) for each in agreement.said]
+        recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))
+        if recorder != _NOBODY and without != _NOBODY:
+            raise WeftError(
+                f"rank {recorder} records gradients of {name}, rank {without} is under "
+                "torch.no_grad(): call it under the same mode on every rank"
+            )
+        yield Opening(
+            agreement.number,
+            recorder != _NOBODY,
+            least,
+            lowest == ~highest,
+            [each[_SAID.size :] for each in agreement.said],
+            agreement.private,
+        )
     finally:
         agreement.release()
 
 
-def following(wire: Wire, name: str, agreement: Agreement, *, masks: bool = False) -> Opening:
-    """What follows from an agreement, in which what is said of its own may be masks.
-
-    Raises:
-        WeftError: some ranks record gradients and others are under `torch.no_grad()`.
-    """
-    heard = agreement.said
-    said = [_SAID.unpack_from(each) for each in heard]
-    recorder, without, limit, lowest, highest = map(min, zip(*said, strict=True))
-    if recorder != _NOBODY and without != _NOBODY:
-        raise WeftError(
-            f"rank {recorder} records gradients of {name}, rank {without} is under "
-            "torch.no_grad(): call it under the same mode on every rank"
-        )
-    rests = [each[_SAID.size :] for each in heard]
-    bits = (torch.frombuffer(each, dtype=torch.uint8) for each in rests if each)
-    return Opening(
-        agreement.fields,
-        recorder != _NOBODY,
-        limit,
-        lowest == ~highest,
-        functools.reduce(_or, bits) if masks and rests[0] else _NO_MASK,
-        rests if is_direct(wire) else [],
-        agreement.private,
-        heard,
-        agreement.fingerprints,
-    )
-
-
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
-    left, right = (_SAID.unpack_from(body.numpy().data) for body in (lower, upper))
-    numbers = torch.frombuffer(bytearray(_SAID.pack(*map(min, left, right))), dtype=torch.uint8)
-    return torch.cat([numbers, _or(lower[_SAID.size :], upper[_SAID.size :])])
+    left, right = lower.numpy().data, upper.numpy().data
+    numbers = _SAID.pack(*map(min, _SAID.unpack_from(left), _SAID.unpack_from(right)))
+    own = _or(left[_SAID.size :], right[_SAID.size :])
+    return torch.frombuffer(bytearray(numbers + own), dtype=torch.uint8)
 
 
-def _or(left: Tensor, right: Tensor) -> Tensor:
-    """The bits of both; of masks of different lengths, which mean nothing, what both have."""
-    common = min(len(left), len(right))
-    return left[:common] | right[:common]
+def _or(left: bytes | memoryview, right: bytes | memoryview) -> bytes:
+    """The bits of both; of different lengths, which mean nothing, what both have."""
+    size = min(len(left), len(right))
+    bits = int.from_bytes(left[:size], "little") | int.from_bytes(right[:size], "little")
+    return bits.to_bytes(size, "little")

@@ -30,9 +30,9 @@ from ..wire import default
 from ..wire.base import Wire
 from ..wire.worker import Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
-from .movement import on_host
 from .named import difference, manifests_of_all
 from .opening import opened
+from .staging import on_host
 
 __all__ = ["Overlap", "overlap_grads"]
 

@@ -24,9 +24,9 @@ from .._torch import uncompiled
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain
-from .movement import host, on_host
 from .named import difference, digest, expanded_dims, local, manifests_of_all, of_module
 from .opening import opened
+from .staging import host, on_host
 
 __all__ = ["sync_params"]
 

@@ -100,7 +100,6 @@ class Wire(abc.ABC):
         traffic: what was sent so far.
         doing: the name of the call that is running, "" between calls; the worker sets it.
         calls: how many calls were started; the worker counts them.
-        sequence: number of the last call that the ranks agreed on.
         link: figures of the network, once measured (`weft.wire.link`).
         priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
@@ -122,7 +121,6 @@ class Wire(abc.ABC):
         self.traffic = Traffic(rank)
         self.doing = ""
         self.calls = 0
-        self.sequence = 0
         self.link: Link | None = None
         self.priced = 0
         self.hosts: Hosts | None = None

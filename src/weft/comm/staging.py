@@ -30,7 +30,6 @@ STAGED = 128 << 20
 """Bytes that a rank whose tensors are on another device sends and receives in one round."""
 
 _CHANNEL = 3
-_QUICK = 512 << 10  # bytes of a piece that goes on the lane where no receiver is waited for
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -95,28 +94,12 @@ def moved(
             for peer, place in places
         ]
         sends = [(peer, host(piece)) for peer, piece in sends if piece.numel()]
-        posts = [
-            wire.post_small(
-                [each for each in sends if _is_quick(each[1])],
-                [each for each in recvs if _is_quick(each[1])],
-            ),
-            wire.post(
-                [each for each in sends if not _is_quick(each[1])],
-                [each for each in recvs if not _is_quick(each[1])],
-                _CHANNEL,
-            ),
-        ]
-        for pending in posts:
-            pending.wait()
-            pending.release()
+        pending = wire.post(sends, recvs, _CHANNEL)
+        pending.wait()
+        pending.release()
         for (_, place), (_, came) in zip(places, recvs, strict=True):
             if came is not place:
                 place.copy_(came)
-
-
-def _is_quick(piece: Tensor) -> bool:
-    """Whether a piece, known by its size at both ends, goes on the lane of small messages."""
-    return piece.nbytes <= _QUICK
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:
