@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.backend.mpi import TRANSPORT
 from weft.testing.outcome import Outcome
 from weft.wire import default, mpi
 from weft.wire.process_group import connect
@@ -49,7 +50,9 @@ def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
     wire = None
     try:
         body = load(*job["body"])
-        wire = connect(store, rank, job["size"], job["timeout"], name=job["name"], join=mpi.join)
+        wire = connect(
+            store, rank, job["size"], job["timeout"], name=job["name"], transport=TRANSPORT
+        )
         default.set(wire)
         return Outcome(rank, body(wire, *job["args"], **job["kwargs"]))
     except BaseException as error:

@@ -25,6 +25,13 @@ class TestProcessGroup(WireContract):
         return functools.partial(run, on="processes")
 
 
+class TestTorch(WireContract):
+    @pytest.fixture
+    def ranks(self):
+        # more ranks than that prove nothing of a wire whose pairs know nothing of each other
+        return lambda size, *args, **options: run(min(size, 4), *args, on="torch", **options)
+
+
 class TestSimulated(WireContract):
     @pytest.fixture
     def ranks(self):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from ..wire import process_group
 from ..wire.base import Wire
-from ..wire.process_group_wire import ProcessGroupWire
 
 __all__ = ["PythonGroup"]
 
@@ -23,7 +22,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._wire: ProcessGroupWire | None = None
+        self._wire: process_group.GroupWire | None = None
 
     @property
     def wire(self) -> Wire:

@@ -18,13 +18,16 @@ from torch import Tensor
 from ..errors import WeftError
 from ..wire import mpi, process_group
 from ..wire.base import Wire, is_plain, plain
+from ..wire.process_group_wire import ProcessGroupWire
 from . import collectives
 from .arguments import listed, nested, op_of, root_of
 from .gloo import sparse_all_reduce
 from .group import PythonGroup
 from .work import Ended, Posted, Queued, started
 
-__all__ = ["MpiGroup"]
+__all__ = ["TRANSPORT", "MpiGroup"]
+
+TRANSPORT = process_group.Transport("mpi", ProcessGroupWire, mpi.join)
 
 
 class MpiGroup(PythonGroup):
@@ -34,7 +37,7 @@ class MpiGroup(PythonGroup):
         timeout: seconds that any one wait may last.
     """
 
-    join = staticmethod(mpi.join)  # how `process_group.of_group` joins the ranks
+    transport = TRANSPORT  # how `process_group.of_group` joins the ranks
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -42,7 +45,7 @@ class MpiGroup(PythonGroup):
         self._name = self._described = ""
         # made here, where all ranks are: a message concerns two of them only
         self._messages = process_group.connect(
-            store, rank, size, self.timeout, name="messages", join=mpi.join
+            store, rank, size, self.timeout, name="messages", transport=TRANSPORT
         )
 
     def getBackendName(self) -> str:  # C++ asks by this name

@@ -54,7 +54,11 @@ _named: list[tuple[str, str | None]] = []  # the interface that weft named to gl
 
 
 def init(
-    backend: str | None = None, *, rendezvous: str | None = None, timeout: float | None = None
+    backend: str | None = None,
+    *,
+    rendezvous: str | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
 ) -> Wire:
     """Start weft in this process, and return the wire between all ranks, the default one.
 
@@ -78,6 +82,8 @@ def init(
             "file:///path" of a file or folder that all see. None: "env://", and where the
             environment has no such place, one that follows from the launcher.
         timeout: seconds that any wait may last. None: the adopted group's own, else 300.
+        transport: what weft's traffic goes over. None: what is best, unless WEFT_TRANSPORT says
+            otherwise. "torch": a gloo group of its own, for all of it: slow, and plain.
 
     Raises:
         WeftError: the environment is incomplete, the backend is not there, or the processes do
@@ -96,12 +102,15 @@ def init(
         raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
-            _check_same(_running.wire, _running.url, backend, rendezvous, timeout)
+            _check_same(_running.wire, _running.url, backend, rendezvous, timeout, transport)
             return _running.wire
         shutdown()  # the program has destroyed that group: what is left of it is of no use
+    from ..wire import process_group  # here: `import weft` shall be quick
+
     if dist.is_initialized():
         made, url = False, None
         _check_backend(backend)
+        process_group.chosen(transport)
         if rendezvous is not None:
             raise WeftError(
                 f"rendezvous={rendezvous!r} was asked for, but torch.distributed is initialised "
@@ -117,13 +126,14 @@ def init(
             place = meeting.place(launch, rendezvous)
         except WeftError as error:
             raise _told(error, rendezvous) from error
-        if backend is not None:
-            try:
+        try:
+            process_group.chosen(transport)
+            if backend is not None:
                 backends.spec(backend)
-            except WeftError as error:
-                if place is None:
-                    raise
-                raise _refused(error, launch, place, backend, limit) from error
+        except WeftError as error:
+            if place is None:
+                raise
+            raise _refused(error, launch, place, backend, limit) from error
         load = kernels.prepare()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
@@ -133,11 +143,11 @@ def init(
     group = dist.group.WORLD
     assert group is not None  # it was there, or was started
     try:
-        from ..wire import process_group  # here: `import weft` shall be quick
-
+        process_group.choose(transport)
         wire = process_group.of_group(None, timeout=timeout)
-        _check_same(wire, url, None, None, timeout)
+        _check_same(wire, url, None, None, timeout, None)
     except BaseException:
+        process_group.choose(None)
         if made:
             dist.destroy_process_group()
             _unname_interface()
@@ -162,6 +172,9 @@ def shutdown() -> None:
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
     _unname_interface()
+    from ..wire import process_group  # here: `import weft` shall be quick
+
+    process_group.choose(None)
     running.wire.leave = None
     running.wire.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.group:
@@ -181,10 +194,17 @@ def _check_same(
     backend: str | None,
     rendezvous: str | None,
     timeout: float | None,
+    transport: str | None,
 ) -> None:
     """Refuse to be asked for something else than there is."""
+    from ..wire import process_group  # here: `import weft` shall be quick
+
     _check_backend(backend)
-    for name, asked, there in (("rendezvous", rendezvous, url), ("timeout", timeout, wire.timeout)):
+    for name, asked, there in (
+        ("rendezvous", rendezvous, url),
+        ("timeout", timeout, wire.timeout),
+        ("transport", transport, process_group.chosen().name),
+    ):
         if asked is not None and asked != there:
             raise WeftError(
                 f"weft is running already, with {name}={there!r}, and cannot change to "

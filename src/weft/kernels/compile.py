@@ -58,6 +58,8 @@ class Compiler:
         self.unusable = ""
         if os.environ.get("WEFT_KERNELS") == "reference":
             self.unusable = "WEFT_KERNELS=reference"
+        elif os.environ.get("WEFT_SAFE") == "1":
+            self.unusable = "WEFT_SAFE=1"
 
     def loops(self, key: Key) -> Loops | None:
         """The set if it is made; else None, and it is being made."""

@@ -24,6 +24,7 @@ import time
 import traceback
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,7 +39,7 @@ from ..bootstrap.local import start_forkserver
 from ..errors import Error, WeftError
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.process_group import connect
+from ..wire.process_group import TRANSPORTS, connect
 from .outcome import Outcome, RankFailure, place
 
 __all__ = ["on_pool"]
@@ -56,6 +57,7 @@ def on_pool(
     *,
     timeout: float,
     limit: float,
+    transport: str = "tcp",
 ) -> list[Outcome]:
     """Run `body(wire, *args, **kwargs)` on processes of the pool; what became of each rank."""
     global _pool
@@ -67,7 +69,7 @@ def on_pool(
             _pool = _Pool()
         try:
             _pool.grow(size)
-            outcomes = _pool.run(size, program, timeout, limit)
+            outcomes = _pool.run(size, program, timeout, limit, transport)
         except BaseException:  # interrupted: what the members still say belongs to no later run
             _stop()
             raise
@@ -161,6 +163,8 @@ def _import(name: str, file: str | None) -> types.ModuleType:
 
 # This process.
 
+_Key = tuple[str, int, float]
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -170,7 +174,13 @@ class _Job:
     rank: int
     size: int
     timeout: float
+    transport: str
     program: _Program
+
+    @property
+    def key(self) -> _Key:
+        """What wires are kept by."""
+        return (self.transport, self.size, self.timeout)
 
 
 class _Pool:
@@ -185,7 +195,7 @@ class _Pool:
             timeout=timedelta(seconds=_START),
         )
         self._members: list[_Member] = []
-        self._generation: dict[tuple[int, float], int] = {}
+        self._generation: Counter[_Key] = Counter()
 
     def lives(self) -> bool:
         """Whether nobody died since the last run."""
@@ -199,13 +209,15 @@ class _Pool:
         for member in new:
             member.meet(max(0.0, deadline - time.monotonic()))
 
-    def run(self, size: int, program: _Program, timeout: float, limit: float) -> list[Outcome]:
+    def run(
+        self, size: int, program: _Program, timeout: float, limit: float, transport: str
+    ) -> list[Outcome]:
         """Run a program on the first `size` members."""
-        key = (size, timeout)
-        name = f"{size}-{timeout}-{self._generation.setdefault(key, 0)}"
+        key = (transport, size, timeout)
+        name = f"{transport}-{size}-{timeout}-{self._generation[key]}"
         members = self._members[:size]
         for rank, member in enumerate(members):
-            member.tell(_Job(name, rank, size, timeout, program))
+            member.tell(_Job(name, rank, size, timeout, transport, program))
         outcomes, healthy = self._gather(members, limit)
         if not healthy:
             self._generation[key] += 1  # the next run connects anew
@@ -338,7 +350,7 @@ def _serve(connection: Connection, port: int) -> None:
     post = _Post(connection)
     threading.Thread(target=_obey, args=(connection, jobs, post), daemon=True).start()
     connection.send_bytes(b"here")
-    wires: dict[tuple[int, float], tuple[str, Wire]] = {}
+    wires: dict[_Key, tuple[str, Wire]] = {}
     while (job := jobs.get()) is not None:
         outcome, healthy = _run(job, store, wires)
         post.busy = False
@@ -399,18 +411,17 @@ def _obey(connection: Connection, jobs: queue.SimpleQueue[_Job | None], post: _P
             post.send(Outcome(post.job.rank, hangs=where), False)
 
 
-def _run(
-    job: _Job, store: dist.Store, wires: dict[tuple[int, float], tuple[str, Wire]]
-) -> tuple[Outcome, bool]:
+def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> tuple[Outcome, bool]:
     """Run one rank's program; what became of it, and whether its wire can be used again."""
-    key = (job.size, job.timeout)
+    key = job.key
     name, wire = wires.pop(key, ("", None))
     try:
         if wire is not None and name != job.wire:
             wire.close()
             wire = None
         if wire is None:
-            wire = connect(store, job.rank, job.size, job.timeout, name=job.wire)
+            way = TRANSPORTS[job.transport]
+            wire = connect(store, job.rank, job.size, job.timeout, name=job.wire, transport=way)
         wires[key] = (job.wire, wire)
         with warnings.catch_warnings():
             warnings.filters[:] = job.program.filters  # type: ignore[index]  # typed as a Sequence

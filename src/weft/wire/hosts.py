@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .base import Wire
 
-__all__ = ["Hosts", "digest_of", "hosts_of"]
+__all__ = ["Hosts", "digest_of", "host_name", "hosts_of"]
 
 _DIGEST = 16  # bytes in which a name travels
 
@@ -64,6 +65,15 @@ def hosts_of(wire: Wire) -> Hosts:
     if wire.hosts is None:
         wire.hosts = Hosts.named(wire.all_gather_bytes(digest_of(wire.host)))
     return wire.hosts
+
+
+@functools.cache
+def host_name() -> str:
+    """This machine: containers and network namespaces of one share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 def digest_of(machine: str) -> bytes:

@@ -1,20 +1,19 @@
-"""Wires between processes, over TCP: from a store, from a process group, from a device mesh.
+"""Wires between processes: from a store, from a process group, from a device mesh.
 
-weft's traffic never mixes with the caller's: a wire has sockets of its own (`mesh`, `mover`), made
-from the store alone (never `new_group`, whose names and order the caller would have to keep).
-Beside those that carry data stand the side sockets and the watcher of `watch`, which names the
-culprit when something fails.
-
-Best everywhere but among ranks of one host, where shared memory beats TCP.
+weft's traffic never mixes with the caller's: a wire has sockets of its own (transport "tcp") or a
+process group of its own (transport "torch"), made from the store alone (never `new_group`, whose
+names and order the caller would have to keep). To add a transport, name it in `TRANSPORTS`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError, WireError
-from .joined import Joined
 from .mesh import AbsentError
 from .process_group_connections import Connections
 from .process_group_wire import ProcessGroupWire
+from .torchdist import Links, TorchWire
 from .verdict import names
 
 __all__ = [
-    "ProcessGroupWire",
+    "TRANSPORTS",
+    "GroupWire",
+    "Transport",
+    "choose",
+    "chosen",
     "connect",
     "has_default",
     "mesh",
@@ -44,11 +47,56 @@ __all__ = [
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
-Join = Callable[[dist.Store, int, int, float], Joined]
-"""Given a store, a rank, a size and a timeout: what joins this rank to all others; collective."""
+GroupWire = ProcessGroupWire | TorchWire
 
+
+class Transport(NamedTuple):
+    """A way to join ranks.
+
+    Attributes:
+        name: by which a person asks for it.
+        wire: given rank, size, timeout, what `join` made (None for one rank alone), and what makes
+            the wire of some of the ranks, given rank, size and name: the wire.
+        join: given a store, a rank, a size and a timeout: what joins this rank to all others;
+            collective.
+    """
+
+    name: str
+    wire: Callable[..., GroupWire]
+    join: Callable[[dist.Store, int, int, float], Any]
+
+
+TRANSPORTS = {
+    each.name: each
+    for each in (
+        Transport("tcp", ProcessGroupWire, Connections.make),
+        Transport("torch", TorchWire, Links.over_gloo),
+    )
+}
+
+_asked: str | None = None  # the transport that the program asks for
 _lock = threading.Lock()
 _entries: weakref.WeakKeyDictionary[dist.ProcessGroup, _Entry] = weakref.WeakKeyDictionary()
+
+
+def choose(transport: str | None) -> None:
+    """Have the wires that are made from now on use a transport; None: what the environment says."""
+    global _asked
+    _asked = transport
+
+
+def chosen(transport: str | None = None) -> Transport:
+    """The transport of that name; None: the one chosen, else WEFT_TRANSPORT, else WEFT_SAFE's.
+
+    Raises:
+        WeftError: there is no such transport.
+    """
+    safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
+    name = transport or _asked or os.environ.get("WEFT_TRANSPORT") or safe
+    if name not in TRANSPORTS:
+        known = " or ".join(map(repr, TRANSPORTS))
+        raise WeftError(f"{_me()}transport {name!r} is unknown: use {known}")
+    return TRANSPORTS[name]
 
 
 def connect(
@@ -58,8 +106,8 @@ def connect(
     timeout: float,
     *,
     name: str = "world",
-    join: Join = Connections.make,
-) -> ProcessGroupWire:
+    transport: Transport | None = None,
+) -> GroupWire:
     """Join the ranks of a group into a wire; collective, all with the same name.
 
     The store is used here and by `sub`, nowhere else: it may die with its host. Wires of
@@ -71,11 +119,11 @@ def connect(
         size: how many ranks there are; one alone opens nothing.
         timeout: seconds that joining, and then any one wait, may last.
         name: tells wires that are made at the same time apart.
-        join: makes the connections, of this wire and of its parts; the same on every rank.
+        transport: how, for this wire and its parts; the same on every rank. None: the chosen one.
 
     Raises:
-        WeftError: the rank is none of them; or some rank may not open as many files as its
-            connections are, which every rank is told.
+        WeftError: the rank is none of them; or the ranks use different transports, or some rank
+            may not open as many files as its connections are, which every rank is told.
         WireError: somebody did not come in time.
 
     Example:
@@ -87,19 +135,23 @@ def connect(
     """
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
+    way = transport or chosen()
     if size == 1:
-        part = functools.partial(_part, store, timeout, join)
-        return ProcessGroupWire(rank, size, timeout, None, part)
+        part = functools.partial(_part, store, timeout, way)
+        return way.wire(rank, size, timeout, None, part)
     failure: Exception
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
         space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        connections = join(_apart(space), rank, size, timeout)
+        apart = _apart(space)
+        if transport is None:
+            _agree_on(way, apart, rank, size, timeout)
+        joined = way.join(apart, rank, size, timeout)
     except (RuntimeError, OSError) as error:  # of the store, of the sockets
         failure = error
     else:
-        part = functools.partial(_part, space, timeout, join)
-        return ProcessGroupWire(rank, size, timeout, connections, part)
+        part = functools.partial(_part, space, timeout, way)
+        return way.wire(rank, size, timeout, joined, part)
     absent = _absent(store, name, size)
     who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
     late = absent or (failure.ranks if isinstance(failure, AbsentError) else [])
@@ -109,6 +161,25 @@ def connect(
         rank=rank,
         culprit=late[0] if late else None,
     ) from failure
+
+
+def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """See that all ranks use one transport: they come from the ranks' environments.
+
+    Raises:
+        WeftError: they do not; the same on every rank.
+        RuntimeError: from the store.
+    """
+    store.set(f"transport/{rank}", way.name)
+    keys = [f"transport/{peer}" for peer in range(size)]
+    store.wait(keys, timedelta(seconds=timeout))
+    said = [store.get(key).decode() for key in keys]
+    if len(set(said)) > 1:
+        other = next(peer for peer, its in enumerate(said) if its != said[0])
+        raise WeftError(
+            f"rank 0 uses transport {said[0]!r}, and rank {other} {said[other]!r}: give all ranks "
+            "the same WEFT_TRANSPORT, WEFT_SAFE and weft.init(transport=)"
+        )
 
 
 def _apart(store: dist.Store) -> dist.Store:
@@ -124,7 +195,7 @@ def _apart(store: dist.Store) -> dist.Store:
         return store
 
 
-def of(group: object) -> ProcessGroupWire:
+def of(group: object) -> GroupWire:
     """The wire of a ProcessGroup or of a 1-D DeviceMesh.
 
     Raises:
@@ -150,7 +221,7 @@ def has_default() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> ProcessGroupWire:
+def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> GroupWire:
     """The wire of a group of the caller's; None is the default group.
 
     Its first use is collective among the group's ranks and makes the wire, beside the group;
@@ -178,7 +249,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
     return entry.wire(group, timeout)
 
 
-def of_mesh(mesh: DeviceMesh) -> ProcessGroupWire:
+def of_mesh(mesh: DeviceMesh) -> GroupWire:
     """The wire of a 1-D device mesh: that of its group.
 
     Raises:
@@ -247,9 +318,9 @@ class _Entry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wire: ProcessGroupWire | None = None
+        self._wire: GroupWire | None = None
 
-    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> ProcessGroupWire:
+    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> GroupWire:
         with self._lock:
             store = store_of(group)
             if store is None:
@@ -262,8 +333,8 @@ class _Entry:
             if self._wire is None or self._wire.closed:
                 limit = _timeout(group) if timeout is None else timeout
                 # a backend of weft's says itself how its ranks are joined
-                join: Join = getattr(group, "join", Connections.make)
-                self._wire = connect(store, group.rank(), group.size(), limit, join=join)
+                way: Transport | None = getattr(group, "transport", None)
+                self._wire = connect(store, group.rank(), group.size(), limit, transport=way)
             return self._wire
 
 
@@ -285,9 +356,9 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 
 def _part(
-    store: dist.Store, timeout: float, join: Join, rank: int, size: int, name: str
-) -> ProcessGroupWire:
-    return connect(store, rank, size, timeout, name=name, join=join)
+    store: dist.Store, timeout: float, way: Transport, rank: int, size: int, name: str
+) -> GroupWire:
+    return connect(store, rank, size, timeout, name=name, transport=way)
 
 
 def _absent(store: dist.Store, name: str, size: int) -> list[int]:

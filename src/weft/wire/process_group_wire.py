@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +24,7 @@ from ..kernels import lent
 from ..kernels.cpu_talk import Came, Lender, Program, Talk
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
-from .hosts import digest_of
+from .hosts import digest_of, host_name
 from .joined import Joined
 from .memory import Lease
 from .mover import Lost, Message, Mover
@@ -55,12 +53,12 @@ class ProcessGroupWire(Wire):
         size: int,
         timeout: float,
         connections: Joined | None,
-        join: Callable[[int, int, str], ProcessGroupWire],
+        part: Callable[[int, int, str], Wire],
     ) -> None:
-        """A wire over `connections`; `join` connects a part of it, given rank, size and name."""
-        super().__init__(rank, size, timeout, _host())
+        """A wire over `connections`; `part` makes that of some ranks: given rank, size, name."""
+        super().__init__(rank, size, timeout, host_name())
         self._connections = connections
-        self._join: Callable[[int, int, str], ProcessGroupWire] | None = join
+        self._part: Callable[[int, int, str], Wire] | None = part
         self._subs = 0
         self._closed = False
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
@@ -202,15 +200,15 @@ class ProcessGroupWire(Wire):
         self._check()
         return dense.all_reduce(self, tensor, op)
 
-    def sub(self, ranks: Sequence[int]) -> ProcessGroupWire | None:
+    def sub(self, ranks: Sequence[int]) -> Wire | None:
         self._check()
         chosen = self.chosen(ranks)
         self._subs += 1
         if self.rank not in chosen:
             return None
-        assert self._join is not None
+        assert self._part is not None
         name = f"sub{self._subs}:{','.join(map(str, chosen))}"
-        return self._join(chosen.index(self.rank), len(chosen), name)
+        return self._part(chosen.index(self.rank), len(chosen), name)
 
     def abort(self, reason: str) -> None:
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
@@ -223,7 +221,7 @@ class ProcessGroupWire(Wire):
         if self._closed:
             return
         self._closed = True
-        self._join = None  # it holds the store, whose server ends when nobody does
+        self._part = None  # it holds the store, whose server ends when nobody does
         if self._connections is not None:
             self._connections.close()
         if self._worker is not None:
@@ -442,12 +440,3 @@ def _call_of(wire: weakref.ref[ProcessGroupWire]) -> tuple[int, str]:
     """The number and the name of the call that a wire is in."""
     alive = wire()
     return (alive.calls, alive.doing) if alive is not None else (0, "")
-
-
-@functools.cache
-def _host() -> str:
-    """This machine: containers and network namespaces of one share its cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # no Linux
-        return socket.gethostname()
