@@ -141,7 +141,7 @@ def test_who_joined_and_said_no_more_is_named():
     store = dist.HashStore()
     store.add("weft/x/1", 1)
     store.add("weft/x/2", 1)
-    store.set("weft/x/1/2", '{"door": ["127.0.0.1", 9, "00"]}')
+    store.set("weft/x/1/transport/2", "tcp")
     with pytest.raises(WireError, match="joined: rank 1 came, and then did not say wh") as caught:
         connect(store, 0, 3, 0.5, name="x")
     assert caught.value.culprit == 1

@@ -172,7 +172,11 @@ def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: 
     """
     store.set(f"transport/{rank}", way.name)
     keys = [f"transport/{peer}" for peer in range(size)]
-    store.wait(keys, timedelta(seconds=timeout))
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError:
+        late = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise AbsentError(late, "came, and then did not say which transport it uses") from None
     said = [store.get(key).decode() for key in keys]
     if len(set(said)) > 1:
         other = next(peer for peer, its in enumerate(said) if its != said[0])

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
@@ -37,6 +37,7 @@ from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
 from .hosts import host_name
+from .interface import interface_of, own_address
 from .memory import Lease
 from .verdict import Verdict
 from .watch import Watch
@@ -48,6 +49,7 @@ _FIRST = 1024  # bytes of the first part of a frame, head and all
 _INLINE = _FIRST - _HEAD.size
 _FRAME = 1 << 20  # bytes of a message that one frame carries
 _WATCHER, _END = -1, -2  # channels: what the watcher says; nothing more comes
+_GLOO = "GLOO_SOCKET_IFNAME"
 _FOREVER = timedelta(days=1000)  # the watcher has the deadlines
 _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
@@ -72,8 +74,9 @@ class TorchWire(Wire):
         self._subs = 0
         self._closed = False
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
+        self._watch: Watch | None = None
         if links is not None:
-            links.watched_by(timeout, functools.partial(_call_of, weakref.ref(self)))
+            self._watch = links.watched(timeout, functools.partial(_call_of, weakref.ref(self)))
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, links.close, exitpriority=0)
 
@@ -99,8 +102,8 @@ class TorchWire(Wire):
 
     def abort(self, reason: str) -> None:
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
-        if self._links is not None:
-            self._links.watch.settle(verdict)
+        if self._watch is not None:
+            self._watch.settle(verdict)
         elif not self._closed:
             self._break(verdict, "")
 
@@ -123,7 +126,7 @@ class TorchWire(Wire):
         """Raise what broke the wire, if anything did."""
         if self._closed:
             raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
-        verdict = self._links.watch.verdict if self._links is not None else None
+        verdict = self._watch.verdict if self._watch is not None else None
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was{self._call()}" if self.doing else "")
         self._raise()
@@ -177,6 +180,12 @@ class _Posted(Pending):
             for number, (peer, _) in enumerate(self._sends):
                 self._at = len(self._recvs) + number
                 self._await(links, peer, self._sent[number].is_set)
+        except WireError:
+            raise
+        except BaseException as error:
+            kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            links.watch.settle(Verdict(wire.rank, f"rank {wire.rank} was interrupted ({kind})"))
+            raise
         finally:
             links.watch.end()
         self._done = True
@@ -312,13 +321,15 @@ class Links:
             RuntimeError: from gloo or the store.
         """
         limit = timedelta(seconds=timeout)
-        return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
+        with _listening_where_weft_does(store):
+            return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
 
-    def watched_by(self, timeout: float, call: Callable[[], tuple[int, str]]) -> None:
-        """Begin: with a watcher of waits that last up to `timeout`, told the call that runs."""
+    def watched(self, timeout: float, call: Callable[[], tuple[int, str]]) -> Watch:
+        """Begin: the watcher of waits that last up to `timeout`, told the call that runs."""
         self.watch = Watch(self._rank, timeout, self._sides, self._cut, call)
         for thread in self._threads:
             thread.start()
+        return self.watch
 
     def expect(self, peer: int, channel: int) -> _Key:
         """The key of the message from a peer on a channel that is asked for next."""
@@ -396,7 +407,7 @@ class Links:
                     parts = []
 
     @contextlib.contextmanager
-    def _until_lost(self, peer: int) -> Any:
+    def _until_lost(self, peer: int) -> Iterator[None]:
         """Tell the watcher, as the end of a file, when the group fails; and who waits, any end."""
         try:
             yield
@@ -461,6 +472,20 @@ def _receive_frame(group: Any, peer: int) -> tuple[int, Tensor, int]:
     if count > _INLINE:
         group.recv([frame[_INLINE:]], peer, 0).wait(_FOREVER)
     return channel, frame, rest
+
+
+@contextlib.contextmanager
+def _listening_where_weft_does(store: dist.Store) -> Iterator[None]:
+    """For a gloo group that is made meanwhile: by itself it takes what the host's name means."""
+    name = interface_of(own_address(store))
+    if name is None or _GLOO in os.environ:
+        yield
+        return
+    os.environ[_GLOO] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO, None)
 
 
 def _call_of(wire: weakref.ref[TorchWire]) -> tuple[int, str]:

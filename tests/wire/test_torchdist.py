@@ -1,0 +1,124 @@
+"""What is special of the wire over a process group of torch's; the rest is in `test_contract`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing import processes, run
+from weft.wire.process_group import TRANSPORTS, connect
+
+
+def summed(**options):
+    with weft.init(timeout=20, **options) as wire:
+        kind = type(wire).__name__
+        total = torch.tensor([wire.rank + 1.0])
+        dist.all_reduce(total)
+        group = dist.new_group([1, 0])  # also a group of the program's own goes over it
+        indices, values = weft.sparse_all_reduce(
+            (torch.tensor([wire.rank, 9]), torch.ones(2)), group=group
+        )
+        with pytest.raises(weft.WeftError, match="running already, with transport="):
+            weft.init(transport="tcp" if kind == "TorchWire" else "torch")
+    return kind, total.item(), indices.tolist(), values.tolist()
+
+
+def asked():
+    return summed(transport="torch")
+
+
+@pytest.mark.parametrize(("body", "env"), [(asked, {}), (summed, {"WEFT_TRANSPORT": "torch"})])
+def test_a_transport_is_chosen(body, env):
+    assert processes(2, body, env=env) == [("TorchWire", 3.0, [0, 1, 9], [1.0, 1.0, 2.0])] * 2
+
+
+SAFE = "import weft; print(type(weft.init()).__name__, weft.kernels.describe())"
+
+
+def test_to_be_safe_is_that_and_the_reference_kernels():
+    environment = {**os.environ, "WEFT_SAFE": "1"}
+    line = [sys.executable, "-c", SAFE]
+    said = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("TorchWire torch operations (WEFT_SAFE=1)")
+
+
+def refusal(transport):
+    if os.environ["RANK"] == "0":
+        transport = None
+    with pytest.raises(weft.WeftError) as caught:
+        weft.init(timeout=20, transport=transport)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("transport", "text"),
+    [
+        ("torch", "rank 0 uses transport 'tcp', and rank 1 'torch': give all ranks the same"),
+        ("smoke", "transport 'smoke' is unknown: use 'tcp' or 'torch'"),
+    ],
+)
+def test_ranks_that_differ_are_told_alike(transport, text):
+    first, second = processes(2, refusal, transport)
+    assert first == second
+    assert text in first
+
+
+def large(wire):
+    """Frames of a long message, and what the watcher says between them."""
+    peer = 1 - wire.rank
+    for length in (999, 1000, 1001, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 17):
+        sent = (torch.arange(length) + wire.rank).to(torch.uint8)
+        pending = wire.post([(peer, sent)], [(peer, length + 5)])
+        assert torch.equal(pending.wait()[0][:length], (torch.arange(length) + peer).byte())
+        pending.release()
+
+
+def test_messages_of_any_length():
+    run(2, large, on="torch")
+
+
+def too_long(wire):
+    if wire.rank == 0:
+        wire.post([(1, torch.zeros(9, dtype=torch.uint8))])
+        time.sleep(0.3)
+        with pytest.raises(weft.WireError) as caught:
+            wire.post()
+    else:
+        with pytest.raises(weft.WireError) as caught:
+            wire.post((), [(0, 8)]).wait()
+    assert caught.value.culprit == 0
+    return str(caught.value)
+
+
+def test_who_sends_more_than_was_asked_for_is_named():
+    for text in run(2, too_long, on="torch"):
+        assert "rank 0 sent 9 bytes to rank 1, which had posted a receive of at most 8" in text
+
+
+def nothing_left(wire):
+    def of_wires():
+        return sorted(each.name for each in threading.enumerate() if each.name.startswith("weft "))
+
+    before = of_wires()
+    with wire.sub([0, 1]) as part:
+        assert len(of_wires()) == len(before) + 3  # one receives, one sends, one watches
+        large(part)
+    assert of_wires() == before
+
+
+def test_a_closed_wire_has_no_threads():
+    run(2, nothing_left, on="torch")
+
+
+def test_one_rank_alone_opens_nothing():
+    with connect(dist.HashStore(), 0, 1, 5.0, transport=TRANSPORTS["torch"]) as wire:
+        assert wire.post().wait() == []
+        assert wire.sub([0]).size == 1
