@@ -24,6 +24,7 @@ from torch import Tensor
 
 import weft
 from weft.sparse import codec
+from weft.sparse.link import set_link
 from weft.sparse.stream import FIRST, SUMS, VALUES
 from weft.testing import run
 from weft.wire.base import Pending, Recv, Send, Wire
@@ -85,7 +86,7 @@ def packed_lists() -> Iterator[Counter[int]]:
 
 def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
     """Bytes of values that this rank sent, and received; what `packed_lists` has of it."""
-    wire.link = GIGABIT
+    set_link(wire, GIGABIT)
     values, post = [0, 0], wire._post
 
     def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import weft
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
+from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
 from weft.wire.link import MERGE, Link
 
@@ -151,7 +152,7 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
         return pack(indices, code, memory)
 
     def program(wire, kind):
-        wire.link = Link(1e-4, 8e-9, MERGE, 1e-5)
+        set_link(wire, Link(1e-4, 8e-9, MERGE, 1e-5))
         parts, want = world(wire.size, kind, dtype=torch.float64)
         total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
         assert torch.equal(total.indices, want.indices), kind

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.sparse import ALGORITHMS, last_call
+from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
@@ -108,7 +109,7 @@ LARGE = [
 @pytest.mark.parametrize("rate", [1e-10, 1e-8])
 @spmd(2, 3, 7)
 def test_more_than_fits_in_the_opening(wire, kinds, rate):
-    wire.link = Link(1e-4, rate, 1e-10, 1e-5)
+    set_link(wire, Link(1e-4, rate, 1e-10, 1e-5))
     few = {(rank, number) for rank in range(2, 7) for number in (0, 2, 4)}
     for missing in ((), few):  # the latter: rows that fit on some ranks, headers on the others
         rows = mine(wire, kinds, 600, missing)
@@ -117,7 +118,7 @@ def test_more_than_fits_in_the_opening(wire, kinds, rate):
 
 @spmd(2, 3, 8, on=("threads",))
 def test_mixed_split_and_gather_in_chunks(wire):
-    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)  # chunks of 128 KiB
+    set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))  # chunks of 128 KiB
     kinds = [((200,), torch.float32, torch.int64, 900), ((7,), torch.int8, torch.int64, 900)]
     for name in ("split", "gather"):
         assert check_against_single_calls(wire, mine(wire, kinds, 700), algorithm=name) == name
@@ -162,7 +163,7 @@ FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
 @spmd(1, 2, 3, on=("threads",))
 def test_rounded_on_the_wire_in_one_call(wire, kinds):
     """The bits of a call for each table; tables that are as narrow already are not rounded."""
-    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)
+    set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))
     seen = set()
 
     def last(left, right):  # gets rounded values in the tables' own dtypes
@@ -218,7 +219,7 @@ def test_a_rounded_list_is_one_call_of_half_the_bytes(wire):
 
 @spmd(1, 3, on=("threads",))
 def test_what_a_list_would_do_is_explained(wire):
-    wire.link = Link(1e-4, 1e-8, 1e-10, 1e-5)
+    set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))
     for kinds, count in ((ALIKE, 5), (KINDS, 5), (LARGE, 600), ([LARGE[0], LARGE[3]] * 2, 600)):
         rows = mine(wire, kinds, count, missing={(rank, 1) for rank in range(3)})
         for name in ("auto", "split", "doubling"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.sparse import codec, last_call
+from weft.sparse.link import set_link
 from weft.testing import spmd
 from weft.wire.link import Link
 from weft.wire.memory import Pool
@@ -77,7 +78,7 @@ def test_no_index_takes_more_than_a_plain_one():
 @spmd(2, on=("threads",))
 def test_indices_that_fit_travel_as_int32(wire):
     """Whatever the caller's are of, on a link so quick that they are not packed."""
-    wire.link = Link(50e-6, 8e-11, 0.35e-9, 50e-6)
+    set_link(wire, Link(50e-6, 8e-11, 0.35e-9, 50e-6))
     near = torch.arange(40_000) * 3
     near[-1] = 2**31 - 1
     sent = {}
@@ -94,7 +95,7 @@ def test_indices_that_fit_travel_as_int32(wire):
 @spmd(3, on=("threads",))
 def test_long_lists_come_in_two_messages(wire, name, gbit):
     """Beside short ones; packed on the slow link, where they are still longer than the first."""
-    wire.link = Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6)
+    set_link(wire, Link(50e-6, 8e-9 / gbit, 0.35e-9, 50e-6))
     total = torch.zeros(3_000_000)
     for rank, count in enumerate((900_000, 40, 600_000)):
         draw = torch.Generator().manual_seed(rank)

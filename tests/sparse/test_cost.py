@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import weft
-from weft.kernels.floats import SHARES
 from weft.sparse import ALGORITHMS, Cost, Load, last_call
+from weft.sparse.link import set_link
 from weft.testing import spmd
 from weft.wire.dense import all_reduce
 from weft.wire.hosts import Hosts
 from weft.wire.link import Link
-from weft.wire.pieces import kind_of
 
 WIDTH, CHUNK_ROWS = 32, 2048
 
@@ -31,7 +30,8 @@ def rows_of(rank, kind, size):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @spmd(2, 4, 8, on=("threads",))
 def test_what_is_sent_is_what_was_predicted(wire, name, kind):
-    wire.link = Link(50e-6, 2e-9, 1e-9, 20e-6)  # chunks of 1 MiB, which rows for a peer can fill
+    # chunks of 1 MiB, which rows for a peer can fill
+    set_link(wire, Link(50e-6, 2e-9, 1e-9, 20e-6))
     check(wire, name, kind)
 
 
@@ -78,7 +78,7 @@ def check(wire, name, kind):
 @spmd(4, on=("threads",))
 def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
     reduce_in_posts(wire)
-    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6)
+    set_link(wire, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
     draw = torch.Generator().manual_seed(wire.rank)
     indices = torch.randint(200_000, (20_000,), generator=draw)
     rows = weft.Rows(indices, torch.ones(20_000), 200_000)
@@ -97,87 +97,29 @@ def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
     assert sent.item() / wire.size == pytest.approx(cost.bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"hierarchical"}))
-@spmd(4, on=("threads",))
-def test_what_need_not_travel_where_numbers_are_packed(wire, name, dtype):
-    reduce_in_posts(wire)
-    wire.hosts = Hosts.named(range(wire.size))
-    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6, packing=True)
-    draw = torch.Generator().manual_seed(wire.rank)
-    indices = torch.randperm(16_000, generator=draw)[:6000]
-    rows = weft.Rows(indices, torch.ones(6000, WIDTH, dtype=dtype), 16_000)
-    said = {line.algorithm: line for line in weft.explain(rows, algorithm=name).lines}[name]
-    load, spared, post = weft.explain(rows, algorithm=name).load, 0.0, wire.post
-
-    def seen(sends=(), recvs=(), channel=0):
-        nonlocal spared
-        kinds = [(kind_of(tensor), tensor.nbytes) for _, tensor in sends]
-        spared += sum(size * (1 - SHARES[kind]) for kind, size in kinds if kind)
-        return post(sends, recvs, channel)
-
-    wire.post = seen
-    weft.sparse_all_reduce(rows, algorithm=name)
-    del wire.post
-    cost = ALGORITHMS[name].cost(dataclasses.replace(load, union=last_call().union))
-    sent = torch.tensor([spared / wire.size])
-    wire.dense_all_reduce(sent, "sum").wait()
-    # the last chunk of sums may be short, and doubling has indices among its numbers
-    assert sent.item() == pytest.approx(cost.spared, rel=0.1)
-    assert (cost.spared > 0) == (dtype is not torch.float64)
-    assert said.travels < said.bytes or not cost.spared
-
-
-@spmd(2, on=("threads",))
-def test_tables_of_several_dtypes_travel_as_bytes_and_a_host_packs_nothing(wire):
-    wire.hosts = Hosts.named(range(wire.size))
-    wire.link = Link(50e-6, 8e-9, 0.35e-9, 50e-6, packing=True)
-
-    def spared(*tables):
-        explanation = weft.explain([(torch.arange(len(each)), each) for each in tables])
-        assert bool(explanation.shares) == ("travel" in str(explanation))
-        return max(line.bytes - line.travels for line in explanation.lines)
-
-    narrow, wide = torch.ones(9000, 8), torch.ones(9000, 24)
-    assert spared(narrow, wide) > 0.1 * 9000 * 32 * 4
-    assert spared(narrow, wide.double()) == 0
-    assert spared(narrow.bfloat16()) > 0
-    wire.hosts = Hosts.named("aa")
-    assert spared(narrow, wide) == 0
-
-
 def test_a_stream_of_chunks_takes_longer_than_a_message_where_cores_limit():
-    one, chunks = Cost(1, 9, 1e7, 0.0), Cost(1, 9, 1e7, 0.0, trailing=8)
+    load = Load(4, 40_000, 10_000, 10_000, 30_000, None, 256, 256, 4)
     crowded = Link(5e-5, 2e-9, 0.25e-9, 0.0, share=2)
-    assert chunks.seconds(crowded) == pytest.approx(1.3 * one.seconds(crowded), rel=0.01)
-    alone = dataclasses.replace(crowded, share=1)
-    assert chunks.seconds(alone) == one.seconds(alone)
+
+    def delay(link):
+        return load.but(link=link).crowded(1e7) / 1e7
+
+    assert delay(crowded) == pytest.approx(0.3)
+    assert delay(dataclasses.replace(crowded, share=1)) == 0
     slow = dataclasses.replace(crowded, beta=1e-8)
-    assert chunks.seconds(slow) == one.seconds(slow)
+    assert delay(slow) == 0
     # a machine whose cores take that long for a byte, as was measured, leaves none idle there, too
-    throttled = dataclasses.replace(slow, carry=9.9e-9)
-    assert chunks.seconds(throttled) == pytest.approx(1.3 * one.seconds(throttled), rel=0.02)
-    quick = dataclasses.replace(crowded, carry=1e-9)  # less was seen than is usual
-    assert chunks.seconds(quick) == chunks.seconds(crowded)
+    assert delay(dataclasses.replace(slow, carry=9.9e-9)) == pytest.approx(0.29)
+    # less was seen than is usual
+    assert delay(dataclasses.replace(crowded, carry=1e-9)) == pytest.approx(0.3)
 
 
-def test_sums_that_all_have_in_common_are_not_copied():
-    load = Load(4, 40_000, 10_000, 10_000, 30_000, None, 256, 256, 4, hosts=Hosts.named("aaaa"))
-    link = Link(50e-6, 1e-9, 0.25e-9, 20e-6)
-    found = {}
-    for name, each in [
-        ("usual", load),
-        ("common", dataclasses.replace(load, common=True)),
-        ("apart", dataclasses.replace(load, common=True, hosts=Hosts.named("aabb"))),
-        ("small", dataclasses.replace(load, common=True, total=400, union=300)),
-    ]:
-        found[name] = ALGORITHMS["split"].cost(each)
-    saved = 3 * 7500 * 256
-    assert found["common"].common == saved and found["common"].bytes == found["usual"].bytes
-    assert found["usual"].seconds(link) - found["common"].seconds(link) == pytest.approx(
-        saved * link.beta
-    )
-    assert found["apart"].common == found["small"].common == found["usual"].common == 0
+def test_what_is_merged_while_bytes_come_takes_time_once_that_is_too_much():
+    link = Link(5e-5, 1e-8, 1e-9, 0.0)
+    alone = Cost(1, 9, 1e7).seconds(link)
+    assert Cost(1, 9, 1e7, overlapped=9e7).seconds(link) == alone
+    assert Cost(1, 9, 1e7, overlapped=12e7).seconds(link) == pytest.approx(alone + 0.02)
+    assert Cost(1, 9, 1e7, merged=12e7).seconds(link) == pytest.approx(alone + 0.12)
 
 
 def test_the_union_of_some_ranks():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.sparse import last_call
+from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
@@ -135,7 +136,7 @@ def test_operations(wire, op):
 @pytest.mark.parametrize("link", ["fast", "slow"])
 @spmd(*SIZES)
 def test_one_rank_gets_the_sum(wire, kind, link):
-    wire.link = Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5)
+    set_link(wire, Link(1e-5, 1e-10 if link == "fast" else 1e-7, 1e-10, 1e-5))
     want, dst = total_of(wire.size, kind), wire.size // 2
     total = weft.sparse_reduce(part(wire.rank, kind), group_dst=dst)
     if wire.rank != dst:
@@ -253,7 +254,7 @@ def test_rounded_on_the_wire(wire, kind, dtype):
             assert got.values.dtype is dtype
             assert torch.equal(got.values, values)
             for rate in (1e-10, 1e-7):  # directly, through owners
-                wire.link = Link(1e-5, rate, 1e-10, 1e-5)
+                set_link(wire, Link(1e-5, rate, 1e-10, 1e-5))
                 total = weft.sparse_reduce(mine, op, group_dst=wire.size - 1, wire_dtype=narrow)
                 assert (total is None) == (wire.rank < wire.size - 1)
                 assert total is None or torch.equal(total.values, want.values)
@@ -272,7 +273,7 @@ def test_rounded_on_the_wire(wire, kind, dtype):
 
 @spmd(3, on=("threads",))
 def test_rounded_values_are_half_the_bytes_and_go_where_they_are_wanted(wire):
-    wire.link = Link(1e-5, 1e-7, 1e-10, 1e-5)
+    set_link(wire, Link(1e-5, 1e-7, 1e-10, 1e-5))
     rows = weft.Rows(torch.arange(4000), torch.randn(4000, 100), 4000)
     sent = {}
     for narrow in (None, torch.bfloat16):

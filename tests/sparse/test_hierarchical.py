@@ -11,6 +11,7 @@ import torch
 
 import weft
 from weft.sparse import ALGORITHMS, Load, last_call
+from weft.sparse.link import set_link
 from weft.testing import expected, run, spmd
 from weft.wire.hosts import Hosts
 from weft.wire.link import Link
@@ -85,7 +86,7 @@ def test_a_function_needs_the_ranks_of_a_host_to_be_neighbours(wire):
         total = reduced(wire, names, parts, last)
         assert torch.equal(total.values, expected(parts, last).values)
     # where the leaders would take mask, if it kept the order of ranks
-    wire.link = Link(1e-6, 1e-3, 1e-12, 1e-9)
+    set_link(wire, Link(1e-6, 1e-3, 1e-12, 1e-9))
     alike = [weft.Rows(parts[0].indices, part.values, 200) for part in parts]
     total = reduced(wire, "aabb", alike, last)
     assert torch.equal(total.values, expected(alike, last).values)

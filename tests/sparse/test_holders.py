@@ -16,6 +16,7 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, choice, last_call
 from weft.sparse.choice import fitted
+from weft.sparse.link import set_link
 from weft.sparse.own import OwnRows
 from weft.sparse.placement import busiest, weights
 from weft.sparse.relay import HOPS, LEADS, relay_memory, relay_rows
@@ -166,7 +167,7 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
     started = threading.Event()
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         post = wire._post
 
         def ordered(sends, recvs, channel):
@@ -194,7 +195,8 @@ def in_order(kind, ranks, row):
     sets = parts_of(kind, ranks)
 
     def body(wire):
-        wire.link, said, post = SLOW, [], wire._post
+        set_link(wire, SLOW)
+        said, post = [], wire._post
 
         def watched(sends, recvs, channel):
             said.extend(channel for _ in sends if channel in (VALUES, SUMS, FIRST))
@@ -241,7 +243,8 @@ def test_ranks_lead_by_as_many_chunks_as_they_have_alone(ranks):
         return weft.Rows(indices, (indices[:, None] + torch.arange(2048)).float() % 64)
 
     def body(wire):
-        wire.link, said, post = SLOW, [], wire._post
+        set_link(wire, SLOW)
+        said, post = [], wire._post
 
         def watched(sends, recvs, channel):
             said.extend(channel for _ in sends)
@@ -295,7 +298,7 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     monkeypatch.setattr(OwnRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         return weft.sparse_all_reduce(repeated(wire.rank, 3), algorithm="holders")
 
     want = expected([repeated(rank, 3) for rank in range(3)])
@@ -313,7 +316,8 @@ def test_auto_combines_them_in_the_opening_unless_it_took_holders_last_time(monk
     monkeypatch.setattr(OwnRows, "values", property(watched))
 
     def body(wire):
-        wire.link, seen = SLOW, []
+        set_link(wire, SLOW)
+        seen = []
         draw = torch.Generator().manual_seed(wire.rank)
         rows = weft.Rows(torch.randint(8000, (6000,), generator=draw), torch.ones(6000, 256))
         wider = weft.Rows(rows.indices, torch.ones(6000, 257))
@@ -335,7 +339,7 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
     ranks, count, width = 4, 8000, 128
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         leases, lease, peak = [], wire.lease, 0
 
         def counted(nbytes):
@@ -369,7 +373,7 @@ def test_many_ranks_get_smaller_chunks():
 @pytest.mark.parametrize("op, dtype", [("sum", torch.float32), ("avg", torch.bfloat16)])
 @spmd(3, 5)
 def test_more_rows_than_the_relay_has_slots(wire, op, dtype):
-    wire.link = SLOW
+    set_link(wire, SLOW)
 
     def part(rank):
         draw = torch.Generator().manual_seed(rank)

@@ -10,6 +10,7 @@ from weft.agree import BODY
 from weft.errors import WeftError
 from weft.sparse import last_call, owners
 from weft.sparse.header import Header, ListInHeader
+from weft.sparse.link import set_link
 from weft.sparse.run import _LATELY, _kind
 from weft.testing import expected, run
 from weft.wire.hosts import hosts_of
@@ -60,7 +61,7 @@ def test_lists_that_are_expected_take_no_round_of_their_own(ranks, algorithm):
     def body(wire):
         rows = rows_of(wire.rank, ranks)
         first = weft.sparse_all_reduce(rows, algorithm=algorithm)  # that measures the link
-        wire.link = SLOW
+        set_link(wire, SLOW)
         wire.kept.pop(_LATELY, None)
         seen = [told(wire, lambda: weft.sparse_all_reduce(rows, algorithm=algorithm))]
         seen.append(told(wire, lambda: weft.sparse_all_reduce(rows, algorithm=algorithm)))
@@ -82,7 +83,7 @@ def test_some_send_lists_and_others_headers(who, algorithm, monkeypatch):
     monkeypatch.setattr("weft.sparse.run.choose", lambda *_: algorithm)
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         hosts_of(wire)  # all ranks ask that once
         rows = rows_of(wire.rank, ranks, count=counts[wire.rank])
         if wire.rank in who:
@@ -112,7 +113,7 @@ def test_another_algorithm_is_chosen_than_was_expected(ranks, algorithm, monkeyp
     monkeypatch.setattr(owners, "even_cuts", cut)
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         rows = rows_of(wire.rank, ranks, row=0, count=20_000, height=100_000)
         remember(wire, rows)
         return weft.sparse_all_reduce(rows), last_call().algorithm
@@ -125,7 +126,7 @@ def test_another_algorithm_is_chosen_than_was_expected(ranks, algorithm, monkeyp
 
 def test_an_error_on_one_rank_is_everybodys():
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         rows = rows_of(wire.rank, 3)
         remember(wire, rows)
         wrong = weft.Rows(rows.indices - (wire.rank == 1) * 20_000, rows.values, rows.height)
@@ -149,7 +150,7 @@ def test_indices_of_one_rank_beyond_31_bits(far):
         return weft.Rows(given.indices, given.values, height)
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         remember(wire, rows(wire.rank))
         return told(wire, lambda: weft.sparse_all_reduce(rows(wire.rank), algorithm="holders"))
 
@@ -163,7 +164,7 @@ def test_equal_sets_are_known_to_be_equal():
     indices = torch.arange(0, 9000, 3)
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         rows = weft.Rows(indices, torch.full((3000, 64), float(wire.rank)), 9000)
         seen = []
         for name in ("holders", "split"):

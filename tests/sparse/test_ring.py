@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from weft.sparse.link import set_link
 from weft.sparse.own import OwnRows
 from weft.testing import expected, run
 from weft.wire.link import Link
@@ -30,7 +31,7 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch, ranks, dtype):
     monkeypatch.setattr(OwnRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         return weft.sparse_all_reduce(repeated(wire.rank, dtype), algorithm="ring")
 
     want = expected([repeated(rank, dtype) for rank in range(ranks)])
@@ -44,7 +45,7 @@ def test_rows_that_are_canonical_are_sent_from_where_they_lie(wire_dtype):
     rows = [weft.Rows(one, torch.ones(len(one), 512)) for one in indices]
 
     def body(wire):
-        wire.link = SLOW
+        set_link(wire, SLOW)
         return weft.sparse_all_reduce(rows[wire.rank], algorithm="ring", wire_dtype=wire_dtype)
 
     want = expected(rows)

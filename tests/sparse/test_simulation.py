@@ -47,52 +47,6 @@ def test_mask_where_all_ranks_have_the_same_rows():
     check(simulate("mask", lambda _: rows, 8, replace(SLOW, beta=1e-10)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_numbers_in_fewer_bytes_on_a_slow_link_take_what_was_predicted(name, dtype):
-    """Wide rows, whose messages are long enough to be packed, and narrow ones, which are not."""
-    hosts, within = [f"{rank // 2}" for rank in range(8)], replace(SLOW, beta=4 * SLOW.gamma)
-    shared = {"hosts": hosts, "within": within} if name == "hierarchical" else {}
-
-    def took(count, link):
-        values = torch.ones(count, 64, dtype=dtype)
-
-        def rows(rank):
-            return weft.Rows(spread(rank, count, 4 * count).indices, values, 4 * count)
-
-        done = simulate(name, rows, 8, link, **shared)
-        assert done.predicted == pytest.approx(done.seconds, rel=0.15)
-        return done
-
-    for count in (6000, 60):
-        plain, packed = (took(count, replace(SLOW, packing=each)) for each in (False, True))
-        ratios = packed.seconds / plain.seconds, packed.predicted / plain.predicted
-        # packing takes cores a while, which the simulation leaves out
-        assert ratios[0] - 0.01 < ratios[1] < ratios[0] + 0.06
-        assert packed.bytes == plain.bytes and packed.cost.bytes == plain.cost.bytes
-        if count == 6000:
-            assert ratios[0] < 0.9
-        elif name not in ("doubling", "hierarchical"):  # what these send grows
-            assert ratios[0] == 1 and packed.cost.spared == 0
-    quicker = replace(SLOW, beta=3e-9, packing=True)
-    assert simulate(name, spread, 8, quicker, **shared).cost.spared == 0
-
-
-@pytest.mark.parametrize("slowly", [4, 16])
-@pytest.mark.parametrize("name", ["gather", "holders"])
-def test_what_is_merged_while_chunks_come_takes_time_once_that_is_too_much(name, slowly):
-    link = replace(SLOW, gamma=slowly * MERGE)
-
-    def rows(rank):
-        return spread(rank, count=6000, height=24_000)
-
-    done = simulate(name, rows, 8, link)
-    assert done.predicted == pytest.approx(done.seconds, rel=0.08)
-    late = sum(merged for merged, _ in done.cost.meanwhile)
-    at_last = replace(done.cost, merged=done.cost.merged + late, meanwhile=())
-    assert at_last.seconds(link) > 1.1 * done.seconds
-
-
 @pytest.mark.parametrize("name", ["doubling", "holders"])
 def test_64_ranks_that_merge_slowly(name):
     check(simulate(name, spread, 64, BUSY))

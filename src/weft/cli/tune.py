@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from weft.sparse.profile import Figures, Profile
+    from weft.sparse.link import Figures, Profile
 
 __all__ = ["tune"]
 
@@ -75,20 +75,20 @@ def _rank(out: Path | None, any_host: bool, timeout: float | None) -> tuple[Prof
     from dataclasses import replace
 
     import weft
-    from weft.sparse import profile
+    from weft.sparse import link
 
     with weft.init(timeout=timeout) as wire:
         if wire.size == 1:
             raise weft.WeftError("one rank has no link: start several, such as --ranks 4")
-        found = wire.worker.call("tune", lambda: profile.tune(wire))
-        hosts, first = wire.worker.call("tune", lambda: profile.hosts_of(wire))
-        path = out or profile.default_path(hosts)
+        found = wire.worker.call("tune", lambda: link.tune(wire))
+        hosts, first = wire.worker.call("tune", lambda: link.hosts_of(wire))
+        path = out or link.default_path(hosts)
         if path is None:
             raise weft.WeftError("there is no home directory to keep a profile in: give --out")
         if any_host:
             found = replace(found, hosts=())
         if first:
-            profile.write(path, found)
+            link.write(path, found)
         return found, path
 
 

@@ -17,10 +17,10 @@ from ..rows import Rows
 from ..tensors import has_elements
 from ..wire import default
 from ..wire.base import Wire
-from .believed import link_of
 from .call import shape_in
 from .collect import collected
 from .cost import Load
+from .link import link_of
 from .record import recording, started
 from .request import NOTHING, Request
 from .root import root_in, take_root

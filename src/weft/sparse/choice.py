@@ -15,13 +15,12 @@ import torch
 
 from ..agree import DIRECT, is_direct
 from ..errors import WeftError
-from ..kernels import floats
 from ..wire.base import Wire
 from ..wire.hosts import hosts_of
 from ..wire.link import Link
-from .believed import link_for_call, link_of
 from .cost import Cost, Load
 from .header import RowsInHeader
+from .link import link_of
 from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
 
@@ -60,7 +59,6 @@ class _Line:
     algorithm: str
     messages: int
     bytes: float
-    travels: float
     milliseconds: float
     of_bound: float
     verdict: str
@@ -94,9 +92,8 @@ class Explanation:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
         link: the network's figures; None where they were not needed.
-        lines: for each algorithm: algorithm, messages (sent), bytes (received), travels (those
-            bytes as they are on the way, fewer where numbers are packed), milliseconds (predicted,
-            of what travels), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
+        lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
+            (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
             why not).
         groups: of a list, the tables that are brought together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
@@ -108,19 +105,6 @@ class Explanation:
     lines: tuple[_Line, ...]
     groups: tuple[Group, ...] = ()
     calls: tuple[Explanation, ...] = ()
-
-    @property
-    def shares(self) -> str:
-        """In words, what is left of numbers on the way, where they travel packed; else ""."""
-        if all(line.travels == line.bytes for line in self.lines):
-            return ""
-        kinds = self.load.kind, self.load.partial_kind
-        told = [
-            f"{str(dtype).removeprefix('torch.')} in {floats.SHARES[kind]:.2f} of its bytes"
-            for dtype, kind in floats.FLOATS.items()
-            if kind in kinds
-        ]
-        return f"numbers travel packed: typical {', '.join(told)}"
 
     def __str__(self) -> str:
         return "\n".join(self._text())
@@ -139,24 +123,19 @@ class Explanation:
             yield from map(str, self.calls)
             return
         yield from map(str, self.groups)
-        if shares := self.shares:
-            yield f"{shares}; ms are of what travels, bytes of the numbers themselves"
         table: list[tuple[str, ...]]
-        table = [("algorithm", "messages", "bytes", "travel", "ms", "of bound", "")]
+        table = [("algorithm", "messages", "bytes", "ms", "of bound", "")]
         table += [
             (
                 line.algorithm,
                 f"{line.messages}",
                 f"{line.bytes:.0f}",
-                f"{line.travels:.0f}",
                 f"{line.milliseconds:.2f}",
                 f"{line.of_bound:.2f}",
                 line.verdict,
             )
             for line in self.lines
         ]
-        if not shares:
-            table = [row[:3] + row[4:] for row in table]
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
         for name, *cells, verdict in table:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
@@ -165,7 +144,7 @@ class Explanation:
 
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
-    link = link_for_call(wire)
+    link = link_of(wire)
     if wire.hosts is None:
         with apart(wire):
             hosts_of(wire)
@@ -182,8 +161,7 @@ def fitted(load: Load, link: Link) -> Load:
     seconds = max(_CHUNK_SECONDS, _even_chunk(load.ranks, load.bound * link.beta))
     chunk = 1 << max(0, round(math.sqrt(0.5) * seconds / link.beta) - 1).bit_length()
     chunk = min(max(chunk, smallest), largest)
-    numbers = link.packs and not load.on_one_host
-    return load.but(chunk=chunk, gaps=packs(link), link=link, packs=numbers)
+    return load.but(chunk=chunk, gaps=packs(link), link=link)
 
 
 def _even_chunk(ranks: int, seconds: float) -> float:
@@ -344,7 +322,7 @@ def _lines(
 
 def _line(name: str, cost: Cost, milliseconds: float, load: Load, verdict: str) -> _Line:
     of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
-    return _Line(*(name, cost.messages, cost.bytes, cost.travels, milliseconds, of_bound, verdict))
+    return _Line(*(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict))
 
 
 def _slower(line: _Line, best: float, algorithm: str) -> str:

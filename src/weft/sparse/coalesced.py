@@ -20,7 +20,6 @@ from torch import Tensor
 from .. import kernels
 from ..agree import agree, is_direct
 from ..errors import WeftError
-from ..kernels.floats import FLOATS
 from ..rows import Rows
 from ..wire.base import Wire, as_bytes
 from ..wire.memory import fresh, typed
@@ -257,10 +256,6 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         (wide * row // max(1, stack.row) for wide, stack in zip(wider, space.stacks, strict=True)),
         default=0,
     )
-    dtypes = {stack.dtype: _partial(call, stack) for stack in space.stacks}
-    kind = partial_kind = ""  # numbers of several dtypes travel as bytes
-    if len(dtypes) == 1:
-        kind, partial_kind = (FLOATS.get(dtype, "") for dtype in next(iter(dtypes.items())))
     return Load(
         ranks=wire.size,
         total=header.total,
@@ -270,8 +265,6 @@ def _load(call: Call, both: Tables, space: Space) -> Load:
         height=space.end,
         row=row,
         partial=partial,
-        kind=kind,
-        partial_kind=partial_kind,
         index=space.index.itemsize,
         places=space.end,
         in_order=not call.op.builtin,

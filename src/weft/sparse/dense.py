@@ -13,7 +13,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), for t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,33 +23,20 @@ from ..rows import Rows
 from ..wire.dense import SCRATCH, messages, received_bytes, ring_chunk
 from ..wire.memory import typed
 from .call import Call
-from .cost import UNEVEN, Cost, Load
+from .cost import Cost, Load
 from .registry import algorithm
 
 
-class Reduction(NamedTuple):
-    """A dense reduction by the wire, in the terms of `Cost`."""
-
-    messages: int
-    bytes: float
-    direct: int
-    hops: int
-    behind: float
-    queued: float
-    spared: float = 0.0
-
-    @classmethod
-    def of(cls, load: Load, nbytes: float, *, partials: bool = False) -> Reduction:
-        """The reduction of so many bytes, which may be `partials`: sums of some ranks' rows."""
-        sent = messages(load.ranks, nbytes, load.hosts)
-        received = received_bytes(load.ranks, nbytes)
-        queued, chunk = load.queue * received, ring_chunk(load.ranks, nbytes, load.hosts)
-        message = min(nbytes / load.ranks, chunk or SCRATCH // (load.ranks - 1))
-        spared = load.spared(received, message, partial=True) if partials else 0.0
-        if chunk is None:
-            return cls(sent, received, sent, 0, 0.0, queued, spared)
-        hops, behind = load.ranks - 2, nbytes / load.ranks - chunk
-        return cls(sent, received, sent // 2, hops, behind, queued + UNEVEN * received, spared)
+def reduction(load: Load, nbytes: float) -> Cost:
+    """What the wire's dense all-reduce of so many bytes costs."""
+    received, chunk = received_bytes(load.ranks, nbytes), ring_chunk(load.ranks, nbytes, load.hosts)
+    ring = chunk is not None and nbytes / load.ranks <= chunk
+    return Cost(
+        rounds=(load.ranks - 2) * ring,
+        messages=messages(load.ranks, nbytes, load.hosts),
+        bytes=received,
+        delayed=load.queue * received + (0.0 if chunk is None else load.unevenly(received)),
+    )
 
 
 def bitmap_bytes(places: int) -> int:
@@ -72,24 +58,12 @@ def reduced(indices: Tensor, places: int, call: Call) -> kernels.Union:
 
 def cost(load: Load) -> Cost:
     height = load.height or 0
-    bits = Reduction.of(load, bitmap_bytes(height))
-    sums = Reduction.of(load, height * load.partial, partials=True)
-    return Cost(
-        rounds=4,
-        messages=bits.messages + sums.messages,
-        bytes=bits.bytes + sums.bytes,
-        spared=sums.spared,
-        queued=bits.queued + sums.queued,
-        merged=2 * height * load.partial
-        + load.merging(load.union + load.mean)
-        + unite_bytes(load, height),
-        # the table, which rows it has (a bit each) and how many are before 64 of them, what
-        # two steps of `dense_all_reduce` hold, the places of the rows that are there
-        memory=height * (load.partial + 3 / 16) + 2 * SCRATCH + load.union * 8,
-        direct=bits.direct + sums.direct,
-        hops=bits.hops + sums.hops,
-        behind=sums.behind,
-    )
+    merged = 2 * height * load.partial + load.merging(load.union + load.mean)
+    # the table, which rows it has (a bit each) and how many are before 64 of them, what two steps
+    # of `dense_all_reduce` hold, the places of the rows that are there
+    memory = height * (load.partial + 3 / 16) + 2 * SCRATCH + load.union * 8
+    made = Cost(4, 0, 0.0, merged + unite_bytes(load, height), memory=memory)
+    return reduction(load, bitmap_bytes(height)) + reduction(load, height * load.partial) + made
 
 
 def applies(load: Load) -> str | None:

@@ -41,31 +41,25 @@ from .stream import (
 
 
 def cost(load: Load) -> Cost:
-    others, to_owner = load.ranks - 1, load.mean / load.ranks
+    others, given = load.ranks - 1, load.mean / load.ranks
     height, sums = (load.height or 0) / load.ranks, load.union / load.ranks
-    asked = to_owner * load.index_of(load.mean)
+    asked = given * load.index_of(load.mean)
+    received = others * (given * load.row + asked + height * (load.row + 1 / 8))
     # rows that are brought to their places in the table and out of it, unless all are there
-    full = load.union >= (load.height or 0)
-    patched = 0 if full else height + sums + load.union
+    patched = 0 if load.union >= (load.height or 0) else height + sums + load.union
     return Cost(
-        rounds=3,
+        rounds=3 + load.hops(others, height),
         messages=others * (list_messages(asked) + 1 + load.chunks(height, load.row))
-        + round(load.parted(to_owner, load.row, others)),
-        bytes=others * (to_owner * load.row + asked + height * (load.row + 1 / 8)),
-        spared=sum(
-            load.spared(others * rows * load.row, rows * load.row) for rows in (to_owner, height)
-        ),
-        queued=load.queue * others * (to_owner * load.row + asked),
-        merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums))
+        + round(load.parted(given, load.row, others)),
+        bytes=received,
+        merged=load.merging(load.mean, load.pieces(given, load.ranks, sums))
         + patched * load.row
         + unite_bytes(load, load.height or 0),
+        delayed=load.queue * others * (given * load.row + asked) + load.crowded(received),
         # all rows may lie in one rank's range
         memory=(height * load.ranks + load.union) * load.row
         + load.uniting(load.total, load.union)
         + min(load.total * load.row, others * window(load) * load.chunk),
-        hops=others,
-        behind=load.behind(height),
-        trailing=others * (load.trailing(to_owner) + load.trailing(height)),
     )
 
 

@@ -34,49 +34,40 @@ _WORTH = 1 << 20  # bytes of a rank's rows that take longer to copy than a messa
 
 def cost(load: Load) -> Cost:
     core = 1 << (load.ranks.bit_length() - 1)
-    folded = load.ranks - core
-    rounds = core.bit_length() - 1
-    row = load.partial + load.index
+    folded, rounds = load.ranks - core, core.bit_length() - 1
     carried = [load.union_of(2**i * load.ranks / core) for i in range(rounds)]
     halves = min(2 * load.union_of(core // 2), load.union)  # the operands of the last merge
-    apart = _apart(load)
-    direct = load.partial == load.row  # the last sums are made in the result
-    rounded = 0.0 if direct else load.union
-    held = 2 * load.union_of(core // 2) if direct and not folded else 3 * load.union
-    cost = Cost(
-        rounds=rounds,
-        messages=rounds + (apart and not folded),
-        bytes=sum(carried) * row,
-        spared=_spared(load, carried),
-        queued=load.queue * sum(carried) * row,
-        merged=load.merging(2 * sum(carried) + rounded, 2 * rounds),
-        memory=held * row + load.uniting(halves, load.union),
-    )
+    # the last sums are made in the result, where no half precision is rounded
+    rounded = load.union if load.partial != load.row else 0.0
+    held = 3 * load.union if rounded or folded else 2 * load.union_of(core // 2)
+    memory = held * (load.partial + load.index) + load.uniting(halves, load.union)
+    cost = replace(_swaps(load, carried, rounded), memory=memory)
     if not folded:
         return cost
     # those that speak for two have more to carry, and others wait for them
-    carried = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
-    longest = load.mean + sum(carried) + load.union
-    slowest = replace(
-        cost,
-        rounds=rounds + 2,
-        messages=rounds + 2,
-        bytes=longest * row,
-        spared=_spared(load, [load.mean, *carried, load.union]),
-        queued=load.queue * longest * row,
-        merged=load.merging(2 * (load.mean + sum(carried)) + 2 * load.union, 2 * rounds + 2),
-    )
+    longer = [load.union_of(min(2 ** (i + 1), load.ranks)) for i in range(rounds)]
+    slowest = _swaps(load, [load.mean, *longer, load.union], load.union)
     # the average rank's share of the fold: one message in before, one result out after
     voices, pairs = core / load.ranks, folded / load.ranks
-    bytes_ = voices * cost.bytes + pairs * (load.mean + load.union) * row
-    spared = voices * cost.spared + pairs * _spared(load, [load.mean, load.union])
+    apart = _apart(load) * (1 - pairs)
     return replace(
         cost,
-        messages=round(voices * rounds + 2 * pairs + apart * (1 - pairs)),
-        bytes=bytes_,
-        spared=spared,
-        queued=load.queue * bytes_,
+        messages=round(voices * rounds + 2 * pairs + apart),
+        bytes=voices * sum(carried) * (load.partial + load.index)
+        + pairs * (load.mean + load.union) * (load.partial + load.index),
         slowest=slowest,
+    )
+
+
+def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
+    """Rounds in which a rank sends and receives so many rows, merging them after each."""
+    received = sum(carried) * (load.partial + load.index)
+    return Cost(
+        rounds=len(carried),
+        messages=len(carried) + _apart(load),
+        bytes=received,
+        merged=load.merging(2 * sum(carried) + rounded, 2 * len(carried)),
+        delayed=load.queue * received,
     )
 
 
@@ -114,14 +105,6 @@ def doubling(rows: Rows, call: Call) -> Rows:
     if rank < paired:
         wire.post([(rank + 1, part) for part in mine.parts]).wait()
     return mine.result(call)
-
-
-def _spared(load: Load, messages: Sequence[float]) -> float:
-    """Bytes that need not travel of messages of so many rows."""
-    return sum(
-        load.spared(rows * load.partial, rows * (load.partial + load.index), partial=True)
-        for rows in messages
-    )
 
 
 def _apart(load: Load) -> bool:

@@ -26,22 +26,18 @@ from .stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_message
 
 
 def cost(load: Load) -> Cost:
-    others, index = load.ranks - 1, load.index_of(load.mean)
-    chunks = load.chunks(load.mean, load.row)
+    others, listed = load.ranks - 1, load.mean * load.index_of(load.mean)
+    received = others * (load.mean * load.row + listed)
     merged = load.merging(load.total, load.pieces(load.mean, load.ranks, load.union))
-    values = others * load.mean * load.row
-    first = merged / max(1, chunks)  # the first sums need the first chunk of the last to come
+    last = min(merged, load.mean * load.row)  # rows are merged in order, while the last ones come
     return Cost(
-        rounds=1,
-        messages=others * (list_messages(load.mean * index) + chunks),
-        bytes=values + others * load.mean * index,
-        spared=load.spared(values, load.mean * load.row),
-        merged=first,
-        trailing=others * load.trailing(load.mean),
-        meanwhile=((merged - first, load.mean * load.row),),  # the rows of the last to come
+        rounds=1 + load.hops(others, load.mean),
+        messages=others * (list_messages(listed) + load.chunks(load.mean, load.row)),
+        bytes=received,
+        merged=merged - last,
+        overlapped=last,
+        delayed=load.crowded(received),
         memory=(load.total - load.fewest) * load.row + load.uniting(load.total, load.union),
-        hops=others,
-        behind=load.behind(load.mean),
     )
 
 

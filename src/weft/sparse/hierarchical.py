@@ -56,41 +56,28 @@ def cost(load: Load) -> Cost:
     count, most = len(hosts.ranks), max(map(len, hosts.ranks))
     others, leaders = load.ranks - count, count / load.ranks
     flat_load = _between(load)
-    flat = _flat(flat_load).cost(flat_load) if count > 1 else Cost(0, 0, 0.0, 0.0)
-    given = load.mean * load.index_of(load.mean), load.mean * load.row
-    told = load.union * load.index_of(load.union), load.union * load.row
+    flat = _flat(flat_load).cost(flat_load) if count > 1 else Cost(0, 0, 0.0)
+    both = load.mean, load.union
+    given, told = ((rows * load.index_of(rows), rows * load.row) for rows in both)
     up = list_messages(given[0]) + load.chunks(load.mean, load.row)
     down = list_messages(told[0]) + load.chunks(load.union, load.row)
     opening = _opening(count)
-    # the last of a host gets its first chunk when it has passed all the others of the chain
-    chain, filling = max(0, most - 2), min(load.chunk, told[1])
-    rounds = flat.rounds + 4 * (most > 1) + chain + opening.rounds
-    among = flat.slowest or flat
-    leader = replace(
-        among,
-        rounds=rounds,
-        messages=among.messages + opening.messages + (most - 1) * up + (most > 1) * down,
-        bytes=among.bytes + opening.bytes,
-        merged=among.merged
-        + (most > 1)
-        * load.merging(most * load.mean, load.pieces(load.mean, most, load.union_of(most)))
-        + _HANDED * ((most - 1) * (sum(given) + told[0]) + (most > 1) * told[1] + chain * filling),
-    )
-    return Cost(
-        rounds=rounds,
-        messages=round(
-            leaders * (flat.messages + opening.messages) + others / load.ranks * (up + down)
-        ),
-        spared=leaders * flat.spared,
-        bytes=leaders * (flat.bytes + opening.bytes)
-        + others / load.ranks * (sum(given) + sum(told)),
-        merged=leaders * leader.merged,
-        memory=flat.memory
-        + (most > 1)
-        * (
-            (count > 1) * flat_load.most * load.partial
-            + min(most * load.mean * load.row, (most - 1) * window(load) * load.chunk)
-        ),
+    leader = (flat.slowest or flat) + opening
+    if most > 1:
+        # the last of a host gets its first chunk when it has passed all the others of the chain
+        chain, filling = max(0, most - 2), min(load.chunk, told[1])
+        handed = (most - 1) * (sum(given) + told[0]) + told[1] + chain * filling
+        pieces = load.pieces(load.mean, most, load.union_of(most))
+        merged = load.merging(most * load.mean, pieces) + _HANDED * handed
+        leader += Cost(4 + chain, (most - 1) * up + down, 0.0, merged)
+    kept = min(most * load.mean * load.row, (most - 1) * window(load) * load.chunk)
+    between = flat_load.most * load.partial * (count > 1) + kept
+    members = others / load.ranks
+    return replace(
+        leader,
+        messages=round(leaders * (flat.messages + opening.messages) + members * (up + down)),
+        bytes=leaders * (flat.bytes + opening.bytes) + members * (sum(given) + sum(told)),
+        memory=flat.memory + between * (most > 1),
         slowest=leader,
     )
 

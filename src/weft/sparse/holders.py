@@ -43,35 +43,25 @@ from .stream import FIRST, SUMS, Inflow, Source, all_lists, list_messages, send_
 
 
 def cost(load: Load) -> Cost:
-    others, index = load.ranks - 1, load.index_of(load.mean)
-    sums = load.union / load.ranks
-    chunk = relay_rows(load, sums)
-    steps = math.ceil(sums / chunk)
+    others, sums = load.ranks - 1, load.union / load.ranks
+    listed = load.mean * load.index_of(load.mean)
+    steps = math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
-    pieces = others * steps * -math.expm1(-away / others / max(1, steps))
-    bytes_ = others * load.mean * index + (away + others * sums) * load.row
-    spared = load.spared(away * load.row, away / others * load.row if others else 0.0)
-    spared += load.spared(others * sums * load.row, min(chunk, sums) * load.row)
-    alone = load.union - load.union_of(others)  # rows of a rank that nobody else has
-    leading = min(LEADS, alone // chunk) * chunk * load.row  # bytes that are sent before the rest
-    dealt = _DEAL * load.total + away * load.row
+    pieces = others * steps * -math.expm1(-away / max(1, others * steps))
+    received = others * listed + (away + others * sums) * load.row
     made = load.merging(load.mean, pieces)
-    first = made / max(1, steps)
     told = PUT * load.union * load.row + load.ranks * steps * CALL
     return Cost(
-        rounds=3,
-        messages=round(load.parted(away / others, load.row, others))
-        + others * (list_messages(load.mean * index) + steps * bool(load.row)),
-        bytes=bytes_,
-        spared=spared,
-        merged=PLACE * load.total + first,
+        rounds=3 + load.hops(others, sums),
+        messages=round(load.parted(away / max(1, others), load.row, others))
+        + others * (list_messages(listed) + steps * bool(load.row)),
+        bytes=received,
+        merged=PLACE * load.total + made / max(1, steps),
+        overlapped=_DEAL * load.total + away * load.row + made * (1 - 1 / max(1, steps)) + told,
+        delayed=load.crowded(received),
         memory=away * load.row
         + relay_memory(load, sums)
         + min(away * load.row, others * window(load) * load.chunk),
-        hops=others,
-        trailing=others * max(0, steps - 1),
-        meanwhile=((dealt, leading), (made - first + told, bytes_ - leading)),
-        behind=max(0.0, sums - chunk) * load.row,
     )
 
 

@@ -25,36 +25,27 @@ from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
-from .dense import Reduction, bitmap_bytes, reduced, unite_bytes
+from .dense import bitmap_bytes, reduced, reduction, unite_bytes
 from .registry import algorithm
 from .stream import all_lists, list_messages
 
 
 def cost(load: Load) -> Cost:
-    others, index, values = load.ranks - 1, load.index_of(load.mean), load.union * load.partial
-    sums = Reduction.of(load, values, partials=True)
+    others, listed = load.ranks - 1, load.mean * load.index_of(load.mean)
+    values = load.union * load.partial
+    sums = Cost(2, 0, 0.0, 2 * values, memory=values * (load.partial != load.row))
+    sums += reduction(load, values)
     if load.identical:
-        bits, looked, memory = Reduction(0, 0.0, 0, 0, 0.0, 0.0), 0.0, 0.0
-    elif _by_bitmap(load):
-        bits = Reduction.of(load, bitmap_bytes(load.places))
-        looked = unite_bytes(load, load.places)
-        memory = load.places * 3 / 16
+        return sums
+    if _by_bitmap(load):
+        bits = reduction(load, bitmap_bytes(load.places))
+        bits += Cost(2, 0, 0.0, unite_bytes(load, load.places), memory=load.places * 3 / 16)
     else:
-        messages, bytes_ = others * list_messages(load.mean * index), others * load.mean * index
-        bits = Reduction(messages, bytes_, messages, 0, 0.0, load.queue * bytes_)
-        looked, memory = load.total * float(PLACE), 0.0
-    return Cost(
-        rounds=2 if load.identical else 4,
-        messages=bits.messages + sums.messages,
-        bytes=bits.bytes + sums.bytes,
-        spared=sums.spared,
-        queued=bits.queued + sums.queued,
-        merged=looked + 2 * values + load.merging(load.mean) * (not load.identical),
-        memory=memory + values * (load.partial != load.row),
-        direct=bits.direct + sums.direct,
-        hops=bits.hops + sums.hops,
-        behind=sums.behind,
-    )
+        received = others * listed
+        messages = others * list_messages(listed)
+        merged = load.total * float(PLACE)
+        bits = Cost(2, messages, received, merged, delayed=load.queue * received)
+    return bits + sums + Cost(0, 0, 0.0, load.merging(load.mean))
 
 
 def applies(load: Load) -> str | None:

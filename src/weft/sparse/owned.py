@@ -76,6 +76,5 @@ def to_one(load: Load) -> Cost:
         rounds=2,
         messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
         bytes=others * load.mean * (load.row + index),
-        spared=load.spared(others * load.mean * load.row, load.mean * load.row),
         merged=load.merging(load.total, load.pieces(load.mean, load.ranks, load.union)),
     )

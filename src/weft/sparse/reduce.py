@@ -22,10 +22,10 @@ from ..rows import Rows
 from ..wire import default
 from ..wire.base import Wire
 from ..wire.memory import Lease, typed
-from .believed import link_of
 from .call import Call
 from .choice import ALONE, EAGER
 from .cost import Cost, Load
+from .link import link_of
 from .owned import owned, to_one
 from .owners import cuts
 from .record import recording, started
@@ -145,9 +145,6 @@ def _through_owners(load: Load) -> Cost:
         rounds=4,
         messages=others * (list_messages(indices[0]) + load.chunks(asked, load.row) + 2),
         bytes=others * ((asked + told) * load.row + sum(indices)),
-        spared=sum(
-            load.spared(others * rows * load.row, rows * load.row) for rows in (asked, told)
-        ),
         merged=load.merging(load.mean, load.pieces(asked, load.ranks, told)),
     )
 

@@ -23,8 +23,7 @@ from .. import kernels
 from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..wire import link
-from . import registry
+from . import link, registry
 from .arguments import (
     Kind,
     Pair,

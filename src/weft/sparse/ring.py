@@ -52,29 +52,21 @@ def cost(load: Load) -> Cost:
     others, share = load.ranks - 1, 1 / load.ranks
     runs = [load.union_of(ranks) * share for ranks in range(1, load.ranks)]
     mine, sums = load.mean * share, load.union * share
-    told = sums * load.index_of(load.union)
-    lists = [run * load.index_of(run * load.ranks) for run in runs]
-    listed = sum(map(list_messages, lists)) + others * list_messages(told)
-    if load.identical:
-        told, lists, listed = 0.0, [], 0
+    told = 0.0 if load.identical else sums * load.index_of(load.union)
+    lists = [0.0 if load.identical else run * load.index_of(run * load.ranks) for run in runs]
+    listed = 0 if load.identical else sum(map(list_messages, lists)) + others * list_messages(told)
+    values = sum(load.parted(run, load.partial, 1) for run in runs)
+    received = sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told)
     return Cost(
-        rounds=1 if load.identical else others + 1,  # of index sets
-        messages=listed
-        + round(
-            sum(load.parted(run, load.partial, 1) for run in runs)
-            + load.parted(sums, load.row, others)
-        ),
-        bytes=sum(runs) * load.partial + sum(lists) + others * (sums * load.row + told),
-        spared=load.spared(others * sums * load.row, sums * load.row)
-        + sum(load.spared(run * load.partial, run * load.partial, partial=True) for run in runs),
+        rounds=(1 if load.identical else others + 1) + load.hops(2 * others, sums),
+        messages=listed + round(values + load.parted(sums, load.row, others)),
+        bytes=received,
         merged=load.merging(
             sum(runs) + others * mine,
             sum(load.pieces(run, 1, run) + load.pieces(mine, 1, run) for run in runs),
         ),
+        delayed=load.crowded(received),
         memory=2 * sums * load.partial + min(sums * load.partial, window(load) * load.chunk),
-        hops=2 * others,
-        behind=load.behind(sums),
-        trailing=sum(map(load.trailing, runs)) + others * load.trailing(sums),
     )
 
 

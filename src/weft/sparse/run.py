@@ -17,7 +17,6 @@ from torch import Tensor
 from .. import kernels
 from ..agree import Agreement, agree, is_direct
 from ..errors import WeftError
-from ..kernels.floats import FLOATS
 from ..rows import Rows
 from ..wire.base import Wire
 from ..wire.memory import Lease
@@ -26,6 +25,8 @@ from .choice import ALONE, EAGER, Explanation, choose, is_eager, packs, with_lin
 from .choice import explained as explained_choice
 from .cost import Load
 from .header import Header, ListInHeader, RowsInHeader, of_all, tables_in
+from .link import is_known as link_is_known
+from .link import link_of
 from .own import OwnRows
 from .registry import Algorithm, find
 from .request import Request
@@ -255,7 +256,7 @@ def _open(
 
 def _may_list(wire: Wire) -> bool:
     """Whether index lists may come in the opening: packed, and each rank hears every other's."""
-    return wire.size > 1 and is_direct(wire) and wire.link is not None and packs(wire.link)
+    return wire.size > 1 and is_direct(wire) and link_is_known(wire) and packs(link_of(wire))
 
 
 def _said(agreement: Agreement, call: Call) -> list[_Said]:
@@ -317,8 +318,6 @@ def _load(
         height=header.highest + 1 if height is None else height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
-        kind=FLOATS.get(call.dtype, ""),
-        partial_kind=FLOATS.get(call.partial, ""),
         index=index,
         places=header.highest + 1,
         in_order=not call.op.builtin,

@@ -19,6 +19,7 @@ from ..wire import simulated
 from ..wire.link import Link
 from . import run
 from .cost import Cost, Load
+from .link import set_link
 from .registry import find
 from .request import Request
 
@@ -86,6 +87,7 @@ def simulate(
     """
 
     def program(wire: simulated.SimulatedWire) -> _Seen:
+        set_link(wire, link)
         with meter.metered(wire.compute):
             # two openings, of which the first is nothing but that: the difference is the schedule
             request = Request.of(rows(wire.rank), op, algorithm, None, None)

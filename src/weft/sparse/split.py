@@ -21,7 +21,7 @@ from __future__ import annotations
 from .. import kernels
 from ..rows import Rows
 from .call import Call
-from .cost import UNEVEN, Cost, Load
+from .cost import Cost, Load
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -35,27 +35,22 @@ from .stream import (
 
 
 def cost(load: Load) -> Cost:
-    others, share = load.ranks - 1, 1 / load.ranks
-    to_owner, sums = load.mean * share, load.union * share
-    asked, told = (rows * load.index_of(rows * load.ranks) for rows in (to_owner, sums))
-    bytes_ = others * ((to_owner + sums) * load.row + asked + told)
-    values = (to_owner * load.row, sums * load.row)
-    spared = sum(load.spared(others * each, each) for each in values)
+    others, given, sums = load.ranks - 1, load.mean / load.ranks, load.union / load.ranks
+    asked, told = (rows * load.index_of(rows * load.ranks) for rows in (given, sums))
+    received = others * ((given + sums) * load.row + asked + told)
+    values = load.parted(given, load.row, others) + load.parted(sums, load.row, others)
     return Cost(
-        rounds=3,
-        messages=others * (list_messages(asked) + list_messages(told))
-        + round(load.parted(to_owner, load.row, others) + load.parted(sums, load.row, others)),
-        bytes=bytes_,
-        spared=spared,
-        merged=load.merging(load.mean, load.pieces(to_owner, load.ranks, sums)),
-        queued=load.queue * others * (to_owner * load.row + asked) + UNEVEN * bytes_ * (others > 1),
+        rounds=3 + load.hops(others, sums),
+        messages=others * (list_messages(asked) + list_messages(told)) + round(values),
+        bytes=received,
+        merged=load.merging(load.mean, load.pieces(given, load.ranks, sums)),
+        delayed=load.queue * others * (given * load.row + asked)
+        + load.unevenly(received)
+        + load.crowded(received),
         # the index lists of one's own share, then those of all sums
         memory=min(load.mean * load.row, others * window(load) * load.chunk)
         + load.uniting(load.mean, sums)
         + load.union * load.listed(load.union),
-        hops=others,
-        behind=load.behind(sums),
-        trailing=others * (load.trailing(to_owner) + load.trailing(sums)),
     )
 
 

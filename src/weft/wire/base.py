@@ -39,7 +39,6 @@ from .memory import Lease, Pool
 if TYPE_CHECKING:
     from ..kernels.cpu_talk import Lender
     from .hosts import Hosts
-    from .link import Link
     from .routine import Routine, Script
     from .worker import Worker
 
@@ -100,8 +99,6 @@ class Wire(abc.ABC):
         traffic: what was sent so far.
         doing: the name of the call that is running, "" between calls; the worker sets it.
         calls: how many calls were started; the worker counts them.
-        link: figures of the network, once measured (`weft.wire.link`).
-        priced: calls whose cost was computed from a `link` that was measured.
         hosts: which ranks share a host, once told (`weft.wire.hosts`).
         kept: what those who use this wire keep with it, by names of their own.
         near: whether to ask all ranks if all can read each other's memory; the same on each.
@@ -121,8 +118,6 @@ class Wire(abc.ABC):
         self.traffic = Traffic(rank)
         self.doing = ""
         self.calls = 0
-        self.link: Link | None = None
-        self.priced = 0
         self.hosts: Hosts | None = None
         self.kept: dict[object, Any] = {}
         self.near = self.together = False

@@ -13,8 +13,6 @@ The model, by the four figures of a `Link`:
   sender's way out and the receiver's way in for `beta` seconds a byte each, both at once where
   both are free. A way carries one message after another, first come, first served. Nothing else
   is shared: switches have the bandwidth of all ranks together.
-* Where links are slow, messages of numbers count as they are packed between hosts
-  (`weft.wire.pieces`), if the link's `packing` says so: as typical numbers are, whatever these are.
 * Ranks of one host (`hosts`) share the host's two ways to other hosts. Among each other they have
   ways of their own, with the figures of `within`.
 * `compute` takes `gamma` seconds a byte. Dense reductions do so by themselves; for kernels,
@@ -46,7 +44,6 @@ from .hosts import Hosts
 from .in_process import InProcessWire, Shared
 from .link import Link
 from .memory import Pool
-from .pieces import kind_of
 from .simulated_network import Bytes, Channel, End, Exchange, Network
 
 __all__ = ["SimulatedWire", "group", "run"]
@@ -146,7 +143,6 @@ class SimulatedWire(InProcessWire):
     def __init__(self, rank: int, shared: _Group) -> None:
         network, node = shared.network, shared.nodes[rank]
         super().__init__(rank, len(shared.nodes), network.timeout, network.hosts[node])
-        self.link = network.link
         self.hosts = Hosts.named([network.hosts[other] for other in shared.nodes])
         self.memory = Pool(_BLOCK)
         self._network, self.node = network, node
@@ -177,7 +173,7 @@ class SimulatedWire(InProcessWire):
                 self._check_peer(peer, "send to")
                 now += network.link.work / 2
                 end = End(pending, peer, now, -1)
-                end.data, end.kind = _memory(tensor), kind_of(tensor)
+                end.data = _memory(tensor)
                 network.posted[node] += 1
                 end.number = network.posted[node]
                 self._meet((self.rank, peer, channel), end, send=True)

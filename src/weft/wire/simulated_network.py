@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.floats import SHARES
 from .base import Pending
 from .link import Link
 
@@ -35,13 +34,12 @@ _PATIENCE = 0.05  # seconds that a starting rank may run alone before the next o
 class End:
     """One end of a message: what is sent to `peer`, or the room for what comes from it."""
 
-    __slots__ = ("data", "kind", "matched", "number", "peer", "pending", "posted", "slot")
+    __slots__ = ("data", "matched", "number", "peer", "pending", "posted", "slot")
 
     def __init__(self, pending: Exchange, peer: int, posted: float, slot: int) -> None:
         self.pending, self.peer, self.posted, self.slot = pending, peer, posted, slot
         self.number = 0  # among its sender's messages
         self.data: Bytes | int = 0  # bytes; or how many there may be, or were
-        self.kind = ""  # of the numbers that it sends, if they may be packed
         self.matched = False
 
 
@@ -170,15 +168,12 @@ class Network:
         while self._events and not self._running:
             when, node, number, arrived, source, target, size = heapq.heappop(self._events)
             receiver = target.pending.wire.node
-            share = 1.0
             if self._host[node] == self._host[receiver]:
                 link, hosts = self.within, len(self._in) - len(self.clocks)
                 out, into = hosts + node, hosts + receiver
             else:
                 link, out, into = self.link, self._host[node], self._host[receiver]
-                if link.packs and source.kind:
-                    share = SHARES[source.kind]
-            takes = size * share * link.beta
+            takes = size * link.beta
             if not arrived:
                 begin = max(when, self._out[out])
                 self._out[out] = begin + takes

@@ -179,20 +179,18 @@ def _links(
     given: str | None, latency: float | None, work: float | None, path: Path | None
 ) -> list[Named]:
     from weft.wire.link import MERGE, Link
-    from weft.wire.pieces import wanted
 
     from .predict import Named
 
-    packing = wanted()  # WEFT_PACK=0 says here what it does there
     if path is not None:
-        from weft.sparse.profile import read
+        from weft.sparse.link import read
 
         profile = read(path)
         parts = (("between hosts", profile.between), ("within a host", profile.within))
         return [
             Named(
                 name,
-                Link(part.alpha, part.beta, profile.merge, part.work, packing=packing),
+                Link(part.alpha, part.beta, profile.merge, part.work),
                 within=part is profile.within,
             )
             for name, part in parts
@@ -210,7 +208,7 @@ def _links(
             _refuse(f"--link {name!r} is no speed: write it as 1gbit or 250mbit")
         rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
         figures = latency * 1e-6, 8 / rate, MERGE, work * 1e-6
-        links.append(Named(name.strip(), Link(*figures, packing=packing)))
+        links.append(Named(name.strip(), Link(*figures)))
     return links
 
 

@@ -42,8 +42,7 @@ class Prediction:
     answer: Explanation
 
     def json(self) -> dict[str, Any]:
-        """As plain values; milliseconds, bytes received and messages sent by a rank; of the bytes
-        also what travels of them, where numbers are packed."""
+        """As plain values; milliseconds, bytes received and messages sent by a rank."""
         load = self.answer.load
         return {
             "case": self.sizes.name,
@@ -59,7 +58,6 @@ class Prediction:
                     "algorithm": line.algorithm,
                     "milliseconds": line.milliseconds,
                     "bytes": line.bytes,
-                    "travels": line.travels,
                     "messages": line.messages,
                     "of_bound": line.of_bound,
                     "verdict": line.verdict,

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from weft.errors import WeftError
-from weft.kernels.floats import FLOATS
 from weft.kernels.ops import OPS
 from weft.sparse.cost import Load
 from weft.wire.hosts import Hosts
@@ -38,22 +37,16 @@ class Values(NamedTuple):
     Attributes:
         row: their bytes.
         partial: their bytes while only some ranks' are added.
-        kind, partial_kind: of the numbers in these, as `Load` has them.
     """
 
     row: int
     partial: int
-    kind: str
-    partial_kind: str
 
     @classmethod
     def of(cls, width: int, dtype: torch.dtype, op: str) -> Values:
         """So many values, which are reduced by one of weft's own operations."""
         wider = OPS[op].accumulator(dtype)
-        return cls(
-            *(width * dtype.itemsize, width * wider.itemsize),
-            *(FLOATS.get(dtype, ""), FLOATS.get(wider, "")),
-        )
+        return cls(width * dtype.itemsize, width * wider.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,6 @@ def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
             highlight=False,
             soft_wrap=True,
         )
-        if shares := next((one.answer.shares for one in lines if one.answer.shares), ""):
-            words = f"{shares}; ms are of what travels, MB and xbound of the numbers themselves"
-            console.print(words, style="dim", highlight=False, soft_wrap=True)
         for columns in _fitting(_columns(lines), _times(lines, names), console.width):
             console.print(_table(columns))
         console.print()
@@ -78,7 +75,7 @@ def _columns(lines: Sequence[Prediction]) -> list[Column]:
         for one in lines
     ]
     bold = Style(bold=True)
-    found = [
+    return [
         _ranks(lines),
         Column("union", [Text(f"{one.answer.load.union}") for one in lines]),
         Column("chosen", [Text(line.algorithm, style=bold) for line in best], "left"),
@@ -87,9 +84,6 @@ def _columns(lines: Sequence[Prediction]) -> list[Column]:
         Column("messages", [Text(f"{line.messages}") for line in best]),
         Column("xbound", [Text(f"{line.of_bound:.2f}") for line in best]),
     ]
-    if any(one.answer.shares for one in lines):
-        found.insert(5, Column("MB travel", [Text(_number(line.travels * 1e-6)) for line in best]))
-    return found
 
 
 def _ranks(lines: Sequence[Prediction]) -> Column:
