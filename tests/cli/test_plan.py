@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from weft.cli.plan import plan
 from weft.cli.plan.sizes import Values, drawn, recorded
 from weft.sparse import ALGORITHMS
-from weft.sparse.profile import Figures, Profile, write
+from weft.sparse.link import Figures, Profile, write
 
-SCALAR = Values(4, 4, "f32", "f32")
+SCALAR = Values(4, 4)
 APP = typer.Typer()
 APP.command()(plan)
 
@@ -100,43 +100,6 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
 
 
-@pytest.mark.parametrize(
-    ("given", "packed"),
-    [
-        (["--link", "1gbit"], "typical float32 in 0.86 of its bytes"),
-        (
-            ["--link", "1gbit", "--dtype", "bfloat16"],
-            "typical float32 in 0.86 of its bytes, bfloat",
-        ),
-        (["--link", "1gbit", "--dtype", "float64"], ""),
-        (["--link", "10gbit"], ""),
-    ],
-)
-def test_it_says_where_numbers_travel_packed(
-    given: list[str], packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = [*given, "--ranks", "4", "--json", str(tmp_path / "plan.json")]
-
-    def planned() -> tuple[str, dict[str, dict[str, float]]]:
-        result = invoke(*given)
-        assert result.exit_code == 0, result.output
-        [one] = json.loads((tmp_path / "plan.json").read_text())
-        return result.stdout, {line["algorithm"]: line for line in one["algorithms"]}
-
-    told, found = planned()
-    monkeypatch.setenv("WEFT_PACK", "0")
-    plainly, plain = planned()
-    assert "packed" not in plainly and "MB travel" not in plainly
-    for name, line in plain.items():
-        assert line["travels"] == line["bytes"] == found[name]["bytes"]
-        if packed and name != "eager":
-            assert 0.7 < found[name]["travels"] / line["bytes"] < 0.87
-            assert 0.7 < found[name]["milliseconds"] / line["milliseconds"] < 0.95
-        else:
-            assert found[name] == line
-    assert (f"numbers travel packed: {packed}" in told and "MB travel" in told) == bool(packed)
-
-
 def test_expected_unions() -> None:
     uniform = drawn("uniform", 100, 1000, SCALAR, "uniform")
     assert uniform.union(1) == pytest.approx(100)
@@ -170,7 +133,7 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [row("mine"), row("mine")]}))
     [sizes] = recorded(file)
-    assert sizes.values == (16, 32, "bf16", "f32") and sizes.rows == 400.0
+    assert sizes.values == (16, 32) and sizes.rows == 400.0
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
     assert 400 < sizes.union(2) < 1000 < sizes.union(16)
     result = invoke("--record", str(file), "--ranks", "4,32")
@@ -221,7 +184,6 @@ def test_ranks_that_are_all_on_one_host_have_no_link(tmp_path: Path) -> None:
     [one] = json.loads((tmp_path / "plan.json").read_text())
     verdicts = {line["algorithm"]: line["verdict"] for line in one["algorithms"]}
     assert verdicts["hierarchical"] == "all ranks are on one host"
-    assert "packed" not in result.stdout  # slow as it is: no packing within a host
 
 
 def test_a_table_that_is_too_wide_is_cut_between_columns(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from weft.bootstrap.local import launch
 from weft.cli.plan import plan
 from weft.cli.tune import tune
-from weft.sparse.profile import default_path, read
+from weft.sparse.link import default_path, read
 
 APP, PLAN = typer.Typer(), typer.Typer()
 APP.command()(tune)

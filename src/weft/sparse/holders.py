@@ -56,8 +56,9 @@ def cost(load: Load) -> Cost:
         messages=round(load.parted(away / max(1, others), load.row, others))
         + others * (list_messages(listed) + steps * bool(load.row)),
         bytes=received,
-        merged=PLACE * load.total + made / max(1, steps),
-        overlapped=_DEAL * load.total + away * load.row + made * (1 - 1 / max(1, steps)) + told,
+        # rows are dealt out before most of them are sent
+        merged=(PLACE + _DEAL) * load.total + away * load.row + made / max(1, steps),
+        overlapped=made * (1 - 1 / max(1, steps)) + told,
         delayed=load.crowded(received),
         memory=away * load.row
         + relay_memory(load, sums)
