@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.grid import Box, balanced, boxes, whole
-from weft.nn import carry, schedules
-from weft.nn.carry import assembled, execute
+from weft.nn import executor
+from weft.nn.executor import assemble, execute
 from weft.plan import Piece, Side, between
 from weft.testing import run, spmd
 
@@ -80,7 +80,7 @@ def test_any_plan_is_carried_out(have, want, floats):
         x = xs.get(wire.rank, nothing)
         wanted = expected.get(wire.rank, nothing).to(dtype)
         assert torch.equal(execute(plan, x, wire), wanted)
-        assert torch.equal(assembled(plan, xs, wire.rank, x), wanted)
+        assert torch.equal(assemble(plan, xs, wire.rank, x), wanted)
 
     run(RANKS, program)
 
@@ -102,8 +102,8 @@ def cut(ranks):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(carry, "_DIRECT", -1)
-    monkeypatch.setattr(schedules, "CHUNK", 64)
+    monkeypatch.setattr(executor, "_DIRECT", -1)
+    monkeypatch.setattr(executor, "_CHUNK", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.complex64])
@@ -148,7 +148,7 @@ def test_halves_are_summed_in_a_wider_type():
 
     assert run(3, program)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}
-    assert assembled(plan, xs, 2, xs[2]).item() == 258.0
+    assert assemble(plan, xs, 2, xs[2]).item() == 258.0
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_a_result_is_put_together_at_once_where_it_can_be(columns, dim):
     have = {rank: box(*ends) for rank, ends in columns.items()}
     plan = between(Side.of(have), Side.of({3: box(0, 5)}))
     xs = inputs(plan)
-    result = assembled(plan, xs, 3, torch.empty(0, dtype=torch.int64))
+    result = assemble(plan, xs, 3, torch.empty(0, dtype=torch.int64))
     assert torch.equal(result, applied(plan, xs)[3]) and result.is_contiguous()
     assert all(result.data_ptr() != x.data_ptr() for x in xs.values())

@@ -1,29 +1,28 @@
 """Pictures of plans: who holds what, and who gets what from whom.
 
 `frames` says what is to be seen, in integers; `drawn` paints it with matplotlib (the extra
-`report`), which is imported there alone.
+`report`), which is imported there alone. Neither knows what a plan is: `Plan.shown` says what both
+sides of one look like.
 
-A side of a plan is one frame where its ranks hold different parts of one tensor; where they hold
-the same, or parts that overlap, it is a frame for each rank, all to the same scale.
+A side is one frame where its ranks hold different parts of one tensor; where they hold the same,
+or parts that overlap, it is a frame for each rank, all to the same scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from .errors import WeftError
-from .grid import Box, overlap
+from .grid import Box, Shape, overlap, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .plan import Piece, Plan, Side
-
-__all__ = ["MOST", "Cell", "Frame", "drawn", "frames"]
+__all__ = ["MOST", "Cell", "Frame", "Shown", "drawn", "frames"]
 
 Colours = dict[int, tuple[float, float, float, float]]
 
@@ -39,11 +38,40 @@ class Cell:
 
     Attributes:
         box: where.
-        ranks: whose values are there; several are added up; none: zeros.
+        ranks: whose values are there; several are added up.
     """
 
     box: Box
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One side of a plan.
+
+    Attributes:
+        shapes: of each rank's tensor.
+        extents: for each rank the boxes of the whole tensor that its own consists of; None where
+            that cannot be said, and boxes count in its own tensor.
+        joint: whether there is one whole tensor.
+        cells: for each rank whose values it gets; None: it has its own.
+    """
+
+    shapes: Mapping[int, Shape]
+    extents: Mapping[int, list[Box] | None]
+    joint: bool
+    cells: Mapping[int, list[Cell]] | None = None
+
+    def boxes(self, rank: int) -> list[Box]:
+        """What a rank holds."""
+        found = self.extents[rank]
+        return [whole(self.shapes[rank])] if found is None else found
+
+    def coloured(self, rank: int) -> list[Cell]:
+        """Whose values a rank has, and where."""
+        if self.cells is None:
+            return [Cell(box, (rank,)) for box in self.boxes(rank)]
+        return list(self.cells[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,55 +89,52 @@ class Frame:
     outlines: tuple[tuple[Box, str], ...]
 
 
-def frames(plan: Plan) -> tuple[list[Frame], list[Frame]]:
+def frames(have: Shown, want: Shown) -> tuple[list[Frame], list[Frame]]:
     """What is to be seen: of what ranks have, and of what they get.
+
+    Raises:
+        WeftError: there is nothing to be seen.
 
     Example:
         >>> from weft.grid import Box
         >>> from weft.plan import between
         >>> plan = between({0: Box((0,), (3,)), 1: Box((3,), (5,))}, {1: Box((0,), (5,))})
-        >>> (have,), (get,) = frames(plan)
+        >>> (have,), (get,) = frames(*plan.shown())
         >>> [cell.ranks for cell in get.cells], get.title
         ([(0,), (1,)], 'rank 1 gets (5,)')
     """
-    dims = _shown(plan)
-    have = {
-        rank: [Cell(box, (rank,)) for box in _global(plan.have, rank)] for rank in plan.have.shapes
-    }
-    want: dict[int, list[Cell]] = {rank: [] for rank in plan.want.shapes}
-    for move in plan.moves:
-        box = _placed(plan.want, move.destination, move.put)
-        want[move.destination].append(Cell(box, (move.source,)))
-    return _side(plan.have, have, dims, "has"), _side(plan.want, want, dims, "gets")
+    boxes = [box for side in (have, want) for rank in side.shapes for box in side.boxes(rank)]
+    if not boxes:
+        raise WeftError("this plan moves nothing: there is nothing to draw")
+    # the two dimensions in which boxes differ most, in their order
+    ndim = max(len(box.start) for box in boxes)
+    parts = [{(box.start[d : d + 1], box.stop[d : d + 1]) for box in boxes} for d in range(ndim)]
+    dims = sorted(sorted(range(ndim), key=lambda d: (-len(parts[d]), d))[:2])
+    return _frames(have, dims, "has"), _frames(want, dims, "gets")
 
 
-def _side(
-    side: Side,
-    parts: dict[int, list[Cell]],
-    dims: Sequence[int],
-    verb: str,
-) -> list[Frame]:
+def _frames(side: Shown, dims: Sequence[int], verb: str) -> list[Frame]:
     ranks = sorted(side.shapes)
-    whole = {rank: _global(side, rank) for rank in ranks}
-    one_tensor = len({piece.sheet for piece in side.pieces}) < 2
-    apart = not overlap([_flat(box, dims) for each in whole.values() for box in each if box.volume])
-    known = all(_tiles(side, rank) is not None for rank in ranks)
-    together = len(ranks) > 1 and one_tensor and apart and known
-    groups = [ranks] if together else [[rank] for rank in ranks[:MOST]]
+    outlines = {
+        rank: [_flat(box, dims) for box in side.boxes(rank) if box.volume] for rank in ranks
+    }
+    known = side.joint and None not in side.extents.values()
+    apart = not overlap([box for each in outlines.values() for box in each])
+    together = len(ranks) > 1 and known and apart
     found = []
-    for group in groups:
-        cells = _cells([part for rank in group for part in parts[rank]], dims)
-        outlines = [
-            (_flat(box, dims), f"rank {rank}" * together)
+    for group in [ranks] if together else [[rank] for rank in ranks[:MOST]]:
+        parts = [
+            Cell(_flat(cell.box, dims), cell.ranks)
             for rank in group
-            for box in whole[rank]
-            if box.volume
+            for cell in side.coloured(rank)
+            if cell.box.volume
         ]
-        found.append(Frame(_title(side, group, verb), cells, tuple(outlines)))
+        labels = tuple((box, f"rank {r}" * together) for r in group for box in outlines[r])
+        found.append(Frame(_title(side, group, verb), tuple(_cut(parts)), labels))
     return found
 
 
-def _title(side: Side, group: Sequence[int], verb: str) -> str:
+def _title(side: Shown, group: Sequence[int], verb: str) -> str:
     if len(group) == 1:
         return f"rank {group[0]} {verb} {side.shapes[group[0]]}"
     empty = [str(rank) for rank in group if 0 in side.shapes[rank]]
@@ -117,16 +142,14 @@ def _title(side: Side, group: Sequence[int], verb: str) -> str:
     return f"each rank {verb} its part{nothing}"
 
 
-def _cells(parts: Sequence[Cell], dims: Sequence[int]) -> tuple[Cell, ...]:
-    """The parts, cut where they overlap, so that each cell has the ranks of all that lie there."""
-    flat = [Cell(_flat(part.box, dims), part.ranks) for part in parts if part.box.volume]
-    found = []
-    for rows, columns in product(*(pairwise(_edges([c.box for c in flat], d)) for d in (0, 1))):
-        box = Box((rows[0], columns[0]), (rows[1], columns[1]))
-        ranks = sorted({rank for part in flat if box & part.box == box for rank in part.ranks})
+def _cut(parts: Sequence[Cell]) -> Iterable[Cell]:
+    """The parts, cut where any begins or ends, each cell with the ranks of all that lie there."""
+    edges = [pairwise(_edges([part.box for part in parts], dim)) for dim in (0, 1)]
+    for (top, bottom), (left, right) in product(*edges):
+        box = Box((top, left), (bottom, right))
+        ranks = {rank for part in parts if box & part.box == box for rank in part.ranks}
         if ranks:
-            found.append(Cell(box, tuple(ranks)))
-    return tuple(_merged(found))
+            yield Cell(box, tuple(sorted(ranks)))
 
 
 def _edges(boxes: Iterable[Box], dim: int) -> list[int]:
@@ -134,84 +157,17 @@ def _edges(boxes: Iterable[Box], dim: int) -> list[int]:
     return sorted({edge for box in boxes for edge in (box.start[dim], box.stop[dim])})
 
 
-def _merged(cells: Iterable[Cell]) -> list[Cell]:
-    """Neighbours of the same ranks as one, along rows and then along columns."""
-    found = list(cells)
-    for dim in (1, 0):
-        rest = 1 - dim
-        found.sort(key=lambda cell: (cell.box.start[rest], cell.box.start[dim]))
-        joined: list[Cell] = []
-        for cell in found:
-            if joined and _continues(joined[-1], cell, dim):
-                joined[-1] = Cell(Box(joined[-1].box.start, cell.box.stop), cell.ranks)
-            else:
-                joined.append(cell)
-        found = joined
-    return found
-
-
-def _continues(last: Cell, cell: Cell, dim: int) -> bool:
-    """Whether a cell is of the same ranks as the last one, and next to it."""
-    a, b, rest = last.box, cell.box, 1 - dim
-    level = (a.start[rest], a.stop[rest]) == (b.start[rest], b.stop[rest])
-    return last.ranks == cell.ranks and level and a.stop[dim] == b.start[dim]
-
-
-def _tiles(side: Side, rank: int) -> list[Piece] | None:
-    """The pieces that a rank's tensor consists of, if it is of one tensor."""
-    pieces = side.by_rank.get(rank, [])
-    shape = side.shapes[rank]
-    for piece in pieces:  # all of it; others are images that lie in the same place
-        if not any(piece.at) and piece.box.shape == shape:
-            return [piece]
-    volume = Box((0,) * len(shape), shape).volume
-    return pieces if sum(piece.box.volume for piece in pieces) == volume else None
-
-
-def _global(side: Side, rank: int) -> list[Box]:
-    """What a rank holds, as boxes of the whole tensor; of its own, if that cannot be said."""
-    pieces = _tiles(side, rank)
-    if pieces is None:
-        shape = side.shapes[rank]
-        return [Box((0,) * len(shape), shape)]
-    return [piece.box for piece in pieces]
-
-
-def _placed(side: Side, rank: int, put: Box) -> Box:
-    """A box of a rank's tensor, as one of the whole tensor."""
-    for piece in _tiles(side, rank) or ():
-        inside = piece.local(piece.box)
-        if put & inside == put:
-            return put.shifted([a - b for a, b in zip(piece.box.start, piece.at, strict=True)])
-    return put
-
-
-def _shown(plan: Plan) -> tuple[int, ...]:
-    """The dimensions to show: the two in which boxes differ most, in their order."""
-    sides = (plan.have, plan.want)
-    boxes = [box for side in sides for rank in side.shapes for box in _global(side, rank)]
-    if not boxes:
-        raise WeftError("this plan moves nothing: there is nothing to draw")
-    ndim = max(len(box.start) for box in boxes)
-    parts = [{(box.start[d : d + 1], box.stop[d : d + 1]) for box in boxes} for d in range(ndim)]
-    ranked = sorted(range(ndim), key=lambda d: (-len(parts[d]), d))
-    return tuple(sorted(ranked[:2]))
-
-
 def _flat(box: Box, dims: Sequence[int]) -> Box:
-    """A box in the dimensions that are shown: rows and columns."""
-    start = [box.start[d] if d < len(box.start) else 0 for d in dims]
-    stop = [box.stop[d] if d < len(box.stop) else 1 for d in dims]
-    while len(start) < 2:  # one row
-        start.insert(0, 0)
-        stop.insert(0, 1)
-    return Box(tuple(start), tuple(stop))
+    """A box in the dimensions that are shown: rows and columns; a row where there is but one."""
+    ranges = [(box.start[d], box.stop[d]) if d < len(box.start) else (0, 1) for d in dims]
+    ranges = [(0, 1)] * (2 - len(ranges)) + ranges
+    return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
 
 
-# the painting
+# The painting
 
 
-def drawn(plan: Plan, title: str | None = None) -> Figure:
+def drawn(have: Shown, want: Shown, title: str) -> Figure:
     """The picture of a plan; see `Plan.draw`.
 
     Raises:
@@ -222,44 +178,30 @@ def drawn(plan: Plan, title: str | None = None) -> Figure:
     except ImportError as error:
         raise WeftError("a plan is drawn by matplotlib: pip install 'weft[report]'") from error
 
-    sides = frames(plan)
+    sides = frames(have, want)
+    ranks = sorted({*have.shapes, *want.shapes})
     columns = min(4, max(map(len, sides)))
     rows = [-(-len(side) // columns) for side in sides]
-    bounds = _bounds([box for side in sides for each in side for box, _ in each.outlines])
-    height, width = bounds.shape
-    ratio = min(max(height / width, _FLAT), _TALL)
-    each = 2.6 if columns > 1 else 4.2
-    size = (each * columns, (each * ratio + 0.5) * sum(rows) + 0.9)
+    boxes = [box for side in sides for frame in side for box, _ in frame.outlines]
+    edges = [_edges(boxes, dim) or [0, 1] for dim in (0, 1)]
+    bounds = Box(tuple(each[0] for each in edges), tuple(each[-1] for each in edges))
+    ratio = min(max(bounds.shape[0] / bounds.shape[1], _FLAT), _TALL)
+    width = 2.6 if columns > 1 else 4.2
+    size = (width * columns, (width * ratio + 0.5) * sum(rows) + 0.9)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    colours = _colours(plan.ranks)
-    grid = figure.add_gridspec(sum(rows) or 1, columns)
+    colours = _colours(ranks)
+    grid = figure.add_gridspec(sum(rows), columns)
     for number, side in enumerate(sides):
         for at, frame in enumerate(side):
             row = at // columns + number * rows[0]
             place = grid[row, :] if len(side) == 1 else grid[row, at % columns]
             _paint(figure.add_subplot(place), frame, bounds, colours)
-    more = max(len(plan.have.shapes), len(plan.want.shapes)) - MOST
+    more = max(len(have.shapes), len(want.shapes)) - MOST
     left = f"; {more} more ranks are not drawn" if more > 0 and columns > 1 else ""
-    _legend(figure, plan, colours, left)
-    figure.suptitle(title if title is not None else _summary(plan), fontsize=10)
+    sums = any(len(cell.ranks) > 1 for frame in sides[1] for cell in frame.cells)
+    _legend(figure, colours, f"whose values{', added up where hatched' * sums}{left}")
+    figure.suptitle(title, fontsize=10)
     return figure
-
-
-def _summary(plan: Plan) -> str:
-    travel = [move for move in plan.moves if move.source != move.destination]
-    numbers = sum(move.take.volume for move in travel)
-    hint = f"{plan.hint}: " if plan.hint else ""
-    pairs = len({(move.source, move.destination) for move in travel})
-    return f"{hint}{numbers:,} values in {pairs} messages between {len(plan.ranks)} ranks"
-
-
-def _bounds(boxes: Sequence[Box]) -> Box:
-    if not boxes:
-        return Box((0, 0), (1, 1))
-    return Box(
-        tuple(min(box.start[d] for box in boxes) for d in (0, 1)),
-        tuple(max(box.stop[d] for box in boxes) for d in (0, 1)),
-    )
 
 
 def _colours(ranks: Sequence[int]) -> Colours:
@@ -274,47 +216,49 @@ def _colours(ranks: Sequence[int]) -> Colours:
 
 
 def _paint(axes: Axes, frame: Frame, bounds: Box, colours: Colours) -> None:
-    from matplotlib.patches import Rectangle
-
-    _outline(axes, bounds, "0.85", 0.8)  # so that frames can be compared
+    _rectangle(axes, bounds, fill=False, ec="0.85", lw=0.8)  # so that frames can be compared
     together = any(label for _, label in frame.outlines)
     several = len({cell.ranks for cell in frame.cells}) > 1
     for cell in frame.cells:
-        (top, left), (height, width) = cell.box.start, cell.box.shape
-        stripe = width / len(cell.ranks)
+        (top, left), (bottom, right) = cell.box.start, cell.box.stop
+        stripe = (right - left) / len(cell.ranks)
         for number, rank in enumerate(cell.ranks):
-            place = (left + number * stripe, top)
-            axes.add_patch(Rectangle(place, stripe, height, color=colours[rank], lw=0))
+            at = left + number * stripe
+            _rectangle(axes, cell.box, x=at, width=stripe, color=colours[rank], lw=0)
         if len(cell.ranks) > 1:
-            axes.add_patch(
-                Rectangle((left, top), width, height, fill=False, hatch="///", ec="1", lw=0)
-            )
-        large = height * 8 >= bounds.shape[0] and width * 8 >= bounds.shape[1]
+            _rectangle(axes, cell.box, fill=False, hatch="///", ec="1", lw=0)
+        large = (bottom - top) * 8 >= bounds.shape[0] and (right - left) * 8 >= bounds.shape[1]
         if several and large and not together:
             _write(axes, cell.box, "+".join(map(str, cell.ranks)))
     for box, label in frame.outlines:
-        _outline(axes, box, "0.15", 1.1)
+        _rectangle(axes, box, fill=False, ec="0.15", lw=1.1)
         _write(axes, box, label)
-    (top, left), (bottom, right) = bounds.start, bounds.stop
-    pad_y, pad_x = 0.02 * (bottom - top), 0.02 * (right - left)
-    axes.set_xlim(left - pad_x, right + pad_x)
-    axes.set_ylim(bottom + pad_y, top - pad_y)  # the first row is the top one
-    outlines = [box for box, _ in frame.outlines]
-    axes.set_xticks(_edges(outlines, 1))
-    axes.set_yticks([] if bounds.shape[0] == 1 else _edges(outlines, 0))
-    axes.tick_params(labelsize=6, length=2)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    _scale(axes, bounds, [box for box, _ in frame.outlines])
     axes.set_title(frame.title, fontsize=8)
-    ratio = bounds.shape[0] / bounds.shape[1]
-    axes.set_aspect("equal" if _FLAT <= ratio <= _TALL else "auto")
 
 
-def _outline(axes: Axes, box: Box, colour: str, width: float) -> None:
+def _scale(axes: Axes, bounds: Box, outlines: Sequence[Box]) -> None:
+    """What the frames of a picture have in common, and the numbers at the edges."""
+    (top, left), (bottom, right) = bounds.start, bounds.stop
+    height, width = bounds.shape
+    axes.set_xlim(left - 0.02 * width, right + 0.02 * width)
+    axes.set_ylim(bottom + 0.02 * height, top - 0.02 * height)  # the first row is the top one
+    axes.set_xticks(_edges(outlines, 1))
+    axes.set_yticks([] if height == 1 else _edges(outlines, 0))
+    axes.tick_params(labelsize=6, length=2)
+    axes.spines[:].set_visible(False)
+    axes.set_aspect("equal" if _FLAT <= height / width <= _TALL else "auto")
+
+
+def _rectangle(
+    axes: Axes, box: Box, *, x: float | None = None, width: float | None = None, **style: object
+) -> None:
+    """A box, or as wide a part of it."""
     from matplotlib.patches import Rectangle
 
     (top, left), (rows, columns) = box.start, box.shape
-    axes.add_patch(Rectangle((left, top), columns, rows, fill=False, ec=colour, lw=width))
+    at, wide = left if x is None else x, columns if width is None else width
+    axes.add_patch(Rectangle((at, top), wide, rows, **style))  # type: ignore[arg-type]  # styles
 
 
 def _write(axes: Axes, box: Box, text: str) -> None:
@@ -322,23 +266,16 @@ def _write(axes: Axes, box: Box, text: str) -> None:
     axes.text(x, y, text, ha="center", va="center", fontsize=7.5)
 
 
-def _legend(
-    figure: Figure,
-    plan: Plan,
-    colours: Colours,
-    left: str,
-) -> None:
+def _legend(figure: Figure, colours: Colours, title: str) -> None:
     from matplotlib.patches import Patch
 
-    shown = plan.ranks[: 2 * MOST]
-    patches = [Patch(color=colours[rank], label=f"rank {rank}") for rank in shown]
-    sums = any(plan.local(rank).adds for rank in plan.want.shapes)
+    shown = list(colours)[: 2 * MOST]
     legend = figure.legend(
-        handles=patches,
+        handles=[Patch(color=colours[rank], label=f"rank {rank}") for rank in shown],
         loc="outside lower center",
         ncols=min(len(shown), 8),
         fontsize=7,
         frameon=False,
-        title=f"whose values{', added up where hatched' * sums}{left}",
+        title=title,
     )
     legend.get_title().set_fontsize(7)

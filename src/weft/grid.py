@@ -14,18 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
-__all__ = [
-    "Box",
-    "Shape",
-    "balanced",
-    "beyond",
-    "boxes",
-    "cells",
-    "overlap",
-    "ravel",
-    "unravel",
-    "whole",
-]
+__all__ = ["Box", "Shape", "balanced", "boxes", "cells", "overlap", "ravel", "whole"]
 
 Shape = tuple[int, ...]
 """Extents, indices or offsets: one integer for each dimension."""
@@ -154,49 +143,3 @@ def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
     for at, extent in zip(index, shape, strict=True):
         number = number * extent + at
     return number
-
-
-def unravel(number: int, shape: Sequence[int]) -> Shape:
-    """The index of a cell, given its number.
-
-    Example:
-        >>> unravel(5, (2, 3))
-        (1, 2)
-    """
-    index = []
-    for extent in reversed(shape):
-        number, at = divmod(number, extent)
-        index.append(at)
-    return tuple(reversed(index))
-
-
-def beyond(everything: Box, parts: Iterable[Box]) -> list[Box]:
-    """What parts leave of a box, as boxes that do not overlap.
-
-    Example:
-        >>> beyond(whole((3, 2)), [Box((1, 0), (3, 1))])
-        [Box(start=(0, 0), stop=(1, 2)), Box(start=(1, 1), stop=(3, 2))]
-    """
-    left = [everything] if everything.volume else []
-    for part in parts:
-        left = [rest for box in left for rest in _without(box, part)]
-    return left
-
-
-def _without(box: Box, part: Box) -> list[Box]:
-    both = box & part
-    if both is None or not both.volume:
-        return [box]
-    found = []
-    start, stop = list(box.start), list(box.stop)
-    for dim in range(len(start)):
-        for low, high in ((start[dim], both.start[dim]), (both.stop[dim], stop[dim])):
-            if low < high:
-                found.append(
-                    Box(
-                        (*start[:dim], low, *start[dim + 1 :]),
-                        (*stop[:dim], high, *stop[dim + 1 :]),
-                    )
-                )
-        start[dim], stop[dim] = both.start[dim], both.stop[dim]
-    return found

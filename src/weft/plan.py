@@ -14,21 +14,17 @@ faster. The idea of a recipe that is pure data, executed thinly, is einops'.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from . import draw
-from .grid import Box, Shape, beyond, overlap, whole
+from .draw import Cell, Shown, drawn
+from .grid import Box, Shape, overlap, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
-
-Slices = tuple[slice, ...]
-
-_MANY = 64  # boxes, of which it is no use to ask what they leave
 
 Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
 """The collectives that a plan may be."""
@@ -86,13 +82,37 @@ class Side:
         return found
 
     @cached_property
+    def largest(self) -> int:
+        """Elements of the largest piece."""
+        return max((piece.box.volume for piece in self.pieces), default=0)
+
+    def tiles(self, rank: int) -> list[Piece] | None:
+        """The pieces that a rank's tensor consists of, if it is of one tensor."""
+        pieces, everything = self.by_rank.get(rank, []), whole(self.shapes[rank])
+        for piece in pieces:  # all of it; others are images that lie in the same place
+            if piece.local(piece.box) == everything:
+                return [piece]
+        return pieces if sum(p.box.volume for p in pieces) == everything.volume else None
+
+    def extent(self, rank: int) -> list[Box] | None:
+        """What a rank holds, as boxes of the whole tensor, if that can be said."""
+        pieces = self.tiles(rank)
+        return None if pieces is None else [piece.box for piece in pieces]
+
+    def placed(self, rank: int, box: Box) -> Box:
+        """A box of a rank's tensor, as one of the whole tensor where that can be said."""
+        for piece in self.tiles(rank) or ():
+            if box & piece.local(piece.box) == box:
+                return box.shifted([a - b for a, b in zip(piece.box.start, piece.at, strict=True)])
+        return box
+
+    @cached_property
     def whole(self) -> dict[int, Box] | None:
         """The box that each rank holds, if each holds one, of one tensor, and nothing else."""
         found = {piece.rank: piece.box for piece in self.pieces}
         plain = all(
             piece.sheet == self.pieces[0].sheet
-            and not any(piece.at)
-            and piece.box.shape == self.shapes[piece.rank]
+            and piece.local(piece.box) == whole(self.shapes[piece.rank])
             for piece in self.pieces
         )
         return found if plain and len(found) == len(self.pieces) == len(self.shapes) else None
@@ -125,82 +145,40 @@ class Local:
         sends: the boxes of its tensor that go to each peer, in the order both ends know.
         recvs: the boxes of its result that come from each peer, in that order.
         own: (take, put) of what it moves from its own tensor to its own result.
-        result: the shape of its result, or None if it has none.
         sources: (rank, take, put) of all that its result is made of, its own included, by rank.
-        shapes: of the tensors that the plan reads, by rank.
+        result: the shape of its result, or None if it has none.
         adds: whether several values meet anywhere in its result.
         fills: whether every place of its result is written.
-        gaps: boxes of its result that hold all places which are not written.
     """
 
-    sends: dict[int, list[Box]]
-    recvs: dict[int, list[Box]]
-    own: list[tuple[Box, Box]]
-    result: Shape | None
+    sends: Mapping[int, tuple[Box, ...]]
     sources: list[tuple[int, Box, Box]]
-    shapes: Mapping[int, Shape]
+    rank: int
+    result: Shape | None
 
     @cached_property
-    def puts(self) -> list[Box]:
-        return [put for _, put in self.own] + [put for each in self.recvs.values() for put in each]
+    def own(self) -> list[tuple[Box, Box]]:
+        return [(take, put) for source, take, put in self.sources if source == self.rank]
 
     @cached_property
-    def copied(self) -> list[tuple[int, Slices, Slices]]:
-        """`sources`, with what indexes tensors in place of boxes: nothing where that is all."""
-        return [
-            (
-                source,
-                () if take.shape == self.shapes[source] else take.slices,
-                () if put.shape == self.result else put.slices,
-            )
-            for source, take, put in self.sources
-        ]
-
-    @cached_property
-    def covered(self) -> bool:
-        """Whether each of its sources is written to all of the result."""
-        return bool(self.copied) and not any(put for _, _, put in self.copied)
-
-    @cached_property
-    def joined(self) -> tuple[int, list[int]] | None:
-        """(dimension, ranks) where the result is whole tensors one after the other, else None."""
-        if self.result is None or len(self.copied) < 2 or any(take for _, take, _ in self.copied):
-            return None
-        for dim, length in enumerate(self.result):
-            at, ranks = 0, []
-            for rank, _, put in sorted(self.sources, key=lambda each: each[2].start[dim]):
-                rest = (
-                    put.shape[:dim] == self.result[:dim]
-                    and put.shape[dim + 1 :] == (self.result[dim + 1 :])
-                )
-                if not rest or put.start[dim] != at:
-                    break
-                at += put.shape[dim]
-                ranks.append(rank)
-            else:
-                if at == length:
-                    return dim, ranks
-        return None
+    def recvs(self) -> Mapping[int, list[Box]]:
+        found: dict[int, list[Box]] = {}
+        for source, _, put in self.sources:
+            if source != self.rank:
+                found.setdefault(source, []).append(put)
+        return found
 
     @cached_property
     def adds(self) -> bool:
-        return overlap(self.puts)
+        return overlap([put for *_, put in self.sources])
 
     @cached_property
     def fills(self) -> bool:
-        if self.result is None:
-            return True
-        everything = whole(self.result)
+        everything = whole(self.result or ())
+        puts = [put for *_, put in self.sources]
         if self.adds:
-            return everything in self.puts
-        return sum(put.volume for put in self.puts) == everything.volume
-
-    @cached_property
-    def gaps(self) -> list[Box]:
-        if self.fills or self.result is None:
-            return []
-        everything = whole(self.result)
-        return [everything] if len(self.puts) > _MANY else beyond(everything, self.puts)
+            return everything in puts
+        return sum(put.volume for put in puts) == everything.volume
 
 
 @dataclass(frozen=True)
@@ -250,21 +228,13 @@ class Plan:
         """What one rank has to do; found without looking at what other pairs of ranks do."""
         found = self._locals.get(rank)
         if found is None:
-            goes = {peer: [take for take, _ in self.meet(rank, peer)] for peer in self.ranks}
-            comes = {peer: list(self.meet(peer, rank)) for peer in self.ranks}
-            found = Local(
+            goes = {peer: tuple(take for take, _ in self.meet(rank, peer)) for peer in self.ranks}
+            found = self._locals[rank] = Local(
                 {peer: takes for peer, takes in goes.items() if takes and peer != rank},
-                {
-                    peer: [p for _, p in each]
-                    for peer, each in comes.items()
-                    if each and peer != rank
-                },
-                comes.get(rank, []),
+                [(peer, take, put) for peer in self.ranks for take, put in self.meet(peer, rank)],
+                rank,
                 self.want.shapes.get(rank),
-                [(peer, take, put) for peer, each in comes.items() for take, put in each],
-                self.have.shapes,
             )
-            self._locals[rank] = found
         return found
 
     def meet(self, source: int, destination: int) -> Iterator[tuple[Box, Box]]:
@@ -320,7 +290,28 @@ class Plan:
             >>> [axes.get_title() for axes in plan.draw().axes]
             ['each rank has its part', 'rank 0 gets (4,)', 'rank 1 gets (4,)']
         """
-        return draw.drawn(self, title)
+        travel = [move for move in self.moves if move.source != move.destination]
+        values = sum(move.take.volume for move in travel)
+        pairs = len({(move.source, move.destination) for move in travel})
+        summary = f"{values:,} values in {pairs} messages between {len(self.ranks)} ranks"
+        hint = f"{self.hint}: " if self.hint else ""
+        return drawn(*self.shown(), f"{hint}{summary}" if title is None else title)
+
+    def shown(self) -> tuple[Shown, Shown]:
+        """What a picture is made of: what ranks have, and what they get."""
+        cells: dict[int, list[Cell]] = {rank: [] for rank in self.want.shapes}
+        for move in self.moves:
+            box = self.want.placed(move.destination, move.put)
+            cells[move.destination].append(Cell(box, (move.source,)))
+        have, want = (
+            Shown(
+                side.shapes,
+                {rank: side.extent(rank) for rank in side.shapes},
+                len({piece.sheet for piece in side.pieces}) < 2,
+            )
+            for side in (self.have, self.want)
+        )
+        return have, replace(want, cells=cells)
 
 
 def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> Plan:

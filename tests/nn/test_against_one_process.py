@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import weft
 from weft import nn
-from weft.nn import carry, opening, schedules
+from weft.nn import executor, handshake
 from weft.testing import spmd
 
 P = weft.Partition
@@ -217,15 +217,15 @@ def filled(ys):
 
 WAYS = {
     "eager": {},
-    "moves": {(opening, "EAGER"): -1},
+    "moves": {(handshake, "EAGER"): -1},
     "schedules": {
-        (opening, "EAGER"): -1,
-        (carry, "_DIRECT"): -1,
-        (schedules, "CHUNK"): 16,
-        (schedules, "_SLOTS"): 2,
+        (handshake, "EAGER"): -1,
+        (executor, "_DIRECT"): -1,
+        (executor, "_CHUNK"): 16,
+        (executor, "_AHEAD"): 1,
     },
 }
-"""How tensors travel: in the opening message; as messages; by the hint's schedule, in chunks."""
+"""How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""
 
 
 @contextmanager

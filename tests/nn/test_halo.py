@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import weft
 from weft import nn
 from weft.grid import cells
-from weft.nn import carry
+from weft.nn import executor
 from weft.testing import run, spmd
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect"}
@@ -118,7 +118,9 @@ def test_widths_by_cell_under_vmap():
 
 def test_the_adjoint_of_large_padded_tensors(monkeypatch):
     """Their own part is copied, and the margins alone are zeroed."""
-    monkeypatch.setattr(carry, "fresh", lambda shape, dtype: torch.full(shape, math.nan).to(dtype))
+    monkeypatch.setattr(
+        executor, "fresh", lambda shape, dtype: torch.full(shape, math.nan).to(dtype)
+    )
 
     def program(wire):
         layer = nn.HaloExchange(weft.Partition((2, 1)), (1, 0), padded=True)
@@ -136,8 +138,8 @@ def test_the_adjoint_of_large_padded_tensors(monkeypatch):
 @spmd(2, on=("threads",))
 def test_widths_may_be_an_array(wire):
     grid = weft.Partition((2, 1))
-    expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).movement
+    expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).spec
     for kind in (np.array, torch.tensor):
-        assert nn.HaloExchange(grid, kind([[1, 2], [0, 1]])).movement == expected
+        assert nn.HaloExchange(grid, kind([[1, 2], [0, 1]])).spec == expected
         by_cell = nn.HaloExchange(grid, lambda cell, kind=kind: kind([[1, 2], [0, 1]]))
-        assert by_cell.movement == expected
+        assert by_cell.spec == expected

@@ -10,8 +10,8 @@ import torch
 
 import weft
 from weft import Partition, WeftError
-from weft.nn.all_gather import Gathering
-from weft.nn.compiled import _movement, number
+from weft.nn.all_gather import AllGatherSpec
+from weft.nn.compiled import number, spec_of
 from weft.testing import run, spmd
 
 
@@ -22,7 +22,7 @@ def every_kind_of_plan(wire):
     weft.nn.AllGather(partition, 0)(x).sum().backward()
     weft.nn.SumReduce(partition, 0)(x).sum().backward()
     weft.nn.Repartition(partition, partition.reshape(1))(x)
-    number(weft.nn.AllGather(partition, 0, shape=(4,)).movement)
+    number(weft.nn.AllGather(partition, 0, shape=(4,)).spec)
     return weakref.ref(wire)
 
 
@@ -34,9 +34,9 @@ def test_what_is_kept_of_layers_keeps_no_wire():
 
 def test_equal_layers_of_different_groups_share_a_plan(monkeypatch):
     made = []
-    plan = Gathering.plan
+    plan = AllGatherSpec.plan
     monkeypatch.setattr(
-        Gathering, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
+        AllGatherSpec, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
     )
     for _ in range(2):
         run(1, lambda wire: weft.nn.AllGather(Partition(1, group=wire), 0)(torch.ones(29)))
@@ -44,13 +44,13 @@ def test_equal_layers_of_different_groups_share_a_plan(monkeypatch):
 
 
 @spmd(1, on=("threads",))
-def test_compiled_code_finds_a_movement_whose_layer_is_gone(wire):
-    key = number(weft.nn.AllGather(Partition(1, group=wire), 0).movement)
+def test_compiled_code_finds_a_spec_whose_layer_is_gone(wire):
+    key = number(weft.nn.AllGather(Partition(1, group=wire), 0).spec)
     gc.collect()
-    assert _movement(key).partitions[0].wire is wire
+    assert spec_of(key).partitions[0].wire is wire
     layer = weft.nn.AllGather(Partition(1), 0)
-    assert _movement(number(layer.movement)) is layer.movement
-    gone = run(1, lambda wire: number(weft.nn.AllGather(Partition(1, group=wire), 0).movement))
+    assert spec_of(number(layer.spec)) is layer.spec
+    gone = run(1, lambda wire: number(weft.nn.AllGather(Partition(1, group=wire), 0).spec))
     gc.collect()
     with pytest.raises(WeftError, match="AllGather in a group that is gone"):
-        _movement(gone[0])
+        spec_of(gone[0])

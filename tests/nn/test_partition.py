@@ -46,7 +46,7 @@ def test_grids_of_grids(wire):
     assert grid.union(P(2, ranks=[5, 1]), P(1)).ranks == (4, 2, 0, 5, 1)
     with pytest.raises(AttributeError, match="a partition does not change"):
         grid.shape = (4,)
-    with pytest.raises(weft.WeftError, match="different groups have no union"):
+    with pytest.raises(weft.WeftError, match="union: the two grids count ranks in different"):
         P(2, group=wire).union(P(2))
 
 

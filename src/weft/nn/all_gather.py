@@ -17,52 +17,54 @@ from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
-from .along import FromShards, ToShards, given, shards, told
 from .layer import Layer
-from .movement import Lengths, fitting
 from .partition import Partition, are_grids, normal_dims
+from .spec import (
+    CheckedLengths,
+    Lengths,
+    SliceSpec,
+    checked_lengths,
+    checked_shape,
+    cut,
+    fitting,
+    shards,
+)
 
-__all__ = ["AllGather", "Gathering", "ReduceScatter", "SummedScattering"]
+__all__ = ["AllGather", "AllGatherSpec", "ReduceScatter", "ReduceScatterSpec"]
 
 
 @dataclass(frozen=True)
-class Gathering(FromShards):
+class AllGatherSpec(SliceSpec):
     """Shards to wholes."""
 
     name: ClassVar[str] = "AllGather"
+    sharded: ClassVar[bool] = True
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self._cells(list(shapes))
+        cells = self.cells(shapes)
         lengths = fitting(self.name, cells, shapes, self.dims)
-        return between(
-            shards(cells, lengths, self.dims),
-            dict.fromkeys(cells, whole([sum(each) for each in lengths])),
-        )
+        everything = whole([sum(each) for each in lengths])
+        return between(shards(cells, lengths, self.dims), dict.fromkeys(cells, everything))
 
 
 @dataclass(frozen=True)
-class SummedScattering(ToShards):
+class ReduceScatterSpec(SliceSpec):
     """Sums of wholes to shards."""
+
+    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "ReduceScatter"
     summing: ClassVar[bool] = True
 
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        return None if self.shape is None else self._wholes(self.shape)
-
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
-        lengths = self._lengths(shape)
-        cell = self.partition.cells[rank]
-        return tuple(
-            lengths[dim][cell[dim]] if dim in self.dims else extent
-            for dim, extent in enumerate(shape)
-        )
+    def output(self, rank: int, shape: Shape) -> Shape | None:
+        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
+        return shards(self.cells([rank]), lengths, self.dims)[rank].shape
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self._cells(list(shapes))
+        cells = self.cells(shapes)
         fitting(self.name, cells, shapes, ())
         everything = whole(next(iter(shapes.values())))
-        lengths = self._lengths(everything.shape)
+        lengths = cut(self.name, self.partition, self.dims, everything.shape, self.lengths)
         return between(dict.fromkeys(cells, everything), shards(cells, lengths, self.dims))
 
 
@@ -96,7 +98,7 @@ class AllGather(Layer):
     ) -> None:
         are_grids("AllGather", partition)
         found = normal_dims(dims, partition.dim)
-        super().__init__(Gathering(partition, found, told(shape)))
+        super().__init__(AllGatherSpec(partition, found, shape=checked_shape(shape)))
 
 
 class ReduceScatter(Layer):
@@ -135,4 +137,7 @@ class ReduceScatter(Layer):
     ) -> None:
         are_grids("ReduceScatter", partition)
         found = normal_dims(dims, partition.dim)
-        super().__init__(SummedScattering(partition, found, told(shape), given(lengths)))
+        spec = ReduceScatterSpec(
+            partition, found, checked_lengths(lengths), shape=checked_shape(shape)
+        )
+        super().__init__(spec)

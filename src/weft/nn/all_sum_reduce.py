@@ -13,25 +13,21 @@ from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
-from .along import Along, told
 from .layer import Layer
-from .movement import fitting
 from .partition import Partition, are_grids, normal_dims
+from .spec import SliceSpec, checked_shape, fitting
 
-__all__ = ["AllSumReduce", "AllSumming"]
+__all__ = ["AllSumReduce", "AllSumReduceSpec"]
 
 
 @dataclass(frozen=True)
-class AllSumming(Along):
+class AllSumReduceSpec(SliceSpec):
     """Tensors of a slice to their sum."""
 
     name: ClassVar[str] = "AllSumReduce"
     summing: ClassVar[bool] = True
 
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        return None if self.shape is None else self._wholes(self.shape)
-
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
+    def output(self, rank: int, shape: Shape) -> Shape | None:
         return shape
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
@@ -67,4 +63,4 @@ class AllSumReduce(Layer):
     ) -> None:
         are_grids("AllSumReduce", partition)
         found = normal_dims(dims, partition.dim)
-        super().__init__(AllSumming(partition, found, told(shape)))
+        super().__init__(AllSumReduceSpec(partition, found, shape=checked_shape(shape)))

@@ -13,23 +13,22 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Box, Shape, boxes
+from ..grid import Box, Shape, balanced, boxes
 from ..plan import Plan, between
-from .along import Along, given, told
 from .layer import Layer
-from .movement import Movement, fitting, parts
 from .partition import Partition, are_grids, integers, normal_dims
+from .spec import SliceSpec, Spec, checked_lengths, checked_shape, fitting, parts
 
-__all__ = ["AllToAll", "Turning"]
+__all__ = ["AllToAll", "AllToAllSpec"]
 
 
 @dataclass(frozen=True)
-class Turning(Along):
+class AllToAllSpec(SliceSpec):
     """Shards along one dimension to shards along another; `dims` is the grid's."""
 
     gathered: int = 0
     scattered: int = 1
-    lengths: tuple[int, ...] | None = None
+    lengths: Shape | None = None
 
     name: ClassVar[str] = "AllToAll"
 
@@ -38,22 +37,17 @@ class Turning(Along):
         cut = "" if self.lengths is None else f", lengths={self.lengths}"
         return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{told}{cut}"
 
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        cells = self._cells(self.groups[rank])
-        both = self._from_first(len(self.shape))
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+        cells = self.cells(self.groups[rank])
+        both = self._from_first(len(shape))
         if both is None:
             return None  # the plan says what is wrong
-        gathered, _ = both
-        lengths = [
-            parts(self.name, extent, len(cells), None, dim) if dim == gathered else (extent,)
-            for dim, extent in enumerate(self.shape)
-        ]
+        lengths: list[Shape] = [(extent,) for extent in shape]
+        lengths[both[0]] = balanced(shape[both[0]], len(cells))
         return {r: box.shape for r, box in self._along(cells, lengths).items()}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self._cells(list(shapes))
+        cells = self.cells(list(shapes))
         ndim = len(shapes[min(shapes)])
         both = self._from_first(ndim)
         if both is None:
@@ -62,23 +56,21 @@ class Turning(Along):
                 f"{ndim} dimensions: pass two different ones of these"
             )
         gathered, scattered = both
-        places = {rank: self._place(cell, gathered) for rank, cell in cells.items()}
+        places = {r: (0,) * gathered + (cell[self.dims[0]],) for r, cell in cells.items()}
         lengths = fitting(self.name, places, shapes, (gathered,))
-        whole: list[Shape] = [(sum(each),) for each in lengths]
-        there = list(whole)
-        there[scattered] = parts(
-            self.name, sum(lengths[scattered]), len(cells), self.lengths, scattered
-        )
+        there: list[Shape] = [(sum(each),) for each in lengths]
+        (extent,) = there[scattered]
+        there[scattered] = parts(self.name, extent, len(cells), self.lengths, scattered)
         return between(self._along(cells, lengths), self._along(cells, there))
 
-    def batched(self, extent: int) -> Movement:
+    def batched(self, extent: int) -> Spec:
         """What is batched comes behind the other dimensions, so the last of these moves on."""
         further = replace(
             self,
             gathered=self.gathered - (self.gathered < 0),
             scattered=self.scattered - (self.scattered < 0),
         )
-        return super(Turning, further).batched(extent)
+        return super(AllToAllSpec, further).batched(extent)
 
     def _from_first(self, ndim: int) -> Shape | None:
         """The two dimensions counted from the first of so many; None: they are not two of these."""
@@ -86,9 +78,6 @@ class Turning(Along):
         if any(not -ndim <= dim < ndim for dim in both) or (both[0] - both[1]) % ndim == 0:
             return None
         return both[0] % ndim, both[1] % ndim
-
-    def _place(self, cell: Shape, dim: int) -> Shape:
-        return (0,) * dim + (cell[self.dims[0]],)
 
     def _along(self, cells: Mapping[int, Shape], lengths: Sequence[Shape]) -> dict[int, Box]:
         """The box of each rank, where one dimension has a part for each of them."""
@@ -142,5 +131,8 @@ class AllToAll(Layer):
                 f"AllToAll: dims is {both}: pass two different dimensions of the tensor"
             )
         axis = normal_dims(both[0] if along is None else along, partition.dim)
-        cut = given([lengths])
-        super().__init__(Turning(partition, axis, told(shape), *both, cut[0] if cut else None))
+        cut = checked_lengths([lengths])
+        spec = AllToAllSpec(
+            partition, axis, *both, cut[0] if cut else None, shape=checked_shape(shape)
+        )
+        super().__init__(spec)

@@ -10,6 +10,7 @@ Source: DistDL (Hewett and Grady, arXiv:2006.03108).
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,11 @@ from typing import ClassVar
 from ..errors import WeftError
 from ..grid import Shape, cells, ravel, whole
 from ..plan import Plan, Side, between
-from .along import told
 from .layer import Layer
-from .movement import Movement, fitting, group_of
-from .partition import Partition, are_grids, normal_dims
+from .partition import Partition, are_grids, normal_dims, same_group
+from .spec import Spec, checked_shape, fitting
 
-__all__ = ["Broadcast", "Broadcasting", "SumReduce", "Summing", "first_along"]
+__all__ = ["Broadcast", "BroadcastSpec", "SumReduce", "SumReduceSpec", "first_along"]
 
 
 def copies(small: Partition, large: Partition) -> Mapping[int, tuple[int, ...]]:
@@ -51,8 +51,7 @@ def check_grids(name: str, small: Partition, large: Partition) -> None:
     Raises:
         WeftError: it does not.
     """
-    if small.group is not large.group and small.group != large.group:
-        raise WeftError(f"{name}: the two grids count ranks in different groups")
+    same_group(name, small, large)
     tail = large.shape[large.dim - small.dim :]
     if small.dim > large.dim or any(
         a not in (1, b) for a, b in zip(small.shape, tail, strict=True)
@@ -71,82 +70,69 @@ def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
     return partition.subset([partition.ranks.index(rank) for rank in ranks]).reshape(shape)
 
 
-@dataclass(frozen=True)
-class _Standing(Movement):
+class _BetweenGrids(Spec):
     """Ranks of a small grid, each of which stands for some ranks of a large one."""
+
+    @property
+    @abc.abstractmethod
+    def copies(self) -> Mapping[int, tuple[int, ...]]:
+        """For each rank of the small grid the ranks of the large one that it stands for."""
+
+    def _connected(self) -> Iterable[Sequence[int]]:
+        return [(rank, *each) for rank, each in self.copies.items()]
+
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+        return dict.fromkeys(self.sources, shape)
+
+    def output(self, rank: int, shape: Shape) -> Shape | None:
+        return shape if rank in self.copies.get(rank, ()) else None
+
+    def _here(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """The part of `copies` that concerns the group that these ranks are in."""
+        group = {other for rank in ranks for other in self.groups[rank]}
+        return {rank: each for rank, each in self.copies.items() if rank in group}
+
+
+@dataclass(frozen=True)
+class BroadcastSpec(_BetweenGrids):
+    """From the small grid to the large one."""
 
     small: Partition
     large: Partition
-    shape: Shape | None = None
-
-    def _groups(self) -> Mapping[int, tuple[int, ...]]:
-        return group_of((rank, *each) for rank, each in copies(self.small, self.large).items())
-
-    def settings(self) -> str:
-        return "" if self.shape is None else f"shape={self.shape}"
-
-    def batched(self, extent: int) -> Movement:
-        if self.shape is None:
-            return self
-        return type(self)(self.small, self.large, (*self.shape, extent))
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        return None if self.shape is None else dict.fromkeys(self.givers, self.shape)
-
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
-        return shape if rank in copies(self.small, self.large).get(rank, ()) else None
-
-    def _standing(self, ranks: Mapping[int, Shape]) -> dict[int, tuple[int, ...]]:
-        """The part of `copies` that concerns the group that these ranks are in."""
-        found = copies(self.small, self.large)
-        return {
-            rank: each
-            for rank, each in found.items()
-            if rank in ranks or any(copy in ranks for copy in each)
-        }
-
-
-@dataclass(frozen=True)
-class Broadcasting(_Standing):
-    """From the small grid to the large one."""
 
     name: ClassVar[str] = "Broadcast"
 
     @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.small, self.large)
-
-    def _givers(self) -> Iterable[int]:
-        return self.small.ranks
+    def copies(self) -> Mapping[int, tuple[int, ...]]:
+        return copies(self.small, self.large)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        have = [Side.of({rank: whole(shapes[rank])}, sheet=rank) for rank in self._standing(shapes)]
-        want = [
-            Side.of(dict.fromkeys(each, whole(shapes[rank])), sheet=rank)
-            for rank, each in self._standing(shapes).items()
-        ]
+        have, want = [], []
+        for rank, each in self._here(shapes).items():
+            box = whole(shapes[rank])
+            have.append(Side.of({rank: box}, sheet=rank))
+            want.append(Side.of(dict.fromkeys(each, box), sheet=rank))
         return between(_together(have), _together(want))
 
 
 @dataclass(frozen=True)
-class Summing(_Standing):
+class SumReduceSpec(_BetweenGrids):
     """From the large grid to the small one."""
+
+    large: Partition
+    small: Partition
 
     name: ClassVar[str] = "SumReduce"
     summing: ClassVar[bool] = True
 
     @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.large, self.small)
-
-    def _givers(self) -> Iterable[int]:
-        return self.large.ranks
+    def copies(self) -> Mapping[int, tuple[int, ...]]:
+        return copies(self.small, self.large)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         have, want = [], []
-        for rank, each in self._standing(shapes).items():
-            own = {copy: shapes[copy] for copy in each}
-            fitting(self.name, dict.fromkeys(each, ()), own, ())
+        for rank, each in self._here(shapes).items():
+            fitting(self.name, dict.fromkeys(each, ()), {r: shapes[r] for r in each}, ())
             box = whole(shapes[each[0]])
             have.append(Side.of(dict.fromkeys(each, box), sheet=rank))
             want.append(Side.of({rank: box}, sheet=rank))
@@ -199,7 +185,7 @@ class Broadcast(Layer):
         else:
             small, large = first_along(partition, target), partition
         check_grids("Broadcast", small, large)
-        super().__init__(Broadcasting(small, large, told(shape)))
+        super().__init__(BroadcastSpec(small, large, shape=checked_shape(shape)))
 
 
 class SumReduce(Layer):
@@ -238,4 +224,4 @@ class SumReduce(Layer):
         else:
             large, small = partition, first_along(partition, target)
         check_grids("SumReduce", small, large)
-        super().__init__(Summing(small, large, told(shape)))
+        super().__init__(SumReduceSpec(large, small, shape=checked_shape(shape)))

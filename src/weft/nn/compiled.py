@@ -1,9 +1,9 @@
-"""The door for torch.compile: each layer is one custom operator.
+"""The layers under torch.compile: each is one custom operator.
 
 The compiler must know the shape of a result without asking any rank: from this rank's own tensor
 where that tells it (ReduceScatter, AllSumReduce, HaloExchange), else from `shape=`, which is then
 needed. What the compiler was told is checked on every call. Everything else is as in eager code:
-the same exchange opens each call, and the same plan is carried out.
+each call has the same handshake, and the same plan is carried out.
 
 The operators are marked as having side effects, since a collective that one rank optimises away
 hangs the others. They have no derivative of higher order, and say so.
@@ -24,41 +24,41 @@ from torch.fx.node import has_side_effect
 from .._torch import without_modes
 from ..errors import WeftError
 from ..grid import Shape
-from .door import Call
-from .movement import Movement, planned
+from .autograd import Call
+from .spec import Spec, planned
 
-__all__ = ["compiled", "number"]
+__all__ = ["compiled", "number", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is kept of a movement: a group, and its wire, must be able to go."""
+    """What is kept of a spec: a group, and its wire, must be able to go."""
 
-    integers: Movement
+    integers: Spec
     group: weakref.ref[Any] | None
 
 
 _lock = threading.Lock()
 _known: list[_Known] = []  # compiled code knows them by number
-_numbers: weakref.WeakKeyDictionary[Movement, int] = weakref.WeakKeyDictionary()
-_used: weakref.WeakValueDictionary[int, Movement] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Spec, int] = weakref.WeakKeyDictionary()
+_used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 
 
-def number(movement: Movement) -> int:
-    """The number that compiled code of this process knows a movement by."""
-    group = movement.partitions[0].group
+def number(spec: Spec) -> int:
+    """The number that compiled code of this process knows a spec by."""
+    group = spec.partitions[0].group
     with _lock:
-        found = _numbers.get(movement)
+        found = _numbers.get(spec)
         if found is None:
-            found = _numbers[movement] = len(_known)
-            known = _Known(movement.integers, None if group is None else weakref.ref(group))
+            found = _numbers[spec] = len(_known)
+            known = _Known(spec.integers, None if group is None else weakref.ref(group))
             _known.append(known)
-            _used[found] = movement
+            _used[found] = spec
         return found
 
 
-def _movement(key: int) -> Movement:
-    """The movement of that number, made again if its layer is gone, as before a late backward."""
+def spec_of(key: int) -> Spec:
+    """The spec of that number, made again if its layer is gone, as before a late backward."""
     found = _used.get(key)
     if found is None:
         known = _known[key]
@@ -82,73 +82,55 @@ def compiled(key: int, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("weft::move", mutates_args=())
 def _move(x: Tensor, key: int, needs: bool) -> Tensor:
-    return _there(x, key, needs)
-
-
-@without_modes
-def _there(x: Tensor, key: int, needs: bool) -> Tensor:
-    movement = _movement(key)
-    wire = movement.partitions[0].wire
-    ranks = movement.groups.get(wire.rank)
-    if ranks is None:
-        return x.clone()
-    call = Call(movement, wire, ranks, compiled=True).opened(x, needs=needs)
-    assert call.opening is not None
-    if call.opening.needs != needs:
-        raise AssertionError("an opening where only some ranks need a gradient must not succeed")
-    y = call.run(x)
-    _check(movement, wire.rank, tuple(x.shape), y)
-    return y
+    return _run(x, key, needs, None)
 
 
 @torch.library.custom_op("weft::move_back", mutates_args=())
 def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
-    return _back(grad, key, shape)
+    return _run(grad, key, False, tuple(shape))
 
 
 @without_modes
-def _back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
-    movement = _movement(key)
-    wire = movement.partitions[0].wire
-    ranks = movement.groups.get(wire.rank)
+def _run(x: Tensor, key: int, needs: bool, undone: Shape | None) -> Tensor:
+    """Forward, or backward of what was applied to a tensor of the shape `undone`."""
+    spec = spec_of(key)
+    wire = spec.partitions[0].wire
+    ranks = spec.groups.get(wire.rank)
     if ranks is None:
-        return grad.clone()
-    call = Call(movement, wire, ranks, compiled=True).back(tuple(shape))
-    return call.opened(grad, needs=False).run(grad)
+        return x.clone()
+    call = Call(spec, wire, ranks, compiled=True)
+    y = (call if undone is None else call.back(undone)).agree(x, needs=needs).run(x)
+    foreseen = tuple(y.shape) if undone is not None else _foreseen(spec, tuple(x.shape))
+    if tuple(y.shape) != foreseen:
+        raise WeftError(
+            f"rank {wire.rank}: {spec.name} was compiled for a result of {foreseen} and gave "
+            f"{tuple(y.shape)}: pass the shape= that is"
+        )
+    return y
 
 
-def _foreseen(movement: Movement, shape: Shape) -> Shape:
+def _foreseen(spec: Spec, shape: Shape) -> Shape:
     """The shape of this rank's result, from what this rank knows alone."""
-    rank = movement.partitions[0].rank
-    ranks = movement.groups.get(rank)
+    rank = spec.partitions[0].rank
+    ranks = spec.groups.get(rank)
     if ranks is None:
         return shape
-    told = movement.expected(rank)
+    told = spec.expected(rank)
     if told is not None:
-        givers = movement.givers
-        known = tuple((each, tuple(told[each])) for each in ranks if each in givers)
-        return dict(planned(movement, known).want.shapes).get(rank, (0,))
-    found = movement.alone(rank, shape) if rank in movement.givers else None
+        known = tuple((each, tuple(told[each])) for each in ranks if each in spec.sources)
+        return dict(planned(spec, known).want.shapes).get(rank, (0,))
+    found = spec.output(rank, shape) if rank in spec.sources else None
     if found is None:
         raise WeftError(
-            f"rank {rank}: {movement.name} under torch.compile needs shape=, since this rank's "
+            f"rank {rank}: {spec.name} under torch.compile needs shape=, since this rank's "
             "tensor alone does not tell what comes"
         )
     return found
 
 
-def _check(movement: Movement, rank: int, shape: Shape, y: Tensor) -> None:
-    foreseen = _foreseen(movement, shape)
-    if tuple(y.shape) != foreseen:
-        raise WeftError(
-            f"rank {rank}: {movement.name} was compiled for a result of {foreseen} and gave "
-            f"{tuple(y.shape)}: pass the shape= that is"
-        )
-
-
 @_move.register_fake
 def _(x: Tensor, key: int, needs: bool) -> Tensor:
-    return x.new_empty(_foreseen(_movement(key), tuple(x.shape)))
+    return x.new_empty(_foreseen(spec_of(key), tuple(x.shape)))
 
 
 @_move_back.register_fake

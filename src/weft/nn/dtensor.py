@@ -5,63 +5,234 @@ So the conversions are maps of that one tensor, and each is the other's adjoint:
 DTensor is read once, from the nearest replica, and its gradient is the same on all of them; one
 that is Partial is summed, and its gradient is replicated.
 
-The cuts are DTensor's own (`layout`): `torch.chunk`'s, one mesh dimension after the other. What
-ranks really hold is compared with them on every call, so a DTensor that was made of other shards
-is an error on every rank, where PyTorch 2.13 computes with wrong values. So is one that is cut
-along a mesh dimension whose ranks do not ascend: there PyTorch moves data in the order of the ranks
-and finds shapes in the order of the mesh.
+The cuts are DTensor's own (`Layout`): `torch.chunk`'s, parts of ceil(n / p), the last ones shorter
+or empty, one mesh dimension after the other, each cutting what the one before left. A strided shard
+(FSDP over tensor parallelism) deals the pieces of an earlier cut out like cards, so what a rank
+holds need not lie together: hence ranges, in the order they are held. Source: the documentation of
+`torch.distributed.tensor.placement_types` of PyTorch 2.13.
+
+What ranks really hold is compared with that on every call, so a DTensor that was made of other
+shards is an error on every rank, where PyTorch 2.13 computes with wrong values. So is one that is
+cut along a mesh dimension whose ranks do not ascend: there PyTorch moves data in the order of the
+ranks and finds shapes in the order of the mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
-from ..grid import Shape
+from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
-from .along import cut, given, shards
-from .door import Call
-from .layout import Layout
-from .movement import Lengths, Movement, fitting, group_of
+from .autograd import Agreed, Call, anchor_of, outside
 from .partition import Partition
+from .spec import CheckedLengths, Lengths, Spec, checked_lengths, cut, fitting, shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["from_dtensor", "to_dtensor"]
+__all__ = ["Cut", "FromDTensorSpec", "Layout", "from_dtensor", "to_dtensor"]
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut of one tensor dimension along one mesh dimension.
+
+    Attributes:
+        dim: of the tensor.
+        along: of the mesh.
+        factor: into how many pieces it was cut before, each of which is cut by itself.
+    """
+
+    dim: int
+    along: int
+    factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The placements of a DTensor, without the tensor.
+
+    Attributes:
+        mesh: cells of the mesh in each of its dimensions.
+        cuts: in the order in which they are made.
+        partial: (mesh dimension, reduction) where what ranks hold is yet to be reduced.
+
+    Example:
+        >>> layout = Layout((2, 2), (Cut(0, 0), Cut(0, 1)))
+        >>> [layout.ranges((10,), cell)[0] for cell in ((0, 0), (0, 1), (1, 0), (1, 1))]
+        [[(0, 3)], [(3, 5)], [(5, 8)], [(8, 10)]]
+    """
+
+    mesh: Shape
+    cuts: tuple[Cut, ...] = ()
+    partial: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        ndim: int | None = None,
+        order: Sequence[Any] | None = None,
+    ) -> Layout:
+        """The layout of a DTensor.
+
+        Args:
+            mesh: its mesh.
+            placements: one for each dimension of the mesh.
+            ndim: dimensions of the tensor, if they are known.
+            order: PyTorch's shard order: (tensor dimension, mesh dimensions) in turn, if it has
+                one; else the mesh dimensions cut from left to right.
+
+        Raises:
+            WeftError: not one placement for each dimension, or one of an unknown kind.
+        """
+        from torch.distributed.tensor import Partial
+
+        shape = tuple(mesh.mesh.shape)
+        if len(placements) != len(shape):
+            raise WeftError(
+                f"{len(placements)} placements for a mesh of {len(shape)} dimensions, {shape}: "
+                "pass one for each"
+            )
+        cuts, partial = [], []
+        for along, each in enumerate(placements):
+            given: Any = each
+            if type(given) is Partial:
+                if shape[along] > 1:
+                    partial.append((along, str(given.reduce_op)))
+            elif hasattr(given, "dim"):
+                dim = given.dim
+                if dim < 0 and ndim is not None:
+                    dim += ndim
+                cuts.append(Cut(dim, along, int(getattr(given, "split_factor", 1))))
+            elif not given.is_replicate():
+                raise WeftError(
+                    f"{given} is a placement that weft does not know: redistribute() to Shard, "
+                    "Replicate or Partial first"
+                )
+        if order is not None:
+            turn = [along for _, dims in order for along in dims]
+            cuts.sort(key=lambda each: turn.index(each.along))
+        return cls(shape, tuple(cuts), tuple(partial))
+
+    @property
+    def reductions(self) -> dict[int, str]:
+        """How to reduce, for each dimension of the mesh that is Partial."""
+        return dict(self.partial)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same."""
+        return math.prod(self.mesh[dim] for dim in self._copies())
+
+    def replica(self, cell: Shape) -> int:
+        """Which of the replicas a cell is part of."""
+        dims = self._copies()
+        return ravel([cell[dim] for dim in dims], [self.mesh[dim] for dim in dims])
+
+    def carries(self, cell: Shape) -> bool:
+        """Whether a cell holds values, not zeros, of a tensor that becomes Partial."""
+        return all(how != "sum" or cell[dim] == 0 for dim, how in self.partial)
+
+    def check(self, name: str, shape: Shape) -> None:
+        """See that there is such a tensor.
+
+        Raises:
+            WeftError: it lacks a dimension that is cut.
+        """
+        for each in self.cuts:
+            if not -len(shape) <= each.dim < len(shape):
+                raise WeftError(
+                    f"{name}: Shard({each.dim}) of a tensor of {len(shape)} dimensions, {shape}"
+                )
+
+    def ranges(self, shape: Shape, cell: Shape) -> list[list[Range]]:
+        """What a cell holds in each dimension, in the order it is held."""
+        found = [[(0, extent)] for extent in shape]
+        for each in self.cuts:
+            count, mine = self.mesh[each.along], cell[each.along]
+            found[each.dim] = [
+                part
+                for piece in _chunks(found[each.dim], each.factor)
+                for part in _chunks(piece, count)[mine]
+            ]
+        return found
+
+    def local_shape(self, shape: Shape, cell: Shape) -> Shape:
+        """The shape of what a cell holds."""
+        return tuple(sum(b - a for a, b in each) for each in self.ranges(shape, cell))
+
+    def pieces(self, shape: Shape, cell: Shape) -> list[tuple[Box, Shape]]:
+        """What a cell holds: boxes of the tensor, and where they begin in what it holds."""
+        dims = []
+        for each in self.ranges(shape, cell):
+            at, placed = 0, []
+            for start, stop in each:
+                placed.append((start, stop, at))
+                at += stop - start
+            dims.append(placed)
+        return [
+            (Box(tuple(r[0] for r in box), tuple(r[1] for r in box)), tuple(r[2] for r in box))
+            for box in product(*dims)
+        ]
+
+    def _copies(self) -> list[int]:
+        used = {each.along for each in self.cuts} | {dim for dim, _ in self.partial}
+        return [dim for dim in range(len(self.mesh)) if dim not in used]
+
+    def __str__(self) -> str:
+        names = ["Replicate()"] * len(self.mesh)
+        for turn, each in enumerate(self.cuts):
+            strided = f", factor {each.factor}" if each.factor > 1 else ""
+            late = any(other.along > each.along for other in self.cuts[:turn])
+            names[each.along] = f"Shard({each.dim}{strided}{', cut later' * late})"
+        for dim, how in self.partial:
+            names[dim] = f"Partial({how!r})"
+        return f"placements [{', '.join(names)}] on a mesh of {self.mesh}"
+
+
+def _chunks(ranges: Sequence[Range], count: int) -> list[list[Range]]:
+    """What `torch.chunk` makes of the numbers in these ranges, with empty chunks at the end."""
+    total = sum(b - a for a, b in ranges)
+    size = -(-total // count)
+    found: list[list[Range]] = [[] for _ in range(count)]
+    at = 0
+    for start, stop in ranges:
+        while start < stop:
+            chunk = at // size
+            step = min(stop - start, (chunk + 1) * size - at)
+            found[chunk].append((start, start + step))
+            start, at = start + step, at + step
+    return found
 
 
 @dataclass(frozen=True)
-class _Leaving(Movement):
+class FromDTensorSpec(Spec):
     """Shards of a DTensor to shards on a grid."""
 
     mesh: Partition
     layout: Layout
-    shape: Shape
+    extents: Shape
     target: Partition
-    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "from_dtensor"
 
-    @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.mesh, self.target)
-
-    def _groups(self) -> Mapping[int, tuple[int, ...]]:
-        return group_of([(*self.mesh.ranks, *self.target.ranks)])
-
-    def _givers(self) -> Iterable[int]:
-        return self.mesh.ranks
-
     def settings(self) -> str:
-        cut = "" if self.lengths is None else f", lengths={self.lengths}"
-        return f"a DTensor of shape {self.shape} with {self.layout}{cut}"
+        lengths = "" if self.lengths is None else f", lengths={self.lengths}"
+        return f"a DTensor of shape {self.extents} with {self.layout}{lengths}"
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         if odd := set(self.layout.reductions.values()) - {"sum", "avg"}:
@@ -71,34 +242,28 @@ class _Leaving(Movement):
             )
         _ascending(self.name, self.mesh, self.layout)
         for rank, cell in self.mesh.cells.items():
-            expected = self.layout.local_shape(self.shape, cell)
+            expected = self.layout.local_shape(self.extents, cell)
             if shapes[rank] != expected:
                 raise WeftError(
                     f"{self.name}: rank {rank} holds {shapes[rank]} of a DTensor of shape "
-                    f"{self.shape} with {self.layout}, by which it should hold {expected}: this "
+                    f"{self.extents} with {self.layout}, by which it should hold {expected}: this "
                     "DTensor was made of other shards than PyTorch cuts, so pass the local "
                     "tensors to weft.nn layers as they are, without a DTensor"
                 )
-        have = Side(
-            {rank: shapes[rank] for rank in self.mesh.ranks},
-            tuple(
-                Piece(rank, box, at, self.layout.replica(cell))
-                for rank, cell in sorted(self.mesh.cells.items())
-                for box, at in self.layout.pieces(self.shape, cell)
-            ),
+        held = tuple(
+            Piece(rank, box, at, self.layout.replica(cell))
+            for rank, cell in sorted(self.mesh.cells.items())
+            for box, at in self.layout.pieces(self.extents, cell)
         )
-        dims = [dim for dim, extent in enumerate(self.target.shape) if extent > 1]
-        lengths = cut(self.name, self.target, dims, self.shape, self.lengths)
+        dims, origin = range(self.target.dim), (0,) * len(self.extents)
+        lengths = cut(self.name, self.target, dims, self.extents, self.lengths)
         want = shards(self.target.cells, lengths, dims)
+        wanted = tuple(
+            Piece(rank, box, origin, self._nearest(rank)) for rank, box in sorted(want.items())
+        )
         return between(
-            have,
-            Side(
-                {rank: box.shape for rank, box in want.items()},
-                tuple(
-                    Piece(rank, box, (0,) * len(self.shape), self._nearest(rank))
-                    for rank, box in sorted(want.items())
-                ),
-            ),
+            Side({rank: shapes[rank] for rank in self.mesh.ranks}, held),
+            Side({rank: box.shape for rank, box in want.items()}, wanted),
         )
 
     def _nearest(self, rank: int) -> int:
@@ -107,14 +272,14 @@ class _Leaving(Movement):
         return rank % self.layout.replicas if cell is None else self.layout.replica(cell)
 
 
-class _Summing(_Leaving):
+class FromPartialSpec(FromDTensorSpec):
     """The same for a DTensor that is Partial, so that values add up."""
 
     summing: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class _Entering(Movement):
+class ToDTensorSpec(Spec):
     """Shards on a grid to shards of a DTensor."""
 
     source: Partition
@@ -122,16 +287,6 @@ class _Entering(Movement):
     layout: Layout
 
     name: ClassVar[str] = "to_dtensor"
-
-    @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.source, self.mesh)
-
-    def _groups(self) -> Mapping[int, tuple[int, ...]]:
-        return group_of([(*self.source.ranks, *self.mesh.ranks)])
-
-    def _givers(self) -> Iterable[int]:
-        return self.source.ranks
 
     def settings(self) -> str:
         return str(self.layout)
@@ -146,25 +301,20 @@ class _Entering(Movement):
         lengths = self.lengths(shapes)
         extents = tuple(map(sum, lengths))
         self.layout.check(self.name, extents)
-        want = Side(
-            {
-                rank: self.layout.local_shape(extents, cell)
-                for rank, cell in self.mesh.cells.items()
-            },
-            tuple(
-                Piece(rank, box, at)
-                for rank, cell in sorted(self.mesh.cells.items())
-                if self.layout.carries(cell)
-                for box, at in self.layout.pieces(extents, cell)
-            ),
+        cells = self.mesh.cells
+        pieces = tuple(
+            Piece(rank, box, at)
+            for rank, cell in sorted(cells.items())
+            if self.layout.carries(cell)
+            for box, at in self.layout.pieces(extents, cell)
         )
-        return between(shards(self.source.cells, lengths, range(self.source.dim)), want)
+        held = {rank: self.layout.local_shape(extents, cell) for rank, cell in cells.items()}
+        have = shards(self.source.cells, lengths, range(self.source.dim))
+        return between(have, Side(held, pieces))
 
     def lengths(self, shapes: Mapping[int, Shape]) -> list[Shape]:
         """How the grid cuts the tensor."""
-        ndim = len(next(iter(shapes.values())))
-        dims = [dim for dim, extent in enumerate(self.source.shape) if extent > 1 or dim < ndim]
-        return fitting(self.name, self.source.cells, shapes, dims)
+        return fitting(self.name, self.source.cells, shapes, range(self.source.dim))
 
 
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
@@ -210,24 +360,23 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         if not partition.active:
             raise WeftError(f"rank {wire.rank}: {fault}")
-        nothing = _Leaving(partition, Layout.replicated(partition.shape), (), partition)
+        nothing = FromDTensorSpec(partition, Layout(partition.shape), (), partition)
         lost = Call(nothing, wire, nothing.groups[wire.rank], fault=fault)
-        lost.opened(torch.empty(0))  # where all raise
+        lost.agree(torch.empty(0))  # where all raise
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, x.placements, x.ndim, _order(x))
     mesh = _grid(x.device_mesh, partition)
-    kind = _Summing if layout.reductions else _Leaving
-    movement = kind(mesh, layout, tuple(x.shape), partition, given(lengths))
+    kind = FromPartialSpec if layout.reductions else FromDTensorSpec
+    spec = kind(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
     local = _local(x)
-    ranks = movement.groups.get(wire.rank)
+    ranks = spec.groups.get(wire.rank)
     if ranks is None:
         return local.detach().clone()
-    call: Call = Call(movement, wire, ranks).opened(local)
-    assert call.opening is not None
-    averages = any(how == "avg" for how in layout.reductions.values())
-    if averages and not (call.opening.dtype.is_floating_point or call.opening.dtype.is_complex):
-        raise WeftError(f"from_dtensor: {call.opening.dtype} has no average: use Partial('sum')")
-    y: Tensor = _Leave.apply(x, _anchor(call, x), call)  # type: ignore[no-untyped-call]  # torch's
+    agreed = Call(spec, wire, ranks).agree(local)
+    averages, dtype = "avg" in layout.reductions.values(), agreed.terms.dtype
+    if averages and not (dtype.is_floating_point or dtype.is_complex):
+        raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
+    y: Tensor = _FromDTensor.apply(x, anchor_of(agreed, x), agreed)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
@@ -266,34 +415,29 @@ def to_dtensor(
     """
     _not_compiled("to_dtensor")
     wire = partition.wire
-    movement = _Entering(partition, _grid(mesh, partition), Layout.of(mesh, placements))
-    ranks = movement.groups.get(wire.rank)
+    spec = ToDTensorSpec(partition, _grid(mesh, partition), Layout.of(mesh, placements))
+    ranks = spec.groups.get(wire.rank)
     if ranks is None:
-        if not isinstance(x, Tensor) or x.numel():
-            raise WeftError(
-                f"rank {wire.rank}: to_dtensor does not concern this rank, which must pass a "
-                "tensor without elements, such as weft.nn.zero_volume_tensor()"
-            )
-        return x.clone()
-    call = Call(movement, wire, ranks).opened(x)
-    anchor = _anchor(call, x)
-    y: DTensor = _Enter.apply(x, anchor, call, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
+        return outside(spec.name, wire, x)
+    agreed = Call(spec, wire, ranks).agree(x)
+    anchor = anchor_of(agreed, x)
+    y: DTensor = _ToDTensor.apply(x, anchor, agreed, mesh, placements)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
-class _Leave(torch.autograd.Function):
+class _FromDTensor(torch.autograd.Function):
     """A DTensor to a shard. Its derivative is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, anchor: Tensor | None, call: Call) -> Tensor:
-        movement = call.movement
-        assert isinstance(movement, _Leaving)
-        ctx.partition, ctx.mesh = movement.target, x.device_mesh
+    def forward(ctx: Any, x: DTensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
+        spec = agreed.call.spec
+        assert isinstance(spec, FromDTensorSpec)
+        ctx.partition, ctx.mesh = spec.target, x.device_mesh
         ctx.placements = _of_gradients(x.placements)
-        y = call.run(_local(x))
-        for dim, how in movement.layout.reductions.items():
+        y = agreed.run(_local(x))
+        for dim, how in spec.layout.reductions.items():
             if how == "avg":
-                y = y / movement.mesh.shape[dim]
+                y = y / spec.mesh.shape[dim]
         return y
 
     @staticmethod
@@ -301,7 +445,7 @@ class _Leave(torch.autograd.Function):
         return to_dtensor(grad, ctx.partition, ctx.mesh, ctx.placements), None, None
 
 
-class _Enter(torch.autograd.Function):
+class _ToDTensor(torch.autograd.Function):
     """A shard to a DTensor. Its derivative is the way back."""
 
     @staticmethod
@@ -309,22 +453,21 @@ class _Enter(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         anchor: Tensor | None,
-        call: Call,
+        agreed: Agreed,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
     ) -> DTensor:
         from torch.distributed.tensor import DTensor
 
-        movement, plan, opening = call.movement, call.plan, call.opening
-        assert isinstance(movement, _Entering) and plan is not None and opening is not None
-        shapes = {rank: opening.said[rank].shape for rank in movement.source.ranks}
-        ctx.lengths = movement.lengths(shapes)
-        ctx.partition, ctx.x = movement.source, (tuple(x.shape), x.dtype, x.device)
+        spec = agreed.call.spec
+        assert isinstance(spec, ToDTensorSpec)
+        ctx.lengths = spec.lengths({r: agreed.terms.said[r].shape for r in spec.source.ranks})
+        ctx.partition, ctx.x = spec.source, (tuple(x.shape), x.dtype, x.device)
         shape = torch.Size(map(sum, ctx.lengths))
         stride = torch.empty(shape, device="meta").stride()
         placed = _positive(placements, len(shape))
         y: DTensor = DTensor.from_local(
-            call.run(x), mesh, placed, run_check=False, shape=shape, stride=stride
+            agreed.run(x), mesh, placed, run_check=False, shape=shape, stride=stride
         )
         return y
 
@@ -333,13 +476,6 @@ class _Enter(torch.autograd.Function):
         shape, dtype, device = ctx.x
         back = from_dtensor(grad, ctx.partition, lengths=ctx.lengths)
         return back.reshape(shape).to(device, dtype), None, None, None, None
-
-
-def _anchor(call: Call, x: Tensor) -> Tensor | None:
-    """What makes the result require a gradient where others need one, so that all take part."""
-    assert call.opening is not None
-    needed = call.opening.needs and not x.requires_grad
-    return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
 def _local(x: DTensor) -> Tensor:

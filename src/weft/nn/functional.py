@@ -49,7 +49,7 @@ def _made(kind: type[Layer], *args: Any, **kwargs: Any) -> int:
     """The number of a layer that is made while code is compiled, and not again by that code."""
     from .compiled import number
 
-    return number(kind(*args, **kwargs).movement)
+    return number(kind(*args, **kwargs).spec)
 
 
 def all_gather(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

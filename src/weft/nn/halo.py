@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal, NoReturn, get_args
 
 from ..errors import WeftError
 from ..grid import Box, Shape
 from ..plan import Piece, Plan, Side, between
-from .along import evenly, shards, told
 from .layer import Layer
-from .movement import Movement, fitting, group_of
 from .partition import Partition, are_grids
+from .spec import Spec, checked_shape, evenly, fitting, shards
 
-__all__ = ["Boundary", "HaloExchange", "Haloing"]
+__all__ = ["Boundary", "HaloExchange", "HaloSpec"]
 
 Boundary = Literal["zero", "periodic", "reflect"]
 """What lies beyond the edge of the tensor."""
@@ -38,7 +37,7 @@ Widths = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Haloing(Movement):
+class HaloSpec(Spec):
     """Shards to shards with margins.
 
     Attributes:
@@ -51,38 +50,22 @@ class Haloing(Movement):
     partition: Partition
     width: tuple[Widths, ...]
     boundary: Boundary
-    shape: Shape | None = None
     padded: bool = False
 
     name: ClassVar[str] = "HaloExchange"
-
-    @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.partition,)
-
-    def _groups(self) -> Mapping[int, tuple[int, ...]]:
-        return group_of([self.partition.ranks])
-
-    def _givers(self) -> Iterable[int]:
-        return self.partition.ranks
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
         width = f"{self.width[0]}" if len(self.width) == 1 else f"{self.width} by cell"
         return f"width={width}, boundary={self.boundary}{told}{', padded' * self.padded}"
 
-    def batched(self, extent: int) -> Movement:
-        return self if self.shape is None else replace(self, shape=(*self.shape, extent))
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        found = evenly(self.partition, range(self.partition.dim), self.shape)
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+        found = evenly(self.partition, range(self.partition.dim), shape)
         if not self.padded:
             return found
-        return {each: self._grown(each, shape) for each, shape in found.items()}
+        return {each: self._grown(each, own) for each, own in found.items()}
 
-    def alone(self, rank: int, shape: Shape) -> Shape | None:
+    def output(self, rank: int, shape: Shape) -> Shape | None:
         return shape if self.padded else self._grown(rank, shape)
 
     def _grown(self, rank: int, shape: Shape, sign: int = 1) -> Shape:
@@ -256,7 +239,7 @@ class HaloExchange(Layer):
             asked = [width(partition.cells[rank]) for rank in partition.ranks]
         found = tuple(_widths(partition, each) for each in asked)
         found = found[:1] if len(set(found)) == 1 else found
-        super().__init__(Haloing(partition, found, boundary, told(shape), padded))
+        super().__init__(HaloSpec(partition, found, boundary, padded, shape=checked_shape(shape)))
 
 
 def _widths(partition: Partition, width: Any) -> Widths:

@@ -1,32 +1,31 @@
-"""The face that all layers have: torch.nn.Module around a movement."""
+"""The face that all layers have: torch.nn.Module around a spec."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
+from ..grid import Shape
 from ..plan import Plan
-from .door import moved
-from .movement import Movement, planned
+from .autograd import applied
 from .partition import lengths_of
+from .spec import Spec, planned
 
 __all__ = ["Layer"]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _number(movement: Movement) -> int:
+def _number(spec: Spec) -> int:
     from .compiled import number
 
-    return number(movement)
+    return number(spec)
 
 
 class Layer(torch.nn.Module):
-    """A data movement as a module, without parameters.
+    """A movement of data as a module, without parameters.
 
     `layer(x)` is collective among the ranks that it concerns; others pass a tensor without
     elements, get one, and wait for nobody. The result is always new memory. Its `state_dict` is
@@ -34,19 +33,19 @@ class Layer(torch.nn.Module):
     given back where they were.
 
     Attributes:
-        movement: what moves where.
+        spec: what moves where.
     """
 
-    def __init__(self, movement: Movement) -> None:
+    def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.movement = movement
+        self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             from .compiled import compiled
 
-            return compiled(_number(self.movement), x)
-        return moved(self.movement, x)
+            return compiled(_number(self.spec), x)
+        return applied(self.spec, x)
 
     def plan(self, shapes: Sequence[int] | Mapping[int, Sequence[int]]) -> Plan:
         """Who sends what to whom, among the ranks that this one has to do with; nothing is sent.
@@ -67,39 +66,34 @@ class Layer(torch.nn.Module):
             >>> run(3, program)[0][:2]
             [(0, (3, 2)), (1, (1, 2))]
         """
-        movement, rank = self.movement, self.movement.partitions[0].rank
-        ranks = movement.groups.get(rank)
+        spec, rank = self.spec, self.spec.partitions[0].rank
+        ranks = spec.groups.get(rank)
         if ranks is None:
             raise WeftError(
-                f"rank {rank}: {movement.name} does not concern this rank, which has no plan"
+                f"rank {rank}: {spec.name} does not concern this rank, which has no plan"
             )
         if not isinstance(shapes, Mapping):
-            shapes = self._evenly(rank, lengths_of(movement.name, "shapes", shapes))
-        givers = [each for each in ranks if each in movement.givers]
-        if missing := [each for each in givers if each not in shapes]:
+            shapes = self._evenly(rank, lengths_of(spec.name, "shapes", shapes))
+        sources = [each for each in ranks if each in spec.sources]
+        if missing := [each for each in sources if each not in shapes]:
             raise WeftError(
-                f"rank {rank}: the plan of {movement.name} needs the shapes of ranks {givers}, and "
+                f"rank {rank}: the plan of {spec.name} needs the shapes of ranks {sources}, and "
                 f"those of {missing} are not given"
             )
-        found = {
-            each: lengths_of(movement.name, f"shapes[{each}]", shapes[each]) for each in givers
-        }
-        return planned(movement, tuple(found.items()))
+        found = {each: lengths_of(spec.name, f"shapes[{each}]", shapes[each]) for each in sources}
+        return planned(spec, tuple(found.items()))
 
-    def _evenly(self, rank: int, shape: Sequence[int]) -> Mapping[int, Sequence[int]]:
+    def _evenly(self, rank: int, shape: Shape) -> Mapping[int, Sequence[int]]:
         """What each rank brings of a tensor that is cut evenly."""
-        whole: dict[str, Any] = {"shape": shape}
-        found = None
-        if any(each.name == "shape" for each in fields(self.movement)):
-            found = replace(self.movement, **whole).expected(rank)
+        found = self.spec.inputs(rank, tuple(shape))
         if found is None:
             raise WeftError(
-                f"rank {rank}: {self.movement.name} does not tell what ranks have from the whole "
+                f"rank {rank}: {self.spec.name} does not tell what ranks have from the whole "
                 "tensor's shape: pass the shapes by rank"
             )
         return found
 
     def extra_repr(self) -> str:
-        settings = self.movement.settings()
-        grids = " to ".join(each.brief for each in self.movement.partitions)
+        settings = self.spec.settings()
+        grids = " to ".join(each.brief for each in self.spec.partitions)
         return f"{grids}, {settings}" if settings else grids

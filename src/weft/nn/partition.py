@@ -25,7 +25,7 @@ from ..wire.base import Wire
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Partition", "are_grids", "integers", "lengths_of", "normal_dims"]
+__all__ = ["Partition", "are_grids", "integers", "lengths_of", "normal_dims", "same_group"]
 
 _NAMED = 16  # ranks that are named in full
 
@@ -244,8 +244,7 @@ class Partition:
         """
         are_grids("union", *others)
         for other in others:
-            if other.group is not self.group and other.group != self.group:
-                raise WeftError("grids of different groups have no union")
+            same_group("union", self, other)
         ranks = dict.fromkeys(rank for each in (self, *others) for rank in each.ranks)
         return self._like((len(ranks),), list(ranks))
 
@@ -315,9 +314,8 @@ class Partition:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Partition):
             return NotImplemented
-        return (self.shape, self.ranks) == (other.shape, other.ranks) and (
-            self.group is other.group or bool(self.group == other.group)
-        )
+        same = self.group is other.group or bool(self.group == other.group)
+        return same and (self.shape, self.ranks) == (other.shape, other.ranks)
 
     def __hash__(self) -> int:
         return hash((self.shape, self.ranks))
@@ -391,6 +389,16 @@ def are_grids(name: str, *given: object) -> None:
             raise WeftError(
                 f"{name} works on a grid, not on a {type(each).__name__}: pass {remedy}"
             )
+
+
+def same_group(name: str, one: Partition, other: Partition) -> None:
+    """See that two grids count ranks in the same group.
+
+    Raises:
+        WeftError: they do not.
+    """
+    if one.group is not other.group and one.group != other.group:
+        raise WeftError(f"{name}: the two grids count ranks in different groups")
 
 
 def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid") -> Shape:

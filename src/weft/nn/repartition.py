@@ -7,68 +7,49 @@ Grady, arXiv:2006.03108).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan, between
-from .along import cut, evenly, given, shards, told
 from .layer import Layer
-from .movement import Lengths, Movement, fitting, group_of
-from .partition import Partition, are_grids
+from .partition import Partition, are_grids, same_group
+from .spec import (
+    CheckedLengths,
+    Lengths,
+    Spec,
+    checked_lengths,
+    checked_shape,
+    cut,
+    evenly,
+    fitting,
+    shards,
+)
 
-__all__ = ["Repartition", "Repartitioning"]
+__all__ = ["Repartition", "RepartitionSpec"]
 
 
 @dataclass(frozen=True)
-class Repartitioning(Movement):
+class RepartitionSpec(Spec):
     """Shards on one grid to shards on another."""
 
     source: Partition
     target: Partition
-    shape: Shape | None = None
-    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "Repartition"
 
-    @property
-    def partitions(self) -> tuple[Partition, ...]:
-        return (self.source, self.target)
-
-    def _groups(self) -> Mapping[int, tuple[int, ...]]:
-        return group_of([(*self.source.ranks, *self.target.ranks)])
-
-    def _givers(self) -> Iterable[int]:
-        return self.source.ranks
-
-    def settings(self) -> str:
-        told = "" if self.shape is None else f"shape={self.shape}"
-        cut = "" if self.lengths is None else f"lengths={self.lengths}"
-        return ", ".join(filter(None, (told, cut)))
-
-    def batched(self, extent: int) -> Movement:
-        return self if self.shape is None else replace(self, shape=(*self.shape, extent))
-
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        return evenly(self.source, range(self.source.dim), self.shape)
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+        return evenly(self.source, range(self.source.dim), shape)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        lengths = fitting(self.name, self.source.cells, shapes, _cutting(self.source, shapes))
-        have = shards(self.source.cells, lengths, range(self.source.dim))
-        whole = tuple(sum(each) for each in lengths)
-        dims = [dim for dim, extent in enumerate(self.target.shape) if extent > 1]
-        there = cut(self.name, self.target, dims, whole, self.lengths)
-        return between(have, shards(self.target.cells, there, dims))
-
-
-def _cutting(source: Partition, shapes: Mapping[int, Shape]) -> list[int]:
-    """The dimensions that a grid cuts; those of extent 1 need not be the tensor's."""
-    ndim = len(next(iter(shapes.values())))
-    return [dim for dim, extent in enumerate(source.shape) if extent > 1 or dim < ndim]
+        dims = range(self.source.dim)
+        lengths = fitting(self.name, self.source.cells, shapes, dims)
+        have = shards(self.source.cells, lengths, dims)
+        extents = tuple(sum(each) for each in lengths)
+        there = cut(self.name, self.target, range(self.target.dim), extents, self.lengths)
+        return between(have, shards(self.target.cells, there, range(self.target.dim)))
 
 
 class Repartition(Layer):
@@ -107,6 +88,7 @@ class Repartition(Layer):
         lengths: Lengths = None,
     ) -> None:
         are_grids("Repartition", source, target)
-        if source.group is not target.group and source.group != target.group:
-            raise WeftError("Repartition: the two grids count ranks in different groups")
-        super().__init__(Repartitioning(source, target, told(shape), given(lengths)))
+        same_group("Repartition", source, target)
+        super().__init__(
+            RepartitionSpec(source, target, checked_lengths(lengths), shape=checked_shape(shape))
+        )

@@ -12,50 +12,58 @@ from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
-from .along import FromShards, ToShards, given, shards, told
 from .broadcast import first_along
 from .layer import Layer
-from .movement import Lengths, fitting
 from .partition import Partition, are_grids, normal_dims
+from .spec import (
+    CheckedLengths,
+    Lengths,
+    SliceSpec,
+    checked_lengths,
+    checked_shape,
+    cut,
+    fitting,
+    shards,
+)
 
-__all__ = ["Collecting", "Distributing", "Gather", "Scatter"]
+__all__ = ["Gather", "GatherSpec", "Scatter", "ScatterSpec"]
 
 
 @dataclass(frozen=True)
-class Distributing(ToShards):
+class ScatterSpec(SliceSpec):
     """The whole on the first rank to shards on all."""
+
+    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "Scatter"
 
-    def _givers(self) -> Iterable[int]:
+    def _sources(self) -> Iterable[int]:
         return first_along(self.partition, self.dims).ranks
 
-    def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        if self.shape is None:
-            return None
-        found = self._wholes(self.shape)
-        return {rank: found[rank] for rank in self.givers}
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+        wholes = super().inputs(rank, shape) or {}
+        return {source: wholes[source] for source in self.sources}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         ((root, shape),) = shapes.items()
-        cells = self._cells(self.groups[root])
-        lengths = self._lengths(shape)
-        return between({root: whole(shape)}, shards(cells, lengths, self.dims))
+        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
+        want = shards(self.cells(self.groups[root]), lengths, self.dims)
+        return between({root: whole(shape)}, want)
 
 
 @dataclass(frozen=True)
-class Collecting(FromShards):
+class GatherSpec(SliceSpec):
     """Shards on all ranks to the whole on the first."""
 
     name: ClassVar[str] = "Gather"
+    sharded: ClassVar[bool] = True
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self._cells(list(shapes))
+        cells = self.cells(shapes)
         lengths = fitting(self.name, cells, shapes, self.dims)
         (root,) = (rank for rank, cell in cells.items() if not any(cell[d] for d in self.dims))
-        return between(
-            shards(cells, lengths, self.dims), {root: whole([sum(each) for each in lengths])}
-        )
+        everything = whole([sum(each) for each in lengths])
+        return between(shards(cells, lengths, self.dims), {root: everything})
 
 
 class Scatter(Layer):
@@ -94,7 +102,8 @@ class Scatter(Layer):
     ) -> None:
         are_grids("Scatter", partition)
         found = normal_dims(dims, partition.dim)
-        super().__init__(Distributing(partition, found, told(shape), given(lengths)))
+        spec = ScatterSpec(partition, found, checked_lengths(lengths), shape=checked_shape(shape))
+        super().__init__(spec)
 
 
 class Gather(Layer):
@@ -126,4 +135,4 @@ class Gather(Layer):
     ) -> None:
         are_grids("Gather", partition)
         found = normal_dims(dims, partition.dim)
-        super().__init__(Collecting(partition, found, told(shape)))
+        super().__init__(GatherSpec(partition, found, shape=checked_shape(shape)))

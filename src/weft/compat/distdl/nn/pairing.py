@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...._torch import in_forward_mode, in_transform
 from ....errors import WeftError
-from ....nn.door import moved
+from ....nn.autograd import applied
 from ....nn.layer import Layer
 from ....nn.partition import Partition, normal_dims
 from ..partition import MPIPartition
@@ -92,7 +92,7 @@ def kept_batch(layer: Layer, P_x: MPIPartition, P_y: MPIPartition, x: Tensor) ->
         return Layer.forward(layer, x)
     if torch.compiler.is_compiling():
         return Layer.forward(layer, x).reshape(x.shape[0], 0)
-    return moved(layer.movement, x, (x.shape[0], 0))
+    return applied(layer.spec, x, (x.shape[0], 0))
 
 
 def divisor(P_x: MPIPartition, scale: Any) -> Any:

@@ -1,0 +1,315 @@
+"""The layers in autograd: forward, backward, and backward of that.
+
+What a layer does is linear, so its derivative is itself and its adjoint is the plan's transpose.
+Both are calls again, each with a handshake, so all ranks know in every pass what all bring.
+
+If anybody needs a gradient, every rank that takes part gets a result that requires one, so that
+backward runs on all of them: a rank whose own tensor needs none hangs its result on an anchor.
+
+torch.compile goes by `compiled` instead: Dynamo refuses a Function with a jvp of its own, and a
+custom operator has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .._torch import in_forward_mode, is_wrapped, profiled, without_modes
+from ..errors import WeftError
+from ..grid import Shape
+from ..plan import Plan
+from ..wire.base import Wire, as_bytes, plain
+from .executor import assemble, execute, has_addition
+from .handshake import Statement, Terms, handshake, payload_of
+from .spec import Spec, planned
+
+__all__ = ["Agreed", "Call", "anchor_of", "applied"]
+
+
+def applied(spec: Spec, x: Tensor, nothing: Shape = (0,)) -> Tensor:
+    """What a layer gives for a tensor; collective among the ranks that it concerns.
+
+    Args:
+        spec: of the layer.
+        x: the tensor.
+        nothing: the shape of the result where a rank that takes part has none.
+
+    Raises:
+        WeftError: somebody's arguments are wrong, or do not go with the others'; the same text on
+            every rank that takes part.
+        WireError: a peer or a link failed.
+    """
+    wire = spec.partitions[0].wire
+    ranks = spec.groups.get(wire.rank)
+    if ranks is None:
+        return outside(spec.name, wire, x)
+    return _recorded(Call(spec, wire, ranks, nothing=nothing), x)
+
+
+def outside(name: str, wire: Wire, x: Any) -> Tensor:
+    """What an inactive rank gets, who talks to nobody.
+
+    Raises:
+        WeftError: it brings elements, or no tensor.
+    """
+    if not isinstance(x, Tensor) or x.numel():
+        raise WeftError(
+            f"rank {wire.rank}: {name} does not concern this rank, which must pass a "
+            f"tensor without elements, such as weft.nn.zero_volume_tensor(), not {_what(x)}"
+        )
+    return x.clone()
+
+
+def _what(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return f"one of shape {tuple(x.shape)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A layer that is to be carried out, this way or the other.
+
+    Attributes:
+        spec: what is to be done.
+        wire: of the group.
+        ranks: who takes part.
+        order: which derivative it is; odd ones go the other way.
+        stated: the shape to state if it is not that of the tensor: of what the layer was applied
+            to, where it is undone.
+        nothing: the shape of the result where a rank has none.
+        compiled: whether it is called by compiled code.
+        lanes: how many torch.func.vmap are around it.
+        fault: what is wrong with this rank's argument, if that was found before.
+    """
+
+    spec: Spec
+    wire: Wire
+    ranks: tuple[int, ...]
+    order: int = 0
+    stated: Shape | None = None
+    nothing: Shape = (0,)
+    compiled: bool = False
+    lanes: int = 0
+    fault: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.names[self.order % 2]
+
+    def agree(self, x: Any, mode: str = "", needs: bool | None = None) -> Agreed:
+        """Hear what all bring; collective.
+
+        Args:
+            x: this rank's tensor.
+            mode: what else must be the same on all ranks.
+            needs: whether a gradient is asked for, where the tensor cannot tell.
+
+        Raises:
+            WeftError, WireError: as `applied`.
+        """
+        error = self._error(x)
+        own = x.dtype if isinstance(x, Tensor) else torch.float32
+        records = torch.is_grad_enabled() if needs is None else needs
+        shape: Shape = ()
+        asks, dtype, payload = False, None, None
+        if error is None:
+            shape = tuple(x.shape) if self.stated is None else self.stated
+            asks = records and (x.requires_grad if needs is None else needs)
+            # compiled code has fixed the dtype of its result already
+            dtype = own if x.numel() or self.compiled else None
+            payload = payload_of(x, self.ranks)
+        name = f"{self.name} of order {self.order}" if self.order > 1 else self.name
+        spelled = name + " under vmap" * self.lanes
+        terms = self.wire.worker.call(
+            self.name,
+            lambda: handshake(
+                self.wire,
+                self.spec,
+                self.ranks,
+                Statement(shape, asks, records, payload),
+                call=spelled,
+                dtype=dtype,
+                own=own,
+                error=error,
+                mode=f"{mode}{' compiled' * self.compiled}",
+            ),
+        )
+        if self.spec.summing and not self.order and not has_addition(terms.dtype):
+            raise WeftError(
+                f"{self.name} adds up values, and {terms.dtype} has no addition: pass integers, "
+                "floating-point or complex numbers"
+            )
+        sources = self.spec.sources
+        shapes = tuple((rank, terms.said[rank].shape) for rank in self.ranks if rank in sources)
+        plan = planned(self.spec, shapes)
+        return Agreed(self, plan.T if self.order % 2 else plan, terms)
+
+    def _error(self, x: Any) -> str | None:
+        """What is wrong with this rank's own argument."""
+        if self.fault is not None:
+            return self.fault
+        if not isinstance(x, Tensor):
+            return f"{self.name} takes a tensor, not a {type(x).__name__}"
+        if (trouble := _unreadable(x)) is not None:
+            return f"{self.name} takes dense tensors, and this one is {trouble}"
+        if not self.order and self.wire.rank not in self.spec.sources and x.numel():
+            return (
+                f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
+                "without elements, such as weft.nn.zero_volume_tensor()"
+            )
+        return None
+
+    def back(self, shape: Shape) -> Call:
+        """The adjoint, for what was applied to a tensor of that shape."""
+        order = self.order + 1
+        stated = shape if order % 2 else None
+        return replace(self, order=order, stated=stated, nothing=shape)
+
+    def batched(self, extent: int) -> Call:
+        """The same for tensors with one more dimension at the end."""
+        return replace(
+            self,
+            spec=self.spec.batched(extent),
+            stated=None if self.stated is None else (*self.stated, extent),
+            nothing=(*self.nothing, extent),
+            lanes=self.lanes + 1,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Agreed:
+    """A call of which all ranks know what all bring.
+
+    Attributes:
+        call: what is to be done.
+        plan: what moves.
+        terms: what all ranks said.
+    """
+
+    call: Call
+    plan: Plan
+    terms: Terms
+
+    def run(self, x: Tensor) -> Tensor:
+        """Carry the plan out; collective."""
+        call, plan, wire = self.call, self.plan, self.call.wire
+        dtype = self.terms.dtype
+        # if its own is another, the tensor has no volume, so that its own said nothing
+        typed = x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+        local = typed.cpu().resolve_conj().resolve_neg()
+        tensors = self.terms.tensors(plan.have.shapes)
+        with profiled(f"weft::{call.name}"):
+            if tensors is not None:
+                y = assemble(plan, tensors, wire.rank, local)
+            else:
+                y = wire.worker.call(call.name, lambda: execute(plan, local, wire))
+        if wire.rank not in plan.want.shapes:
+            y = y.new_empty(call.nothing)
+        return y.to(x.device)
+
+
+def _unreadable(x: Tensor) -> str | None:
+    """What a tensor is whose values cannot be read here, and what to do; None: they can."""
+    if x.is_nested:
+        return "nested: pass its parts, or to_padded_tensor()"
+    if x.is_meta:
+        return "on the meta device, where there are no values: materialize it first"
+    if x.layout != torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return None
+    kind = type(x).__name__
+    if kind == "DTensor":
+        return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
+    try:
+        as_bytes(plain(x.detach().cpu()))[:1].numpy()
+    except Exception as error:  # whatever the subclass has to say
+        reason = f"{error}".partition("\n")[0].rstrip(".")
+        return f"a {kind}, which cannot be read ({reason}): pass a plain tensor"
+    return None
+
+
+def anchor_of(agreed: Agreed, x: Tensor) -> Tensor | None:
+    """What makes the result require a gradient where others need one, so that all take part."""
+    needed = agreed.terms.needs and not x.requires_grad
+    return torch.zeros((), device="cpu", requires_grad=True) if needed else None
+
+
+@without_modes
+def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
+    """The result of a call, recorded for autograd; collective.
+
+    Args:
+        call: what is to be done.
+        x: this rank's tensor.
+        tangents: whether to move the tangent of forward-mode differentiation, too.
+    """
+    function: Any = _Transformed  # torch's functions have no types
+    if isinstance(x, Tensor) and is_wrapped(x):
+        # torch.func looks behind the tensor first, and the ranks hear of each other there
+        return cast(Tensor, function.apply(x, None, call))
+    forward_mode = tangents and in_forward_mode()
+    agreed = call.agree(x, "forward-mode" * forward_mode)
+    if forward_mode:
+        x = _dual(x) if x.is_floating_point() else x
+    elif not agreed.terms.needs:
+        return agreed.run(x)
+    else:
+        function = _Move
+    return cast(Tensor, function.apply(x, anchor_of(agreed, x), agreed))
+
+
+def _dual(x: Tensor) -> Tensor:
+    """A tensor with a tangent, since other ranks may have one: its own, or zero."""
+    ad: Any = forward_ad  # whose functions have no types
+    has = ad.unpack_dual(x).tangent is not None
+    dual: Tensor = x if has else ad.make_dual(x, torch.zeros_like(x))
+    return dual
+
+
+class _Move(torch.autograd.Function):
+    """Carries out a call on which all agreed. Its derivative is a call again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
+        ctx.call, ctx.shape, ctx.dtype = agreed.call, tuple(x.shape), x.dtype
+        return agreed.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _recorded(ctx.call.back(ctx.shape), grad)
+        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func and forward mode, which ask for more and cost more."""
+
+    @staticmethod
+    def forward(x: Tensor, anchor: Tensor | None, call: Call | Agreed) -> Tensor:
+        return (call.agree(x, "torch.func") if isinstance(call, Call) else call).run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, _, call = inputs
+        ctx.call = call.call if isinstance(call, Agreed) else call
+        ctx.shape, ctx.dtype = tuple(x.shape), x.dtype
+
+    backward = _Move.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: object) -> Tensor:
+        return _recorded(ctx.call, tangent, tangents=False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any) -> Any:
+        call = rest[-1].call if isinstance(rest[-1], Agreed) else rest[-1]
+        assert in_dims[0] is not None
+        y = _recorded(call.batched(info.batch_size), x.movedim(in_dims[0], -1))
+        return y, y.dim() - 1

@@ -1,0 +1,170 @@
+"""The handshake of every call of a layer: all that take part learn what all bring.
+
+Shapes, dtypes, whether gradients are needed, and what is wrong with anybody's arguments travel in
+one small message between all ranks of a group (`weft.agree`), on every call, also where `shape=`
+was told: a promise that one rank broke would otherwise be a hang. Tensors of up to `EAGER` bytes
+travel in the same message, and then nothing is left to be sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..agree import DIRECT, agree
+from ..errors import WeftError
+from ..grid import Shape
+from ..wire.base import Wire, as_bytes, plain
+from ..wire.part import Part
+from .spec import Spec
+
+__all__ = ["EAGER", "Statement", "Terms", "among", "handshake", "payload_of"]
+
+EAGER = 4 << 10
+"""Bytes of a tensor that may travel in the handshake."""
+
+_HEAD = struct.Struct("<IBBi")  # rank, flags, dimensions, bytes of the payload or -1
+_NEEDS, _RECORDS = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What one rank brings.
+
+    Attributes:
+        shape: of its tensor, or of the tensor whose movement is undone.
+        needs: whether a gradient of the result is asked of it.
+        records: whether it records what a gradient needs.
+        payload: the bytes of its tensor, if they are few and travelled along; writable.
+    """
+
+    shape: Shape
+    needs: bool
+    records: bool
+    payload: memoryview | None
+
+    def pack(self, rank: int) -> bytearray:
+        flags = _NEEDS * self.needs | _RECORDS * self.records
+        ndim, count = len(self.shape), -1 if self.payload is None else len(self.payload)
+        head = _HEAD.pack(rank, flags, ndim, count)
+        return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
+
+    @classmethod
+    def unpack(cls, raw: memoryview) -> dict[int, Statement]:
+        """The statements that lie behind each other, by rank."""
+        at, found = 0, {}
+        while at < len(raw):
+            rank, flags, ndim, count = _HEAD.unpack_from(raw, at)
+            shape = struct.unpack_from(f"<{ndim}q", raw, at + _HEAD.size)
+            at += _HEAD.size + 8 * ndim
+            payload = None
+            if count >= 0:
+                payload = memoryview(bytearray(raw[at : at + count]))  # `raw` is given back
+                at += count
+            found[rank] = cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What came of a handshake, the same on all ranks that take part.
+
+    Attributes:
+        said: what each of them brings.
+        dtype: of the tensor that moves.
+        needs: whether anybody asks for a gradient, so that all take part in finding it.
+    """
+
+    said: Mapping[int, Statement]
+    dtype: torch.dtype
+    needs: bool
+
+    def tensors(self, shapes: Mapping[int, Shape]) -> Mapping[int, Tensor] | None:
+        """The tensors of these ranks, if all of them were small enough to come along."""
+        found = {}
+        for rank, shape in shapes.items():
+            payload = self.said[rank].payload
+            if payload is None:
+                return None
+            if payload:
+                found[rank] = torch.frombuffer(payload, dtype=self.dtype).view(shape)
+            else:
+                found[rank] = torch.empty(shape, dtype=self.dtype)
+        return found
+
+
+def handshake(
+    wire: Wire,
+    spec: Spec,
+    ranks: tuple[int, ...],
+    statement: Statement,
+    *,
+    call: str,
+    dtype: torch.dtype | None,
+    own: torch.dtype,
+    error: str | None,
+    mode: str = "",
+) -> Terms:
+    """State what this rank brings and hear the others; collective among `ranks`.
+
+    Args:
+        wire: of the whole group.
+        spec: of the layer.
+        ranks: who takes part, ascending.
+        statement: what this rank brings.
+        call: name of the call.
+        dtype: of its tensor; None if it has no volume, so that its dtype says nothing.
+        own: the dtype to use where nobody's says anything.
+        error: what is wrong with this rank's arguments.
+        mode: what else must be the same on all of them.
+
+    Raises:
+        WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
+            gradient, and another does not record any.
+        WireError: a peer or a link failed.
+    """
+    fields = {
+        "partition": spec.grids,
+        "arguments": spec.arguments,
+        "dtype": dtype,
+        "mode": mode,
+    }
+    agreement = agree(
+        among(wire, ranks), call, fields, error, statement.pack(wire.rank), _one_behind_the_other
+    )
+    try:
+        said: dict[int, Statement] = {}
+        for body in agreement.said:
+            said.update(Statement.unpack(body))
+    finally:
+        agreement.release()
+    asks = next((rank for rank, each in said.items() if each.needs), None)
+    deaf = next((rank for rank, each in said.items() if not each.records), None)
+    if asks is not None and deaf is not None:
+        raise WeftError(
+            f"{call}: rank {asks} needs a gradient, and rank {deaf} does not record any: call it "
+            "under torch.no_grad() on all ranks that take part, or on none"
+        )
+    name = agreement.fields["dtype"]
+    agreed = own if name == "?" else getattr(torch, name.removeprefix("torch."))
+    return Terms(said, agreed, asks is not None)
+
+
+def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:
+    """The wire of some ranks: itself if these are all."""
+    return wire if ranks == tuple(range(wire.size)) else Part(wire, ranks)
+
+
+def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
+    """The bytes of a tensor that is small enough to travel in the handshake."""
+    if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER:
+        return None
+    return as_bytes(plain(x.detach().cpu())).numpy().data
+
+
+def _one_behind_the_other(lower: Tensor, upper: Tensor) -> Tensor:
+    return torch.cat((lower, upper))
