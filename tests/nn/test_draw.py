@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import to_rgba
 
 import weft
-from weft.draw import MOST, frames
+from weft.draw import MOST, Cell, frames
 from weft.grid import Box, whole
 from weft.plan import Side, between
 from weft.testing import run
