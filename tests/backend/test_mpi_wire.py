@@ -27,25 +27,6 @@ class TestMpi(WireContract):
         return lambda size, *args, **options: mpi_job(min(size, 4), *args, **options)
 
 
-def blocks(wire):
-    """Messages longer than MPI counts are described in blocks; here a block is small."""
-    mpi._BLOCK, before = 1000, mpi._BLOCK
-    try:
-        peer = 1 - wire.rank
-        for length in (1000, 1001, 3500, 6000):
-            sent = (torch.arange(length) + wire.rank).to(torch.uint8)
-            place = torch.zeros(6000, dtype=torch.uint8)
-            wire.post([(peer, sent)], [(peer, place)]).wait()
-            assert torch.equal(place[:length], (torch.arange(length) + peer).to(torch.uint8))
-            assert not place[length:].any()
-    finally:
-        mpi._BLOCK = before
-
-
-def test_long_messages_go_in_blocks(mpi_job):
-    mpi_job(2, blocks)
-
-
 def unwatched(wire):
     """Rank 0 is in its own code; its message gets through all the same."""
     data = torch.full((4_000_000,), float(wire.rank))
@@ -54,49 +35,13 @@ def unwatched(wire):
         return True
     sent = wire.post([(1, data)])
     until = time.monotonic() + wire.timeout
-    while not all(order.done for order in sent.orders) and time.monotonic() < until:
+    while not sent.is_through() and time.monotonic() < until:
         time.sleep(0.01)
-    return all(order.done for order in sent.orders)
+    return sent.is_through()
 
 
 def test_messages_move_while_nobody_waits(mpi_job):
     assert mpi_job(2, unwatched) == [True, True]
-
-
-def through(posted, wire):
-    until = time.monotonic() + wire.timeout
-    while not posted.is_through() and time.monotonic() < until:
-        time.sleep(0.001)
-    assert posted.is_through()
-
-
-def forgotten(wire):
-    """What is through before somebody waits for it is let go of like everything else."""
-    peer, place = 1 - wire.rank, torch.zeros(10, dtype=torch.uint8)
-    for _ in range(20):
-        posted = wire.post([(peer, torch.ones(10, dtype=torch.uint8))], [(peer, place)])
-        through(posted, wire)
-        posted.wait()
-    return len(wire._connections.mover._under_way)
-
-
-def test_what_is_through_is_forgotten(mpi_job):
-    assert mpi_job(2, forgotten) == [0, 0]
-
-
-def ended(wire):
-    """The wire ends between its own look and the post: nothing comes, and a wait says so."""
-    wire._connections.mover._ended = "it was ended by a test"
-    posted = wire.post((), [(1 - wire.rank, torch.zeros(4))])
-    through(posted, wire)
-    with pytest.raises(weft.WireError) as caught:
-        posted.wait()
-    return str(caught.value)
-
-
-def test_what_failed_before_the_wait_is_raised_by_it(mpi_job):
-    first, second = mpi_job(2, ended)
-    assert "it was ended by a test" in first + second
 
 
 def late(wire):
@@ -162,7 +107,7 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     monkeypatch.setattr(mpi, "_made", weakref.WeakSet())
     monkeypatch.setattr(mpi, "_patience", math.inf)  # to be as it was afterwards
     if broken:
-        mpi.MpiConnections(world, 0, {}, {}, 20.0).cut()
+        mpi.MpiLinks(None, 0, 1, 20.0).cut()
     mpi._finalize()
     assert bool(done) != broken
     assert (20.0 if broken else 50.0) < clock[0] < 60.0
@@ -174,14 +119,6 @@ def test_without_mpi4py_it_says_what_to_install(monkeypatch):
     with pytest.raises(weft.WeftError, match=r"pip install weft\[mpi\]"):
         weft.init("mpi")
     assert not dist.is_initialized()
-
-
-def test_channels_have_their_places_in_a_tag():
-    known = [*range(4032), *(1 << exponent for exponent in range(13, 50))]
-    assert len({mpi._channel(each) for each in known}) == len(known)
-    assert all(0 <= mpi._channel(each) < mpi._SMALL for each in known)
-    with pytest.raises(weft.WeftError, match="channel 5000 does not fit"):
-        mpi._channel(5000)
 
 
 PROGRAM = """

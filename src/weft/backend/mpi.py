@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import WeftError
 from ..wire import mpi, process_group
 from ..wire.base import Wire, is_plain, plain
-from ..wire.process_group_wire import ProcessGroupWire
+from ..wire.torchdist import TorchWire
 from . import collectives
 from .arguments import listed, nested, op_of, root_of
 from .gloo import sparse_all_reduce
@@ -27,7 +27,7 @@ from .work import Ended, Posted, Queued, started
 
 __all__ = ["TRANSPORT", "MpiGroup"]
 
-TRANSPORT = process_group.Transport("mpi", ProcessGroupWire, mpi.join)
+TRANSPORT = process_group.Transport("mpi", TorchWire, mpi.join)
 
 
 class MpiGroup(PythonGroup):

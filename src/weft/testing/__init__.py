@@ -10,11 +10,13 @@ def test_sum_of_ranks(wire):
 ```
 
 Here: `spmd` and `run`, which take the same body to threads and to real processes;
-`processes`, which starts new ones as a launcher would; `WireContract`, what a wire must do.
+`processes`, which starts new ones as a launcher would, and below it `launch` and `send`, for ranks
+that tell what they find as they go; `WireContract`, what a wire must do.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from ..bootstrap.local import launch, send
 from .oracle import expected
 from .outcome import RankFailure
 from .processes import processes
@@ -23,7 +25,7 @@ from .spmd import run, spmd
 if TYPE_CHECKING:
     from .contract import WireContract
 
-__all__ = ["RankFailure", "WireContract", "expected", "processes", "run", "spmd"]
+__all__ = ["RankFailure", "WireContract", "expected", "launch", "processes", "run", "send", "spmd"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,11 @@
-"""The wire over MPI: the messages of the process-group wire, moved by mpi4py.
+"""Messages through MPI, by mpi4py, for the wire over a process group (`torchdist`).
 
-Here is what moves messages (`MpiMover`) and what joins ranks (`join`); all else, the waits, the
-deadlines, the watcher that names culprits, is the process-group wire's. Best where MPI knows a
-faster way between ranks than TCP: shared memory on one host, a fabric between hosts.
-
-Only `Isend`, `Irecv`, `Test` and `Cancel` are used, on one duplicate of `COMM_WORLD`: no call of
-MPI's blocks, so a wait sleeps between two looks instead of burning a core, and a deadline is a
-deadline. Groups are told apart by tags: each rank gives every wire of its own a number, its
-`context`, and peers that send to it there put that number into the tag. MPI matches by receiver,
-sender and tag, so nobody has to agree on anything, and making a group is no collective of MPI's.
+Best where MPI knows a faster way between ranks than TCP: a fabric between hosts. Only `Isend`,
+`Irecv` and `Testsome` are used, on one duplicate of `COMM_WORLD`: no call of MPI's blocks. One
+thread looks what is through, and sleeps in between instead of burning a core. Groups are told apart
+by tags: each rank gives every wire of its own a number, its `context`, which is the tag of what
+peers send to it there. MPI matches by receiver, sender and tag, so nobody has to agree on anything,
+and making a group is no collective of MPI's.
 
 Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 12.
 """
@@ -16,36 +13,28 @@ Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 1
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import itertools
 import json
 import math
 import os
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import WeftError, WireError
-from .interface import own_address
-from .joined import Joined
-from .mesh import Door, Listener
-from .mover import Lost, Message
+from .torchdist import Links
 
-__all__ = ["MpiConnections", "MpiMover", "World", "join", "load", "start"]
+__all__ = ["MpiLinks", "World", "join", "load", "start"]
 
-_CHANNELS = 4096  # what a tag has for the channel; the rest of it is the context
-_SMALL = _CHANNELS - 1  # the channel of the lane of small messages
-_HIGH = _CHANNELS - 64  # channels from here on are powers of two, by their exponent
-_BLOCK = 1 << 30  # bytes above which a message is described to MPI in blocks of so many
-_TICK = 0.004  # seconds between two looks of the thread
-_GRACE = 0.25  # seconds in which what a rank sent before it left may still come in
 _YIELDS = 30  # looks with nothing but a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
 _LONG_NAP = 5e-3  # seconds of the longest sleep of a wait that has lasted for seconds
@@ -88,8 +77,7 @@ class World:
 
 _turn = threading.RLock()  # of whoever calls MPI: its thread level may be only SERIALIZED
 _world: World | None = None
-_made: weakref.WeakSet[MpiConnections] = weakref.WeakSet()
-_abandoned: list[_Order] = []  # messages that MPI may still write to or read from
+_made: weakref.WeakSet[MpiLinks] = weakref.WeakSet()
 _patience = math.inf  # seconds that the end of MPI waits for all ranks
 
 
@@ -126,8 +114,7 @@ def start(timeout: float) -> World:
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
     top = comm.Get_attr(mpi.TAG_UB) or 32767  # what the standard promises
-    limit = (top + 1) // _CHANNELS
-    _world = World(mpi, comm, rank, size, itertools.count(), limit, os.getpid())
+    _world = World(mpi, comm, rank, size, itertools.count(), top + 1, os.getpid())
     return _world
 
 
@@ -157,16 +144,17 @@ def _finalize() -> None:
     world = _world
     if world is None or world.process != os.getpid() or world.mpi.Is_finalized():
         return
-    for connections in list(_made):
-        connections.close()
+    for links in list(_made):
+        links.close()
     with _turn:
         request = world.mpi.COMM_WORLD.Ibarrier()
     until, nap = time.monotonic() + _patience, _Nap()
     while not _tested(request):
         if time.monotonic() > until:
             return  # a rank that died does not come, and MPI would wait for it
-        nap()
-    world.mpi.Finalize()
+        time.sleep(nap.seconds())
+    with _turn:
+        world.mpi.Finalize()
 
 
 def _tested(request: Any) -> bool:
@@ -182,7 +170,7 @@ def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
                 f"rank {rank}: {missing} within {timeout:g} s: see that mpirun started all of them",
                 rank=rank,
             )
-        nap()
+        time.sleep(nap.seconds())
 
 
 class _Nap:
@@ -196,250 +184,112 @@ class _Nap:
         self._looks = 0
         self._began = time.monotonic()
 
-    def __call__(self) -> None:
+    def seconds(self) -> float:
+        """How long the next one is."""
         self._looks += 1
         if self._looks <= _YIELDS:
-            time.sleep(0)
-            return
+            return 0.0
         waited = time.monotonic() - self._began
-        time.sleep(min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP))
+        return min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP)
 
 
-@dataclass(slots=True, eq=False)
-class _Order:
-    """One message under way; the buffer must live as long as MPI knows of it."""
+class _Request:
+    """A message under way, with the `wait` of a torch Work."""
 
-    request: Any
-    buffer: memoryview
-    peer: int
-    receives: bool
-    kind: Any  # a datatype of MPI's that was made for this message, or None
-    done: bool = False
-    error: str = ""
+    def __init__(self, request: Any, buffer: Any) -> None:
+        self.request, self._buffer = request, buffer  # MPI knows of that as long as it is under way
+        self.through = threading.Event()
+        self.error: Exception | None = None
 
-    def test(self) -> bool:
-        """Whether it is through; with the turn."""
-        if self.done:
-            return True
-        try:
-            self.done = bool(self.request.Test())
-        except Exception as error:  # mpi4py's, of whatever went wrong in MPI
-            self.done, self.error = True, str(error)
-        if self.done and self.kind is not None:
-            self.kind.Free()
-            self.kind = None
-        return self.done
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it is through.
 
-
-class MpiMover:
-    """Moves the messages of one wire; the face of `mover.Mover`, the bytes through MPI.
-
-    Attributes:
-        lines, small: by peer, its rank in the world and its context, for either lane.
-        context: this rank's own.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        context: int,
-        peers: Mapping[int, tuple[int, int]],
-        left: Callable[[], Set[int]],
-    ) -> None:
+        Raises:
+            RuntimeError: from MPI.
         """
-        Args:
-            world: MPI.
-            context: this rank's own number for the wire.
-            peers: of each peer its rank in the world, and its context.
-            left: says which peers said bye.
-        """
-        self.lines = dict(peers)
-        self.small = dict(peers)
-        self.context = context
-        self._world, self._left = world, left
-        self._under_way: dict[int, _Order] = {}
-        self._ended = ""  # why nothing moves any more
-        self._thread: threading.Thread | None = None
+        self.through.wait(timeout.total_seconds())
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+
+
+class _Looker:
+    """The thread that looks what is through: MPI moves messages only while somebody calls it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._posted: list[_Request] = []
         self._stir = threading.Event()
-        self._process = os.getpid()
+        threading.Thread(target=self._look, name="weft mpi", daemon=True).start()
 
-    def lends(self, peer: int) -> bool:
-        """False: MPI has ways of its own within a host."""
-        return False
-
-    def read(self, peer: int, address: int, into: memoryview) -> bool:
-        """False: nothing is lent."""
-        return False
-
-    def post(
-        self,
-        lines: Mapping[int, tuple[int, int]],
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        at: int,
-    ) -> list[_Order]:
-        """Start sending messages and receiving others, on channel `at` of a lane.
-
-        Returns:
-            What `finish` wants, receives first.
-
-        Raises:
-            WeftError: the channel does not fit into a tag.
-        """
-        channel = _SMALL if lines is self.small else _channel(at)
-        orders: list[_Order] = []
+    def post(self, begin: Callable[[], Any], buffer: Any) -> _Request:
+        """Begin a message."""
         with _turn:
-            if self._ended:  # between the wire's look at the watcher and here
-                return [_Order(None, m, p, False, None, True, self._ended) for p, m, _ in recvs]
-            _sweep()
-            comm = self._world.comm
-            for peer, buffer, _ in recvs:
-                source, _ = lines[peer]
-                spec, kind = self._described(buffer)
-                request = comm.Irecv(spec, source, self.context * _CHANNELS + channel)
-                orders.append(_Order(request, buffer, peer, True, kind))
-            for peer, message, _ in sends:
-                target, context = lines[peer]
-                spec, kind = self._described(message)
-                request = comm.Isend(spec, target, context * _CHANNELS + channel)
-                orders.append(_Order(request, message, peer, False, kind))
-            self._under_way.update((id(order), order) for order in orders)
-        if orders and lines is self.lines and not self._stir.is_set():
-            self._rouse()
-        return orders
-
-    def _described(self, buffer: memoryview) -> tuple[list[Any], Any]:
-        """A buffer as mpi4py takes it; MPI counts to 2^31, so a large one is counted in blocks."""
-        byte = self._world.mpi.BYTE
-        if buffer.nbytes <= _BLOCK:
-            return [buffer, buffer.nbytes, byte], None
-        blocks, rest = divmod(buffer.nbytes, _BLOCK)
-        block = byte.Create_contiguous(_BLOCK)
-        kind = self._world.mpi.Datatype.Create_struct(
-            [blocks, rest], [0, blocks * _BLOCK], [block, byte]
-        ).Commit()
-        block.Free()
-        return [buffer, 1, kind], kind
-
-    def finish(self, orders: Iterable[_Order], limit: float, at: Callable[[int], None]) -> None:
-        """Wait until all of these are through; other threads may wait for others meanwhile.
-
-        Raises:
-            Lost: a peer left, MPI refused a message, the wire was ended, or the limit passed.
-        """
-        until = time.monotonic() + limit
-        for number, order in enumerate(orders):
-            if not order.done:
-                at(number)
-                self._finish(order, until)
-            with _turn:
-                self._under_way.pop(id(order), None)
-            if order.error:
-                raise Lost(order.error)
-
-    def over(self, orders: Sequence[_Order]) -> bool:
-        """Whether `finish` has nothing to do: it forgets what is through, and says what failed."""
-        return not orders
-
-    def arrived(self, orders: Iterable[_Order]) -> list[bool]:
-        """Which of these are through; `finish` looks at one after the other."""
-        with _turn:
-            return [order.test() for order in orders]
-
-    def _finish(self, order: _Order, until: float) -> None:
-        nap, gone = _Nap(), 0.0
-        while True:
-            with _turn:
-                if order.test():
-                    return
-            now = time.monotonic()
-            if self._ended:
-                raise Lost(self._ended)
-            if now > until:
-                raise Lost("it did not come in time")
-            if order.peer in self._left():
-                gone = gone or now
-                if now > gone + _GRACE:
-                    raise Lost(f"rank {order.peer} left")
-            nap()
-
-    def _rouse(self) -> None:
-        """Have the thread look in: MPI moves large messages only while somebody calls it."""
+            posted = _Request(begin(), buffer)
+            self._posted.append(posted)
         self._stir.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look_in, name="weft mpi", daemon=True)
-            self._thread.start()
+        return posted
 
-    def _look_in(self) -> None:
-        while True:
-            self._stir.wait()
-            time.sleep(_TICK)
+    def _look(self) -> None:
+        nap = _Nap()
+        while not self._world.mpi.Is_finalized():
             with _turn:
-                if self._ended:
-                    return
-                waiting = [order for order in self._under_way.values() if not order.test()]
-                if not waiting:  # each was looked at: that is what moves them
-                    self._stir.clear()
+                through = self._through()
+            if through or self._stir.is_set():
+                nap = _Nap()
+            self._stir.clear()
+            for each in through:
+                each.through.set()
+            del through
+            self._stir.wait(nap.seconds() if self._posted else None)
 
-    def cut(self) -> None:
-        """End all waits; any thread may call it."""
-        self._ended = self._ended or "the wire is broken"
-
-    def close(self) -> None:
-        """Take back what has not come yet, which ends all waits. What was sent still arrives."""
-        self._ended = self._ended or "the wire is closed"
-        if os.getpid() != self._process:
-            return  # MPI is the parent's
-        with _turn:
-            for order in self._under_way.values():
-                if not order.test() and order.receives:
-                    order.request.Cancel()
-            _abandoned.extend(order for order in self._under_way.values() if not order.test())
-            self._under_way.clear()
-            self._stir.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+    def _through(self) -> list[_Request]:
+        """What is through since the last look; with the turn."""
+        try:
+            found = self._world.mpi.Request.Testsome([each.request for each in self._posted]) or ()
+        except Exception as error:  # mpi4py's, of whatever went wrong in MPI
+            found = range(len(self._posted))
+            for each in self._posted:
+                each.error = error
+        through = [self._posted[at] for at in found]
+        self._posted = [each for each in self._posted if each not in through]
+        return through
 
 
-def _channel(at: int) -> int:
-    """A channel's place in a tag."""
-    if 0 <= at < _HIGH:
-        return at
-    if at > 0 and at & (at - 1) == 0 and _HIGH + at.bit_length() < _SMALL:
-        return _HIGH + at.bit_length()
-    raise WeftError(
-        f"channel {at} does not fit into a tag of MPI's: use one below {_HIGH}, or a power of two"
-    )
+class _Messages:
+    """The `send` and `recv` of a process group, through MPI."""
+
+    def __init__(self, world: World, context: int, peers: Mapping[int, tuple[int, int]]) -> None:
+        """`peers`: of each its rank in the world, and its context."""
+        self._world, self._context, self._peers = world, context, peers
+        self._looker = _looker(world.process)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
+        """As a ProcessGroup's, of one uint8 tensor."""
+        target, context = self._peers[peer]
+        comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
+        return self._looker.post(lambda: comm.Isend(buffer, target, context), buffer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
+        """As a ProcessGroup's, of one uint8 tensor."""
+        source, _ = self._peers[peer]
+        comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
+        return self._looker.post(lambda: comm.Irecv(buffer, source, self._context), buffer)
 
 
-def _sweep() -> None:
-    """Let go of the messages of closed wires that are through; with the turn."""
-    if _abandoned:
-        _abandoned[:] = [order for order in _abandoned if not order.test()]
+@functools.cache
+def _looker(process: int) -> _Looker:
+    """The one thread of a process."""
+    assert _world is not None and process == os.getpid()
+    return _Looker(_world)
 
 
-class MpiConnections(Joined):
-    """What joins one rank to all others: MPI for messages, side sockets for the watcher."""
+class MpiLinks(Links):
+    """What joins one rank to all others through MPI."""
 
-    def __init__(
-        self,
-        world: World,
-        context: int,
-        peers: Mapping[int, tuple[int, int]],
-        side: Mapping[int, socket.socket],
-        timeout: float,
-    ) -> None:
-        super().__init__(side)
-        self.mover = MpiMover(world, context, peers, self._left)
+    def __init__(self, group: _Messages, rank: int, size: int, timeout: float) -> None:
+        super().__init__(group, rank, size)
         self._timeout = timeout
         _made.add(self)
-
-    def _left(self) -> Set[int]:
-        return self.watch.left.keys() if self.watch is not None else frozenset()
-
-    def introduce(self, host: bytes) -> None:
-        """Nothing: MPI knows by itself who is on its host."""
 
     def cut(self) -> None:
         """End all waits; that of the end of MPI, too, has a deadline from now on."""
@@ -448,12 +298,11 @@ class MpiConnections(Joined):
         _patience = self._timeout
 
 
-def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnections:
+def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiLinks:
     """Join the ranks that meet at a store; collective. For `process_group.connect`.
 
     Raises:
         RuntimeError: from the store.
-        OSError: from the sockets.
         WeftError: MPI cannot be had, or this process has had more wires than tags can tell apart.
     """
     deadline = time.monotonic() + timeout
@@ -464,33 +313,14 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiConnecti
             f"rank {rank}: this MPI's tags tell {world.limit} wires apart, and there were as many: "
             "make fewer groups"
         )
-    with Listener(own_address(store), size) as listener:
-        own = listener.door
-        here = [own.host, own.port, own.token.hex(), world.rank, context]
-        store.set(f"{rank}", json.dumps(here))
-        peers = [peer for peer in range(size) if peer != rank]
-        left = max(deadline - time.monotonic(), 0.001)
-        store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
-        doors, places = {}, {}
-        for peer in peers:
-            host, port, token, number, its = json.loads(store.get(f"{peer}"))
-            doors[peer] = Door(host, port, bytes.fromhex(token))
-            places[peer] = (number, its)
-        numbers = [places[peer][0] if peer != rank else world.rank for peer in range(size)]
-        if len(set(numbers)) != size:  # mpi4py of another MPI than mpirun's, or no mpirun
-            raise WeftError(
-                f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
-                "belong together: start them with the mpirun of the MPI that mpi4py finds"
-            )
-        mesh = listener.mesh(rank, doors, ("side",), deadline)
-    return MpiConnections(world, context, places, mesh.lanes["side"], timeout)
-
-
-def _after_fork() -> None:
-    """A child has no MPI: what is its parent's it must not touch."""
-    for connections in list(_made):
-        connections.cut()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    store.set(f"{rank}", json.dumps([world.rank, context]))
+    keys = [f"{peer}" for peer in range(size)]
+    store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    places = {peer: tuple(json.loads(store.get(key))) for peer, key in enumerate(keys)}
+    numbers = [number for number, _ in places.values()]
+    if len(set(numbers)) != size:  # mpi4py of another MPI than mpirun's, or no mpirun
+        raise WeftError(
+            f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
+            "belong together: start them with the mpirun of the MPI that mpi4py finds"
+        )
+    return MpiLinks(_Messages(world, context, places), rank, size, timeout)

@@ -326,7 +326,7 @@ class Links:
 
     def watched(self, timeout: float, call: Callable[[], tuple[int, str]]) -> Watch:
         """Begin: the watcher of waits that last up to `timeout`, told the call that runs."""
-        self.watch = Watch(self._rank, timeout, self._sides, self._cut, call)
+        self.watch = Watch(self._rank, timeout, self._sides, self.cut, call)
         for thread in self._threads:
             thread.start()
         return self.watch
@@ -347,7 +347,8 @@ class Links:
         if self.closing or os.getpid() != self._process:
             return  # a forked child: these are its parent's
         self.watch.close()
-        self._cut(closing=True)
+        self.closing = True
+        self._tell()
         for outgoing in self._outgoing.values():
             outgoing.queue.put(None)
         until = time.monotonic() + _PATIENCE
@@ -358,10 +359,13 @@ class Links:
         for end in self._ends.values():
             end.close()
 
-    def _cut(self, *, closing: bool = False) -> None:
-        """End all waits: something is known that concerns them."""
+    def cut(self) -> None:
+        """End all waits; any thread may call it."""
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have those that wait look again."""
         with self.changed:
-            self.closing = self.closing or closing
             self.changed.notify_all()
 
     def _send(self, peer: int) -> None:
@@ -381,7 +385,7 @@ class Links:
                     outgoing.say(send)
                 del item, message, frame  # the caller's: not this idle thread's
                 sent.set()
-                self._cut()
+                self._tell()
 
     def _receive(self, peer: int) -> None:
         """A thread: put what comes into the inbox, until nothing more comes."""
@@ -401,9 +405,8 @@ class Links:
                 if not rest:
                     came[channel] += 1
                     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-                    with self.changed:
-                        self.inbox[peer, channel, came[channel]] = whole
-                        self.changed.notify_all()
+                    self.inbox[peer, channel, came[channel]] = whole
+                    self._tell()
                     parts = []
 
     @contextlib.contextmanager
@@ -416,9 +419,8 @@ class Links:
                 with contextlib.suppress(OSError):
                     self._ends[peer].shutdown(socket.SHUT_RDWR)
         finally:
-            with self.changed:
-                self.ended.add(peer)
-                self.changed.notify_all()
+            self.ended.add(peer)
+            self._tell()
 
 
 class _Outgoing:

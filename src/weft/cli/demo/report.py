@@ -1,218 +1,258 @@
-"""The report: one HTML file that needs no other, light or dark as the reader's screen is."""
+"""The report: one HTML file that needs no other, with its plots as SVG."""
 
 from __future__ import annotations
 
+import io
 import os
 import platform
+import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from importlib.resources import files
-from pathlib import Path
+from typing import Any
 
 import jinja2
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+import psutil
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from . import plots
-from .corpus import Corpus
-from .live import COLUMNS, cells
-from .record import TOLERANCE, Agreement, Run, Summary, speedups, step_bytes
-from .settings import NEGATIVES, WINDOW, Settings
-from .vectors import Neighbours
+from .figures import COLUMNS, PARTS, TOLERANCE, Run, ms, speedups
+from .text import WINDOW, Corpus
+from .train import NEGATIVES, Job
 
-__all__ = ["Result", "machine", "table_note", "write_page", "write_report"]
+__all__ = ["table_note", "write_report"]
 
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """All there is to report; every run has at least one step, and the first is weft's."""
-
-    settings: Settings
-    corpus: Corpus
-    trained_tokens: int
-    runs: Sequence[Run]
-    neighbours: Sequence[Neighbours]
-    agreements: Sequence[Agreement]
-    command: Sequence[str]
-    vectors: Path
-
-    def sent(self, run: Run) -> list[float]:
-        """Bytes of each of a run's steps; see `step_bytes`."""
-        return step_bytes(
-            run, self.runs[0], vocabulary=len(self.corpus.words), dim=self.settings.dim
-        )
-
-    def summaries(self) -> list[Summary]:
-        """One for each run, in order."""
-        return [Summary.of(run, self.sent(run), self.settings.batch) for run in self.runs]
-
-
-def write_report(path: Path, result: Result) -> None:
-    """Write the report; the file appears whole or not at all."""
-    write_page(path, _values(result))
+COLOURS = {"weft": "#0b7285", "torch": "#c2571a", "dense": "#7a4fb5"}
+_OF_PARTS = dict(
+    zip(PARTS, ("#c9d1da", "#aab5c2", "#f0a868", "#dfe4ea", "#d9480f", "#8e9bab"), strict=True)
+)
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "axes.edgecolor": "#e1e5ea",
+    "axes.labelcolor": "#59636f",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e1e5ea",
+    "xtick.color": "#59636f",
+    "ytick.color": "#59636f",
+    "legend.frameon": False,
+}
 
 
-def write_page(path: Path, values: Mapping[str, object]) -> None:
-    """Fill the page with values; the file appears whole or not at all."""
+def write_report(
+    corpus: Corpus,
+    min_count: int,
+    trained_tokens: int,
+    job: Job,
+    runs: Sequence[Run],
+    sent: Sequence[Sequence[float]],
+    checks: Sequence[tuple[bool, str]],
+    neighbours: Mapping[str, Sequence[tuple[str, float]]],
+) -> str:
+    """The page; every run has at least one step, the first is weft's, `sent` is of each run."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(source).render(values)
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(page, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _values(result: Result) -> dict[str, object]:
-    runs, summaries = result.runs, result.summaries()
-    named = [(run.way, one) for run, one in zip(runs, summaries, strict=True)]
-    sent = {run.way: result.sent(run) for run in runs}
-    weft = summaries[0]
-    drawn = [
-        plots.loss_against_time(runs),
-        plots.step_parts(named),
-        plots.overlap(named),
-        plots.bytes_per_step(runs, sent),
-        plots.rows_per_step(runs[0]),
-    ]
-    return {
-        "headline": _headline(summaries),
-        "lead": _lead(result),
-        "interrupted": any(run.interrupted and run.note for run in runs),
-        "facts": _facts(runs[0], weft),
-        "checks": result.agreements,
-        "tolerance_note": (
-            f"Equal means: within {TOLERANCE:.0e} at every step. The ways add the same numbers in "
-            "another order, so their sums differ in the last bit of a 32-bit float, and each "
-            "step starts from what the one before left. A way that lost or doubled a "
-            "rank's rows would differ by more than 1e-2 at once, in the length of the gradient."
-        ),
-        "columns": COLUMNS,
-        "rows": [
-            {"way": run.way, "name": one.name, "note": one.note, "cells": cells(one)}
-            for run, one in zip(runs, summaries, strict=True)
+    weft, ranks = runs[0], runs[0].ranks
+    skipped = f", {corpus.skipped} files skipped as not text" if corpus.skipped else ""
+    chosen = ", ".join(f"{name} ({count})" for name, count in weft.algorithms.most_common())
+    return environment.from_string(source).render(
+        headline=f"A step with weft takes {ms(weft.typical('seconds'))}"
+        + (f": {speedups(runs)}" if len(runs) > 1 else ""),
+        lead=f"Skip-gram with negative sampling on {corpus.source}: {corpus.tokens.size:,} tokens, "
+        f"{len(corpus.words):,} words of {job.dim} floats in two tables, {ranks} ranks with "
+        f"{job.batch:,} pairs a step. Sparse gradients are summed over the ranks by "
+        f"{'each way' if len(runs) > 1 else 'weft'} on the same batches from the same start.",
+        interrupted=any(run.interrupted and run.note for run in runs),
+        facts=_facts(weft),
+        checks=checks,
+        tolerance=f"{TOLERANCE:.0e}",
+        columns=COLUMNS,
+        rows=[
+            {"run": run, "colour": COLOURS[run.way], "cells": run.cells(of_run)}
+            for run, of_run in zip(runs, sent, strict=True)
         ],
-        "table_note": table_note(),
-        "plots": drawn,
-        "words_note": (
-            "The nearest words by cosine, among those that occur 50 times or more. All "
-            f"{len(result.corpus.words):,} vectors are in {result.vectors.name}, in the word2vec "
-            "text format."
-        ),
-        "neighbours": result.neighbours,
-        "details": _details(result),
-    }
+        table_note=table_note(),
+        plots=_plots(runs, sent),
+        words=len(corpus.words),
+        neighbours=neighbours,
+        details={
+            "Command": shlex.join(["weft", *sys.argv[1:]]),
+            "Text": f"{corpus.source}: {corpus.files:,} files{skipped}",
+            "Vocabulary": f"{len(corpus.words):,} words that occur {min_count} times or more; "
+            f"{corpus.rare_words:,} rarer ones, {corpus.rare_tokens:,} tokens, left out",
+            "Training": f"{trained_tokens:,} tokens after thinning out frequent words, window "
+            f"{WINDOW}, {NEGATIVES} random words a pair, Adagrad, seed {job.seed}",
+            "Algorithms": f"{chosen}, by number of steps",
+            "Versions": _versions(),
+            "Machine": f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, "
+            f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.platform()}, "
+            f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}",
+        },
+    )
 
 
 def table_note() -> str:
     """What the figures of the table are."""
     return (
-        "Times are medians over the steps, of the mean over the ranks; the ways took turns of ten "
-        "steps. Synchronisation is what the "
-        "training spends on starting and on waiting for sums, slower ranks included. Sent: bytes a "
-        "rank sends in a step, counted for weft, computed from the known algorithm for PyTorch "
-        "(ring all-gather of int64 indices and values; ring all-reduce of both tables). Peak "
-        "memory: highest resident memory (RSS) of a process that trained this way only, for a few "
-        "steps; in parentheses what is beyond a process that has only started."
+        "Times are means over the ranks and over the middle half of the steps by length; the ways "
+        "took turns of ten steps. Synchronisation is what the training spends on starting and on "
+        "waiting for sums, slower ranks included. Sent: bytes a rank sends in a step (median), "
+        "counted for weft, computed from the known algorithm for PyTorch (ring all-gather of int64 "
+        "indices and values; ring all-reduce of both tables). Pairs: of a word and a context, all "
+        "ranks together. Peak memory: highest resident memory (RSS) of a process that trained this "
+        "way only, for a few steps; in parentheses what is beyond a process that has only started."
     )
 
 
-def _headline(summaries: Sequence[Summary]) -> str:
-    one, others = summaries[0], speedups(summaries)
-    if others:
-        return f"A step with weft takes {one.step * 1e3:.0f} ms: {' and '.join(others)}"
-    return f"weft trained {one.tokens:,.0f} words a second, {one.steps} steps"
-
-
-def _lead(result: Result) -> str:
-    settings, corpus = result.settings, result.corpus
-    ways = "each way" if len(result.runs) > 1 else "weft"
-    return (
-        f"Skip-gram with negative sampling on {corpus.source}: {corpus.tokens.size:,} tokens, "
-        f"{len(corpus.words):,} words of {settings.dim} floats in two tables, "
-        f"{settings.ranks} ranks with {settings.batch:,} pairs a step. "
-        f"Sparse gradients are summed over the ranks by {ways} on the same batches from the same "
-        "start."
+def _facts(weft: Run) -> list[tuple[str, str]]:
+    rows, union, sent, bound = (
+        statistics.median(weft.values(name)) for name in ("rows", "union", "sent", "bound")
     )
-
-
-def _facts(run: Run, weft: Summary) -> list[tuple[str, str]]:
-    figures = run.reductions()
+    share = weft.typical("synchronisation") / weft.typical("seconds")
     facts = [
-        (f"{weft.tokens:,.0f}", "words a second, all ranks"),
-        (f"{weft.synchronisation / weft.step:.0%}", "of a step is synchronisation"),
+        (f"{weft.speed():,.0f}", "pairs a second, all ranks"),
+        (f"{share:.0%}", "of a step is synchronisation"),
+        (f"{rows:,.0f} → {union:,.0f}", "rows of one rank → of the sum"),
     ]
-    if figures:
-        bound = statistics.median(one.bound for one in figures)
-        rows = statistics.median(one.rows for one in figures)
-        union = statistics.median(one.union for one in figures)
-        facts.append((f"{rows:,.0f} → {union:,.0f}", "rows of one rank → of the sum"))
-        if bound and weft.sent:
-            facts.append((f"{weft.sent / bound:.2f}x", "of the least bytes possible"))
-    return facts
+    return [*facts, (f"{sent / bound:.2f}x", "of the least bytes possible")] if bound else facts
 
 
-def _details(result: Result) -> list[tuple[str, str]]:
-    settings, corpus = result.settings, result.corpus
-    chosen = ", ".join(
-        f"{name} ({count})" for name, count in result.runs[0].algorithms.most_common()
-    )
-    skipped = f", {corpus.skipped} files skipped as not text" if corpus.skipped else ""
-    return [
-        ("Command", shlex.join(result.command)),
-        ("Text", f"{corpus.source}: {corpus.files:,} files{skipped}"),
-        (
-            "Vocabulary",
-            f"{len(corpus.words):,} words that occur {settings.min_count} times or more; "
-            f"{corpus.rare_words:,} rarer ones, {corpus.rare_tokens:,} tokens, left out",
-        ),
-        (
-            "Training",
-            f"{result.trained_tokens:,} tokens after thinning out frequent words, window {WINDOW}, "
-            f"{NEGATIVES} random words a pair, Adagrad, seed {settings.seed}",
-        ),
-        ("Algorithms", f"{chosen or 'no figure'}, by number of sums"),
-        *machine(settings.ranks),
-    ]
-
-
-def machine(ranks: int) -> list[tuple[str, str]]:
-    """Versions, the machine, and threads of each rank, for the page."""
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
-    return [
-        ("Versions", ", ".join(_versions())),
-        ("Machine", _machine()),
-        ("Threads", f"{threads} for each rank"),
-    ]
-
-
-def _versions() -> list[str]:
+def _versions() -> str:
     found = [f"Python {platform.python_version()}"]
     for name in ("weft", "torch", "numpy", "numba"):
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return found
+    return ", ".join(found)
 
 
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass  # not Linux
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {_cores()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+def _plots(runs: Sequence[Run], sent: Sequence[Sequence[float]]) -> list[dict[str, str]]:
+    """Each with its title, what to see in it, and the picture; the first is the wide one."""
+    return [
+        {
+            "title": "Loss against time",
+            "caption": "The ways do the same arithmetic on the same batches, so they reach the "
+            "same loss after the same steps; what differs is when.",
+            "svg": _svg(lambda axes: _losses(axes, runs), "Loss against seconds, by way", 9.6),
+        },
+        {
+            "title": "Where a step's time goes",
+            "caption": "Starting the sums and waiting for them is what synchronisation costs the "
+            "training. The next batch is made while the sums are under way.",
+            "svg": _svg(lambda axes: _parts(axes, runs), "Parts of a step in milliseconds, by way"),
+        },
+        {
+            "title": "Bytes per step",
+            "caption": "Counted on the wire for weft, computed from the known algorithm for "
+            "PyTorch's. The dashed line is the least that summing these rows can take, with four "
+            "bytes for an index. The axis is logarithmic.",
+            "svg": _svg(lambda axes: _bytes(axes, runs, sent), "MiB sent in each step, by way"),
+        },
+        {
+            "title": "Rows per step",
+            "caption": "Ranks share frequent words, so the union is smaller than all their rows "
+            "together: that overlap is what need not be sent twice.",
+            "svg": _svg(lambda axes: _rows(axes, runs[0]), "Distinct rows in each step"),
+        },
+    ]
 
 
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+def _losses(axes: Axes, runs: Sequence[Run]) -> None:
+    for order, run in enumerate(runs):
+        seconds, losses = np.array(run.values("clock")), _smooth(run.values("loss"))
+        name, over = f"{run.name}, {seconds[-1]:.0f} s", 4 - order / 10  # weft's lies on top
+        axes.plot(seconds, losses, color=COLOURS[run.way], label=name, zorder=over)
+        axes.plot(seconds[-1], losses[-1], "o", color=COLOURS[run.way], zorder=over)
+    axes.set_xlim(left=0)
+    axes.set(xlabel="seconds of training", ylabel="loss (mean of ten steps)")
+
+
+def _parts(axes: Axes, runs: Sequence[Run]) -> None:
+    places, left = np.arange(len(runs))[::-1], np.zeros(len(runs))
+    for part, name in PARTS.items():
+        widths = np.array([run.typical(part) * 1e3 for run in runs])
+        axes.barh(places, widths, 0.56, left=left, color=_OF_PARTS[part], label=name)
+        left += widths
+    for place, end, run in zip(places, left, runs, strict=True):
+        step, waited = run.typical("seconds"), run.typical("synchronisation")
+        axes.text(end, place, f"  {ms(step)}, {waited / step:.0%} for sums", va="center")
+    axes.set_xlim(0, left.max() * 1.5)
+    axes.set_yticks(places, [run.name for run in runs])
+    axes.grid(False, axis="y")
+    axes.set_xlabel("milliseconds of a step")
+
+
+def _bytes(axes: Axes, runs: Sequence[Run], sent: Sequence[Sequence[float]]) -> None:
+    for run, of_run, width in zip(runs, sent, (4, 2.5, 1.5), strict=False):
+        name = run.name + ("" if run.way == "weft" else ", computed")
+        line = _thin(np.array(of_run) / 2**20)  # the first is wide, so that none hides another
+        axes.plot(*line, color=COLOURS[run.way], linewidth=width, label=name)
+    bound = np.array(runs[0].values("bound")) / 2**20
+    axes.plot(*_thin(bound), "--", color="#14181f", linewidth=1.2, label="least")
+    axes.set(xlabel="step", ylabel="MiB sent by a rank")
+    if bound.any():  # one rank alone sends nothing, which a logarithm cannot show
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel("MiB sent by a rank, logarithmic")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low / 1.3, high * 1.3)  # no line along the edge
+
+
+def _rows(axes: Axes, weft: Run) -> None:
+    for name, label, colour in (
+        ("total", "all ranks together", "#9aa6b4"),
+        ("union", "in the sum (union)", "#3b6fb6"),
+        ("rows", "one rank", "#2f9e6e"),
+    ):
+        axes.plot(*_thin(np.array(weft.values(name))), color=colour, label=label)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="step", ylabel="distinct rows, both tables")
+
+
+Floats = npt.NDArray[np.float64]
+
+
+def _smooth(values: Sequence[float], width: int = 10) -> Floats:
+    """The mean of the last `width` values at each place, of fewer at the start."""
+    sums = np.cumsum([0.0, *values])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - width, 0)
+    means: Floats = (sums[ends] - sums[starts]) / (ends - starts)
+    return means
+
+
+def _thin(values: Floats, most: int = 400) -> tuple[Floats, Floats]:
+    """Steps, from 1, and their values; of a long run the means of equal stretches."""
+    stretches = np.array_split(np.arange(len(values)), min(most, len(values)))
+    steps, thin = np.array([(each.mean() + 1, values[each].mean()) for each in stretches]).T
+    return steps, thin
+
+
+def _svg(draw: Callable[[Axes], None], label: str, width: float = 5.4) -> str:
+    """Draw on one pair of axes; the SVG element, named for those who do not see it."""
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": label}):  # ids of no other plot
+        figure = Figure(figsize=(width, 3.4), layout="constrained")
+        draw(axes := figure.subplots())
+        handles, names = axes.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper left", ncols=3, fontsize=8)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{label}">{rest}'

@@ -15,25 +15,28 @@ import math
 import resource
 import sys
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.bootstrap import local
-from weft.bootstrap.init import init
+import weft
+from weft.testing import send
 from weft.wire.base import Wire
 
-from .record import Outcome, Step
-from .settings import NEGATIVES, WINDOW
-from .ways import START, Started, stop_together
+from .figures import Step
+from .text import WINDOW
 
-__all__ = ["Batches", "Job", "SkipGram", "Training", "measure_memory", "peak_bytes", "train"]
+__all__ = ["NEGATIVES", "Batches", "Job", "SkipGram", "Training", "measure_memory", "train"]
+
+NEGATIVES = 5
+"""Random words that each true (word, context) pair is told apart from."""
 
 _LEARNING_RATE = 0.1
 # Adagrad's first step for a number is the sign of its gradient. Where the ranks' gradients cancel,
@@ -50,13 +53,16 @@ class Job:
     """What every rank is told.
 
     Attributes:
-        ways: keys of `START`.
-        steps, batch, dim, seed: see `Settings`.
+        ways: keys of `WAYS`.
+        steps: to train, each way.
+        batch: (word, context) pairs that a rank takes in one step.
+        dim: floats in a row of an embedding table.
+        seed: of the first weights and of every batch.
         limit: seconds of training after which to stop, all ways together, or None.
         vocabulary: number of words.
-        tokens, negatives: `.npy` files, int32.
-        vectors: file to keep the first way's word table in, so that it is there whatever becomes
-            of the ranks.
+        folder: with `tokens.npy` and `noise.npy`, int32; the first way's word table is kept there
+            in `table`, so that it is there whatever becomes of the ranks. Both are known when the
+            text has been read.
     """
 
     ways: tuple[str, ...]
@@ -65,10 +71,8 @@ class Job:
     dim: int
     seed: int
     limit: float | None
-    vocabulary: int
-    tokens: Path
-    negatives: Path
-    vectors: Path
+    vocabulary: int = 0
+    folder: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,11 @@ class Batches:
 
     Attributes:
         tokens: this rank's part of the text, int32; at least `2 * WINDOW + 1` of them.
-        negatives: a table to draw random words from, int32.
+        noise: a table to draw random words from, int32.
     """
 
     tokens: npt.NDArray[np.int32]
-    negatives: npt.NDArray[np.int32]
+    noise: npt.NDArray[np.int32]
     batch: int
     seed: int
     rank: int
@@ -98,14 +102,12 @@ class Batches:
         distance *= random.integers(0, 2, self.batch) * 2 - 1
         others = np.empty((self.batch, 1 + NEGATIVES), np.int64)
         others[:, 0] = self.tokens[at + distance]
-        others[:, 1:] = self.negatives[
-            random.integers(0, len(self.negatives), (self.batch, NEGATIVES))
-        ]
+        others[:, 1:] = self.noise[random.integers(0, len(self.noise), (self.batch, NEGATIVES))]
         return torch.from_numpy(self.tokens[at].astype(np.int64)), torch.from_numpy(others)
 
 
 class SkipGram(nn.Module):
-    """Two tables and the loss; `word` holds the vectors that one keeps."""
+    """Two tables and the loss; `word` holds the vectors that one keeps, in the file `kept`."""
 
     def __init__(self, vocabulary: int, dim: int, *, seed: int, kept: Path | None) -> None:
         super().__init__()
@@ -115,10 +117,9 @@ class SkipGram(nn.Module):
         if kept is not None:
             mapped = torch.from_file(str(kept), shared=True, size=first.numel())
             first = mapped.view(vocabulary, dim).copy_(first)
+        zeros = torch.zeros(vocabulary, dim)
         self.word = nn.Embedding(vocabulary, dim, sparse=True, _weight=first)
-        self.context = nn.Embedding(
-            vocabulary, dim, sparse=True, _weight=torch.zeros(vocabulary, dim)
-        )
+        self.context = nn.Embedding(vocabulary, dim, sparse=True, _weight=zeros)
 
     def forward(self, words: Tensor, others: Tensor) -> Tensor:
         """The loss, summed over a word's true and random contexts, mean over the words."""
@@ -129,21 +130,60 @@ class SkipGram(nn.Module):
         return loss / len(words)
 
 
+class Weft:
+    """weft's sum of a sparse gradient, under way."""
+
+    def __init__(self, gradient: Tensor, wire: Wire) -> None:
+        self._work = weft.sparse_all_reduce(gradient, op="avg", async_op=True)
+        # Calls take turns, so what runs next in the queue finds the record of this one.
+        self._record = wire.worker.submit("record", weft.sparse.last_call)
+
+    def wait(self) -> Tensor:
+        """The mean over the ranks."""
+        mean: Tensor = self._work.wait()
+        return mean
+
+    def record(self) -> Any:
+        """What weft noted of it."""
+        return self._record.wait()
+
+
+class Torch:
+    """PyTorch's sum under way: of the COO gradient, or of the whole table in a dense buffer."""
+
+    def __init__(self, gradient: Tensor, wire: Wire, buffer: Tensor | None) -> None:
+        self._size = wire.size
+        self._tensor = gradient
+        if buffer is not None:  # kept from step to step: fresh pages would make this way slower
+            self._tensor = buffer.zero_()
+            self._tensor.index_add_(0, gradient._indices()[0], gradient._values())
+        self._work: Any = dist.all_reduce(self._tensor, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The mean over the ranks."""
+        self._work.wait()
+        return self._tensor.div_(self._size)
+
+    def record(self) -> None:
+        """PyTorch notes nothing."""
+
+
 class Training:
     """One way's training on one rank, step by step."""
 
-    def __init__(self, job: Job, way: str, wire: Wire, kept: Path | None) -> None:
-        part = np.array_split(np.load(job.tokens, mmap_mode="r"), wire.size)[wire.rank]
-        negatives = np.load(job.negatives, mmap_mode="r")
-        self._batches = Batches(part, negatives, job.batch, job.seed, wire.rank)
+    def __init__(self, job: Job, way: str, wire: Wire, kept: Path | None = None) -> None:
+        tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
+        noise = np.load(job.folder / "noise.npy", mmap_mode="r")
+        part = np.array_split(tokens, wire.size)[wire.rank]
+        self._batches = Batches(part, noise, job.batch, job.seed, wire.rank)
         self._model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
         self._tables = [self._model.context.weight, self._model.word.weight]
         self._updates = [
             torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in self._tables
         ]
         self._buffers = {one: torch.zeros_like(one) for one in self._tables if way == "dense"}
-        self._way, self._wire = START[way], wire
-        self._started: dict[Tensor, Started] = {}
+        self._way, self._wire = way, wire
+        self._sums: dict[Tensor, Weft | Torch] = {}
         self._handing_over = self._clock = 0.0
         self._number = 0
         self._batch = self._batches(0)
@@ -154,13 +194,15 @@ class Training:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
         began = time.perf_counter()
         assert table.grad is not None
-        self._started[table] = self._way(table.grad, self._wire, self._buffers.get(table))
+        if self._way == "weft":
+            self._sums[table] = Weft(table.grad, self._wire)
+        else:
+            self._sums[table] = Torch(table.grad, self._wire, self._buffers.get(table))
         self._handing_over += time.perf_counter() - began
 
     def step(self) -> Step:
         """Train one step."""
         self._handing_over = 0.0
-        self._started.clear()
         begin = time.perf_counter()
         loss = self._model(*self._batch)
         forward = time.perf_counter()
@@ -170,7 +212,7 @@ class Training:
         now = prepared = time.perf_counter()
         waited, gradients = 0.0, []
         for table, update in zip(self._tables, self._updates, strict=True):
-            gradient = table.grad = self._started[table].wait()
+            gradient = table.grad = self._sums[table].wait()
             waited += time.perf_counter() - now
             update.step()
             table.grad = None
@@ -178,7 +220,7 @@ class Training:
             now = time.perf_counter()
         self._clock += now - begin
         self._number += 1
-        sums = list(self._started.values())
+        records = [found for one in self._sums.values() if (found := one.record()) is not None]
         return Step(
             number=self._number - 1,
             clock=self._clock,
@@ -190,8 +232,12 @@ class Training:
             prepare=prepared - backward,
             wait=waited,
             update=now - prepared - waited,
-            in_flight=_covered(sums),
-            reductions=tuple(one.reduction for one in sums if one.reduction is not None),
+            algorithm=" + ".join(dict.fromkeys(one.algorithm for one in records)),
+            rows=sum(one.rows for one in records),
+            total=sum(one.total for one in records),
+            union=sum(one.union for one in records),
+            sent=sum(one.sent_bytes for one in records),
+            bound=sum(one.bound_bytes for one in records),
         )
 
 
@@ -199,18 +245,19 @@ def train(job: Job) -> None:
     """Train all ways as one rank of the group in the environment.
 
     The ways take turns of some steps, so that whatever else the machine does meets them alike.
-    Sends `(way, [Step, ...])` to the launcher as the steps come.
+    Sends `(way, [Step, ...])` to the launcher as the steps come. Checks of sparse tensors are off:
+    PyTorch warns where they are neither on nor off.
     """
-    with _unchecked(), init() as wire:
-        kept = {job.ways[0]: job.vectors} if wire.rank == 0 else {}
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
+        kept = {job.ways[0]: job.folder / "table"} if wire.rank == 0 else {}
         trainings = {way: Training(job, way, wire, kept.get(way)) for way in job.ways}
+        weft.barrier()  # all are here, so the clocks start together
         began = time.monotonic()
-        stop_together(False)  # all are here, so the clocks start together
         for first in range(0, job.steps, _TURN):
             for way, training in trainings.items():
                 _turn(way, training, min(_TURN, job.steps - first))
-            late = job.limit is not None and time.monotonic() - began > job.limit
-            if stop_together(late):
+            late = torch.tensor(job.limit is not None and time.monotonic() - began > job.limit)
+            if weft.all_reduce(late.int(), "max"):  # they must stop at the same step
                 break
 
 
@@ -220,25 +267,19 @@ def _turn(way: str, training: Training, steps: int) -> None:
     for _ in range(steps):
         unsent.append(training.step())
         if time.monotonic() - sent > _REPORT_SECONDS:
-            local.send((way, unsent))
+            send((way, unsent))
             unsent, sent = [], time.monotonic()
-    local.send((way, unsent))
+    send((way, unsent))
 
 
-def measure_memory(job: Job, way: str) -> Outcome:
-    """Train one way alone for a few steps, as one rank: the memory that takes."""
-    with _unchecked(), init() as wire:
-        idle = peak_bytes()
-        training = Training(job, way, wire, None)
+def measure_memory(job: Job, way: str) -> tuple[int, int]:
+    """Train one way alone for a few steps, as one rank: the peak memory, and that before."""
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
+        idle = _peak_bytes()
+        training = Training(job, way, wire)
         for _ in range(_MEMORY_STEPS):
             training.step()
-        return Outcome(peak_bytes(), idle)
-
-
-def _unchecked() -> AbstractContextManager[object]:
-    """Without checks of sparse tensors: PyTorch warns where they are neither on nor off."""
-    checks: AbstractContextManager[object] = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call]  # nor here
-    return checks
+        return _peak_bytes(), idle
 
 
 def _length(gradients: list[Tensor]) -> float:
@@ -247,23 +288,7 @@ def _length(gradients: list[Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(one)) for one in values))
 
 
-def _covered(sums: list[Started]) -> float:
-    """Seconds in which at least one of the sums was under way."""
-    covered, end = 0.0, float("-inf")
-    for one in sorted(sums, key=lambda one: one.began):
-        assert one.ended is not None
-        covered += max(0.0, one.ended - max(one.began, end))
-        end = max(end, one.ended)
-    return covered
-
-
-def peak_bytes() -> int:
+def _peak_bytes() -> int:
     """Highest resident memory of this process so far."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass  # not Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10

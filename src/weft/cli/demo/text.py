@@ -1,4 +1,4 @@
-"""Text into tokens and a vocabulary: what the demo trains on.
+"""Text into tokens and a vocabulary, and word vectors back into text.
 
 A token is a word or an identifier: a letter or underscore, then letters, digits and underscores,
 in lower case. Numbers, punctuation and white space are no tokens. Words that occur fewer than
@@ -7,6 +7,7 @@ in lower case. Numbers, punctuation and white space are no tokens. Words that oc
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -17,12 +18,25 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .settings import WINDOW, Refused
+__all__ = [
+    *("WINDOW", "Corpus", "Refused", "choose_words", "nearest"),
+    *("noise", "read", "subsample", "vector_lines"),
+]
 
-__all__ = ["Corpus", "keep_probability", "negative_table", "read", "subsample"]
+WINDOW = 5
+"""Words to either side of a word that count as its context."""
 
 _WORD = re.compile(r"\b[^\W\d]\w*")
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+FAVOURITES = (
+    "append", "year", "socket", "error", "lock", "float", "true", "thread", "directory", "month",
+    "http", "encoding", "dict", "assertequal", "subprocess", "xml",
+)  # fmt: skip
+"""Words of programs whose neighbours are good to look at, where the text has them."""
+
+
+class Refused(Exception):
+    """What was asked cannot be done: one line for the person, exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,11 @@ class Corpus:
     rare_words: int
     rare_tokens: int
 
+    @property
+    def frequent(self) -> int:
+        """How many of the words occur 50 times or more; at least 50 words."""
+        return min(len(self.counts), max(50, int((self.counts >= 50).sum())))
+
 
 def tokenize(text: str) -> list[str]:
     """The words of a text.
@@ -69,18 +88,13 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
     Raises:
         Refused: a path is missing or cannot be read, or there are too few words for `ranks` ranks.
     """
-    skipped = 0
-    documents: list[list[str]] = []
-    for path, named in _files(text):
-        words = _words_of(path, named)
-        if words is None:
-            skipped += 1
-        else:
-            documents.append(words)
+    found = [_words_of(path, named) for path, named in _files(text)]
+    documents = [words for words in found if words is not None]
     source = ", ".join(map(str, text)) or "the source of the Python standard library"
     counted: Counter[str] = Counter()
     for words in documents:
         counted.update(words)
+    skipped = len(found) - len(documents)
     if not counted:
         raise Refused(f"no words in {source} ({len(documents)} files read, {skipped} skipped)")
     kept = sorted(
@@ -112,34 +126,21 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
 
 def _files(text: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """The files to read, each with whether a person named it (then it must be readable)."""
-    if not text:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        for path in _below(library):
-            if path.suffix == ".py":
-                yield path, False
-    for given in text:
-        if given.is_dir():
-            for path in _below(given):
-                yield path, False
-        elif given.exists():
-            yield given, True
-        else:
+
+    def refuse(error: OSError) -> None:
+        raise Refused(f"cannot read folder {error.filename}: {error.strerror}")
+
+    for given in text or [Path(sysconfig.get_paths()["stdlib"])]:
+        if not given.exists():
             raise Refused(f"no such file or folder: {given}")
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise Refused(f"cannot read folder {folder}: {error.strerror}") from None
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
+        if not given.is_dir():
+            yield given, True
             continue
-        if entry.is_dir():
-            if not entry.is_symlink():  # a link may lead back up
-                yield from _below(entry)
-        elif entry.is_file():
-            yield entry
+        for folder, below, names in os.walk(given, onerror=refuse):
+            below[:] = sorted(name for name in {*below} - _SKIPPED_FOLDERS if name[0] != ".")
+            for path in (Path(folder, name) for name in sorted(names) if name[0] != "."):
+                if path.is_file() and (text or path.suffix == ".py"):
+                    yield path, False
 
 
 def _words_of(path: Path, named: bool) -> list[str] | None:
@@ -147,38 +148,30 @@ def _words_of(path: Path, named: bool) -> list[str] | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        if named:
-            raise Refused(f"cannot read {path}: {error.strerror}") from None
-        return None
-    if b"\0" in content[:8192]:
-        if named:
-            raise Refused(f"{path} is not text: it holds zero bytes; convert it to UTF-8")
-        return None
-    return tokenize(content.decode("utf-8", "replace"))
-
-
-def keep_probability(counts: npt.NDArray[np.int64], threshold: float) -> npt.NDArray[np.float64]:
-    """How likely each word stays in the text when frequent words are thinned out.
-
-    The rule of Mikolov et al., Distributed Representations of Words and Phrases (2013), in the
-    form of their program: sqrt(t/f) + t/f for a word of frequency f, at most 1.
-    """
-    ratio = threshold * counts.sum() / counts
-    chance: npt.NDArray[np.float64] = np.minimum(1.0, np.sqrt(ratio) + ratio)
-    return chance
+        why = f"cannot read {path}: {error.strerror}"
+    else:
+        if b"\0" not in content[:8192]:
+            return tokenize(content.decode("utf-8", "replace"))
+        why = f"{path} is not text: it holds zero bytes; convert it to UTF-8"
+    if named:
+        raise Refused(why)
+    return None
 
 
 def subsample(corpus: Corpus, *, seed: int, at_least: int) -> npt.NDArray[np.int32]:
     """The text with its most frequent words thinned out, as is usual for skip-gram.
 
-    Short texts, of which fewer than `at_least` tokens would stay, are left as they are.
+    The rule of Mikolov et al., Distributed Representations of Words and Phrases (2013), in the
+    form of their program: a word of frequency f stays with probability sqrt(t/f) + t/f. Short
+    texts, of which fewer than `at_least` tokens would stay, are left as they are.
     """
-    chance = keep_probability(corpus.counts, 1e-4)[corpus.tokens]
+    ratio = 1e-4 * corpus.counts.sum() / corpus.counts
+    chance = (np.sqrt(ratio) + ratio)[corpus.tokens]
     kept = corpus.tokens[np.random.default_rng(seed).random(len(chance)) < chance]
     return kept if len(kept) >= at_least else corpus.tokens
 
 
-def negative_table(counts: npt.NDArray[np.int64], size: int = 1 << 20) -> npt.NDArray[np.int32]:
+def noise(counts: npt.NDArray[np.int64], size: int = 1 << 20) -> npt.NDArray[np.int32]:
     """A table from which a uniform draw is a word, drawn by its count to the power 3/4.
 
     The noise distribution of the same paper (section 2.2), as a table since a draw from it is then
@@ -188,3 +181,49 @@ def negative_table(counts: npt.NDArray[np.int64], size: int = 1 << 20) -> npt.ND
     places = (np.arange(size) + 0.5) / size * steps[-1]
     table: npt.NDArray[np.int32] = np.searchsorted(steps, places).astype(np.int32)
     return table
+
+
+def vector_lines(words: Sequence[str], table: npt.NDArray[np.float32]) -> Iterator[str]:
+    """A table `[words, dim]` in the text format of word2vec, six significant digits a number.
+
+    A line with the number of words and of dimensions, then a line for each word, the word and its
+    numbers. gensim reads it with `KeyedVectors.load_word2vec_format`.
+    """
+    yield f"{len(words)} {table.shape[1]}\n"
+    line = "%s " + " ".join(["%.6g"] * table.shape[1]) + "\n"
+    for word, row in zip(words, table.tolist(), strict=True):
+        yield line % (word, *row)
+
+
+def choose_words(corpus: Corpus, number: int) -> list[str]:
+    """Words whose neighbours are worth a look: known ones if the text has most, else frequent ones.
+
+    Frequent, but below the very top, where words are in every context.
+    """
+    frequent = corpus.words[: corpus.frequent]
+    known = [word for word in FAVOURITES if word in set(frequent)]
+    if len(known) >= number:
+        return known[:number]
+    spread = [word for word in frequent[60:2000] if len(word) > 3] or corpus.words
+    places = np.unique(np.geomspace(1, len(spread), number).astype(int)) - 1
+    return [spread[place] for place in places]
+
+
+def nearest(
+    corpus: Corpus, table: npt.NDArray[np.float32], asked: Sequence[str], number: int = 6
+) -> dict[str, list[tuple[str, float]]]:
+    """The nearest of the frequent words for each asked word, with the cosine of the angle.
+
+    Words that occur a few times only have hardly been trained, so they are no neighbours. A row
+    of zeros is near nothing.
+    """
+    limit = corpus.frequent
+    rows = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+    found = {}
+    for word in asked:
+        own = corpus.words.index(word)
+        cosines = rows[:limit] @ rows[own]
+        cosines[own:][:1] = -np.inf
+        best = np.argsort(-cosines, kind="stable")[: min(number, limit - 1)]
+        found[word] = [(corpus.words[at], float(cosines[at])) for at in best]
+    return found

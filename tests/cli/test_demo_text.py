@@ -1,0 +1,153 @@
+"""Text into tokens: what is a word, what is read, what is refused; and word vectors as text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.cli.demo import text
+
+FOX = "the quick brown fox jumps over the lazy dog and the cat\n" * 4
+
+
+def read(*paths: Path, min_count: int = 1, ranks: int = 1) -> text.Corpus:
+    return text.read(paths, min_count=min_count, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", []),
+        ("Hello, World!", ["hello", "world"]),
+        ("self._read_2(x1) + 3.5e10 - 0xFF", ["self", "_read_2", "x1"]),
+        ("naïve Größe 漢字 été", ["naïve", "größe", "漢字", "été"]),
+        ("a-b a.b a'b", ["a", "b", "a", "b", "a", "b"]),
+        ("12 34 5", []),
+    ],
+)
+def test_words_and_identifiers_are_tokens(given: str, words: list[str]) -> None:
+    assert text.tokenize(given) == words
+
+
+def test_vocabulary_is_by_frequency_then_alphabet_without_rare_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("b b b a a c c d " * 5 + "unique rarer rarer")
+    found = read(tmp_path / "a.txt", min_count=3)
+    assert found.words == ["b", "a", "c", "d"]
+    assert found.counts.tolist() == [15, 10, 10, 5]
+    assert found.tokens.tolist() == [0, 0, 0, 1, 1, 2, 2, 3] * 5
+    assert (found.rare_words, found.rare_tokens) == (2, 3)
+
+
+def test_folders_are_read_whole_in_order_but_for_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "deep.md").write_text("deep " * 20)
+    (tmp_path / "b.txt").write_text("high " * 20)
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait ".encode("latin-1") * 20)
+    (tmp_path / "z.bin").write_bytes(b"PK\0\1 third")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "x.py").write_text("cached")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = read(tmp_path)
+    assert found.words == ["au", "caf", "deep", "high", "lait"]
+    assert found.tokens[:20].tolist() == [3] * 20 and found.tokens[-20:].tolist() == [2] * 20
+    assert (found.files, found.skipped) == (3, 1)
+
+
+def test_the_default_is_the_standard_library() -> None:
+    found = read(min_count=20)
+    assert found.source == "the source of the Python standard library"
+    assert found.files > 200 and {"self", "assertequal"} <= set(found.words)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file or folder: .*nowhere"),
+        (b"", r"no words in .*x\.txt \(1 files read, 0 skipped\)"),
+        (b"1 2 3 !", "no words in"),
+        (b"a\0b", "is not text: it holds zero bytes"),
+        (b"some few words", "too little text in .*--min-count"),
+        (b"same " * 500, "too little text in .* tokens of 1 words"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content, said: str) -> None:
+    path = tmp_path / ("nowhere" if content is None else "x.txt")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(text.Refused, match=said) as refused:
+        read(path, ranks=2)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unreadable_file_is_refused_if_named_and_counted_if_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.txt").write_text(FOX)
+    bad = tmp_path / "locked.txt"
+    bad.write_text("secret")
+    plain = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == bad:
+            raise PermissionError(13, "Permission denied")
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)  # root may read anything
+    with pytest.raises(text.Refused, match=r"cannot read .*locked\.txt: Permission denied"):
+        read(bad)
+    assert read(tmp_path).skipped == 1
+
+
+def test_frequent_words_are_thinned_out_and_short_texts_left(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("common " * 30_000 + FOX * 20)
+    found = read(tmp_path / "a.txt")
+    one, two = (text.subsample(found, seed=5, at_least=10) for _ in range(2))
+    assert np.array_equal(one, two)
+    assert not np.array_equal(one, text.subsample(found, seed=6, at_least=10))
+    share = (one == 0).sum() / found.counts[0]
+    ratio = 1e-4 * found.counts.sum() / found.counts[0]
+    assert share == pytest.approx(np.sqrt(ratio) + ratio, rel=0.2)
+    whole = text.subsample(found, seed=5, at_least=len(found.tokens))
+    assert np.array_equal(whole, found.tokens)
+
+
+def test_random_words_come_by_count_to_the_three_quarters() -> None:
+    counts = np.array([10_000, 625, 16, 1], dtype=np.int64)
+    table = text.noise(counts, size=1 << 16)
+    share = np.bincount(table, minlength=4) / len(table)
+    assert share == pytest.approx(counts**0.75 / (counts**0.75).sum(), abs=2e-5)
+
+
+def corpus(words: list[str], counts) -> text.Corpus:
+    counts = np.broadcast_to(counts, len(words)).astype(np.int64)
+    return text.Corpus("x", words, counts, np.zeros(9, np.int32), 1, 0, 0, 0)
+
+
+def test_the_format_of_vectors_is_word2vecs() -> None:
+    lines = text.vector_lines(["a", "漢字"], np.array([[1, -0.5], [1e-9, 1234567]], np.float32))
+    assert list(lines) == ["2 2\n", "a 1 -0.5\n", "漢字 1e-09 1.23457e+06\n"]
+
+
+def test_nearest_words_by_cosine_are_none_of_the_rare() -> None:
+    words = [f"w{n}" for n in range(200)]
+    rows = np.random.default_rng(0).standard_normal((200, 8)).astype(np.float32)
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    found = text.nearest(corpus(words, [100] * 60 + [2] * 140), rows, ["w7", "w100"], 5)
+    for asked, near in found.items():
+        own = words.index(asked)
+        cosines = {words[n]: float(unit[own] @ unit[n]) for n in range(60) if n != own}
+        best = sorted(cosines, key=lambda word: -cosines[word])[:5]
+        assert [word for word, _ in near] == best
+        assert dict(near) == pytest.approx({word: cosines[word] for word in best}, abs=1e-5)
+    zeros = text.nearest(corpus(words, 100), np.zeros((200, 8), np.float32), ["w3"], 2)
+    assert [cosine for _, cosine in zeros["w3"]] == [0.0, 0.0]
+
+
+def test_words_to_look_at_are_known_ones_or_spread_over_the_frequent() -> None:
+    plain = [f"word{n}" for n in range(3000)]
+    chosen = text.choose_words(corpus(plain, 100), 8)
+    assert len(set(chosen)) == len(chosen) <= 8 and set(chosen) <= set(plain[60:2000])
+    program = [*text.FAVOURITES, *plain]
+    assert text.choose_words(corpus(program, 100), 8) == list(text.FAVOURITES[:8])
+    assert set(text.choose_words(corpus(["a", "b"], [9, 1]), 8)) <= {"a", "b"}
