@@ -1,20 +1,20 @@
 """Models under DistributedDataParallel: with weft's hook their gradients are what they were.
 
-The bodies run in the processes that all tests share, since importing what
-DistributedDataParallel needs takes longer than a test; each has a default group of its own. Weights
-and inputs are small integers and the numbers of ranks powers of two, so that plain sums and weft's
-must agree to the last bit.
+Weights and inputs are small integers and the numbers of ranks powers of two, so that plain sums and
+weft's must agree to the last bit.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import signal
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from weft import ddp
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
+from weft.comm import sync_grads
 from weft.errors import Error, WeftError, WireError
-from weft.testing import run
+from weft.testing import spmd
 from weft.wire import dense, process_group
 from weft.wire.base import Wire
 
@@ -89,21 +90,35 @@ def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedD
     return ours, DistributedDataParallel(model, **options)
 
 
-def on(size: int, body: Callable[..., Any], *args: Any) -> Any:
-    """Run a rank's program within `weft.init` in so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(size, _within, f"file://{folder}/meeting", body, args, on="processes")
+def trained(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """A test: a rank's program within `weft.init`, in so many processes that have a group."""
+
+    def decorate(body: Callable[[], None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def inside(wire: Wire, tmp_path: Path) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # DistributedDataParallel's, of what is tested here
+                meeting = f"file://{tmp_path}/meeting"
+                dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+                try:
+                    with init(timeout=20):
+                        body()
+                finally:
+                    dist.destroy_process_group()
+
+        parameters = inspect.signature(inside, follow_wrapped=False)
+        inside.__dict__["__signature__"] = parameters
+        return spmd(*sizes, on=("processes",))(inside)
+
+    return decorate
 
 
-def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DistributedDataParallel warns of what is tested here
-        dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
-        try:
-            with init(timeout=20):
-                return body(*args)
-        finally:
-            dist.destroy_process_group()
+def same_on_all(text: str) -> str:
+    """A text, which must be the same on every rank."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1
+    return text
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -127,17 +142,23 @@ def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
             raise
 
 
-@pytest.mark.parametrize("size", [4, 2, 1])
-def test_gradients_are_those_of_plain_ddp(size: int) -> None:
-    on(size, with_all_options, same_gradients)
+@trained(4, 2, 1)
+def test_gradients_are_those_of_plain_ddp() -> None:
+    with_all_options(same_gradients)
 
 
 def same_gradients(options: dict[str, Any]) -> None:
+    """Of steps that follow each other, that accumulate, and of which a rank's batch is empty."""
     ours, plain = both(options)
-    for step in range(3):
+    for step in range(6):
         for model in (ours, plain):
             model.zero_grad()
-            model(words(step)).pow(2).sum().backward()
+            if step in (3, 4):
+                with model.no_sync():
+                    model(words(10 * step)).sum().backward()
+                    model(words(10 * step + 1)).sum().backward()
+            empty = dist.get_rank() == step - 4  # in the last steps the one, then the other
+            model(words(step)[: 0 if empty else 6]).pow(2).sum().backward()
         check_equal(ours, plain)
         assert ours.module.table.weight.grad.is_coalesced()  # optimizers need not sort it again
         with torch.no_grad():
@@ -146,43 +167,10 @@ def same_gradients(options: dict[str, Any]) -> None:
                     parameter.sub_(parameter.grad.to_dense().sign())
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_accumulate_under_no_sync(size: int) -> None:
-    on(size, with_all_options, accumulated)
-
-
-def accumulated(options: dict[str, Any]) -> None:
-    ours, plain = both(options)
-    if options.get("static_graph"):  # whose first step must not be under no_sync
-        for model in (ours, plain):
-            model(words(0)).sum().backward()
-    for step in range(2):
-        for model in (ours, plain):
-            model.zero_grad()
-            with model.no_sync():
-                model(words(10 * step)).sum().backward()
-                model(words(10 * step + 1)).sum().backward()
-            model(words(10 * step + 2)).sum().backward()
-        check_equal(ours, plain)
-
-
-def test_a_batch_may_have_no_rows() -> None:
-    on(2, with_all_options, without_rows)
-
-
-def without_rows(options: dict[str, Any]) -> None:
-    ours, plain = both(options)
-    for step in range(2):
-        for model in (ours, plain):
-            model.zero_grad()
-            model(words(step)[: 0 if dist.get_rank() == step else 6]).sum().backward()
-        check_equal(ours, plain)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tables_may_be_unused(size: int) -> None:
+@trained(2, 4)
+def test_tables_may_be_unused() -> None:
     """On one rank in alternate steps, on all in one, which DistributedDataParallel cannot."""
-    on(size, with_all_options, unused)
+    with_all_options(unused)
 
 
 def unused(options: dict[str, Any]) -> None:
@@ -203,11 +191,8 @@ def unused(options: dict[str, Any]) -> None:
     assert ours.module.table.weight.grad._nnz() == 0
 
 
+@trained(2)
 def test_a_table_may_be_unused_under_no_sync() -> None:
-    on(2, unused_under_no_sync)
-
-
-def unused_under_no_sync() -> None:
     ours = DistributedDataParallel(Model())
     ddp.register(ours)
     oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
@@ -223,11 +208,8 @@ def unused_under_no_sync() -> None:
     torch.testing.assert_close(mine["table.weight"], wanted["table.weight"], rtol=0, atol=0)
 
 
+@trained(2)
 def test_other_dtypes() -> None:
-    on(2, in_other_dtypes)
-
-
-def in_other_dtypes() -> None:
     narrow = torch.bfloat16
     for dtype, wire_dtype in (
         (torch.float16, None),
@@ -252,12 +234,9 @@ def in_other_dtypes() -> None:
     torch.testing.assert_close(gradient, gradient.to(narrow).float(), rtol=0, atol=0)
 
 
+@trained(3)
 def test_any_group_and_number_of_ranks() -> None:
     """Three ranks, of which two train, with real numbers: equal to rounding."""
-    on(3, among_some)
-
-
-def among_some() -> None:
     group = dist.new_group([0, 2])
     for ranks in (None, group):
         if ranks is group and dist.get_rank() == 1:
@@ -277,11 +256,8 @@ def among_some() -> None:
             torch.testing.assert_close(gradient, wanted[name], msg=name)
 
 
+@trained(2)
 def test_hook_and_state_for_trainers() -> None:
-    on(2, given_to_a_trainer)
-
-
-def given_to_a_trainer() -> None:
     model = Model()
     ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
     state = ddp.State(algorithm="gather")
@@ -297,11 +273,8 @@ def given_to_a_trainer() -> None:
     )
 
 
+@trained(2)
 def test_a_result_is_not_copied_into_its_gradient() -> None:
-    on(2, in_place)
-
-
-def in_place() -> None:
     queued, calls = ddp.QueuedCall, []
 
     def remember(*args: Any) -> Any:
@@ -319,11 +292,8 @@ def in_place() -> None:
             assert model.module.weight.grad._values().data_ptr() == result.data_ptr()
 
 
+@trained(2)
 def test_backward_goes_on_while_gradients_travel() -> None:
-    on(2, overlapped)
-
-
-def overlapped() -> None:
     model = DistributedDataParallel(Model(), bucket_cap_mb=1e-5)
     seen: list[bool] = []
     free = threading.Event()
@@ -343,11 +313,8 @@ def overlapped() -> None:
     assert len(seen) > 2 and not any(seen)
 
 
+@trained(2)
 def test_ranks_may_run_out_of_data() -> None:
-    on(2, running_out)
-
-
-def running_out() -> None:
     dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torch.no_grad():
         for parameter in dense.parameters():
@@ -362,19 +329,14 @@ def running_out() -> None:
     check_equal(ours, plain)
 
 
+@trained(2)
 def test_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
-    texts = on(2, recovering)
-    assert texts[0] == texts[1]
-    assert "algorithm" in texts[0] and "gather" in texts[0] and "split" in texts[0]
-
-
-def recovering() -> str:
     model = Model()
     ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
     state = ddp.register(ours, algorithm=["gather", "split"][dist.get_rank()])
-    with pytest.raises(WeftError) as caught:
+    with pytest.raises(WeftError, match=r"algorithm: .*gather.*split") as caught:
         ours(words(0)).sum().backward()
-    assert type(caught.value) is WeftError
+    assert type(caught.value) is WeftError and same_on_all(str(caught.value))
     assert any("zero_grad" in note for note in caught.value.__notes__)
     state.algorithm = "auto"
     for step in range(2):
@@ -382,14 +344,10 @@ def recovering() -> str:
             model.zero_grad()
             model(words(step)).sum().backward()
         check_equal(ours, plain)
-    return str(caught.value)
 
 
+@trained(2)
 def test_an_error_of_a_dense_bucket_too() -> None:
-    on(2, recovering_from_a_dense_one)
-
-
-def recovering_from_a_dense_one() -> None:
     ours, plain = both({"bucket_cap_mb": 1e-5})
     refused: list[str] = []
 
@@ -407,11 +365,8 @@ def recovering_from_a_dense_one() -> None:
     check_equal(ours, plain)
 
 
+@trained(1)
 def test_a_closed_wire_is_an_error_as_itself() -> None:
-    on(1, after_the_wire_was_closed)
-
-
-def after_the_wire_was_closed() -> None:
     model = DistributedDataParallel(Model())
     ddp.register(model).wire.close()
     for _ in range(2):  # the model is as good as before
@@ -441,3 +396,57 @@ def killed_in_its_second_step() -> None:
 def test_register_takes_a_wrapped_model() -> None:
     with pytest.raises(WeftError, match="this is Model: wrap it first"):
         ddp.register(Model())
+
+
+@trained(1, 3)
+def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> None:
+    me, size = dist.get_rank(), dist.get_world_size()
+    for dtype, narrow, cap in (
+        (torch.float32, torch.bfloat16, 25),
+        (torch.float64, torch.float16, 0.02),  # MB: several buckets
+    ):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 3)).to(dtype)
+        synced = copy.deepcopy(model)
+        ours = DistributedDataParallel(model, bucket_cap_mb=cap)
+        state = ddp.register(ours, wire_dtype=narrow)
+        batch = torch.randn(4, 70, generator=torch.Generator().manual_seed(me)).to(dtype)
+        for step in range(3):
+            before = state.wire.traffic.bytes
+            for wrapped in (ours, synced):
+                wrapped.zero_grad()
+                wrapped(batch + step).exp().sum().backward()
+            sent = state.wire.traffic.bytes - before
+            in_full = sum(each.grad.nbytes for each in synced.parameters()) * (size - 1)
+            assert sent <= in_full * narrow.itemsize / dtype.itemsize * 1.05, (sent, in_full, cap)
+            sync_grads(synced, wire_dtype=narrow)
+            for mine, other in zip(ours.parameters(), synced.parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad)
+
+
+@trained(3)
+def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
+    me = dist.get_rank()
+    ours = DistributedDataParallel(nn.Linear(70, 300))
+    for given, wire_dtype, text in (
+        (ours, torch.float16 if me == 1 else None, r"differ in wire_dtype: .*rank 1 has torch.flo"),
+        (ours, "float16" if me == 2 else torch.float16, "^rank 2: wire_dtype is float16: pass"),
+        (ours.module if me == 0 else ours, None, "^rank 0: register takes a Dist.* this is Linear"),
+    ):
+        with pytest.raises(WeftError, match=text) as caught:
+            ddp.register(given, wire_dtype=wire_dtype)
+        assert same_on_all(str(caught.value))
+    with pytest.raises(AttributeError):
+        ddp.register(ours, wire_dtype=torch.float16).wire_dtype = None
+    ours(torch.ones(1, 70)).sum().backward()
+    assert ours.module.bias.grad.eq(1).all()
+
+
+@trained(2)
+def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
+    ours = DistributedDataParallel(nn.Linear(70, 300))
+    wrong = torch.float16 if dist.get_rank() else torch.bfloat16
+    ours.register_comm_hook(ddp.State(wire_dtype=wrong), ddp.hook)
+    for _ in range(2):
+        with pytest.raises(WeftError, match="ranks differ in wire_dtype"):
+            ours(torch.ones(1, 70)).sum().backward()
