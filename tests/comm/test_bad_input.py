@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,22 +58,15 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
     "sync_grads dtype": (lambda x: weft.sync_grads(model(), wire_dtype=x), None, "wire_dtype is"),
     "overlap_grads module": (weft.overlap_grads, model, "module is a"),
     "overlap_grads average": (lambda x: weft.overlap_grads(model(), x), True, "average is"),
-    "overlap_grads bytes": (
-        lambda x: weft.overlap_grads(model(), bucket_bytes=x),
-        99,
-        "bucket_bytes is",
-    ),
+    "overlap_grads": (lambda x: weft.overlap_grads(model(), bucket_bytes=x), 99, "bucket_bytes is"),
     "overlapped average": (finish_otherwise, True, "sync_grads has another group, average or"),
     "all_reduce op": (lambda x: weft.all_reduce(one(), x), "sum", "op .* is unknown"),
     "all_reduce dtype": (lambda x: weft.all_reduce(one(), wire_dtype=x), None, "wire_dtype is"),
     "all_to_all": (weft.all_to_all, lambda: [one()] * 3, "inputs"),
     "barrier": (weft.barrier, 9.0, "timeout is"),
     "sparse op": (lambda x: weft.sparse_all_reduce(rows(), x), "sum", "op|TypeError"),
-    "sparse dtype": (
-        lambda x: weft.sparse_all_reduce(rows(), wire_dtype=x),
-        None,
-        "wire_dtype is",
-    ),
+    "sparse dtype": (lambda x: weft.sparse_all_reduce(rows(), wire_dtype=x), None, "wire_dtype"),
+    "round_bytes": (lambda x: weft.all_to_all([one()] * 3, round_bytes=x), None, "round_bytes is"),
     "sparse_broadcast src": (lambda x: weft.sparse_broadcast(rows(), x), 0, "group_src is"),
     "sparse_reduce dst": (lambda x: weft.sparse_reduce(rows(), group_dst=x), 0, "group_dst is"),
 }
@@ -136,3 +130,63 @@ def test_batches_of_gradients_are_an_error_on_every_rank(wire, name):
         else:
             result.sum().backward()
     weft.barrier()
+
+
+with warnings.catch_warnings():  # torch calls them a prototype
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
+
+GOOD: dict[str, tuple[Any, ...]] = {
+    "all_to_all": ([torch.ones(2, 2)] * 3,),
+    "exchange": (torch.ones(4, 2), [torch.tensor([0, 3])] * 3),
+    "all_reduce": (torch.ones(2),),
+}
+
+TOLD: dict[str, dict[str, Callable[..., tuple[Any, ...]]]] = {
+    "all_to_all": {
+        "inputs is a Tensor: pass a list of 3 tensors": lambda x: (x[0],),
+        "inputs has 2 tensors for 3 ranks": lambda x: (x[:2],),
+        r"inputs\[1\] is a NoneType": lambda x: ([x[0], None, x[1]],),
+        r"inputs\[2\] has dtype torch.float64": lambda x: ([*x[:2], x[2].double()],),
+        r"dtype: .*float32, rank 1 has torch.float64": lambda x: ([t.double() for t in x],),
+        r"inputs\[0\] is of layout torch.sparse_coo": lambda x: ([t.to_sparse() for t in x],),
+        r"inputs\[0\] is nested: pass strided": lambda x: ([NESTED] * 3,),
+        r"inputs\[0\] is on the meta device": lambda x: ([t.to("meta") for t in x],),
+    },
+    "exchange": {
+        r"to\[1\] has index 9, rows": lambda r, to: (r, [to[0], torch.tensor([9]), None]),
+        r"to\[2\] has index -1": lambda r, to: (r, [None, None, torch.tensor([-1])]),
+        r"to\[0\] is torch.float32": lambda r, to: (r, [torch.ones(1), None, None]),
+        "to is 2 entries for 3 ranks": lambda r, to: (r, to[:2]),
+        r"to\[0\] has shape \(1, 1\)": lambda r, to: (r, [to[0][None, :1], None, None]),
+        r"to\[0\] is on the meta device": lambda r, to: (r, [to[0].to("meta"), None, None]),
+        r"row shape: .* \(2,\), rank 1 has \(1,\)": lambda r, to: (r[:, :1], to),
+        "rows has no dimension": lambda r, to: (r[0, 0], to),
+        "rows is nested: pass a strided": lambda r, to: (NESTED, to),
+        "rows is on the meta device": lambda r, to: (r.to("meta"), to),
+    },
+    "all_reduce": {
+        r"shape: .*\(2,\), rank 1 has \(1,\)": lambda x: (x[:1],),
+        "dtype: .*rank 1 has torch.float64": lambda x: (x.double(),),
+        "op: .*rank 1 has max": lambda x: (x, "max"),
+        "op 'median' is unknown: use one of sum": lambda x: (x, "median"),
+        "op bor does not apply to torch.float32": lambda x: (x, "bor"),
+        "op avg is for floating point": lambda x: (x.long(), "avg"),
+        "op avg does not apply to torch.complex32": lambda x: (x.to(torch.complex32), "avg"),
+        "weft.sparse_all_reduce": lambda x: (x.to_sparse(),),
+        "tensor is on the meta device": lambda x: (x.to("meta"),),
+        "tensor is a NoneType": lambda x: (None,),
+        "prod has no gradient here": lambda x: (x.clone().requires_grad_(), "prod"),
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in TOLD for text in TOLD[name]])
+@spmd(3, on=("threads",))
+def test_one_rank_errs_and_all_are_told(wire, name, text):
+    call, change, good = getattr(weft, name), TOLD[name][text], GOOD[name]
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        call(*(change(*good) if wire.rank == 1 else good))
+    assert "rank 1" in str(caught.value)
+    call(*good)

@@ -10,7 +10,6 @@ import torch
 import weft
 from weft.agree import calls_of
 from weft.testing import run, spmd
-from weft.wire.threads import _Exchange
 
 
 @spmd(1, 2, 4)
@@ -32,38 +31,44 @@ def test_nobody_passes_before_all_have_come():
     assert run(4, program) == [4] * 4
 
 
-@spmd(3, 20, on=("threads",))
-def test_the_late_are_named_and_may_still_come(wire):
+@pytest.mark.parametrize("ranks", [3, 20])
+def test_the_late_are_named_and_may_still_come(ranks):
     # on a busy machine twenty threads take a while to come
-    late, patience = ([1, 2], 0.3) if wire.size == 3 else ([19], 1.5)
-    told = list_of_this_run(wire)
-    if wire.rank in late:
-        while len(told) < wire.size - len(late):
-            time.sleep(0.002)
-        weft.barrier()
-    else:
-        with pytest.raises(weft.StillRunning) as caught:
-            weft.barrier(timeout=patience)
-        names = "ranks 1 and 2 have" if len(late) == 2 else "rank 19 has"
-        text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
-        assert str(caught.value).startswith(text)
-        told.append(wire.rank)
+    late, patience = ([1, 2], 0.3) if ranks == 3 else ([19], 1.5)
+    names = "ranks 1 and 2 have" if ranks == 3 else "rank 19 has"
+    told = []
+
+    def program(wire):
+        if wire.rank in late:
+            while len(told) < ranks - len(late):
+                time.sleep(0.002)
+        else:
+            with pytest.raises(weft.StillRunning) as caught:
+                weft.barrier(timeout=patience)
+            text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
+            assert str(caught.value).startswith(text)
+            told.append(wire.rank)
         weft.barrier()  # the same one
-    assert weft.all_reduce(torch.ones(1)).item() == wire.size
+        assert weft.all_reduce(torch.ones(1)).item() == ranks
+
+    run(ranks, program)
 
 
-def list_of_this_run(wire):
-    """One list for the ranks of a run, which are threads."""
-    return wire._group.__dict__.setdefault("told", [])
-
-
-def test_who_comes_in_the_last_moment_is_not_called_absent(monkeypatch):
+def test_who_comes_in_the_last_moment_is_not_called_absent():
     """Between the end of the wait and the look at who is late."""
     said = []
 
-    def program(wire):
+    def program(wire, arrived):
         if wire.rank == 0:
-            with pytest.raises(weft.StillRunning) as caught:
+            with pytest.raises(weft.StillRunning) as caught, pytest.MonkeyPatch.context() as patch:
+                post = wire.post_small
+
+                def posted(*messages):
+                    pending = post(*messages)
+                    patch.setattr(type(pending), "arrived", lambda self: arrived)
+                    return pending
+
+                patch.setattr(wire, "post_small", posted)
                 weft.barrier(timeout=0.05)
             said.append(str(caught.value))
         else:
@@ -72,13 +77,11 @@ def test_who_comes_in_the_last_moment_is_not_called_absent(monkeypatch):
         weft.barrier()
 
     for arrived, text in (
-        (True, "everybody has come to the barrier, the last only after 0.05 s: call"),
-        (False, "rank 1 has not come to the barrier after 0.05 s: call"),
-        (None, "not everybody has come to the barrier after 0.05 s: call"),
+        ([True], "everybody has come to the barrier, the last only after 0.05 s: call"),
+        ([False], "rank 1 has not come to the barrier after 0.05 s: call"),
+        ([], "not everybody has come to the barrier after 0.05 s: call"),
     ):
-        seen = [] if arrived is None else [arrived]
-        monkeypatch.setattr(_Exchange, "arrived", lambda self, seen=seen: seen)
-        run(2, program)
+        run(2, program, arrived)
         assert said.pop().startswith(f"rank 0: {text}")
 
 

@@ -143,8 +143,9 @@ def test_what_overlap_refuses(wire):
     overlap = weft.overlap_grads(module)
     with pytest.raises(weft.WeftError, match="overlap already"):
         weft.overlap_grads(module)
-    with pytest.raises(weft.WeftError, match="another group, average or wire_dtype"):
-        weft.sync_grads(module, average=False)
+    for other in ({"average": False}, {"wire_dtype": torch.bfloat16}):
+        with pytest.raises(weft.WeftError, match="another group, average or wire_dtype"):
+            weft.sync_grads(module, **other)
     overlap.remove()
     with pytest.raises(weft.WeftError, match=r"'weight' is .* on rank 0, and .* on rank 1"):
         weft.overlap_grads(nn.Linear(2 + wire.rank, 1))

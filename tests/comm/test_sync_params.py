@@ -116,6 +116,8 @@ def test_views_of_one_memory_stay_that(wire):
 
 @spmd(20, on=("threads",))
 def test_many_ranks(wire):
+    with pytest.raises(weft.WeftError, match=r"differ in group_src: .* rank 3 has 1"):
+        weft.sync_params(nn.Linear(1, 1), int(wire.rank == 3))
     module = nn.Linear(3, 3)
     nn.init.constant_(module.weight, wire.rank)
     weft.sync_params(module, 19)
@@ -179,13 +181,3 @@ def test_what_differs_is_named_and_nothing_overwritten(wire, what):
     fine = Model(wire.rank)
     weft.sync_params(fine, 2)
     check_equal(values(fine), values(Model(2)))
-
-
-@spmd(2)
-def test_wrong_arguments_are_told_to_all(wire):
-    with pytest.raises(weft.WeftError, match=r"rank 1: module is a dict: pass a torch\.nn.Module"):
-        weft.sync_params({} if wire.rank else nn.Linear(1, 1))
-    with pytest.raises(weft.WeftError, match="rank 0: group_src is 2: pass a rank of the group"):
-        weft.sync_params(nn.Linear(1, 1), 1 if wire.rank else 2)
-    with pytest.raises(weft.WeftError, match="differ in group_src: rank 0 has 0, rank 1 has 1"):
-        weft.sync_params(nn.Linear(1, 1), wire.rank)

@@ -18,8 +18,6 @@ from weft.wire.part import Part
 
 LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
 
 SHAPES = {
     "absent": (50,),
@@ -102,7 +100,7 @@ def test_dense_gradients_are_rounded_twice_and_added_wide(wire, overlaps):
             module = dense_model(wire.rank)
             if overlaps:
                 overlap = weft.overlap_grads(
-                    module, average, bucket_bytes=1000, wire_dtype=wire_dtype
+                    module, average, bucket_bytes=99, wire_dtype=wire_dtype
                 )
                 for parameter in module.values():
                     gradient, parameter.grad = parameter.grad, None
@@ -159,11 +157,8 @@ def test_sparse_gradients_beside_dense_ones(wire):
 @spmd(2, 3)
 def test_integers_and_complex_gradients_travel_as_they_are(wire):
     module = nn.Module()
-    for name, dtype in {
-        "whole": torch.int64,
-        "turned": torch.complex64,
-        "rows": torch.int32,
-    }.items():
+    dtypes = {"whole": torch.int64, "turned": torch.complex64, "rows": torch.int32}
+    for name, dtype in dtypes.items():
         parameter = nn.Parameter(torch.zeros(4, 1, dtype=dtype), requires_grad=False)
         setattr(module, name, parameter)
     module.real = nn.Parameter(torch.zeros(1))
@@ -204,27 +199,6 @@ def test_float16_means_of_what_would_overflow_in_a_sum(wire):
     assert module.weight.grad.eq(60000).all()
     weft.sync_grads(module, average=False, wire_dtype=torch.float16)
     assert module.weight.grad.isinf().all()
-
-
-@spmd(1, 2, 3, 8)
-def test_the_bound_holds(wire):
-    """That of docs/wire-dtype.md, in float64."""
-    size = wire.size
-    for wire_dtype in WIRE_DTYPES:
-        for average in (False, True):
-            module = nn.ParameterDict({"weight": torch.zeros(SHAPES["large"])})
-            module["weight"].grad = numbers(wire.rank, "large")
-            weft.sync_grads(module, average, wire_dtype=wire_dtype)
-            parts = torch.stack([numbers(rank, "large").double() for rank in range(size)])
-            exact, absolute = parts.sum(0), parts.abs().sum(0)
-            if average:
-                exact, absolute = exact / size, absolute / size
-            u, least = UNIT[wire_dtype], LEAST[wire_dtype]
-            most = u * exact.abs() + u * (1 + u) * absolute + (size + 1) * least
-            most += (1 + u) ** 2 * size * 2**-24 * absolute
-            off = (module["weight"].grad.double() - exact).abs()
-            assert bool((off <= most).all()), float((off / most).max())
-            assert bool((off > 0).any())
 
 
 @spmd(2, 3, 4, on=("threads",))
@@ -289,16 +263,6 @@ def test_who_disagrees_is_named_and_nothing_changes(wire):
     assert torch.equal(module.weight.grad, before)
 
 
-@spmd(2)
-def test_overlap_and_sync_grads_name_one_wire_dtype(wire):
-    module = nn.Linear(2, 1)
-    overlap = weft.overlap_grads(module, wire_dtype=torch.bfloat16)
-    module(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(weft.WeftError, match="another group, average or wire_dtype"):
-        weft.sync_grads(module)
-    overlap.remove()
-
-
 @spmd(1, 2, 3, 4, 7, 8)
 def test_all_reduce_rounds_the_same_way(wire):
     for name in ("small", "large", "empty", "scalar"):
@@ -306,12 +270,11 @@ def test_all_reduce_rounds_the_same_way(wire):
             for op in ("sum", "avg", "min", "max", "prod"):
                 with LOCK:
                     want = _reduced(name, wire.size, wire_dtype, op)
-                for _ in range(3):  # the third is a habit
-                    mine = numbers(wire.rank, name)
-                    found = weft.all_reduce(mine, op, wire_dtype=wire_dtype)
-                    assert found.dtype is torch.float32 and found.shape == want.shape
-                    assert torch.equal(found, want), (name, wire_dtype, op)
-                    assert torch.equal(mine, numbers(wire.rank, name))
+                mine = numbers(wire.rank, name)
+                found = weft.all_reduce(mine, op, wire_dtype=wire_dtype)
+                assert found.dtype is torch.float32 and found.shape == want.shape
+                assert torch.equal(found, want), (name, wire_dtype, op)
+                assert torch.equal(mine, numbers(wire.rank, name))
 
 
 @spmd(2, 3)
