@@ -74,20 +74,13 @@ def sparse(wire, backend, meeting):
         assert indices.tolist() == list(range(size))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_dense_all_reduce_goes_by_reading_where_all_ranks_can(tmp_path, apart):
-    run(3, dense, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+def test_dense_all_reduce_is_served_by_weft(tmp_path):
+    run(3, dense, "cpu:weft", str(tmp_path / "meeting"), on="processes")
 
 
-def dense(wire, backend, meeting, apart):
+def dense(wire, backend, meeting):
     calls = []
     with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
-        world = dist.group.WORLD
-        lends = type(world.wire).lends
-        if apart:  # one rank's memory is not to be read, and all follow
-            patch.setattr(
-                type(world.wire), "lends", lambda self, peer: self.rank != 1 and lends(self, peer)
-            )
         served = collectives.all_reduce
         patch.setattr(collectives, "all_reduce", lambda *given: calls.append(1) or served(*given))
         for count in (3, 40_000):
@@ -101,21 +94,15 @@ def dense(wire, backend, meeting, apart):
                     if work is not None:
                         work.wait()
                     assert mine.eq(right).all()
-        readable = not apart and all(world.wire.lends(peer) for peer in world.wire.peers)
-        assert world._together == readable
-        assert len(calls) == (12 if readable else 0)
+        assert len(calls) == 12
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_dense_all_reduce_takes_every_dtype_within_a_host_and_between(tmp_path, apart):
-    run(3, every_dtype, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+def test_dense_all_reduce_takes_every_dtype(tmp_path):
+    run(3, every_dtype, "cpu:weft", str(tmp_path / "meeting"), on="processes")
 
 
-def every_dtype(wire, backend, meeting, apart):
-    with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
-        world = dist.group.WORLD
-        if apart:  # as between hosts
-            patch.setattr(type(world.wire), "lends", lambda self, peer: False)
+def every_dtype(wire, backend, meeting):
+    with group(wire, backend, meeting) as (me, _):
         for count in (3, 40_000):
             for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
                 for op, given, right in (
@@ -138,20 +125,14 @@ def every_dtype(wire, backend, meeting, apart):
             mine = torch.full((count,), me + 1.0, dtype=torch.float64)
             dist.all_reduce(mine)
             assert mine.eq(6).all()
-        assert world._together is (not apart and all(map(world.wire.lends, world.wire.peers)))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_the_first_dense_all_reduce_is_compared_whoever_serves_it(tmp_path, apart):
-    run(3, differing, "cpu:weft", str(tmp_path / "meeting"), apart, on="processes")
+def test_what_is_to_be_reduced_is_compared(tmp_path):
+    run(3, differing, "cpu:weft", str(tmp_path / "meeting"), on="processes")
 
 
-def differing(wire, backend, meeting, apart):
-    with group(wire, backend, meeting) as (me, _), pytest.MonkeyPatch.context() as patch:
-        if apart:  # as between hosts, where gloo would wait
-            patch.setattr(
-                type(dist.group.WORLD.wire), "lends", lambda self, peer: self.rank == peer
-            )
+def differing(wire, backend, meeting):
+    with group(wire, backend, meeting) as (me, _):
         for given, op, said in (
             (torch.ones(3, dtype=torch.int32), dist.ReduceOp.SUM, "rank 1 has torch.int32"),
             (torch.ones(40_000), dist.ReduceOp.SUM, "rank 1 has 40000"),

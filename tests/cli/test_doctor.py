@@ -9,11 +9,9 @@ from typer.testing import CliRunner
 
 from weft.bootstrap.local import launch
 from weft.cli import app
-from weft.cli.doctor import Pair, _network, apart, look, measure, slow
+from weft.cli.doctor import Pair, _network, look, measure, slow
 from weft.testing import run
-from weft.testing.threads import on_wires
-from weft.wire import lent
-from weft.wire.threads import group
+from weft.wire import shm
 
 
 @pytest.fixture(autouse=True)
@@ -76,37 +74,9 @@ def test_under_a_launcher_the_ranks_meet_and_are_measured():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Yama is Linux's")
-@pytest.mark.parametrize(
-    ("scope", "capabilities", "level", "said", "remedy"),
-    [
-        (None, 0, "ok", "(no kernel.yama)", ""),
-        (0, 0, "ok", "(kernel.yama.ptrace_scope=0)", ""),
-        (1, 0, "note", "kernel.yama.ptrace_scope=1 keeps ranks", "sudo sysctl kernel.yama."),
-        (1, 1 << 19, "ok", "=1, and this process has CAP_SYS_PTRACE", ""),
-        (2, ~(1 << 19) & 0xFFFFFFFF, "note", "over TCP", "--cap-add SYS_PTRACE"),
-        (2, 1 << 19, "ok", "CAP_SYS_PTRACE", ""),
-        (3, 0xFFFFFFFF, "note", "=3 keeps ranks", "start the host again"),
-    ],
-)
-def test_a_kernel_that_forbids_reading_other_ranks_is_noted(
-    tmp_path, monkeypatch, scope, capabilities, level, said, remedy
-):
-    setting, status = tmp_path / "ptrace_scope", tmp_path / "status"
-    monkeypatch.setattr(lent, "_YAMA", setting)
-    monkeypatch.setattr(lent, "_STATUS", status)
-    if scope is not None:
-        setting.write_text(f"{scope}\n")
-    status.write_text(f"Name:\tpython\nCapPrm:\tffffffff\nCapEff:\t{capabilities:016x}\n")
+def test_whether_ranks_of_this_host_share_memory_is_said(monkeypatch):
     (finding,) = [each for each in look() if each.what == "memory"]
-    assert finding.level == level
-    assert said in finding.text
-    assert remedy in finding.remedy and bool(remedy) == bool(finding.remedy)
-
-
-def test_ranks_of_one_host_that_cannot_read_each_other_are_named(monkeypatch):
-    for hosts, named in ((["here"] * 4, "ranks 0, 1, 2, 3"), (["a", "b", "a", "c"], "ranks 0, 2")):
-        assert on_wires(group(4, hosts=hosts), apart)[0].value == []
-        with monkeypatch.context() as patched:
-            patched.setattr(lent.Reach, "of", lambda card, host: None)
-            outcomes = on_wires(group(4, hosts=hosts), apart)
-        assert [[each.what for each in outcome.value] for outcome in outcomes] == [[named]] * 4
+    assert finding.level == "ok" and "share up to" in finding.text
+    monkeypatch.setattr(shm.Segment, "make", lambda: None)
+    (finding,) = [each for each in look() if each.what == "memory"]
+    assert finding.level == "note" and "seccomp" in finding.remedy

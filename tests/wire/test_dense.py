@@ -11,7 +11,7 @@ import torch
 
 from weft import WeftError
 from weft.testing import run
-from weft.wire import arithmetic, dense, near
+from weft.wire import arithmetic, dense
 from weft.wire.hosts import Hosts
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -19,7 +19,7 @@ SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.fixture(params=["small", "one piece", "many chunks", "ring", "read whole", "read in parts"])
+@pytest.fixture(params=["small", "one piece", "many chunks", "ring"])
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
@@ -30,10 +30,6 @@ def form(request, monkeypatch):
     monkeypatch.setattr(arithmetic, "_BLOCK", 100)
     if request.param == "ring":  # as on several hosts
         monkeypatch.setattr(dense, "ring_chunk", lambda ranks, *_: 128 if ranks > 2 else None)
-    if request.param.startswith("read"):  # as where all have said that they can read
-        monkeypatch.setattr(dense, "_Parts", dense._Near)
-        monkeypatch.setattr(near, "_WHOLE", 1 << 30 if request.param == "read whole" else 0)
-        monkeypatch.setattr(near, "_SCRATCH", 1 << 10)
 
 
 def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:

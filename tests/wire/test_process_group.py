@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import os
-import select
 import signal
 import threading
 import time
@@ -171,7 +170,7 @@ def with_few_files(path):
 def test_the_limit_of_open_files_is_raised_or_said(tmp_path):
     (_, told), (few, same) = processes(2, with_few_files, str(tmp_path / "store"))
     assert told == same
-    assert told.startswith("rank 1: 3 connections need ")
+    assert told.startswith("rank 1: 2 connections need ")
     assert f"the hard limit is {few}: raise it (ulimit -Hn " in told
 
 
@@ -385,12 +384,7 @@ def restored(wire):
         return
     place = torch.zeros(2000, dtype=torch.uint8)
     wire.post((), [(1, place)])
-    mover = wire._connections.mover
-    with mover._turn:  # so that the thread reads nothing of what comes
-        mover._tend()
-        assert select.select([mover.lines[1].sock], [], [], 10.0)[0]
-        del mover.lines[1]._start  # it was interrupted anywhere
-        wire._interrupted(KeyboardInterrupt())
+    wire._interrupted(KeyboardInterrupt())
     place.zero_()
     time.sleep(0.1)
     assert not place.any()

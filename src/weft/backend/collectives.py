@@ -24,8 +24,7 @@ from torch import Tensor
 
 from ..agree import agree, is_direct
 from ..errors import WeftError
-from ..wire import dense, near
-from ..wire.arithmetic import arithmetic
+from ..wire import dense
 from ..wire.base import Pending, Wire, as_bytes, flattened, is_plain, plain
 from ..wire.memory import Lease, typed
 
@@ -43,7 +42,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "scatter",
-    "together",
 ]
 
 EAGER = 1 << 13
@@ -82,20 +80,6 @@ def _members() -> tuple[tuple[str, Any], ...]:
     return tuple(dist.ReduceOp.RedOpType.__members__.items())
 
 
-def together(wire: Wire, tensors: list[Tensor], op: str) -> bool:
-    """Whether all ranks can read each other's memory, asked before an all-reduce; collective.
-
-    What is to be reduced is compared meanwhile, since whoever serves it may not.
-    """
-    able = wire.near and all(map(wire.lends, wire.peers))
-    said = torch.tensor([able], dtype=torch.uint8)
-    fields = {"op": op, **_said(tensors)}
-    agreement = agree(wire, "all_reduce", fields, None, said, torch.minimum)
-    wire.near = wire.together = all(bool(body[0]) for body in agreement.bodies)
-    agreement.release()
-    return wire.together
-
-
 def barrier(wire: Wire) -> list[Tensor]:
     """Wait until all ranks have come here."""
     with _opened(wire, "barrier", {}, None):
@@ -107,21 +91,14 @@ def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
     fields = {"op": op, **_said(tensors)}
     error = _reason(tensors, op)
     eager = error is None and len(tensors) == 1 and _eager(wire, tensors[0].nbytes)
-    reads = wire.together and not eager and error is None and len(tensors) == 1 and is_direct(wire)
     flats = [_flat(tensor) for tensor in tensors] if error is None else []
     payload = flats[0] if eager else None
-    if reads:
-        combine, seen = arithmetic(_sum(op), flats[0])
-        payload = torch.frombuffer(bytearray(near.places_of(seen, seen)), dtype=torch.uint8)
     with _opened(wire, "all_reduce", fields, error, payload) as bodies:
         for flat, tensor in zip(flats, tensors, strict=True):
             if eager:
-                # copies, since a statement is aligned to 8 bytes only, and parts are overwritten
+                # copies, since a statement is aligned to 8 bytes only
                 parts = [typed(body, (flat.numel(),), flat.dtype).clone() for body in bodies]
                 dense.reduce(parts, _sum(op), flat)
-            elif reads:
-                places = {peer: near.places_in(bodies[peer].numpy().data) for peer in wire.peers}
-                near.all_reduce(wire, seen, combine, seen, places)
             else:
                 pending = wire.dense_all_reduce(flat, _sum(op))
                 pending.wait()

@@ -1,12 +1,9 @@
 """Backend "weft": gloo's collectives, with those served by weft that gloo lacks or is slow at.
 
-Sparse `all_reduce`, `all_gather` into a list (of equal sizes or not) and `reduce_scatter` of a list
-go over weft's wire for the group, and so does dense `all_reduce` of integers, bools and halves, and
-of all else where all ranks can read each other's memory, which they ask each other at the first.
-So a call gives the same everywhere, also of what gloo does not take (int16), or rounds at every hop
-(halves). All else goes to the gloo group inside.
-Which of the two serves a call depends on that, the kind of call and the dtype, never on one rank's
-sizes.
+Dense and sparse `all_reduce`, `all_gather` into a list (of equal sizes or not) and `reduce_scatter`
+of a list go over weft's wire for the group. So a call gives the same everywhere, also of what gloo
+does not take (int16), or rounds at every hop (halves). All else goes to the gloo group inside.
+Which of the two serves a call depends on the kind of call, never on one rank's sizes.
 """
 
 from __future__ import annotations
@@ -33,9 +30,6 @@ from .work import Ended, Queued, Several, started
 __all__ = ["WeftGroup", "sparse_all_reduce"]
 
 
-_LEFT_TO_GLOO = {torch.float32, torch.float64}  # which it adds as wide, in another order
-
-
 def _through(name: str) -> Callable[..., Any]:
     """A method that gloo serves.
 
@@ -58,7 +52,6 @@ class WeftGroup(PythonGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._together: bool | None = None  # can all read each other's memory: once asked
         self.space = unused(store, rank, size, timeout.total_seconds())
         self._gloo: Any = dist.ProcessGroupGloo(self.space, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
@@ -76,15 +69,8 @@ class WeftGroup(PythonGroup):
         return sparse_all_reduce(self.wire, given, opts)
 
     def _dense_all_reduce(self, given: list[Tensor], opts: Any) -> Any:
-        wire, op = self.wire, op_of(opts)
-        if self._together is None:
-            asked = functools.partial(collectives.together, wire, given, op)
-            self._together = wire.worker.call("all_reduce", asked)
-        served = {tensor.dtype for tensor in given} <= _LEFT_TO_GLOO
-        if self._together or not served:
-            job = functools.partial(collectives.all_reduce, wire, given, op)
-            return started(wire, "all_reduce", job, opts)
-        return self._gloo.allreduce(given, *([] if opts is None else [opts]))
+        job = functools.partial(collectives.all_reduce, self.wire, given, op_of(opts))
+        return started(self.wire, "all_reduce", job, opts)
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         wire, mine, places = self.wire, listed(ins)[0], nested(outs)[0]

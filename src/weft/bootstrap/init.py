@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..errors import Error, WeftError, WireError
-from ..wire import default, raised
+from ..wire import default
 from ..wire.base import Wire, is_duration
+from ..wire.failure import last_error
 from ..wire.interface import interface_of, own_address
 from . import backends, launchers, meeting, roll
 
@@ -183,7 +184,7 @@ def shutdown() -> None:
 
 @atexit.register
 def _leave() -> None:
-    raised.note_uncaught()
+    last_error.note_uncaught()
     shutdown()
     meeting.forget()
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
+from ..wire.failure.verdict import names
 from ..wire.interface import is_loopback
-from ..wire.verdict import names
 from . import backends
 from .store import has
 

@@ -22,12 +22,11 @@ import typer
 if TYPE_CHECKING:
     from ..wire.base import Wire
 
-__all__ = ["Finding", "Pair", "apart", "doctor", "look", "measure", "slow"]
+__all__ = ["Finding", "Pair", "doctor", "look", "measure", "slow"]
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
 _SLOW = 3.0  # of the median: a pair that much slower than others is pointed out
-_NOBODY = 3  # the kernel.yama.ptrace_scope that binds whoever may trace, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,32 +155,21 @@ def _interfaces() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    """Whether the kernel lets ranks of this host read each other's memory."""
-    from ..wire import lent
+    """Whether ranks of this host can share memory."""
+    from ..wire.shm import Segment
 
-    scope = lent.yama()
-    if not sys.platform.startswith("linux"):
-        return  # there it cannot be had
-    said = "no kernel.yama" if scope is None else f"kernel.yama.ptrace_scope={scope}"
-    if not scope or (scope < _NOBODY and lent.may_trace()):
-        why = ", and this process has CAP_SYS_PTRACE" if scope else ""
-        yield Finding("ok", "memory", f"ranks of this host read each other's ({said}{why})")
-        return
-    setting = "kernel.yama.ptrace_scope=0"
-    if scope < _NOBODY:
-        remedy = (
-            f"sudo sysctl {setting}, on every host; "
-            "or for a container alone: docker run --cap-add SYS_PTRACE"
+    segment = Segment.make()
+    if segment is not None:
+        yield Finding("ok", "memory", f"ranks of this host share up to {segment.nbytes >> 20} MiB")
+        segment.close()
+    elif sys.platform.startswith("linux"):
+        yield Finding(
+            "note",
+            "memory",
+            "memfd_create is refused, so long messages between ranks of this host go over sockets, "
+            "which takes some twice the CPU time",
+            "allow it in the container's seccomp profile, and raise ulimit -v and -f",
         )
-    else:  # it cannot be taken back
-        remedy = f"echo {setting} | sudo tee /etc/sysctl.d/90-weft.conf, and start the host again"
-    yield Finding(
-        "note",
-        "memory",
-        f"{said} keeps ranks of this host from reading each other's: long messages between them "
-        "go over TCP, which takes some four times the CPU time",
-        remedy,
-    )
 
 
 def _launch(rendezvous: str | None) -> Iterator[Finding]:
@@ -225,42 +213,11 @@ def _network(
             hosts = hosts_of(wire).ranks
             text = "; ".join(f"host {n}: ranks {list(ranks)}" for n, ranks in enumerate(hosts))
             findings.append(Finding("ok", "hosts", text))
-            findings.extend(apart(wire))
             pairs = measure(wire, nbytes)
             return [*findings, *slow(pairs)], wire.rank, pairs
     except (Error, OSError) as error:
         text, _, remedy = str(error).rpartition(": ")
         return [Finding("wrong", "start", text, remedy)], rank, []
-
-
-def apart(wire: Wire) -> list[Finding]:
-    """The ranks that share a host and still cannot read each other's memory; collective."""
-    import torch
-
-    from ..wire.hosts import digest_of, hosts_of
-    from ..wire.lent import Guard, Reach
-
-    at = hosts_of(wire).of
-    guard, host = Guard(), digest_of(wire.host)
-    cards = wire.all_gather_bytes(guard.card(host), Reach.SIZE)
-    fails = torch.zeros(wire.size, dtype=torch.int32)
-    for peer in wire.peers:
-        if at[peer] == at[wire.rank] and Reach.of(cards[peer], host) is None:
-            fails[peer] = fails[wire.rank] = 1
-    wire.dense_all_reduce(fails, "max").wait()  # the guard lives until all have tried
-    ranks = fails.nonzero().flatten().tolist()
-    if not ranks:
-        return []
-    return [
-        Finding(
-            "note",
-            f"ranks {', '.join(map(str, ranks))}",
-            "share a host with ranks whose memory they cannot read, or that cannot read theirs: "
-            "long messages between them go over TCP",
-            "see what is said of memory above; else start them as one user, in one container, "
-            "whose seccomp profile allows process_vm_readv",
-        )
-    ]
 
 
 def measure(wire: Wire, nbytes: int) -> list[Pair]:

@@ -17,7 +17,7 @@ from ..agree import is_direct
 from ..errors import StillRunning
 from ..wire import default
 from ..wire.base import Pending, Wire, is_duration
-from ..wire.verdict import names
+from ..wire.failure.verdict import names
 from ..wire.worker import Work
 from .opening import opened
 

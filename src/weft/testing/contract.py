@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..errors import WireError
 from ..wire.base import Pending, Wire
-from ..wire.routine import Rooms, Script
 
 __all__ = ["WireContract"]
 
@@ -87,10 +86,6 @@ class WireContract:
     @pytest.mark.parametrize("size", [1, 2, 3, 8])
     def test_small_all_gather(self, ranks: Ranks, size: int) -> None:
         ranks(size, gather_small)
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 8])
-    def test_a_routine(self, ranks: Ranks, size: int) -> None:
-        ranks(size, routine)
 
     @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
     def test_dense_all_reduce_of_every_dtype_and_op(self, ranks: Ranks, size: int) -> None:
@@ -262,35 +257,6 @@ def gather_small(wire: Wire) -> None:
             assert length == 1 + (rank + round) % cap
             assert message[1:length].tolist() == [rank + 100] * (length - 1)
         pending.release()
-
-
-def routine(wire: Wire) -> None:
-    def text(source: int, to: int) -> bytes:
-        return bytes([source, to]) * (1 + source)
-
-    says = {peer: text(wire.rank, peer) + b"..." for peer in wire.peers}
-    expects = {peer: text(peer, wire.rank) for peer in wire.peers}
-    lengths = {peer: len(each) + 3 for peer, each in expects.items()}
-    exchange = wire.routine(Script(says, expects, lengths, Rooms(64)))
-    wire.traffic.reset()
-    for number in range(1, 7):
-        odd = number in (3, 4)  # when rank 0 says something else
-        for said in exchange.said.values():
-            said[-3:] = bytes([number] * 3)
-            said[0] = 99 if odd and wire.rank == 0 else wire.rank
-        exchange.start(number)
-        assert exchange.finish() is (not odd or wire.rank == 0)
-        for peer, heard in exchange.heard.items():
-            want = bytearray(text(peer, wire.rank) + bytes([number] * 3))
-            want[0] = 99 if odd and peer == 0 else peer
-            assert bytes(heard[: 8 + len(want)].tolist()) == number.to_bytes(8, "little") + want
-        if number == 5:  # something between, on the same lane
-            pending = wire.small_all_gather(torch.tensor([wire.rank], dtype=torch.uint8), 1)
-            assert [int(each[0]) for each in pending.wait()] == list(range(wire.size))
-            pending.release()
-    sent = 6 * (8 + 2 * (1 + wire.rank) + 3) + 1
-    assert wire.traffic.to == dict.fromkeys(wire.peers, sent)
-    assert wire.traffic.messages == 7 * (wire.size - 1)
 
 
 def reduce_exactly(wire: Wire) -> None:

@@ -17,7 +17,7 @@ from .base import flattened
 
 __all__ = ["OPS", "Reduce", "arithmetic", "cut", "grain", "reduce", "reduce_parts", "refuses"]
 
-_BLOCK = 1 << 14  # elements that are widened at once, in memory that stays in the cache
+_BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 
 Combine = Callable[..., Tensor]
@@ -154,21 +154,19 @@ def reduce_parts(
     """Combine at least two in the order given, into `out`, which may be one of the parts.
 
     For the `mean` of them, what comes of that is divided, in half precision before it is rounded.
-    The others are left as they are, but if `out` is the third or a later one, the first is
-    overwritten: memory that is fresh for each step costs more than the arithmetic.
+    The others are left as they are: they may be memory that is only to be read.
     """
-    if _is_widened(out.dtype):
-        for start in range(0, len(out), _BLOCK):
-            target, *blocks = (each[start : start + _BLOCK] for each in (out, *parts))
-            wide = blocks[0].float()
-            for block in blocks[1:]:
-                combine(wide, block.float(), out=wide)
-            target.copy_(wide.div_(len(parts)) if mean else wide)
+    wide = _is_widened(out.dtype)
+    if not wide and all(part.data_ptr() != out.data_ptr() for part in parts[2:]):
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+        if mean:
+            out.div_(len(parts))
         return
-    first, second, *rest = parts
-    into = first if any(part.data_ptr() == out.data_ptr() for part in rest) else out
-    for part in rest:
-        first, second = combine(first, second, out=into), part
-    combine(first, second, out=out)
-    if mean:
-        out.div_(len(parts))
+    for start in range(0, len(out), _BLOCK):
+        target, *blocks = (each[start : start + _BLOCK] for each in (out, *parts))
+        total = combine(blocks[0].float(), blocks[1].float()) if wide else combine(*blocks[:2])
+        for block in blocks[2:]:
+            combine(total, block.float() if wide else block, out=total)
+        target.copy_(total.div_(len(parts)) if mean else total)

@@ -23,23 +23,19 @@ The rules, for every wire:
 from __future__ import annotations
 
 import abc
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..errors import WeftError, WireError
-from ..kernels.talk_table import ARENA
+from ..errors import WeftError
 from .counted import Traffic
 from .memory import Lease, Pool
 
 if TYPE_CHECKING:
-    from ..kernels.cpu_talk import Lender
     from .hosts import Hosts
-    from .routine import Routine, Script
     from .worker import Worker
 
 __all__ = ["Pending", "Recv", "Send", "Wire"]
@@ -230,12 +226,6 @@ class Wire(abc.ABC):
         who has work to do before the next wait, while others are idle until what is posted moves.
         """
 
-    def routine(self, script: Script) -> Routine:
-        """Prepare an exchange of small messages that is made again and again."""
-        from .routine import Routine  # here, since it is given a wire
-
-        return Routine(self, script)
-
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
 
@@ -270,54 +260,13 @@ class Wire(abc.ABC):
         """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
         return False
 
-    def lender(self, peer: int) -> Lender | None:
-        """What machine code needs to read a peer's memory, if it can."""
-        return None
-
-    def stays(self, memory: Tensor) -> bool:
-        """Whether peers that `see` this memory can read it whatever this rank does next."""
-        arena = self.memory.arena
-        return arena is not None and arena.holds(memory)
-
-    def sees(self, peer: int) -> bool:
-        """Whether what `stays` of a peer's memory is mapped here."""
-        lender = self.lender(peer)
-        return lender is not None and bool(lender[ARENA + 1])
-
-    def read(self, peer: int, address: int, into: Tensor) -> bool:
-        """Fill `into` (contiguous, CPU) from memory that a peer lends.
-
-        False if it could not be read, or the peer gave up meanwhile: then `into` holds anything.
-        """
-        return False
-
-    def read_all(self, reads: Sequence[tuple[int, int, Tensor]]) -> None:
-        """Fill tensors (contiguous, CPU) from memory that peers lend: `(peer, address, into)`.
-
-        What is said to be this rank's own is copied.
-
-        Raises:
-            WireError: some could not be read.
-        """
-        for peer, address, into in reads:
-            if peer == self.rank:
-                ctypes.memmove(into.data_ptr(), address, into.nbytes)
-            elif into.numel() and not self.read(peer, address, into):
-                self.unread(peer, into)
-
-    def unread(self, peer: int, into: Tensor) -> NoReturn:
-        """Raise why that could not be read, where there is no other way to have it."""
-        raise WireError(
-            f"rank {self.rank}: what rank {peer} lends cannot be read", rank=self.rank, culprit=peer
-        )
-
     def count(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Count messages that went another way than by a post: `(peer, bytes)` of each."""
         self.traffic.add(sizes)
 
     def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
-        """Workspace that is best to send from and to receive into; if `lent`, to be read in."""
-        return self.memory.lease(nbytes, lent=lent)
+        """Workspace that is best to send from: peers of this host read it where it lies."""
+        return self.memory.lease(nbytes, shared=True)
 
     @property
     def worker(self) -> Worker:

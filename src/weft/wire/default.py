@@ -11,8 +11,8 @@ import threading
 from contextvars import ContextVar
 
 from ..errors import WeftError
-from . import raised
 from .base import Wire
+from .failure import last_error
 
 __all__ = ["clear", "current", "resolve", "set"]
 
@@ -55,7 +55,7 @@ def resolve(group: object) -> Wire:
     Raises:
         WeftError: it is none of these, or this rank is not in it. Nothing was sent: which ranks
             are meant is not known, so it is raised here alone. Who waits for this rank is told
-            when it leaves, or at the deadline (`raised`).
+            when it leaves, or at the deadline (`failure.last_error`).
     """
     if isinstance(group, Wire):
         return group
@@ -66,5 +66,5 @@ def resolve(group: object) -> Wire:
 
         return process_group.of(group)
     except WeftError as error:
-        raised.note(error)
+        last_error.note(error)
         raise

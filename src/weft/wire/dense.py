@@ -4,8 +4,7 @@ Small tensors go from each to all and every rank reduces them itself: one round.
 cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
 goes to all, round the ring of ranks if parts are large and nothing else is under way. A rank
 receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so that one chunk is
-reduced while the next is on its way, and goes on to the right while the next is reduced. Ranks that
-can read each other's memory need none of that (`near`).
+reduced while the next is on its way, and goes on to the right while the next is reduced.
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
 Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
@@ -26,11 +25,9 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError
-from . import near
 from .arithmetic import OPS, Reduce, arithmetic, cut, grain, reduce, reduce_parts, refuses
 from .base import Pending, Wire, flattened
 from .hosts import Hosts
-from .memory import Lease, typed
 
 __all__ = [
     "OPS",
@@ -171,12 +168,12 @@ def all_reduce(
     job = _Job(wire, tensor, flat, combine, given, stage, beside)
     if small:
         return _Whole(job)
-    return _Near(job) if wire.near else _Parts(job)
+    return _Parts(job)
 
 
 def in_parts(wire: Wire, nbytes: int) -> bool:
     """Whether a tensor of so many bytes is cut into parts that are sent; the same on every rank."""
-    return wire.size > 1 and nbytes > SMALL and not wire.near
+    return wire.size > 1 and nbytes > SMALL
 
 
 def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
@@ -251,29 +248,6 @@ class _Whole(Reduction):
         return None
 
 
-class _Near(Reduction):
-    """All ranks read each other's contributions and sums, if they find that all can."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        job.stage.load(0, len(job.flat))
-
-    def wait(self) -> list[Tensor]:
-        job = self._job
-        if not self.done:
-            places = near.told(job.wire, job.given, job.flat)
-            if places is None:
-                _Parts(job).wait()
-            else:
-                near.all_reduce(job.wire, job.flat, job.combine, job.given, places)
-                job.stage.store(0, len(job.flat))
-            self.done = True
-        return [job.tensor]
-
-    def release(self) -> None:
-        return None
-
-
 class _Parts(Reduction):
     """Each rank reduces its part and sends it to all, chunk by chunk.
 
@@ -298,7 +272,7 @@ class _Parts(Reduction):
         # those of one lane match in the order in which they are begun, which is the same on all
         # ranks; so two that are under way may go on in any order
         self._lane = wire.kept[_LANE] = 1 - wire.kept.get(_LANE, 1)
-        self._scatter: tuple[Pending, Lease] | None = self._scatter_chunk(0)
+        self._scatter: Pending | None = self._scatter_chunk(0)
         self._steps = self._round_the_ring() if self._rings else self._to_all()
         self.awaited = next(self._steps)
         self._failure: BaseException | None = None
@@ -316,20 +290,18 @@ class _Parts(Reduction):
     def _store(self, rank: int, start: int) -> None:
         self._stage.store(*self._bounds(rank, start))
 
-    def _scatter_chunk(self, start: int) -> tuple[Pending, Lease] | None:
+    def _scatter_chunk(self, start: int) -> Pending | None:
         """Send a chunk of each part to whom it belongs; collect one's own from all."""
         if start >= self._part:
             return None
         wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
-        lease = wire.lease((wire.size - 1) * own.numel() * own.element_size())
-        slots = typed(lease.tensor, (wire.size - 1, len(own)), own.dtype)
         for rank in range(wire.size):
             self._stage.load(*self._bounds(rank, start))
         sends = [(peer, self._piece(self._given, peer, start)) for peer in wire.peers]
-        recvs = [(peer, slot) for peer, slot in zip(wire.peers, slots, strict=True)]
+        recvs = [(peer, own.nbytes) for peer in wire.peers]
         if self._given is not self._flat:
             own.copy_(self._piece(self._given, wire.rank, start))
-        return wire.post(sends, recvs, _SCATTER[self._lane]), lease
+        return wire.post(sends, recvs, _SCATTER[self._lane])
 
     def wait(self) -> list[Tensor]:
         while not self.done:
@@ -404,18 +376,18 @@ class _Parts(Reduction):
     def _coming_chunk(self) -> Pending:
         """What comes of all peers' contributions to the next chunk of one's own."""
         assert self._scatter is not None
-        return self._scatter[0]
+        return self._scatter
 
     def _reduced(self, start: int) -> Tensor:
         """One's own chunk, reduced; the next is on its way meanwhile."""
         assert self._scatter is not None
-        pending, lease = self._scatter
+        pending = self._scatter
         self._scatter = self._scatter_chunk(start + self._step)
         wire, own = self._wire, self._piece(self._flat, self._wire.rank, start)
-        parts = dict(zip(wire.peers, pending.wait(), strict=True))
-        parts[wire.rank] = own
+        heard = [each.view(own.dtype) for each in pending.wait()]
+        parts = dict(zip(wire.peers, heard, strict=True)) | {wire.rank: own}
         self._combine([parts[rank] for rank in range(wire.size)], own)
-        lease.release()
+        pending.release()
         return own
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 from ..errors import WeftError, WireError
 from .base import Wire
-from .verdict import Verdict
+from .failure.verdict import Verdict
 
 __all__ = ["InProcessWire", "Shared"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .arena import Arena
+    from .shm import Segment
 
 __all__ = [
     "PATIENCE",
@@ -43,6 +43,7 @@ _log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
+_WORTH_SHARING = 1 << 16  # bytes; smaller messages go through sockets
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 
 SPARE = 1.25
@@ -51,27 +52,27 @@ SPARE = 1.25
 PATIENCE = 8
 """Results that memory may fail to serve before it is let go."""
 
-_Blocks = dict[int, list[Tensor]]  # by their sizes
-
 
 class Lease:
     """A piece of workspace: `tensor` (uint8, 1-D) is yours until `release()`."""
 
-    __slots__ = ("_block", "_kept", "_pool", "tensor")
+    __slots__ = ("_block", "_pool", "tensor")
 
-    def __init__(self, pool: Pool, block: Tensor, nbytes: int, kept: _Blocks) -> None:
-        self._pool: Pool | None = pool
-        self._block, self._kept = block, kept
-        self.tensor = block[:nbytes]
-
-    def release(self, *, later: bool = False) -> None:
-        """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing.
-
-        If `later`, peers may still read it: nobody gets it before the pool's `reclaim`.
+    def __init__(self, pool: Pool, block: Tensor | int, tensor: Tensor) -> None:
         """
+        Args:
+            pool: whose it is.
+            block: the memory, or where it begins in the segment.
+            tensor: what is lent of it.
+        """
+        self._pool: Pool | None = pool
+        self._block, self.tensor = block, tensor
+
+    def release(self) -> None:
+        """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._take_back(self._block, self.tensor.numel(), self._kept, later=later)
+            pool._take_back(self._block, self.tensor.numel())
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -84,70 +85,54 @@ class Pool:
     """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask.
 
     Attributes:
-        arena: where blocks come from that peers are going to read, if there is one.
+        segment: memory that peers map, where it comes from if it is to be sent; or None.
         lent: bytes that are lent now, as they were asked for.
         peak: the most that were lent at once; whoever measures sets it back to `lent`.
     """
 
     def __init__(self, smallest: int = _SMALLEST) -> None:
         self._smallest = smallest
-        self._free: _Blocks = {}
-        self._lent: _Blocks = {}  # those of the arena
-        self._read: list[tuple[Tensor, _Blocks]] = []  # those that peers may still read
-        self.arena: Arena | None = None
+        self._free: dict[int, list[Tensor]] = {}  # by their sizes
+        self.segment: Segment | None = None
         self._lock = threading.Lock()
         self.lent = self.peak = 0
 
-    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+    def lease(self, nbytes: int, *, shared: bool = False) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
 
-        Where it is `lent` to peers, it comes from the arena, as long as there is room.
+        Args:
+            nbytes: how many.
+            shared: it is to be sent: it comes from the segment, if that has room.
         """
-        size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
-            kept = self._free
-            block: Tensor | None = None
-            arena = self._usable() if lent else None
-            if arena is not None:
-                blocks = self._lent.get(size)
-                block = blocks.pop() if blocks else arena.take(size)
-                kept = self._free if block is None else self._lent
-            if block is None:
-                blocks = self._free.get(size)
-                block = blocks.pop() if blocks else None
             self.lent += nbytes
             self.peak = max(self.peak, self.lent)
-        return Lease(self, fresh((size,), torch.uint8) if block is None else block, nbytes, kept)
+        if shared and nbytes > _WORTH_SHARING and self.segment is not None:
+            offset = self.segment.allocate(nbytes)
+            if offset is not None:
+                return Lease(self, offset, self.segment.memory[offset : offset + nbytes])
+        size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
+        with self._lock:
+            blocks = self._free.get(size)
+            block = blocks.pop() if blocks else None
+        if block is None:
+            block = fresh((size,), torch.uint8)
+        return Lease(self, block, block[:nbytes])
 
-    def _take_back(self, block: Tensor, nbytes: int, kept: _Blocks, *, later: bool) -> None:
+    def _take_back(self, block: Tensor | int, nbytes: int) -> None:
         with self._lock:
             self.lent -= nbytes
-            if later:
-                self._read.append((block, kept))
-            else:
-                self._put_back(block, kept)
-
-    def reclaim(self) -> None:
-        """Lend what was to be given back later: no peer reads it any more."""
-        with self._lock:
-            while self._read:
-                self._put_back(*self._read.pop())
-
-    def _put_back(self, block: Tensor, kept: _Blocks) -> None:
-        if kept is self._free or self._usable() is not None:
-            kept.setdefault(block.numel(), []).append(block)
+            if isinstance(block, Tensor):
+                self._free.setdefault(block.numel(), []).append(block)
+        if isinstance(block, int) and self.segment is not None:
+            self.segment.free(block)
 
     def drain(self) -> None:
-        """Let go of all memory that is not lent; what an arena gave, it gave for good."""
+        """Let go of all memory that is not lent."""
         with self._lock:
             self._free.clear()
-            if self.arena is not None and self._usable() is None:
-                self._lent.clear()
-                self._read.clear()
-
-    def _usable(self) -> Arena | None:
-        """The arena, if there is one and it still gives memory."""
-        return self.arena if self.arena is not None and self.arena.usable else None
+        if self.segment is not None:
+            self.segment.drain()
 
 
 def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:

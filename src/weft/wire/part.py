@@ -64,17 +64,11 @@ class Part(Wire):
     def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
         return self._wire.post_small(self._sends(sends), self._recvs(recvs))
 
-    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
-        self._wire.wait_for_any(pendings)
-
     def advance(self) -> None:
         self._wire.advance()
 
     def lends(self, peer: int) -> bool:
         return self._wire.lends(self._ranks[peer])
-
-    def read(self, peer: int, address: int, into: Tensor) -> bool:
-        return self._wire.read(self._ranks[peer], address, into)
 
     def count(self, sizes: Sequence[tuple[int, int]]) -> None:
         self._wire.count([(self._ranks[peer], nbytes) for peer, nbytes in sizes])
@@ -87,7 +81,7 @@ class Part(Wire):
         return Part(self._wire, chosen) if self._wire.rank in chosen else None
 
     def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
-        return self._wire.lease(nbytes, lent=lent)
+        return self._wire.lease(nbytes)
 
     def abort(self, reason: str) -> None:
         self._wire.abort(reason)

@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError, WireError
-from .mesh import AbsentError
-from .process_group_connections import Connections
-from .process_group_wire import ProcessGroupWire
+from .failure.verdict import names
+from .tcp.endpoint import AbsentError, Connections
+from .tcp.wire import TcpWire
 from .torchdist import Links, TorchWire
-from .verdict import names
 
 __all__ = [
     "TRANSPORTS",
@@ -47,7 +46,7 @@ __all__ = [
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
-GroupWire = ProcessGroupWire | TorchWire
+GroupWire = TcpWire | TorchWire
 
 
 class Transport(NamedTuple):
@@ -69,7 +68,7 @@ class Transport(NamedTuple):
 TRANSPORTS = {
     each.name: each
     for each in (
-        Transport("tcp", ProcessGroupWire, Connections.make),
+        Transport("tcp", TcpWire, Connections.make),
         Transport("torch", TorchWire, Links.over_gloo),
     )
 }

@@ -25,7 +25,6 @@ from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, as_bytes
 from .in_process import InProcessWire, Shared
-from .lent import Guard, Reach
 from .memory import Lease
 
 __all__ = ["ThreadWire", "group"]
@@ -122,16 +121,6 @@ class ThreadWire(InProcessWire):
                 shared.wake[send.peer].notify_all()
                 shared.wake[recv.peer].notify_all()
         return pending
-
-    def lends(self, peer: int) -> bool:
-        self._check_peer(peer, "lend to")
-        hosts = self._group.hosts
-        return self._group.reach is not None and hosts[peer] == hosts[self.rank]
-
-    def read(self, peer: int, address: int, into: Tensor) -> bool:
-        self._check_peer(peer, "read from")
-        reach = self._group.reach
-        return reach is not None and reach.read(address, _memory(into).data)
 
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         shared = self._group
@@ -257,16 +246,12 @@ class _Group(Shared):
         self.channels: dict[tuple[int, int, int], _Channel] = {}
         self.reductions: dict[int, _Reduction] = {}
         self.waiting: dict[int, _Exchange | _Reduced] = {}
-        # as between processes: what a rank that failed has let go of is no longer there
-        self.guard = Guard()
-        self.reach = Reach.of(self.guard.card(_HOST), _HOST)
         self.wires = [ThreadWire(rank, self) for rank in range(len(hosts))]
 
     def part(self, ranks: tuple[int, ...]) -> _Group:
         return _Group([self.hosts[rank] for rank in ranks], self.timeout, self.strict)
 
     def forget(self) -> None:
-        self.guard.wipe()
         self.channels.clear()
 
     def channel(self, source: int, target: int, number: int) -> _Channel:

@@ -1,13 +1,13 @@
 """The wire over a ProcessGroup of torch.distributed: the plain, slow way, and the one to trust.
 
-All bytes, those of the watcher too, travel as `send` and `recv` of uint8 tensors on a group of
+All bytes, those of the detector too, travel as `send` and `recv` of uint8 tensors on a group of
 weft's own: nothing is shared, and no socket is opened but by torch. Best to compare with when a
 result looks wrong (`WEFT_SAFE=1`), and where a process may open no sockets of its own.
 
 A send of torch's must meet a receive of the same size, and a wait of gloo's can neither be asked
 how far it is nor ended. So for each peer one thread does nothing but receive, and one nothing but
 send. They exchange frames: a first part of fixed size, which says how much belongs to it, and, if
-that did not fit, the rest. A long message is several frames, so that what the watcher says gets in
+that did not fit, the rest. A long message is several frames, so that what the detector says gets in
 between. A message that comes before it is asked for is kept: no rank waits in a send for what
 another does first.
 """
@@ -36,11 +36,11 @@ from torch import Tensor
 from ..errors import WeftError, WireError
 from . import dense
 from .base import Pending, Recv, Send, Wire, as_bytes
+from .failure.detector import Detector
+from .failure.verdict import Verdict
 from .hosts import host_name
 from .interface import interface_of, own_address
 from .memory import Lease
-from .verdict import Verdict
-from .watch import Watch
 
 __all__ = ["Links", "TorchWire"]
 
@@ -48,9 +48,9 @@ _HEAD = struct.Struct("<qqq")  # of a frame: its channel, its bytes, those of th
 _FIRST = 1024  # bytes of the first part of a frame, head and all
 _INLINE = _FIRST - _HEAD.size
 _FRAME = 1 << 20  # bytes of a message that one frame carries
-_WATCHER, _END = -1, -2  # channels: what the watcher says; nothing more comes
+_DETECTOR, _END = -1, -2  # channels: what the detector says; nothing more comes
 _GLOO = "GLOO_SOCKET_IFNAME"
-_FOREVER = timedelta(days=1000)  # the watcher has the deadlines
+_FOREVER = timedelta(days=1000)  # the detector has the deadlines
 _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
 
@@ -74,9 +74,9 @@ class TorchWire(Wire):
         self._subs = 0
         self._closed = False
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
-        self._watch: Watch | None = None
+        self._detector: Detector | None = None
         if links is not None:
-            self._watch = links.watched(timeout, functools.partial(_call_of, weakref.ref(self)))
+            self._detector = links.watched(timeout, functools.partial(_call_of, weakref.ref(self)))
             # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
             Finalize(self, links.close, exitpriority=0)
 
@@ -102,8 +102,8 @@ class TorchWire(Wire):
 
     def abort(self, reason: str) -> None:
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
-        if self._watch is not None:
-            self._watch.settle(verdict)
+        if self._detector is not None:
+            self._detector.settle(verdict)
         elif not self._closed:
             self._break(verdict, "")
 
@@ -126,7 +126,7 @@ class TorchWire(Wire):
         """Raise what broke the wire, if anything did."""
         if self._closed:
             raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
-        verdict = self._watch.verdict if self._watch is not None else None
+        verdict = self._detector.verdict if self._detector is not None else None
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was{self._call()}" if self.doing else "")
         self._raise()
@@ -171,7 +171,7 @@ class _Posted(Pending):
         if self._done or links is None:
             return self._received
         wire._check()
-        links.watch.begin(self)
+        links.detector.begin(self)
         try:
             for number in range(len(self._received), len(self._recvs)):
                 self._at, (peer, want), key = number, self._recvs[number], self._keys[number]
@@ -184,10 +184,10 @@ class _Posted(Pending):
             raise
         except BaseException as error:
             kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-            links.watch.settle(Verdict(wire.rank, f"rank {wire.rank} was interrupted ({kind})"))
+            links.detector.settle(Verdict(wire.rank, f"rank {wire.rank} was interrupted ({kind})"))
             raise
         finally:
-            links.watch.end()
+            links.detector.end()
         self._done = True
         return self._received
 
@@ -195,7 +195,7 @@ class _Posted(Pending):
         """Wait until something is there that `peer` sees to."""
         until = time.monotonic() + self._wire.timeout + _BEYOND
         with links.changed:
-            while not there() and peer not in links.ended and links.watch.verdict is None:
+            while not there() and peer not in links.ended and links.detector.verdict is None:
                 left = until - time.monotonic()
                 if left <= 0 or links.closing:
                     break
@@ -204,11 +204,11 @@ class _Posted(Pending):
             self._fail(links, "it did not come")
 
     def _fail(self, links: Links, error: str) -> NoReturn:
-        """Raise why a wait failed, after the watcher found out."""
+        """Raise why a wait failed, after the detector found out."""
         wire, what = self._wire, self._what(links)
         if links.closing:
             raise WireError(f"rank {wire.rank}: this wire was closed {what}", rank=wire.rank)
-        wire._break(links.watch.explain(self, error), f" {what}")
+        wire._break(links.detector.explain(self, error), f" {what}")
         wire._raise()
         raise AssertionError("a broken wire raises")
 
@@ -221,7 +221,7 @@ class _Posted(Pending):
         if len(message) > len(place):
             assert self._links is not None
             peer, rank = self.peer(), self._wire.rank
-            self._links.watch.settle(
+            self._links.detector.settle(
                 Verdict(
                     peer,
                     f"rank {peer} sent {len(message)} bytes to rank {rank}, which had posted a "
@@ -260,12 +260,12 @@ class _Posted(Pending):
         else:
             message = self._sends[self._at - len(self._recvs)][1]
             waits = f"was sending {message.nbytes} bytes to rank {peer}"
-        seconds = time.monotonic() - links.watch.since
+        seconds = time.monotonic() - links.detector.since
         return f"while rank {wire.rank} {waits} for {seconds:.2f} s{wire._call()}"
 
 
 class _Side(socket.socket):
-    """The watcher's end of what leads to a peer: what it sends goes out with the messages."""
+    """The detector's end of what leads to a peer: what it sends goes out with the messages."""
 
     says: Callable[[bytes], None]
 
@@ -282,10 +282,10 @@ class Links:
         ended: the peers of which nothing comes any more.
         changed: held while these change, and notified when they did.
         closing: whether `close` was called.
-        watch: names the culprit when something fails.
+        detector: names the culprit when something fails.
     """
 
-    watch: Watch
+    detector: Detector
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         """`group` has the `send` and `recv` of a ProcessGroup, and nobody else uses it."""
@@ -324,12 +324,12 @@ class Links:
         with _listening_where_weft_does(store):
             return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
 
-    def watched(self, timeout: float, call: Callable[[], tuple[int, str]]) -> Watch:
-        """Begin: the watcher of waits that last up to `timeout`, told the call that runs."""
-        self.watch = Watch(self._rank, timeout, self._sides, self.cut, call)
+    def watched(self, timeout: float, call: Callable[[], tuple[int, str]]) -> Detector:
+        """Begin: the detector of waits that last up to `timeout`, told the call that runs."""
+        self.detector = Detector(self._rank, timeout, self._sides, self.cut, call)
         for thread in self._threads:
             thread.start()
-        return self.watch
+        return self.detector
 
     def expect(self, peer: int, channel: int) -> _Key:
         """The key of the message from a peer on a channel that is asked for next."""
@@ -346,7 +346,7 @@ class Links:
         """Say bye to all and let go of everything. Twice is fine."""
         if self.closing or os.getpid() != self._process:
             return  # a forked child: these are its parent's
-        self.watch.close()
+        self.detector.close()
         self.closing = True
         self._tell()
         for outgoing in self._outgoing.values():
@@ -397,7 +397,7 @@ class Links:
                 if channel == _END:
                     self._outgoing[peer].queue.put(None)  # so that its thread ends, too
                     return
-                if channel == _WATCHER:
+                if channel == _DETECTOR:
                     with contextlib.suppress(OSError):  # it has ended, and this is not for it
                         self._ends[peer].sendall(part.numpy().data)
                     continue
@@ -411,7 +411,7 @@ class Links:
 
     @contextlib.contextmanager
     def _until_lost(self, peer: int) -> Iterator[None]:
-        """Tell the watcher, as the end of a file, when the group fails; and who waits, any end."""
+        """Tell the detector, as the end of a file, when the group fails; and who waits, any end."""
         try:
             yield
         except (RuntimeError, OSError):  # torch's, of the group; a socket that `close` has closed
@@ -437,15 +437,15 @@ class _Outgoing:
         self._urgent: deque[bytes] = deque()
 
     def hurry(self, said: bytes) -> None:
-        """Send what the watcher says before all messages."""
+        """Send what the detector says before all messages."""
         self._urgent.append(said)
-        self.queue.put((_WATCHER, _NOTHING, threading.Event()))  # nothing, so that somebody looks
+        self.queue.put((_DETECTOR, _NOTHING, threading.Event()))  # nothing, so that somebody looks
 
     def say(self, send: Callable[[int, Tensor, int], None]) -> None:
         """Send what is urgent."""
         while self._urgent:
             said = bytearray(self._urgent.popleft())
-            send(_WATCHER, torch.frombuffer(said, dtype=torch.uint8), 0)
+            send(_DETECTOR, torch.frombuffer(said, dtype=torch.uint8), 0)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")

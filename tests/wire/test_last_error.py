@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import weft
-from weft.wire import raised
+from weft.wire.failure import last_error
 
 RANK = """
 import sys, time
@@ -132,33 +132,33 @@ def test_all_calls_that_take_a_group_are_here():
 def test_a_wrong_group_is_raised_and_kept_for_who_waits(call):
     with weft.init():
         before = time.monotonic()
-        assert raised.since(before) == ""
+        assert last_error.since(before) == ""
         with pytest.raises(weft.WeftError, match="rank 0: int is no group: pass None, a weft"):
             CALLS[call](group=3)
-        assert raised.since(before).startswith("WeftError: rank 0: int is no group")
-        assert raised.since(time.monotonic()) == ""
+        assert last_error.since(before).startswith("WeftError: rank 0: int is no group")
+        assert last_error.since(time.monotonic()) == ""
 
 
 def test_what_is_kept_is_one_short_line():
     before = time.monotonic()
-    raised.note(ValueError("two\n  lines " + 1000 * "x"))
-    assert raised.since(before).startswith("ValueError: two lines xxx")
-    assert len(raised.since(before)) == 500
-    raised.note(SystemExit(0))
-    assert raised.since(before).startswith("ValueError")
+    last_error.note(ValueError("two\n  lines " + 1000 * "x"))
+    assert last_error.since(before).startswith("ValueError: two lines xxx")
+    assert len(last_error.since(before)) == 500
+    last_error.note(SystemExit(0))
+    assert last_error.since(before).startswith("ValueError")
     try:
         raise OSError("in the way")
     except OSError:
-        assert raised.since(before).startswith("ValueError")
-        assert raised.since(before, handled=True) == "OSError: in the way"
+        assert last_error.since(before).startswith("ValueError")
+        assert last_error.since(before, handled=True) == "OSError: in the way"
 
 
 def test_what_was_raised_at_a_prompt_ended_nothing(monkeypatch):
     before = time.monotonic()
     monkeypatch.setattr(sys, "last_value", KeyError("typo"), raising=False)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    raised.note_uncaught()
-    assert raised.since(before) == ""
+    last_error.note_uncaught()
+    assert last_error.since(before) == ""
     monkeypatch.delattr(sys, "ps1")
-    raised.note_uncaught()
-    assert raised.since(before) == "KeyError: 'typo'"
+    last_error.note_uncaught()
+    assert last_error.since(before) == "KeyError: 'typo'"

@@ -1,4 +1,4 @@
-"""`weft.wire.watch`: one watcher, whose peers are the test."""
+"""`weft.wire.failure.detector`: one watcher, whose peers are the test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from weft.wire import watch as module
-from weft.wire.verdict import Verdict
-from weft.wire.watch import Watch
+from weft.wire.failure import detector as module
+from weft.wire.failure.detector import Detector
+from weft.wire.failure.verdict import Verdict
 
 
 class Wait:
@@ -39,7 +39,7 @@ class Peers:
             stack.callback(self.ends[peer].close)
         self.cuts: list[float] = []
         self.unread = {1: b"", 2: b""}
-        self.watch = Watch(
+        self.watch = Detector(
             0, timeout, mesh, lambda: self.cuts.append(time.monotonic()), lambda: (7, "barrier")
         )
         stack.callback(self.watch.close)
@@ -90,7 +90,7 @@ def test_a_reset_is_a_death(peers):
         near, _ = listener.accept()
         near.setblocking(False)
         with ExitStack() as stack:
-            watch = Watch(0, 20.0, {1: near}, lambda: None, lambda: (0, ""))
+            watch = Detector(0, 20.0, {1: near}, lambda: None, lambda: (0, ""))
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()

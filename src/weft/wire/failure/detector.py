@@ -1,4 +1,4 @@
-"""The watcher: one thread for each wire that notices failures and tells every rank who is to blame.
+"""The failure detector: one thread for each wire, which notices failures and names the culprit.
 
 It sleeps on the side sockets. End-of-file without a "bye" is a death, at once. Nobody sends
 heartbeats: a rank that is paused, or in foreign code, is not suspected as long as nothing is late.
@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any, Protocol
 
-from . import raised
+from . import last_error
 from .verdict import Place, Verdict, judge, left
 
-__all__ = ["Wait", "Watch"]
+__all__ = ["Detector", "Wait"]
 
 _ANSWER = 0.7  # seconds that ranks get to say where they are
 _LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
@@ -39,7 +39,7 @@ _LONGEST = 1 << 16  # bytes of a message between watchers
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 _log = logging.getLogger("weft")
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_made: weakref.WeakSet[Detector] = weakref.WeakSet()
 
 
 class Wait(Protocol):
@@ -49,7 +49,7 @@ class Wait(Protocol):
         """The rank that is waited for."""
 
 
-class Watch:
+class Detector:
     """What one rank knows of the others on one wire.
 
     Attributes:
@@ -99,7 +99,7 @@ class Watch:
         for peer, sock in self._mesh.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._run, name=f"weft watch {rank}", daemon=True)
-        _watches.add(self)
+        _made.add(self)
         self._thread.start()
 
     def begin(self, wait: Wait) -> None:
@@ -153,7 +153,7 @@ class Watch:
                 return
             self._closed = True
             if self.verdict is None:
-                why = raised.since(self.since, handled=True)
+                why = last_error.since(self.since, handled=True)
                 for peer in list(self._mesh):
                     self._send(peer, {"bye": why})
             self._rouse()  # before the thread, which may be awake, has closed what that takes
@@ -280,7 +280,7 @@ class Watch:
         waiting, since = self.waiting, self.since
         awaits = None if waiting is None else waiting.peer()
         outside = waiting is None and not doing
-        told = raised.since(since) if outside else ""
+        told = last_error.since(since) if outside else ""
         return Place(calls, doing, awaits, time.monotonic() - since, told)
 
     def _on_wake(self) -> None:
@@ -340,8 +340,8 @@ class _Inquiry:
 
 
 def _after_fork() -> None:
-    for watch in list(_watches):
-        watch._abandon()
+    for detector in list(_made):
+        detector._abandon()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,245 @@
+"""Memory that ranks of one host share: a segment of each rank, which its peers map to read.
+
+A segment is a file in memory without a name (memfd), of its full size from the start: pages that
+were never touched cost nothing. It is sealed against shrinking and growing, so nobody's read can
+fail. Its descriptor goes to each peer once, over the Unix socket that connects the two; peers map
+it read-only. Workspaces that messages are sent from lie in it (`Pool.lease`), and messages that lie
+elsewhere are copied into it. A message is then an offset and a length on the socket.
+
+The segment holds no flags and needs no fences: a rank reads there only what a frame on the socket
+has announced, and the owner writes there again only after a frame has acknowledged it; the system
+calls that carry the frames order memory. When a process dies, the kernel frees what it had.
+
+Where there is no memfd (macOS), or no memory for one, ranks of a host send over their sockets.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROOM", "Peer", "Segment", "copy", "exchange"]
+
+ROOM = 1 << 30
+"""Bytes of a segment, where the machine has eight times as much."""
+
+_QUIET = 64  # times that all memory was given back, after which pages not used are let go
+_HELLO = struct.Struct("<Q")  # bytes of the segment whose descriptor comes along, or 0
+_SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW
+
+
+class Segment:
+    """The memory of this rank that its peers map, and who has which part of it.
+
+    Any thread may allocate and free. Memory is taken where it lies lowest, since what was used last
+    is cheapest to touch.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map a file in memory, and own its descriptor.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        self.fd, self.nbytes = fd, nbytes
+        self.memory = _mapped(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._address = self.memory.data_ptr()
+        self._lock = threading.Lock()
+        self._free = [(0, nbytes)]  # first byte and end of each part, ascending
+        self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
+        self._touched = self._peak = self._quiet = 0  # ends: of pages in use, of late; how often
+        self._process = os.getpid()
+
+    @classmethod
+    def make(cls, nbytes: int | None = None) -> Segment | None:
+        """A segment; None where there is no memory for one, or none that can be shared."""
+        if not sys.platform.startswith("linux"):
+            return None
+        import fcntl  # not on Windows
+
+        room = nbytes or min(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+        fd = -1
+        try:
+            fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.truncate(fd, room)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, room)
+        except OSError:  # forbidden, or a limit on files, addresses or their sizes
+            if fd >= 0:
+                os.close(fd)
+            return None
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of memory that nobody else has, at the start of a page; None: it is full."""
+        size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        if self.fd < 0 or os.getpid() != self._process:
+            return None
+        with self._lock:
+            for at, (start, end) in enumerate(self._free):
+                if end - start >= size:
+                    if end - start == size:
+                        del self._free[at]
+                    else:
+                        self._free[at] = (start + size, end)
+                    self._taken[start] = size
+                    self._peak = max(self._peak, start + size)
+                    return start
+        return None
+
+    def free(self, offset: int) -> None:
+        """Give memory back that was allocated."""
+        with self._lock:
+            start, end = offset, offset + self._taken.pop(offset)
+            at = bisect.bisect(self._free, (start, end))
+            if at < len(self._free) and self._free[at][0] == end:
+                end = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == start:
+                at -= 1
+                start = self._free.pop(at)[0]
+            self._free.insert(at, (start, end))
+            if not self._taken:
+                self._rest()
+
+    def _rest(self) -> None:
+        """All memory was given back: let go of pages that were not used for a while."""
+        self._touched = max(self._touched, self._peak)
+        self._quiet = self._quiet + 1 if 2 * self._peak < self._touched else 0
+        if self._quiet >= _QUIET:
+            self._let_go(self._peak)
+        self._peak = 0
+
+    def drain(self) -> None:
+        """Let go of all pages behind the last that is in use."""
+        with self._lock:
+            self._touched = max(self._touched, self._peak)
+            self._let_go(max((at + size for at, size in self._taken.items()), default=0))
+
+    def _let_go(self, start: int) -> None:
+        if start < self._touched and os.getpid() == self._process:
+            address, size = self._address + start, self._touched - start
+            _c().madvise(address, size, mmap.MADV_REMOVE)  # where not, they stay
+        self._touched, self._quiet = start, 0
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where a tensor lies in here; None: elsewhere."""
+        offset = tensor.data_ptr() - self._address
+        return offset if offset >= 0 and offset + tensor.nbytes <= self.nbytes else None
+
+    def stage(self, tensor: Tensor) -> int | None:
+        """The offset of a copy of a contiguous tensor; None: there is no room for it."""
+        offset = self.allocate(tensor.nbytes)
+        if offset is not None:
+            copy(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+        return offset
+
+    def close(self) -> None:
+        """Give no memory any more. What is in use stays mapped as long as somebody holds it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Peer:
+    """The segment of a peer, mapped here to be read.
+
+    Attributes:
+        memory: uint8, 1-D; whoever writes to it crashes.
+        nbytes: of it.
+        address: where it lies here.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map it.
+
+        Raises:
+            OSError: it cannot be mapped, or its owner could take its pages away.
+        """
+        import fcntl
+
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or os.fstat(fd).st_size != nbytes:
+            raise OSError(f"a descriptor came that is no sealed segment of {nbytes} bytes")
+        self.memory = _mapped(fd, nbytes, mmap.PROT_READ)
+        self.nbytes, self.address = nbytes, self.memory.data_ptr()
+
+
+def _mapped(fd: int, nbytes: int, protection: int) -> Tensor:
+    """A file in memory, mapped until nobody holds a view of it; without a descriptor of its own.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    address = _c().mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    pages = (ctypes.c_char * nbytes).from_address(address)
+    # not with the tensor: a view of it holds only the pages
+    weakref.finalize(pages, _c().munmap, address, nbytes).atexit = False
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+@functools.cache
+def _c() -> ctypes.CDLL:
+    """The C library: Python's own mmap keeps an open file for each mapping."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *numbers]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes between two addresses; other threads go on meanwhile."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def exchange(
+    segment: Segment | None, sockets: Mapping[int, socket.socket]
+) -> tuple[dict[int, Peer], set[int]]:
+    """Show the peers at these Unix sockets one's segment, and map theirs; they do the same.
+
+    Args:
+        segment: this rank's, or None.
+        sockets: by peer; blocking, with a timeout.
+
+    Returns:
+        The segments of peers that were mapped here, and the peers that have mapped this rank's.
+
+    Raises:
+        OSError: a peer went away, or said nothing in time.
+    """
+    hello = _HELLO.pack(0 if segment is None else segment.nbytes)
+    for sock in sockets.values():
+        socket.send_fds(sock, [hello], [] if segment is None else [segment.fd])
+    seen: dict[int, Peer] = {}
+    for peer, sock in sockets.items():
+        said, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if len(said) < _HELLO.size:
+                raise ConnectionError(f"rank {peer} went away while it was connected to")
+            if fds:
+                seen[peer] = Peer(fds[0], *_HELLO.unpack(said))
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectionError):
+                raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        sock.sendall(bytes([peer in seen]))
+    seen_by = {peer for peer, sock in sockets.items() if sock.recv(1) == b"\1"}
+    return seen, seen_by

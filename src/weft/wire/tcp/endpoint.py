@@ -1,0 +1,459 @@
+"""How a rank is joined to all others: it listens, tells where at a store, and connects.
+
+A rank listens on a port that it opens for this, connects to the ranks below it and accepts those
+above; both ends know a token of the listener's, so strangers are turned away. Two ranks have two
+sockets: one for messages, one for the failure detector. Between ranks of one host these are Unix
+sockets, if they can be: a rank listens on one, too, under a name made of its token, which is no
+file; where nobody is found under that name, the connection is TCP. Over a Unix socket ranks show
+each other their segments (`wire.shm`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hmac import compare_digest
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import WeftError
+from .. import shm
+from ..failure.detector import Detector
+from ..failure.verdict import names
+from ..hosts import digest_of, host_name
+from ..interface import own_address
+from .engine import Engine
+
+try:
+    import resource
+except ImportError:  # Windows: sockets are no files there
+    resource = None  # type: ignore[assignment]  # the module, or that there is none
+
+__all__ = ["AbsentError", "Connections", "Endpoint", "Listener", "make_room"]
+
+_LANES = ("messages", "side")
+_TOKEN = 16  # bytes
+_PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
+_AGAIN = 0.1  # seconds after which to try again
+_PATIENCE = 5.0  # seconds that others get to read at the store why no wire is made
+_NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
+_WHO = struct.Struct("!II")  # rank, lane
+_BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
+_OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
+_SPARE = 128  # that the rest of the program may want, where the hard limit allows
+_UNKNOWN = 32  # open ones, where nobody says
+
+_log = logging.getLogger("weft")
+_made: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+class AbsentError(TimeoutError):
+    """Some ranks were not there when others connected.
+
+    Attributes:
+        ranks: those, in order.
+    """
+
+    def __init__(self, ranks: Sequence[int], what: str) -> None:
+        super().__init__(f"{names(ranks)} {what}")
+        self.ranks = list(ranks)
+
+
+class Connections:
+    """What joins one rank to all others, whatever its messages pass through.
+
+    Attributes:
+        engine: moves the messages; `Engine`, or what has its face.
+        side: the side socket to each peer, for the failure detector.
+        detector: that, once there is one.
+    """
+
+    def __init__(self, engine: Any, side: Mapping[int, socket.socket]) -> None:
+        self.engine, self.side = engine, side
+        self.detector: Detector | None = None
+        self._process = os.getpid()
+        _made.add(self)
+
+    @classmethod
+    def make(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Connections:
+        """Connect to all; collective.
+
+        Raises:
+            WeftError: some rank may not open as many files; the same on every rank.
+            RuntimeError: from the store.
+            OSError: from the sockets.
+        """
+        deadline = time.monotonic() + timeout
+        if trouble := make_room(len(_LANES) * (size - 1)):
+            _met(store, rank, size, {"trouble": trouble}, deadline)
+        host = digest_of(host_name()).hex()
+        with Listener(own_address(store), len(_LANES) * size, host) as listener:
+            said = {"endpoint": listener.endpoint.said()}
+            met = _met(store, rank, size, said, deadline)
+            peers = {peer: Endpoint.heard(words["endpoint"]) for peer, words in met.items()}
+            lanes = listener.connect(rank, peers, _LANES, deadline)
+        sockets, side = lanes["messages"], lanes["side"]
+        try:
+            engine = _engine(sockets, max(deadline - time.monotonic(), _AGAIN))
+        except BaseException:
+            for sock in (*sockets.values(), *side.values()):
+                sock.close()
+            raise
+        for sock in side.values():
+            sock.setblocking(False)
+        return cls(engine, side)
+
+    def cut(self) -> None:
+        """End all waits with an error, here and at the peers'; any thread may call it."""
+        self.engine.cut()
+
+    def drop(self) -> None:
+        """Let go of what moves the messages."""
+        self.engine.close()
+
+    def close(self) -> None:
+        """Say bye to all and let go of everything. Twice is fine."""
+        if os.getpid() != self._process:
+            return  # a forked child: these are its parent's
+        if self.detector is not None:
+            self.detector.close()
+        self.drop()
+
+    def abandon(self) -> None:
+        """Close the sockets in a forked child, so that an end here is seen by the peers."""
+        self.engine.abandon()
+
+
+def _engine(sockets: Mapping[int, socket.socket], timeout: float) -> Engine:
+    """The engine for connected sockets, after ranks of one host have shown their segments."""
+    near = {peer: sock for peer, sock in sockets.items() if _is_unix(sock)}
+    segment = shm.Segment.make() if near else None
+    for sock in near.values():
+        sock.settimeout(timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+    return Engine(sockets, segment, *shm.exchange(segment, near))
+
+
+def _met(
+    store: dist.Store, rank: int, size: int, said: dict[str, Any], deadline: float
+) -> dict[int, dict[str, Any]]:
+    """What each other rank says at the store, told what this one does; collective.
+
+    Raises:
+        WeftError: of some rank it is what is in the way; the first one's, on every rank.
+        AbsentError: some rank said nothing in time.
+        RuntimeError: from the store.
+    """
+    store.set(f"{rank}", json.dumps(said))
+    peers = [peer for peer in range(size) if peer != rank]
+    left = max(deadline - time.monotonic(), 0.001)
+    try:
+        store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
+    except RuntimeError:
+        if late := [peer for peer in peers if not store.check([f"{peer}"])]:
+            raise AbsentError(late, "came, and then did not say where to connect") from None
+        raise
+    found: dict[int, dict[str, Any]] = {peer: json.loads(store.get(f"{peer}")) for peer in peers}
+    for one, words in sorted((found | {rank: said}).items()):
+        if "trouble" in words:
+            # the store may end with the program that is about to be told: not before all have read
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{rank} read", "")
+                store.wait([f"{peer} read" for peer in peers], timedelta(seconds=_PATIENCE))
+            raise WeftError(f"rank {one}: {words['trouble']}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a rank listens: its numeric address, its port, its token, and its host's name."""
+
+    address: str
+    port: int
+    token: bytes
+    host: str = ""
+
+    def said(self) -> list[Any]:
+        """As it is told."""
+        return [self.address, self.port, self.token.hex(), self.host]
+
+    @classmethod
+    def heard(cls, said: Sequence[Any]) -> Endpoint:
+        """From what was told."""
+        address, port, token, host = said
+        return cls(address, port, bytes.fromhex(token), host)
+
+
+class Listener:
+    """Where the sockets of one rank are made; use it as a context manager.
+
+    Attributes:
+        endpoint: where the others connect, and what they must know.
+    """
+
+    def __init__(self, address: str, backlog: int, host: str = "") -> None:
+        """Listen on a numeric address, on a port of one's own.
+
+        Args:
+            address: of this machine.
+            backlog: connections that may wait to be accepted.
+            host: the name of this host; ranks with equal names try Unix sockets.
+
+        Raises:
+            OSError: the address is not this machine's.
+        """
+        family, *_, name = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        self._scope: tuple[Any, ...] = name[2:]  # of IPv6: an interface of this machine
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock.bind(name)
+            self._sock.listen(backlog)
+        except BaseException:
+            self._sock.close()
+            raise
+        port = self._sock.getsockname()[1]
+        self.endpoint = Endpoint(address.partition("%")[0], port, os.urandom(_TOKEN), host)
+
+        def listen(sock: socket.socket) -> None:
+            sock.bind(_name_of(self.endpoint.token))
+            sock.listen(backlog)
+
+        self._unix = _unix(listen) if host else None  # where not, they come by TCP, as all others
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+        if self._unix is not None:
+            self._unix.close()
+
+    def connect(
+        self, rank: int, peers: Mapping[int, Endpoint], lanes: Sequence[str], deadline: float
+    ) -> dict[str, dict[int, socket.socket]]:
+        """A socket to each peer on each lane: to lower ranks made here, from higher ones accepted.
+
+        Args:
+            rank: this rank.
+            peers: where each other rank listens.
+            lanes: their names, the same on every rank.
+            deadline: as `time.monotonic` tells it.
+
+        Returns:
+            The sockets by lane and peer.
+
+        Raises:
+            AbsentError: somebody could not be reached, or did not come in time.
+            OSError: the connection to somebody broke.
+        """
+        made: dict[tuple[int, int], socket.socket] = {}
+        try:
+            for peer, endpoint in peers.items():
+                for lane in range(len(lanes) if peer < rank else 0):
+                    unix = endpoint.host == self.endpoint.host != ""
+                    sock = _connected(endpoint, deadline) if unix else None
+                    made[peer, lane] = sock or self._connect(peer, endpoint, deadline)
+                    made[peer, lane].sendall(endpoint.token + _WHO.pack(rank, lane))
+            above = {(peer, lane) for peer in peers if peer > rank for lane in range(len(lanes))}
+            self._accept(made, above, deadline)
+        except BaseException:
+            for sock in made.values():
+                sock.close()
+            raise
+        for sock in made.values():
+            if not _is_unix(sock):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        by_lane = enumerate(lanes)
+        return {name: {peer: made[peer, lane] for peer in peers} for lane, name in by_lane}
+
+    def _connect(self, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
+        while True:
+            try:
+                return self._connect_once(endpoint, _remaining(deadline))
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    why = error.strerror or str(error)
+                    where = f"{endpoint.address} port {endpoint.port}"
+                    raise AbsentError([peer], f"cannot be reached at {where} ({why})") from error
+                time.sleep(_AGAIN)
+
+    def _connect_once(self, endpoint: Endpoint, timeout: float) -> socket.socket:
+        family, *_, name = socket.getaddrinfo(
+            endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        if family == socket.AF_INET6 and self._scope:
+            name = (*name[:2], *self._scope)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(name)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _accept(
+        self,
+        made: dict[tuple[int, int], socket.socket],
+        missing: set[tuple[int, int]],
+        deadline: float,
+    ) -> None:
+        """Take in those that know the token; strangers are turned away and hold nobody up."""
+        guests: dict[socket.socket, bytes] = {}  # who was let in, and said so much
+        listening = [self._sock] if self._unix is None else [self._sock, self._unix]
+        with selectors.DefaultSelector() as selector:
+            for each in listening:
+                each.setblocking(False)
+                selector.register(each, selectors.EVENT_READ)
+            try:
+                while missing:
+                    ready = selector.select(max(0.0, deadline - time.monotonic()))
+                    if not ready:
+                        late = sorted({peer for peer, _ in missing})
+                        raise AbsentError(late, "did not connect")
+                    for sock in [key.fileobj for key, _ in ready]:
+                        assert isinstance(sock, socket.socket)
+                        if sock in listening:
+                            new, _ = sock.accept()
+                            new.setblocking(False)
+                            guests[new] = b""
+                            selector.register(new, selectors.EVENT_READ)
+                            continue
+                        more = _heard(sock, _TOKEN + _WHO.size - len(guests[sock]))
+                        guests[sock] += more
+                        if more and len(guests[sock]) < _TOKEN + _WHO.size:
+                            continue
+                        selector.unregister(sock)
+                        who = self._who(guests.pop(sock))
+                        if who in missing:
+                            made[who] = sock
+                            missing.discard(who)
+                        else:
+                            sock.close()
+            finally:
+                for guest in guests:
+                    guest.close()
+
+    def _who(self, said: bytes) -> tuple[int, int]:
+        """The rank that introduced itself and its lane, or what is nobody."""
+        if len(said) < _TOKEN + _WHO.size:
+            return -1, -1
+        if not compare_digest(said[:_TOKEN], self.endpoint.token):
+            return -1, -1
+        rank, lane = _WHO.unpack(said[_TOKEN:])
+        return rank, lane
+
+
+def _heard(sock: socket.socket, missing: int) -> bytes:
+    try:
+        return sock.recv(missing)
+    except OSError:  # the other end is gone
+        return b""
+
+
+def _connected(endpoint: Endpoint, deadline: float) -> socket.socket | None:
+    """A Unix socket to a rank that is found here; None if it is not."""
+
+    def connect(sock: socket.socket) -> None:
+        sock.settimeout(_remaining(deadline))
+        sock.connect(_name_of(endpoint.token))
+
+    return _unix(connect)
+
+
+def _unix(begin: Callable[[socket.socket], None]) -> socket.socket | None:
+    """A Unix socket that could begin so; None if it could not, or there are none with names."""
+    if not _NAMES:
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        begin(sock)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def _is_unix(sock: socket.socket) -> bool:
+    return _NAMES and sock.family == socket.AF_UNIX
+
+
+def _name_of(token: bytes) -> str:
+    """Where the rank with that token listens for those beside it; everybody may see the name."""
+    return f"\0weft-{hashlib.blake2b(token, digest_size=16).hexdigest()}"
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("no time was left to connect")
+    return remaining
+
+
+def make_room(connections: int) -> str | None:
+    """See that so many more connections may be opened; what is in the way, or None.
+
+    A process may have only so many files open: 1,024 on most machines, which is about 330 peers.
+    That is the soft limit, which a process may raise by itself up to its hard limit. It is raised
+    for the whole process and stays so.
+    """
+    if resource is None:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = _opened()
+    needed = opened + connections + _OWN
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return None
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        return (
+            f"{connections} connections need {needed} open files with the {opened} that are open, "
+            f"and the hard limit is {hard}: raise it (ulimit -Hn {needed + _SPARE}, or LimitNOFILE "
+            "of the service that starts the ranks)"
+        )
+    wanted = needed + _SPARE
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError) as error:  # macOS has a limit above the hard one's infinity
+        return (
+            f"{connections} connections need {needed} open files with the {opened} that are open, "
+            f"and the limit of {soft} cannot be raised ({error}): start with ulimit -n {wanted}"
+        )
+    _log.info("the limit of open files is %d now, it was %d", allowed, soft)
+    return None
+
+
+def _opened() -> int:
+    """Files that this process has open."""
+    for listing in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return len(os.listdir(listing))
+        except OSError:
+            continue
+    return _UNKNOWN
+
+
+def _after_fork() -> None:
+    for connections in list(_made):
+        connections.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,201 @@
+"""`weft.wire.shm`: segments give memory, and messages through them arrive whole."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import random
+import socket
+import threading
+
+import pytest
+import torch
+
+from weft.testing import run
+from weft.wire import shm
+from weft.wire.shm import Segment, exchange
+
+PAGE = mmap.PAGESIZE
+
+pytestmark = pytest.mark.skipif(Segment.make(PAGE) is None, reason="memfd_create is refused here")
+
+
+@pytest.fixture
+def segment():
+    made = Segment.make(64 * PAGE)
+    yield made
+    made.close()
+
+
+def test_memory_that_is_in_use_is_never_given_twice(segment):
+    generator, held = random.Random(3), {}
+    for step in range(2000):
+        if held and generator.random() < 0.5:
+            offset = generator.choice(list(held))
+            nbytes = held.pop(offset)
+            assert set(segment.memory[offset : offset + nbytes].tolist()) == {offset % 251}
+            segment.free(offset)
+            continue
+        nbytes = generator.randrange(1, 9 * PAGE)
+        offset = segment.allocate(nbytes)
+        if offset is None:
+            assert sum(-(-each // PAGE) for each in held.values()) + 9 > 64 // 4, step
+            continue
+        assert offset % PAGE == 0 and offset + nbytes <= segment.nbytes
+        segment.memory[offset : offset + nbytes] = offset % 251
+        held[offset] = nbytes
+    for offset in held:
+        segment.free(offset)
+    assert segment.allocate(64 * PAGE) == 0  # all of it is one piece again
+    assert segment.allocate(1) is None
+
+
+def test_pages_that_are_not_used_for_a_while_go_back(segment):
+    def blocks():
+        return os.fstat(segment.fd).st_blocks * 512
+
+    large = segment.allocate(60 * PAGE)
+    segment.memory[large : large + 60 * PAGE] = 1
+    segment.free(large)
+    assert blocks() >= 60 * PAGE
+    for _ in range(100):
+        small = segment.allocate(2 * PAGE)
+        segment.memory[small : small + 2 * PAGE] = 1
+        segment.free(small)
+    assert blocks() <= 4 * PAGE
+    kept = segment.allocate(PAGE)
+    segment.memory[kept] = 7
+    segment.drain()
+    assert blocks() <= PAGE and segment.memory[kept] == 7
+
+
+def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
+    offset = segment.stage(torch.arange(100))
+    segment.close()
+    assert segment.allocate(1) is None
+    assert segment.memory[offset : offset + 800].view(torch.int64).tolist() == list(range(100))
+
+
+def shown(segments, descriptors=None):
+    """What two ranks see of each other's segments after they were exchanged."""
+    sockets, found = socket.socketpair(), [None, None]
+    for sock in sockets:
+        sock.settimeout(10.0)
+
+    def show(rank):
+        found[rank] = exchange(segments[rank], {1 - rank: sockets[rank]})
+
+    threads = [threading.Thread(target=show, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for sock in sockets:
+        sock.close()
+    return found
+
+
+def test_ranks_see_what_others_write(segment):
+    (seen, seen_by), (none, others) = shown([None, segment])
+    assert (seen_by, none, others) == (set(), {}, {0})
+    offset = segment.stage(torch.arange(5))
+    assert seen[1].memory[offset : offset + 40].view(torch.int64).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_segment_that_could_be_cut_off_is_refused(segment):
+    class Loose:
+        nbytes = 4 * PAGE
+        fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    os.truncate(Loose.fd, Loose.nbytes)
+    (seen, _), (_, seen_by) = shown([segment, Loose])
+    assert seen == {} and seen_by == set()
+    fcntl.fcntl(Loose.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    (seen, _), _ = shown([segment, Loose])
+    assert list(seen) == [1]
+    os.close(Loose.fd)
+
+
+SIZES = (0, 1, 65_535, 65_536, 65_537, 131_072, 131_073, 1_000_003)
+
+
+def content(rank, peer, nbytes):
+    return torch.arange(nbytes, dtype=torch.int64).add(17 * rank + 3 * peer).to(torch.uint8)
+
+
+def every_way(wire):
+    """Of all sizes, from leased memory and from private, into tensors and anywhere."""
+    for nbytes in SIZES:
+        for leased in (False, True):
+            for anywhere in (False, True):
+                lease = wire.lease(nbytes * wire.size)
+                mine = [content(wire.rank, peer, nbytes) for peer in range(wire.size)]
+                if leased:
+                    for peer, memory in enumerate(lease.tensor.view(wire.size, nbytes)):
+                        mine[peer] = memory.copy_(mine[peer])
+                sends = [(peer, mine[peer]) for peer in wire.peers]
+                recvs = [
+                    (peer, nbytes + 9 if anywhere else torch.empty(nbytes, dtype=torch.uint8))
+                    for peer in wire.peers
+                ]
+                pending = wire.post(sends, recvs)
+                got = pending.wait()
+                lease.release()
+                for peer, each in zip(wire.peers, got, strict=True):
+                    right = content(peer, wire.rank, nbytes)
+                    assert torch.equal(each[:nbytes], right), (nbytes, leased, anywhere)
+                pending.release()
+
+
+@pytest.mark.parametrize("room", [None, 4 * PAGE, 40 * PAGE])
+def test_messages_arrive_whatever_room_there_is(room):
+    run(3, with_room, room, on="processes")
+
+
+def with_room(wire, room):
+    if room is None:
+        every_way(wire)
+        return
+    make = Segment.make
+    shm.Segment.make = classmethod(lambda cls: make(room))
+    part = wire.sub(range(wire.size))
+    shm.Segment.make = make
+    every_way(part)
+    part.close()
+
+
+def late(wire):
+    """What is not asked for yet waits, and its sender may change it meanwhile."""
+    peer, count = 1 - wire.rank, 300_000
+    for channel in (0, 1):
+        mine = torch.full((count,), 10 * channel + wire.rank, dtype=torch.uint8)
+        wire.post([(peer, mine)], channel=channel).wait()
+        mine.fill_(99)
+    for channel in (1, 0):
+        pending = wire.post((), [(peer, count)], channel)
+        assert set(pending.wait()[0].tolist()) == {10 * channel + peer}
+        pending.release()
+
+
+def test_what_is_not_asked_for_yet_waits():
+    run(2, late, on="processes")
+
+
+def same_to_all(wire):
+    """A tensor that goes to several is copied once, and its copy makes room for the next."""
+    wire.memory.drain()
+    nbytes, descriptor = 5 << 20, wire.memory.segment.fd  # more than is acknowledged late
+    mine = torch.full((nbytes,), wire.rank, dtype=torch.uint8)
+    for _ in range(10):
+        pending = wire.post(
+            [(peer, mine) for peer in wire.peers], [(peer, nbytes) for peer in wire.peers]
+        )
+        assert [int(each[-1]) for each in pending.wait()] == wire.peers
+        pending.release()
+        wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+    assert os.fstat(descriptor).st_blocks * 512 == nbytes
+
+
+def test_a_tensor_for_several_is_copied_once():
+    run(3, same_to_all, on="processes")
