@@ -10,7 +10,7 @@ import weft
 from weft.backend import collectives
 from weft.testing import spmd
 
-SIZES = (0, 1, 5000)  # elements, of which the last do not travel in the opening exchange
+SIZES = (0, 1, 5000)  # elements
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
 
 
@@ -86,7 +86,7 @@ def in_chunks(wire):
 
 @spmd(2, 3, 5, 17, on=["threads"])
 def test_one_rank_gives_or_takes(wire):
-    """At 17 ranks the opening exchange is not direct, and nothing can travel in it."""
+    """At 17 ranks the opening exchange is not direct."""
     root, everyone = wire.size - 1, range(wire.size)
     for count in SIZES:
         for dtype in DTYPES:

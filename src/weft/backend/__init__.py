@@ -14,7 +14,7 @@ import torch.distributed as dist
 __all__ = ["MPI", "WEFT", "register"]
 
 WEFT = "weft"
-"""gloo's collectives, with sparse and uneven ones served by weft."""
+"""All collectives over a wire of weft's, sparse and uneven ones too; messages over gloo."""
 
 MPI = "weft_mpi"
 """All collectives over MPI. Not "mpi": init_process_group has that name for its own, built in."""

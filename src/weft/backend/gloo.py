@@ -1,9 +1,8 @@
-"""Backend "weft": gloo's collectives, with those served by weft that gloo lacks or is slow at.
+"""Backend "weft": every collective over a wire of weft's, messages over gloo.
 
-Dense and sparse `all_reduce`, `all_gather` into a list (of equal sizes or not) and `reduce_scatter`
-of a list go over weft's wire for the group. So a call gives the same everywhere, also of what gloo
-does not take (int16), or rounds at every hop (halves). All else goes to the gloo group inside.
-Which of the two serves a call depends on the kind of call, never on one rank's sizes.
+So a collective gives the same everywhere, on tensors of every dtype, sparse and uneven ones too,
+and its errors are the same on every rank. `send` and `recv` go to a gloo group inside, which also
+receives from whoever sends.
 """
 
 from __future__ import annotations
@@ -21,26 +20,11 @@ from .. import kernels
 from ..sparse.queued import QueuedCall, run_queued
 from ..sparse.request import Request
 from ..wire.base import Wire
-from . import collectives
-from .arguments import listed, nested, op_of
-from .group import PythonGroup
+from .group import PythonGroup, op_of
 from .space import unused
-from .work import Ended, Queued, Several, started
+from .work import Collective, started
 
 __all__ = ["WeftGroup", "sparse_all_reduce"]
-
-
-def _through(name: str) -> Callable[..., Any]:
-    """A method that gloo serves.
-
-    C++ could find gloo by itself, but would keep the GIL while it starts the call, and gloo's
-    threads take it with the lock held that starting needs: a deadlock, now and then.
-    """
-
-    def method(group: WeftGroup, *args: Any, **options: Any) -> Any:
-        return getattr(group._gloo, name)(*args, **options)
-
-    return method
 
 
 class WeftGroup(PythonGroup):
@@ -62,59 +46,21 @@ class WeftGroup(PythonGroup):
     def getBackendName(self) -> str:  # C++ asks by this name
         return "weft"
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        given = listed(tensors)
-        if all(tensor.layout == torch.strided for tensor in given):
-            return self._dense_all_reduce(given, opts)
-        return sparse_all_reduce(self.wire, given, opts)
+    # C++ could find gloo by itself, but would keep the GIL while it starts the call, and gloo's
+    # threads take it with the lock held that starting needs: a deadlock, now and then.
 
-    def _dense_all_reduce(self, given: list[Tensor], opts: Any) -> Any:
-        job = functools.partial(collectives.all_reduce, self.wire, given, op_of(opts))
-        return started(self.wire, "all_reduce", job, opts)
+    def send(self, *args: Any) -> Any:
+        return self._gloo.send(*args)
 
-    def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        wire, mine, places = self.wire, listed(ins)[0], nested(outs)[0]
-        return started(wire, "all_gather", lambda: collectives.all_gather(wire, places, mine), opts)
-
-    def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        wire, out, pieces, op = self.wire, listed(outs)[0], nested(ins)[0], op_of(opts)
-        return started(
-            wire,
-            "reduce_scatter",
-            lambda: collectives.reduce_scatter(wire, out, pieces, op),
-            opts,
-        )
-
-    # All that C++ asks a Python group for; the rest does not pass through Python.
-
-    all_to_all_single = _through("alltoall_base")
-    allreduce_coalesced = _through("allreduce_coalesced")
-    barrier = _through("barrier")
-    broadcast = _through("broadcast")
-    recv = _through("recv")
-    send = _through("send")
-
-    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        pairs, passed = zip(listed(outs), listed(ins), strict=True), [] if opts is None else [opts]
-        return Several([self._gloo._allgather_base(*pair, *passed) for pair in pairs], listed(outs))
-
-    def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        pairs, passed = zip(listed(outs), listed(ins), strict=True), [] if opts is None else [opts]
-        return Several(
-            [self._gloo._reduce_scatter_base(*pair, *passed) for pair in pairs], listed(outs)
-        )
-
-    # the names before torch 2.13
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def recv(self, *args: Any) -> Any:
+        return self._gloo.recv(*args)
 
     def shutdown(self) -> None:
         super().shutdown()
         self._gloo.shutdown()
 
 
-def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Queued:
+def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Collective:
     """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result.
 
     Calls that wait for their turn together, as those of DistributedDataParallel do, are served as
@@ -131,7 +77,7 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Ended | Q
     blocks = not getattr(opts, "asyncOp", True)
     calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]
 
-    def start(served: Callable[[], None], leave: bool) -> Ended | Queued:
+    def start(served: Callable[[], None], leave: bool) -> Collective:
         def job() -> list[Tensor]:
             served()
             for tensor, call in zip(tensors, calls, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..wire.base import Pending, Wire
 from ..wire.worker import Work
 
-__all__ = ["Ended", "Posted", "Queued", "Several", "started"]
+__all__ = ["Collective", "Posted", "started"]
 
 
 def started(
@@ -27,7 +27,7 @@ def started(
     options: Any,
     *,
     leave: bool = False,
-) -> Ended | Queued:
+) -> Collective:
     """Run a collective on a wire when its turn has come.
 
     A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself, which
@@ -37,47 +37,16 @@ def started(
         Exception: whatever the job raises, if the caller runs it.
     """
     if getattr(options, "asyncOp", True):
-        return Queued(wire.worker.submit(name, job, leave=leave))
-    return Ended(wire.worker.call(name, job))
+        return Collective(wire.worker.submit(name, job, leave=leave))
+    return Collective(None, wire.worker.call(name, job))
 
 
-class Ended(dist.Work):
-    """A collective that is done."""
+class Collective(dist.Work):
+    """A collective in the queue of a wire's worker, or one that is done: then `work` is None."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, work: Work[list[Tensor]] | None, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class Queued(dist.Work):
-    """A collective in the queue of a wire's worker."""
-
-    def __init__(self, work: Work[list[Tensor]]) -> None:
-        super().__init__()
-        self._work = work
+        self._work, self._tensors = work, list(tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it has ended; no time is torch's word for no limit of one's own.
@@ -86,52 +55,31 @@ class Queued(dist.Work):
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
             Exception: whatever the collective raised.
         """
-        self._work.wait(timeout if timeout > timedelta(0) else None)
+        if self._work is not None:
+            self._work.wait(timeout if timeout > timedelta(0) else None)
         return True
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def is_success(self) -> bool:
-        return self._work.is_completed() and self._work.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self._work.exception()
+        return None if self._work is None else self._work.exception()
 
     def synchronize(self) -> None:
         self.wait()
 
     def result(self) -> list[Tensor]:
-        return self._work.result()
+        return self._tensors if self._work is None else self._work.result()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._work.get_future()
-
-
-class Several(dist.Work):
-    """Works of another backend, waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work], tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._works, self._tensors = works, tensors
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them.
-
-        Raises:
-            RuntimeError: what the backend raises.
-        """
-        return all(work.wait(timeout) for work in self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda _: self._tensors)
+        if self._work is not None:
+            return self._work.get_future()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 class Posted(dist.Work):
@@ -163,8 +111,7 @@ class Posted(dist.Work):
     def is_completed(self) -> bool:
         return self._done
 
-    def is_success(self) -> bool:
-        return self._done
+    is_success = is_completed
 
     def synchronize(self) -> None:
         self.wait()
@@ -172,5 +119,4 @@ class Posted(dist.Work):
     def source_rank(self) -> int:
         return self._source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank

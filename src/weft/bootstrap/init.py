@@ -72,7 +72,7 @@ def init(
     block. Who launched it, where the ranks met and over which network interface is logged.
 
     Args:
-        backend: "gloo"; "weft", which is gloo with sparse and uneven collectives served by weft;
+        backend: "gloo"; "weft", whose collectives are weft's, sparse and uneven ones too;
             "nccl" or "xccl" for a default group whose GPU tensors go over that and whose CPU
             tensors go over gloo; "ccl" or "ucc"; or "mpi", under mpirun, for torch.distributed
             and weft over MPI (needs `pip install weft[mpi]`). None: nccl or xccl if every rank
