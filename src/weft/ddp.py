@@ -31,10 +31,9 @@ from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reduce_dense
 from .comm.opening import opened
 from .errors import WeftError
-from .sparse import Record
+from .sparse import Record, last_call
+from .sparse.api import list_job, table_job
 from .sparse.arguments import wrong_wire_dtype
-from .sparse.queued import QueuedCall, run_queued
-from .sparse.request import Request
 from .wire import process_group
 from .wire.base import Wire
 from .wire.worker import Work
@@ -50,7 +49,7 @@ class State:
 
     Attributes:
         calls: records of the last sparse calls, oldest first, at most 256. Tables whose
-            gradients were there at the same moment share a call.
+            gradients come one right after the other share a call.
     """
 
     def __init__(
@@ -72,7 +71,9 @@ class State:
         self.calls: deque[Record] = deque(maxlen=_KEPT)
         self._wire = group if isinstance(group, Wire) else None
         self._backward: int | None = None  # which one is running
-        self._pending: list[Work[Tensor] | Exception] = []  # its calls
+        self._pending: list[Work[Any] | Exception] = []  # its calls
+        self._tables: list[_Table] = []  # sparse gradients that wait for the next bucket
+        self._bucket = -1  # the last bucket's number in this backward
         self._agreed = False  # with all ranks, on what dense gradients travel in
 
     @property
@@ -165,65 +166,147 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     gradient = bucket.buffer()
     backward = backward_id()
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
-        return _start(state, gradient).get_future()
+        return _future(state, gradient, _may_wait(state, bucket))
     _watch_for_errors(state, backward)
     try:
-        work = _start(state, gradient)
+        future = _future(state, gradient, _may_wait(state, bucket))
     except Exception as error:  # raised later, by _raise_error, when that does no harm
         state._pending.append(error)
-        done: Future[Tensor] = Future()
-        done.set_result(gradient)
-        return done
-    state._pending.append(work)
+        _give_up(state._tables)
+        future = Future()
+        future.set_result(gradient)
+        return future
 
-    def outcome(_: Future[Tensor]) -> Tensor:
+    def outcome(done: Future[Tensor]) -> Tensor:
         # Whatever happened, DistributedDataParallel gets a tensor: an error that it found here
         # would lose its type and leave the model unusable.
-        return gradient if work.exception() is not None else work.result()
+        try:
+            return done.value()
+        except Exception:
+            return gradient
 
-    return work.get_future().then(outcome)
+    return future.then(outcome)
 
 
-def _start(state: State, gradient: Tensor) -> Work[Tensor]:
-    """Queue the reduction of one bucket. Buckets come in the same order on every rank."""
-    wire = state.wire
+@dataclasses.dataclass
+class _Table:
+    """A sparse gradient that is to be reduced.
+
+    Attributes:
+        gradient: what is reduced in place.
+        staged: the same, on the CPU.
+        ended: completed when `work` has ended, or could not be started. The work itself is not for
+            a Future: that looks for tensors in all that it is given.
+        work: the call.
+    """
+
+    gradient: Tensor
+    staged: Tensor
+    ended: Future[None] = dataclasses.field(default_factory=Future)
+    work: Work[None] | None = None
+
+
+def _may_wait(state: State, bucket: dist.GradBucket) -> bool:
+    """Whether a table may wait for the next bucket, because there is going to be one.
+
+    A static graph's first backward gives all buckets the number 0, also the last: in that no table
+    waits behind the second bucket. Every rank sees the same numbers.
+    """
+    counts = bucket.index() > state._bucket
+    state._bucket = -1 if bucket.is_last() else bucket.index()
+    return counts and not bucket.is_last()
+
+
+def _future(state: State, gradient: Tensor, may_wait: bool) -> Future[Tensor]:
+    """Reduce one bucket: what will be the result, or raise.
+
+    Buckets come in the same order on every rank. Tables that come one right after the other wait
+    for the next dense bucket, or for the last of all, and are reduced by one call.
+    """
     # Memory of an accelerator is copied here, in the stream of backward, which has just written it.
     staged = gradient.detach().cpu()
+    if gradient.layout != torch.sparse_coo:
+        _reduce_tables(state)
+        work = _reduce_dense(state, gradient, staged)
+        state._pending.append(work)
+        return work.get_future()
+    table = _Table(gradient, staged)
+    state._tables.append(table)
 
-    def sparse(served: Callable[[], None], call: QueuedCall) -> Tensor:
-        served()
-        if call.record is not None:
-            state.calls.append(call.record)
-        # DistributedDataParallel copies what it is given into the gradient, unless it is the
-        # gradient: so let that have the memory of the result.
-        gradient.data = call.result.to(gradient.device)
+    def result(_: object) -> Tensor:
+        if table.work is not None:
+            table.work.wait()
         return gradient
+
+    future = table.ended.then(result)
+    if not may_wait:
+        _reduce_tables(state)
+    return future
+
+
+def _reduce_tables(state: State) -> None:
+    """Queue the reduction of the tables that wait."""
+    tables, state._tables = state._tables, []
+    if not tables:
+        return
+    try:
+        work = _start(state, tables)
+    except Exception:
+        _give_up(tables)
+        raise
+    state._pending.append(work)
+
+    def ended(_: object) -> None:
+        for table in tables:
+            table.work = work
+            table.ended.set_result(None)
+
+    work.get_future().then(ended)
+
+
+def _give_up(tables: list[_Table]) -> None:
+    """These are not reduced, since something was wrong."""
+    while tables:
+        tables.pop().ended.set_result(None)
+
+
+def _start(state: State, tables: list[_Table]) -> Work[None]:
+    wire = state.wire
+    given, like = [table.staged for table in tables], (state.algorithm, state.wire_dtype)
+
+    def job() -> None:
+        if len(given) == 1:
+            results = [table_job(wire, given[0], "avg", *like, None)()]
+        else:
+            results = list_job(wire, given, "avg", *like, None)()
+        record = last_call(wire)
+        if record is not None:
+            state.calls.append(record)
+        for table, result in zip(tables, results, strict=True):
+            # DistributedDataParallel copies what it is given into the gradient, unless it is the
+            # gradient: so let that have the memory of the result.
+            table.gradient.data = result.to(table.gradient.device)
+
+    return wire.worker.submit("ddp sparse bucket", job)
+
+
+def _reduce_dense(state: State, gradient: Tensor, staged: Tensor) -> Work[Tensor]:
+    """Queue the reduction of a dense bucket."""
+    wire = state.wire
 
     def dense() -> Tensor:
         with record_function("weft::ddp_dense"):
             reduce_dense(wire, [staged], "avg", state.wire_dtype)
         return gradient if staged is gradient else gradient.copy_(staged)
 
-    if gradient.layout == torch.sparse_coo:
-        call = QueuedCall(
-            lambda: Request.unsorted(staged, "avg", state.algorithm, state.wire_dtype)
-        )
-        name = "ddp sparse bucket"
-        return run_queued(
-            wire,
-            [call],
-            lambda served, leave: wire.worker.submit(
-                name, functools.partial(sparse, served, call), leave=leave
-            ),
-        )
     return wire.worker.submit("ddp dense bucket", dense)
 
 
 def _watch_for_errors(state: State, backward: int) -> None:
     """At the first bucket of a backward, see to it that errors are raised at its end."""
-    if backward == state._backward and state._pending:
+    if backward == state._backward and (state._pending or state._tables):
         return
-    state._backward, state._pending = backward, []
+    state._backward, state._pending, state._tables, state._bucket = backward, [], [], -1
     # twice, to come after the callback in which DistributedDataParallel finishes the gradients
     at_end_of_backward(lambda: at_end_of_backward(functools.partial(_raise_error, state)))
 

@@ -1,15 +1,11 @@
-"""What is remembered of earlier calls decides nothing: ranks in a rut are told of each other's."""
+"""Calls that are made again and again: a rank that asks for something else is named to all."""
 
 from __future__ import annotations
-
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import weft
-from weft.backend.gloo import sparse_all_reduce
 from weft.errors import WeftError
 from weft.sparse.request import Request
 from weft.testing import run, spmd
@@ -93,45 +89,6 @@ def test_steps_of_other_counts_and_none(wire):
         for form, reduce in FORMS.items():
             numbers = range(3) if "list" in form else [1]
             check(wire, step, reduce(tables(wire.rank, step)), numbers)
-
-
-def held(wire):
-    """Keep the worker busy until the event is set, so that calls queue up."""
-    free = threading.Event()
-    wire.worker.submit("hold", lambda: free.wait(10))
-    return free
-
-
-@pytest.mark.parametrize("what", ["dtype", "row width", "height"])
-@spmd(2, 3)
-def test_who_changes_a_gradient_is_named_to_all(wire, what):
-    """Calls that queue up, as those of DistributedDataParallel do: only that one fails."""
-    options = SimpleNamespace(asyncOp=True, reduceOp=torch.distributed.ReduceOp.SUM)
-    make, _, text = CHANGED[what]
-    text = text.replace("rank 1 has .*41", "rank 1 has 41")
-    for step in (0, 1, 5, 5, 6, 7):
-        wrong = step == 5
-        given = (make if wrong and wire.rank == 1 else tables)(wire.rank, step)
-        free = held(wire)
-        works = [sparse_all_reduce(wire, [each], options) for each in given]
-        free.set()
-        if wrong:
-            with pytest.raises(WeftError, match=text):
-                works[1].wait()
-        numbers = [0, 2] if wrong else range(3)
-        for number in numbers:
-            works[number].wait()
-        check(wire, step, [works[number].result()[0] for number in numbers], numbers)
-
-
-def test_requests_of_one_kind_share_no_fingerprint():
-    """Calls that say more of themselves add to it."""
-    rows = pair(table(0, 0, 0))
-    first, second = (Request.of(rows, "sum", "auto", None, None) for _ in range(2))
-    second.fields["more"] = "x"
-    third = Request.of(rows, "sum", "auto", None, None)
-    assert "more" not in {**first.fields, **third.fields}
-    assert first.kind == second.kind == third.kind is not None
 
 
 @pytest.mark.parametrize("name", ["WEFT_ALGORITHM", "WEFT_LINK"])

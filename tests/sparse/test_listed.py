@@ -8,7 +8,7 @@ import torch
 import weft
 from weft.agree import BODY
 from weft.errors import WeftError
-from weft.sparse import last_call, owners
+from weft.sparse import last_call
 from weft.sparse.header import Header, ListInHeader
 from weft.sparse.link import set_link
 from weft.sparse.run import _LATELY, _kind
@@ -97,31 +97,6 @@ def test_some_send_lists_and_others_headers(who, algorithm, monkeypatch):
         for rank, (_, count) in enumerate(done):
             came = (rank in who and rank < 3) or rank == 4  # rank 4's rows are in its statement
             assert count == (1 if came else 2) * (ranks - 1)
-
-
-@pytest.mark.parametrize("algorithm", ["split", "ring"])
-@pytest.mark.parametrize("ranks", [2, 4, 7])
-def test_another_algorithm_is_chosen_than_was_expected(ranks, algorithm, monkeypatch):
-    """One that has to know where rows lie, which nobody said."""
-    monkeypatch.setattr("weft.sparse.run.choose", lambda *_: algorithm)
-    even = owners.even_cuts
-
-    def cut(points, *rest):
-        assert len(points), "nobody says where rows lie"
-        return even(points, *rest)
-
-    monkeypatch.setattr(owners, "even_cuts", cut)
-
-    def body(wire):
-        set_link(wire, SLOW)
-        rows = rows_of(wire.rank, ranks, row=0, count=20_000, height=100_000)
-        remember(wire, rows)
-        return weft.sparse_all_reduce(rows), last_call().algorithm
-
-    each = [rows_of(r, ranks, row=0, count=20_000, height=100_000) for r in range(ranks)]
-    want = expected(each)
-    for found, name in run(ranks, body):
-        assert name == algorithm and alike(found, want)
 
 
 def test_an_error_on_one_rank_is_everybodys():

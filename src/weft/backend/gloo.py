@@ -8,7 +8,6 @@ receives from whoever sends.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..sparse.queued import QueuedCall, run_queued
-from ..sparse.request import Request
+from ..sparse.api import list_job, table_job
 from ..wire.base import Wire
 from .group import PythonGroup, op_of
 from .space import unused
@@ -61,32 +59,25 @@ class WeftGroup(PythonGroup):
 
 
 def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Collective:
-    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result.
-
-    Calls that wait for their turn together, as those of DistributedDataParallel do, are served as
-    one.
-    """
+    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
     _warm()
     op = op_of(opts)
 
-    def request_of(tensor: Tensor) -> Request:
+    def job() -> list[Tensor]:
         # entries of one index are its summands, which only a sum may take one by one
-        one_by_one = op in ("sum", "avg") or not _in_range(tensor)
-        return Request.unsorted(tensor if one_by_one else tensor.coalesce(), op, "auto", None)
+        given = [
+            tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
+            for tensor in tensors
+        ]
+        if len(given) == 1:
+            results = [table_job(wire, given[0], op, "auto", None, None)()]
+        else:
+            results = list_job(wire, given, op, "auto", None, None)()
+        for tensor, result in zip(tensors, results, strict=True):
+            tensor.data = result  # the caller's takes over the memory of the result
+        return tensors
 
-    blocks = not getattr(opts, "asyncOp", True)
-    calls = [QueuedCall(functools.partial(request_of, tensor), blocks) for tensor in tensors]
-
-    def start(served: Callable[[], None], leave: bool) -> Collective:
-        def job() -> list[Tensor]:
-            served()
-            for tensor, call in zip(tensors, calls, strict=True):
-                tensor.data = call.result  # the caller's takes over the memory of the result
-            return tensors
-
-        return started(wire, "all_reduce", job, opts, leave=leave)
-
-    return run_queued(wire, calls, start)
+    return started(wire, "all_reduce", job, opts)
 
 
 def _in_range(tensor: Tensor) -> bool:

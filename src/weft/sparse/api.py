@@ -6,19 +6,15 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .._torch import uncompiled, without_transforms
-from ..tensors import has_elements
 from ..wire import default
 from ..wire.base import Wire
-from . import coalesced, run
-from .call import extent
+from . import run, tables
 from .choice import Explanation
-from .listed import listed
 from .record import Record, recording, started
 from .request import Request
 
@@ -43,7 +39,7 @@ def sparse_all_reduce(
         rows: a sparse COO tensor (any number of sparse dimensions), `(indices, values)`, or
             `weft.Rows`; the result has the same form and device. Indices are int32 or int64, in any
             order, with duplicates, or none at all; values are `[k, *row_shape]`. A list of these is
-            several tables, of any row shapes and dtypes, in the messages of one; it gives a list.
+            several tables, of any row shapes and dtypes; it gives a list.
         op: "sum", "avg" (divides by the size of the group), "min", "max", "prod", "band", "bor",
             "bxor", a `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of
             two `[n, *row_shape]` tensors, applied row by row, the lower rank's rows left.
@@ -81,7 +77,7 @@ def sparse_all_reduce(
     if isinstance(rows, list):
         job = list_job(wire, rows, op, algorithm, wire_dtype, out)
     else:
-        job = _job(wire, Request.of(rows, op, algorithm, wire_dtype, out))
+        job = table_job(wire, rows, op, algorithm, wire_dtype, out)
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
@@ -111,14 +107,17 @@ def explain(
     """
     wire = default.resolve(group)
     if isinstance(rows, list):
-        tables = listed(rows, op, algorithm, wire_dtype, [])
-        return wire.worker.call("explain", lambda: coalesced.explained(wire, tables))
+        several = tables.requests_of(rows, op, algorithm, wire_dtype, None)
+        return wire.worker.call("explain", lambda: tables.explained(wire, *several))
     request = Request.of(rows, op, algorithm, wire_dtype, None)
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
 
-def _job(wire: Wire, request: Request) -> Callable[[], Any]:
+def table_job(
+    wire: Wire, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any
+) -> Callable[[], Any]:
     """What reduces one table when its turn has come."""
+    request = Request.of(rows, op, algorithm, wire_dtype, out)
     return lambda: reduce_now(wire, request)[0]
 
 
@@ -126,38 +125,13 @@ def list_job(
     wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
 ) -> Callable[[], list[Any]]:
     """What reduces a list of tables when its turn has come."""
-    places = list(out) if isinstance(out, list) else []
-    tables = listed(rows, op, algorithm, wire_dtype, places)
-    error = None
-    if out is not None and len(places) != len(rows):
-        error = (
-            f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
-            "pass a list with one for each"
-        )
-    error = error or _shared(places)
+    requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
         with recording(wire, "sparse_all_reduce") as note:
-            done = coalesced.reduced(wire, tables, error)
-        done.noted(note)
-        return tables.gives(done.pairs)[: len(rows)]
+            return tables.reduced(wire, requests, error, note)[: len(rows)]
 
     return job
-
-
-def _shared(places: list[Any]) -> str | None:
-    """What is wrong with buffers of different tables that are in the same memory."""
-    parts = [
-        (*extent(part), number)
-        for number, place in enumerate(places)
-        if isinstance(place, tuple | list)
-        for part in place
-        if isinstance(part, torch.Tensor) and has_elements(part) and part.numel()
-    ]
-    for (_, end, one), (start, _, other) in pairwise(sorted(parts)):
-        if start < end and one != other:
-            return f"out has the same memory for tables {one} and {other}: pass one for each"
-    return None
 
 
 def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
@@ -166,7 +140,7 @@ def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
         done = run.reduced(wire, request)
     record = note(
         done.algorithm,
-        rows=request.distinct.indices.numel(),
+        rows=done.own,
         total=done.load.total,
         union=len(done.rows),
         bound=done.load.bound,

@@ -21,7 +21,6 @@ from ..wire.base import is_plain
 from .call import Out, overlapping, unwritable
 
 __all__ = [
-    "Kind",
     "Pair",
     "WrongError",
     "op_name",
@@ -31,62 +30,20 @@ __all__ = [
     "place",
     "readable",
     "unwrapped",
-    "usual",
     "wrong_wire_dtype",
 ]
 
 Pair = tuple[Tensor, Tensor]
 """Indices and values of some rows."""
 
-Kind = tuple[torch.Size | None, torch.dtype, torch.dtype, torch.Size]
-"""Shape of a COO tensor, None of a pair; dtypes of indices and values; row shape."""
-
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
 
-_STRIDED = torch.strided
 _LONGEST = 160  # bytes of the name of a caller's function
 
 
 class WrongError(Exception):
     """Carries the sentence of a failed check."""
-
-
-def usual(given: object) -> tuple[Pair, Kind] | None:
-    """Rows that may be taken as they are, if there are any, and their kind; None: look closer."""
-    form = None
-    pair: Pair
-    if type(given) is tuple and len(given) == 2:
-        pair = given
-        indices, values = pair
-        if not type(indices) is type(values) is Tensor:
-            return None
-    elif type(given) is Tensor and given.layout is torch.sparse_coo and given.is_cpu:
-        if is_transformed(given) or given.sparse_dim() != 1 or given.requires_grad:
-            return None
-        pair = indices, values = given._indices()[0], given._values()
-        form = given.shape
-    else:
-        return None
-    try:
-        shape, rows = values.shape, indices.shape
-        plain = (
-            len(rows) == 1
-            and len(shape) > 0
-            and shape[0] == rows[0] > 0
-            and values.layout is _STRIDED
-            and indices.is_cpu
-            and values.is_cpu
-            and not values.requires_grad
-            and is_plain(values)
-            and indices.data_ptr() != 0
-            and values.data_ptr() != 0
-        )
-    except RuntimeError:  # it has no shape, or no memory: `readable` says why
-        return None
-    if not plain:
-        return None
-    return pair, (form, indices.dtype, values.dtype, shape[1:])
 
 
 def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:

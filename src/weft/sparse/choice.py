@@ -8,7 +8,7 @@ measured by all ranks together, so every rank chooses alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -183,10 +183,8 @@ def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:
     return is_direct(wire) and RowsInHeader.fit(load.most, index.itemsize, load.row)
 
 
-def choose(
-    wire: Wire, load: Load, algorithm: str, among: Collection[str] = ALGORITHMS.keys()
-) -> str:
-    """The name of the algorithm for a load that was not served eagerly; `auto` looks `among` some.
+def choose(wire: Wire, load: Load, algorithm: str) -> str:
+    """The name of the algorithm for a load that was not served eagerly.
 
     Raises:
         WeftError: the algorithm that was asked for cannot serve this load; on every rank.
@@ -197,15 +195,15 @@ def choose(
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    serve = _serving(load, among)
+    serve = _serving(load)
     pay = [found for found in serve if found.pays(load) is None]
     if fits := [line for line in _lines(load, link_of(wire), pay) if not line.verdict]:
         return fits[0].algorithm
     return _smallest(load, serve)
 
 
-def _serving(load: Load, among: Collection[str] = ALGORITHMS.keys()) -> list[Algorithm]:
-    return [ALGORITHMS[name] for name in among if ALGORITHMS[name].applies(load) is None]
+def _serving(load: Load) -> list[Algorithm]:
+    return [found for found in ALGORITHMS.values() if found.applies(load) is None]
 
 
 def _smallest(load: Load, serve: Iterable[Algorithm]) -> str:
@@ -247,7 +245,6 @@ def explained(
     index: torch.dtype,
     *,
     eager: bool,
-    among: Collection[str] | None = None,
 ) -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
@@ -257,7 +254,6 @@ def explained(
         algorithm: that was asked for, or "auto".
         index: dtype of indices in the opening exchange.
         eager: all ranks' rows travel in that.
-        among: those that know tables of several row shapes and dtypes; None: it is of one.
     """
     if wire.size == 1:
         return Explanation(ALONE, load, None, ())
@@ -267,14 +263,12 @@ def explained(
         chosen = EAGER
         lines.insert(0, _eager(load, link, index))
     else:
-        chosen = choose(wire, load, algorithm, among or ALGORITHMS.keys())
+        chosen = choose(wire, load, algorithm)
     best = next(line for line in lines if line.algorithm == chosen).milliseconds
 
     def verdict(line: _Line) -> str:
         if line.algorithm == chosen:
             return "chosen"
-        if among and line.algorithm not in (*among, EAGER):
-            return "knows tables of one row shape and dtype alone"
         return line.verdict or _slower(line, best, algorithm)
 
     lines = [replace(line, verdict=verdict(line)) for line in lines]

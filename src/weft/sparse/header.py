@@ -33,9 +33,6 @@ __all__ = [
     "ListInHeader",
     "RowsInHeader",
     "of_all",
-    "of_tables",
-    "tables_in",
-    "tables_of",
 ]
 
 _POINTS = 128  # points of one rank
@@ -344,28 +341,6 @@ def of_all(everyone: Sequence[RowsInHeader | ListInHeader]) -> Header:
         nothing,
         nothing,
     )
-
-
-def of_tables(statement: Tensor, tables: int) -> Tensor:
-    """A body that says, in place of a header, what several tables are (`Tables.pack`).
-
-    So calls that queued up speak of themselves in the opening of the first of them (`queued`).
-    """
-    # -2 in place of the sketch's length is what tells it from a header, and from rows
-    head = _FIXED.pack(tables, 0, 0, 0, 0, 0, -2, 0, 0, False, False, _NONE)
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), statement])
-
-
-def tables_in(body: memoryview) -> int:
-    """Of how many tables a statement's body speaks."""
-    fixed = _FIXED.unpack_from(body)
-    tables: int = fixed[0] if fixed[6] == -2 else 1
-    return tables
-
-
-def tables_of(body: memoryview) -> memoryview:
-    """What `of_tables` was given."""
-    return body[_FIXED.size :]
 
 
 def _numpy_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -3,10 +3,6 @@
 A rank that was asked for something wrong must still make its opening statement, or the others
 would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated. The
 checks of one argument, which raise, are in `arguments`; here is what they come to for a call.
-
-Training makes the same calls in each step. So what came of the checks of a call that was right is
-kept for those of its kind: of one form, of the same dtypes, shapes and arguments, whatever their
-rows. That spares looking, and decides nothing: what a rank was asked for travels in every call.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,16 +21,12 @@ from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from . import link, registry
 from .arguments import (
-    Kind,
-    Pair,
     WrongError,
     operation,
     outside,
-    paired,
     place,
     readable,
     unwrapped,
-    usual,
     wrong_wire_dtype,
 )
 from .call import Out
@@ -45,10 +37,6 @@ NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
-_KNOWN = 256  # kinds of calls whose checks are remembered: training makes the same in each step
-
-_Key = tuple[Kind, str, str, torch.dtype | None, str | None, str | None]
-"""And op, algorithm, `wire_dtype`, and what the environment says of the last two."""
 
 
 @dataclass(slots=True)
@@ -57,9 +45,8 @@ class Request:
 
     Attributes:
         rows: what is to be reduced, on the CPU.
-        distinct: its indices, sorted, and their duplicates; of a table of a list, that is left to
-            `joint`, and so are the checks of indices.
-        highest: the largest index, of rows that are not sorted here; -1 if there are none.
+        distinct: its indices, sorted, and their duplicates.
+        highest: the largest index, once looked for; -1 if there are none.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -68,7 +55,6 @@ class Request:
         fields: the fingerprint: what must be equal on all ranks.
         error: what is wrong, or None.
         restore: gives a result the form that the rows were given in.
-        kind: of the rows, where nothing but that was looked at to check them.
         agreed: the fields as all ranks agreed on them, once a call was opened for this request.
     """
 
@@ -83,7 +69,6 @@ class Request:
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
-    kind: Kind | None = None
     agreed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -95,9 +80,23 @@ class Request:
         wire_dtype: object,
         out: object,
     ) -> Request:
-        """Check the arguments of a call."""
-        request = cls.of_table(rows, op, algorithm, wire_dtype, out, None)
+        """Check the arguments of a call, and sort the indices."""
+        request = cls.unsorted(rows, op, algorithm, wire_dtype, out)
         request.sort()
+        return request
+
+    @classmethod
+    def unsorted(
+        cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
+    ) -> Request:
+        """Check the arguments of a call, all but the indices."""
+        request = cls()
+        with request._stating():
+            request._take_rows(rows)
+            request._take_op(op)
+            request._take_algorithm(algorithm)
+            request._take_wire_dtype(wire_dtype)
+            request._take_out(out)
         return request
 
     def sort(self) -> None:
@@ -107,83 +106,21 @@ class Request:
             with self._stating():
                 self.distinct = kernels.distinct(indices)
                 found = self.distinct.indices
-                self._check_range(int(found[0]), int(found[-1]))
+                self.highest = int(found[-1])
+                self._check_range(int(found[0]), self.highest)
 
-    @classmethod
-    def unsorted(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
-        """Check the arguments of a call that may be served with others: they are sorted together.
+    def look(self) -> None:
+        """Find the largest index, and check them all, without sorting them."""
+        if self.error is None:
+            with self._stating():
+                self._take_ends()
 
-        Whoever serves it alone calls `sort`.
-        """
-        request = cls.of_table(rows, op, algorithm, wire_dtype, None, None)
-        if request.error is None:
-            with request._stating():
-                request._take_ends()
+    def of_rows(self, rows: Rows) -> Request:
+        """The same call for other rows, of the same dtype of values, which are right."""
+        request = replace(self, rows=rows, distinct=_NONE, out=None)
+        request.fields = self.fields | _fields(rows)
+        request.sort()
         return request
-
-    @classmethod
-    def of_table(
-        cls,
-        rows: object,
-        op: object,
-        algorithm: object,
-        wire_dtype: object,
-        out: object,
-        before: Request | None,
-    ) -> Request:
-        """The same but for the indices; `before` is of the table before it, if it is in a list."""
-        plain = usual(rows) if out is None else None
-        key = None
-        if plain is not None:
-            pair, kind = plain
-            key = _key(kind, op, algorithm, wire_dtype)
-            like = _known.get(key) if key is not None else None
-            if like is not None:
-                found = like._of(Rows(*pair, None if kind[0] is None else kind[0][0]))
-                found.fields = dict(like.fields)  # to which some calls add
-                return found
-        request = cls()
-        with request._stating():
-            request._take_rows(rows)
-            if before is None or before.error is not None:
-                request._take_op(op)
-                request._take_algorithm(algorithm)
-            else:  # what is the same for all is looked at once
-                request.op, request.algorithm = before.op, before.algorithm
-                for name in ("op", "algorithm", "WEFT_LINK"):
-                    request.fields[name] = before.fields[name]
-                request._check_op()
-            request._take_wire_dtype(wire_dtype)
-            request._take_out(out)
-        if key is not None and request.error is None:
-            if len(_known) >= _KNOWN:
-                _known.clear()
-            request.kind = key[0]
-            model = _known[key] = request._of(NOTHING)
-            model.fields = dict(request.fields)
-        return request
-
-    def like(self, given: object) -> Pair | None:
-        """Indices and values of rows of just the kind of this request's; None: perhaps not."""
-        plain = usual(given) if self.kind is not None else None
-        return plain[0] if plain is not None and plain[1] == self.kind else None
-
-    def gives(self, pair: Pair) -> Any:
-        """A result, on the CPU, in the form that the rows were given in."""
-        return pair if self.restore is paired else self.restore(Rows(*pair, self.rows.height))
-
-    def _of(self, rows: Rows) -> Request:
-        """This request for other rows of its kind: their checks would say the same."""
-        return Request(
-            rows=rows,
-            op=self.op,
-            algorithm=self.algorithm,
-            dtype=self.dtype,
-            rounded=self.rounded,
-            fields=self.fields,
-            restore=self.restore,
-            kind=self.kind,
-        )
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
@@ -238,13 +175,7 @@ class Request:
     def _take_rows(self, given: object) -> None:
         rows, self.restore = unwrapped(given)
         self.rows = readable(rows)
-        indices, values = self.rows.indices, self.rows.values
-        self.fields = {
-            "index dtype": str(indices.dtype),
-            "value dtype": str(values.dtype),
-            "row shape": tuple(values.shape[1:]) if indices.numel() else None,
-            "height": "no height" if rows.height is None else rows.height,
-        }
+        self.fields = _fields(self.rows)
 
     def _take_ends(self) -> None:
         if self.rows.indices.numel():
@@ -257,12 +188,9 @@ class Request:
 
     def _take_op(self, op: object) -> None:
         self.op = operation(op)
-        self._check_op()
-        self.fields["op"] = self.op.name
-
-    def _check_op(self) -> None:
         if reason := self.op.refuses(self.rows.values.dtype):
             raise WrongError(reason)
+        self.fields["op"] = self.op.name
 
     def _take_algorithm(self, name: object) -> None:
         chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
@@ -297,15 +225,11 @@ class Request:
             self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
 
-_known: dict[_Key, Request] = {}
-"""What came of the checks of calls that were right, without rows."""
-
-
-def _key(kind: Kind, op: object, algorithm: object, wire_dtype: object) -> _Key | None:
-    """What the checks of a call with such rows depend on, if that is all."""
-    if not (type(op) is type(algorithm) is str):
-        return None
-    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
-        return None
-    said = os.environ.get("WEFT_ALGORITHM"), os.environ.get("WEFT_LINK")
-    return (kind, op, algorithm, wire_dtype, *said)
+def _fields(rows: Rows) -> dict[str, object]:
+    """What must be equal on all ranks, of rows."""
+    return {
+        "index dtype": str(rows.indices.dtype),
+        "value dtype": str(rows.values.dtype),
+        "row shape": tuple(rows.values.shape[1:]) if len(rows) else None,
+        "height": "no height" if rows.height is None else rows.height,
+    }

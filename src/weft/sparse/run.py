@@ -24,7 +24,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, packs, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, ListInHeader, RowsInHeader, of_all, tables_in
+from .header import Header, ListInHeader, RowsInHeader, of_all
 from .link import is_known as link_is_known
 from .link import link_of
 from .own import OwnRows
@@ -48,11 +48,19 @@ _Said = Header | RowsInHeader | ListInHeader
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a call: `load.union` is exact here."""
+    """What came of a call.
+
+    Attributes:
+        algorithm: what ran.
+        rows: the result.
+        load: the sizes of the call; `load.union` is exact here.
+        own: rows of this rank.
+    """
 
     algorithm: str
     rows: Rows
     load: Load
+    own: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,8 @@ def reduced(wire: Wire, request: Request) -> Done:
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
-    return Done(name, handed_out(call.widened(result), call), call.load.with_union(len(result)))
+    load, own = call.load.with_union(len(result)), len(request.distinct.indices)
+    return Done(name, handed_out(call.widened(result), call), load, own)
 
 
 _LATELY = "what auto chose lately"
@@ -236,22 +245,9 @@ def _open(
         if own is not None and (expected is None or expected.uncombined is None):
             _ = own.values
 
-    while True:
-        agreement = agree(
-            wire,
-            name,
-            request.fields,
-            request.error,
-            body,
-            combine,
-            meanwhile=meanwhile,
-        )
-        if all(tables_in(said) == 1 for said in agreement.said):
-            request.agreed = agreement.fields
-            return agreement
-        # Others would serve calls that queued up there as one (`queued`). Here they did not, which
-        # all ranks know now: so all open this one call, again.
-        agreement.release()
+    agreement = agree(wire, name, request.fields, request.error, body, combine, meanwhile=meanwhile)
+    request.agreed = agreement.fields
+    return agreement
 
 
 def _may_list(wire: Wire) -> bool:

@@ -1,9 +1,14 @@
-"""What a rank says of several tables when a coalesced call opens: one statement for all of them.
+"""A list of tables in one sparse all-reduce: tables of one kind are reduced as one tall table.
 
-It holds a line of text for each table, which must be the same on all ranks (a rank without rows
-does not know the row shape and agrees with any); a few numbers for each; and either the tables'
-rows, where these are few, or one header (`header`) of all of them together. For the header the
-tables' indices are put in one space: the table's number in the upper bits.
+A model with many embedding tables would pay the latency of a call for each. So the tables of one
+dtype and row shape form a *group*: their indices are shifted, each table has a range of one key
+space, and one ordinary call reduces the group. A small exchange comes before the first of these
+calls. It tells every rank what each table is and how large its indices are; from that all ranks
+compute the same groups and the same ranges. A rank without rows of a table need not know its row
+shape.
+
+A result may be wanted in the memory of another table's rows. So results are handed out behind the
+last call; each has memory of its own.
 """
 
 from __future__ import annotations
@@ -11,274 +16,342 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..agree import BODY
-from .header import NO_LIMIT, Header
+from ..agree import agree
+from ..errors import WeftError
+from ..rows import Rows
+from ..tensors import has_elements
+from ..wire.base import Wire
+from ..wire.memory import fresh
+from . import choice, run
+from .call import Call, extent, shape_in
+from .choice import ALONE, EAGER, Explanation, Group
+from .header import NO_LIMIT
+from .record import Note
+from .request import NOTHING, Request
 
-__all__ = [
-    "COLUMNS",
-    "HIGHEST",
-    "MOST",
-    "ROOM",
-    "ROWS",
-    "UNKNOWN",
-    "WHO",
-    "WHOSE",
-    "Longs",
-    "Tables",
-    "dtypes_of",
-    "layout",
-    "line",
-    "top",
-]
+__all__ = ["explained", "reduced", "requests_of"]
 
-MOST = 256
-"""Tables in a statement: more would not leave room for a header."""
+NAME = "sparse_all_reduce of a list"
 
-UNKNOWN = "?"
-"""In place of a row shape: this rank has no rows."""
+_MOST = 512  # tables in a statement: of more it might not fit in the opening exchange
+_UNKNOWN = "?"  # in place of a row shape: this rank has no rows
+_END = 2**63 - 1  # of a key space: keys are int64, and so is the end
+_FIXED = struct.Struct("<qq")  # tables, bytes of text
+_FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
 
-_LINES = 1 << 12  # whose meaning is kept: models have the same tables in each step
-_LISTS = 1 << 7  # of these
-# tables, bytes of: lines, trouble, index; what comes with it, fallible
-_FIXED = struct.Struct("<4qB?6x")
-_HEADER, _ROWS = range(2)
-_AROUND = 128  # bytes for alignment, and before a statement of calls that queued up
-COLUMNS = 5
-"""How many numbers a table has:"""
-ROWS, HIGHEST, ROOM, WHOSE, WHO = range(COLUMNS)
-"""Numbers of a table: rows, largest index, room in out, of which rank, who told the row shape."""
+_COLUMNS = 5
+_HIGHEST, _ROOM, _WHOSE, _WHO, _FALLIBLE = range(_COLUMNS)
+"""Numbers of a table: its largest index, rows that fit in the tightest `out` and whose that is, who
+told the row shape, whether somebody passed a function for the result."""
 
-Longs = NDArray[np.int64]
+_Longs = NDArray[np.int64]
 
 
-def top(tables: int) -> int:
-    """The bit from which on a joined index holds its table's number."""
-    return 63 - max(1, (tables - 1).bit_length())
+def requests_of(
+    rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
+) -> tuple[list[Request], str | None]:
+    """What is asked for each table of a call, and what is wrong with one of them or the list.
+
+    An empty list is one empty table.
+    """
+    places = list(out) if isinstance(out, list) else []
+    requests = []
+    for number, table in enumerate(rows or [NOTHING]):
+        place = places[number] if number < len(places) else None
+        request = Request.unsorted(table, op, algorithm, wire_dtype, place)
+        request.look()
+        requests.append(request)
+    requests[0].fields["number of tables"] = len(rows)
+    error = None
+    if out is not None and len(places) != len(rows):
+        error = (
+            f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
+            "pass a list with one for each"
+        )
+    wrong = (f"table {n}: {each.error}" for n, each in enumerate(requests) if each.error)
+    return requests, error or _shared(places) or next(wrong, None)
 
 
-class Tables(NamedTuple):
-    """The statement of one rank, or of some ranks together.
+def _shared(places: list[Any]) -> str | None:
+    """What is wrong with buffers of different tables that are in the same memory."""
+    parts = [
+        (*extent(part), number)
+        for number, place in enumerate(places)
+        if isinstance(place, tuple | list)
+        for part in place
+        if isinstance(part, Tensor) and has_elements(part) and part.numel()
+    ]
+    for (_, end, one), (start, _, other) in pairwise(sorted(parts)):
+        if start < end and one != other:
+            return f"out has the same memory for tables {one} and {other}: pass one for each"
+    return None
+
+
+def reduced(wire: Wire, requests: Sequence[Request], error: str | None, note: Note) -> list[Any]:
+    """Run one call, and note what it did; collective.
+
+    Args:
+        wire: among whom.
+        requests: the tables, with the same op and algorithm.
+        error: what is wrong on this rank.
+        note: as `recording` gives it.
+
+    Returns:
+        The result of each table, in the form that it was given in.
+    """
+    stated = _stated(wire, requests, error, NAME)
+    done: list[run.Done] = []
+    parts: dict[int, Rows] = {}
+    for group in stated.groups():
+        done.append(run.reduced(wire, group.request(requests)))
+        parts |= group.parts(done[-1].rows, requests)
+        done[-1] = replace(done[-1], rows=NOTHING)  # so that its memory goes with its parts
+    for table, part in sorted(parts.items()):
+        room, whose = stated.numbers[table, [_ROOM, _WHOSE]].tolist()
+        if len(part) > room:
+            raise WeftError(f"rank {whose}: table {table}: {run.too_small(room, len(part))}")
+    nothing = ALONE if wire.size == 1 else EAGER
+    note(
+        " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
+        rows=sum(one.own for one in done),
+        total=sum(one.load.total for one in done),
+        union=sum(one.load.union for one in done),
+        bound=sum(one.load.bound for one in done),
+    )
+    results, trouble = [], None
+    for table, request in enumerate(requests):
+        part = parts.pop(table) if table in parts else stated.nothing(table, request.rows)
+        part, raised = _handed_out(wire, request, part)
+        trouble = trouble or raised
+        results.append(request.restore(part))
+    if stated.numbers[:, _FALLIBLE].any():
+        run.confess(wire, NAME, trouble)
+    return results
+
+
+def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Explanation:
+    """Say what `reduced` would do; collective."""
+    stated = _stated(wire, requests, error, f"explain of {NAME}")
+    found = []
+    for group in stated.groups():
+        one = run.explained(wire, group.request(requests))
+        rows = requests[group.tables[0]].rows
+        kind = Group(group.tables, rows.values.dtype, group.row_shape)
+        found.append(replace(one, groups=(kind,)))
+    if not found:
+        row = run.explained(wire, requests[0].of_rows(NOTHING))
+        return replace(row, chosen=ALONE if wire.size == 1 else EAGER, lines=())
+    return found[0] if len(found) == 1 else choice.together(found)
+
+
+class _Group(NamedTuple):
+    """Tables of one dtype and row shape, of which somebody has rows.
 
     Attributes:
-        lines: of each table what it is, a tab, and the row shape.
-        numbers: `[tables, 5]`, see `ROWS` and following.
-        trouble: the number of the first table in which ranks differ, a tab, and how; or "".
-        fallible: somebody passed a function, which may raise.
-        header: of all tables' rows together; None where the rows are here.
-        indices: bytes of the indices, in `layout` order; int32 or int64 by their number.
-        values: bytes of the values, in `layout` order.
+        tables: their numbers.
+        row_shape: shape of a row.
+        starts: where the keys of each begin, and the end of all.
+    """
+
+    tables: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    starts: list[int]
+
+    def request(self, requests: Sequence[Request]) -> Request:
+        """The call for the tall table."""
+        tables = [requests[table].rows for table in self.tables]
+        shaped = [rows.values.view(len(rows), *self.row_shape) for rows in tables]
+        if len(tables) == 1:
+            rows = Rows(tables[0].indices, shaped[0], tables[0].height)
+            return requests[self.tables[0]].of_rows(rows)
+        index = torch.int32 if self.starts[-1] < 2**31 else torch.int64
+        keys = torch.empty(sum(map(len, tables)), dtype=index)
+        ends = list(accumulate(map(len, tables)))
+        for rows, start, end in zip(tables, self.starts, ends, strict=False):
+            torch.add(rows.indices, start, out=keys[end - len(rows) : end])
+        rows = Rows(keys, torch.cat(shaped), self.starts[-1])
+        return requests[self.tables[0]].of_rows(rows)
+
+    def parts(self, result: Rows, requests: Sequence[Request]) -> dict[int, Rows]:
+        """The rows of each table: views of the result where they are wanted in other memory."""
+        if len(self.tables) == 1:
+            return {self.tables[0]: result}
+        ends = torch.searchsorted(result.indices, result.indices.new_tensor(self.starts)).tolist()
+        found = {}
+        for table, start, (low, high) in zip(
+            self.tables, self.starts, pairwise(ends), strict=False
+        ):
+            request, values = requests[table], result.values[low:high]
+            indices = (result.indices[low:high] - start).to(request.rows.indices.dtype)
+            if request.out is None:
+                values = fresh(tuple(values.shape), values.dtype).copy_(values)
+            found[table] = Rows(indices, values, request.rows.height)
+        return found
+
+
+class _Statement(NamedTuple):
+    """What one rank, or some ranks together, say of the tables.
+
+    Attributes:
+        lines: of each table what must be equal on all ranks, a tab, and the row shape.
+        numbers: `[tables, 5]`, see `_COLUMNS`.
+        trouble: how ranks differ in the first table in which they do; or "".
     """
 
     lines: tuple[str, ...]
-    numbers: Longs
+    numbers: _Longs
     trouble: str = ""
-    fallible: bool = False
-    header: Header | None = None
-    indices: Tensor | None = None
-    values: Tensor | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes of the statement, if it carries rows."""
-        text = sum(len(line) + 1 for line in self.lines)
-        data = sum(part.numel() for part in (self.indices, self.values) if part is not None)
-        return _FIXED.size + self.numbers.nbytes + text + len(self.trouble) + data + _AROUND
-
-    @property
-    def fits(self) -> bool:
-        """Whether the rows may travel in the statement."""
-        return self.size <= BODY
+    @classmethod
+    def of(cls, requests: Sequence[Request], rank: int) -> _Statement:
+        """This rank's."""
+        lines, numbers = [], np.empty((len(requests), _COLUMNS), np.int64)
+        for table, request in enumerate(requests):
+            shape = request.fields["row shape"]
+            lines.append(
+                f"{_values(request.rows.values.dtype, request.dtype)}, "
+                f"{_short(request.rows.indices.dtype)} indices, "
+                f"{'no height' if request.rows.height is None else f'height {request.rows.height}'}"
+                f"\t{_UNKNOWN if shape is None else shape}"
+            )
+            room = NO_LIMIT if request.capacity is None else request.capacity
+            numbers[table] = request.highest, room, rank, rank, callable(request.out)
+        return cls(tuple(lines), numbers)
 
     def pack(self) -> Tensor:
         """The statement as bytes."""
-        lines, trouble = _text_of(self.lines), self.trouble.encode()
-        kind = _ROWS if self.header is None else _HEADER
-        index = 0 if self.indices is None else self.indices.numel()
-        sizes = len(lines), len(trouble), index
-        fixed = _FIXED.pack(len(self.lines), *sizes, kind, self.fallible)
-        parts: list[bytes | memoryview] = [fixed, self.numbers.tobytes(), lines, trouble]
-        if self.header is not None:
-            parts.append(self.header.pack().numpy().data)
-        else:
-            rows = [part for part in (self.indices, self.values) if part is not None]
-            parts += [part.numpy().data for part in rows]
-        padded = [piece for part in parts for piece in (part, bytes(-len(part) % 8))]
-        return torch.frombuffer(bytearray().join(padded), dtype=torch.uint8)
+        text = "\n".join((self.trouble, *self.lines)).encode()
+        parts = _FIXED.pack(len(self.lines), len(text)), self.numbers.tobytes(), text
+        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> Tables:
-        """A statement from bytes; its numbers and rows are views of them."""
-        fixed = _FIXED.unpack_from(raw)
-        tables, lines, trouble, index, kind, fallible = fixed
-        first = _FIXED.size + tables * COLUMNS * 8
-        second = first + _aligned(lines)
-        third = second + _aligned(trouble)
-        numbers = np.frombuffer(raw, np.int64, tables * COLUMNS, _FIXED.size)
-        rest = torch.frombuffer(raw, dtype=torch.uint8)[third:]
-        return cls(
-            _lines_in(bytes(raw[first : first + lines])) if tables else (),
-            numbers.reshape(tables, COLUMNS),
-            bytes(raw[second : second + trouble]).decode() if trouble else "",
-            fallible,
-            Header.unpack(rest) if kind == _HEADER else None,
-            rest[:index] if kind == _ROWS else None,
-            rest[_aligned(index) :] if kind == _ROWS else None,
-        )
-
-    def described(self, rank: int) -> Tables:
-        """The same with a header in place of the rows."""
-        if self.header is not None:
-            return self
-        tables = len(self.lines)
-        index = self.own_indices()
-        numbers = (np.arange(tables) << top(tables))[self.order()]
-        joint = index.long() + torch.from_numpy(
-            np.repeat(numbers, self.numbers[self.order(), ROWS])
-        )
-        header = Header.of(joint.sort().values, rank)
-        return self._replace(header=header, indices=None, values=None)
-
-    def own_indices(self) -> Tensor:
-        """The indices that came along, in `layout` order."""
-        assert self.indices is not None
-        count = int(self.numbers[:, ROWS].sum())
-        wide = self.indices.numel() == 8 * count
-        return self.indices.view(torch.int64 if wide else torch.int32)
-
-    def order(self) -> list[int]:
-        """The tables' numbers in the order in which their rows are laid out."""
-        return layout(self.lines)
-
-    def difference(self, numbered: Sequence[int]) -> str:
-        """How ranks differ, in a sentence; `numbered` are the tables' numbers in the whole list."""
-        table, how = self.trouble.split("\t")
-        return f"the ranks differ in table {numbered[int(table)]}: {how}"
+    def unpack(cls, body: Tensor) -> _Statement:
+        """A statement from bytes, which may be reused afterwards."""
+        raw = body.numpy().tobytes()
+        tables, size = _FIXED.unpack_from(raw)
+        numbers = np.frombuffer(raw, np.int64, tables * _COLUMNS, _FIXED.size)
+        start = _FIXED.size + numbers.nbytes
+        trouble, *lines = raw[start : start + size].decode().split("\n")
+        return cls(tuple(lines), numbers.reshape(tables, _COLUMNS), trouble)
 
     @classmethod
-    def together(cls, said: Sequence[Tables]) -> Tables:
-        """One statement of several, in the order of their ranks; without rows."""
-        first, columns = said[0], zip(*said, strict=True)
-        texts, each, troubles, fallible, headers, _, _ = columns
-        same = texts.count(first.lines) == len(said)
-        if not same and len(set(map(len, texts))) > 1:
+    def together(cls, said: Sequence[_Statement]) -> _Statement:
+        """One statement of several, in the order of their ranks."""
+        first = said[0]
+        if len({len(one.lines) for one in said}) > 1:
             return first  # the fingerprints tell
-        everyone = np.array(each)
-        numbers = first.numbers.copy()
-        np.add.reduce(everyone[:, :, ROWS], 0, out=numbers[:, ROWS])
-        np.maximum.reduce(everyone[:, :, HIGHEST], 0, out=numbers[:, HIGHEST])
-        if everyone[:, :, ROOM].min(initial=NO_LIMIT) < NO_LIMIT:
-            tightest = everyone[:, :, ROOM].argmin(0)
-            rooms = everyone[tightest, np.arange(len(numbers))][:, [ROOM, WHOSE]]
-            numbers[:, [ROOM, WHOSE]] = rooms
-        trouble, lines = first.trouble, first.lines
-        if not same:
-            filled = list(lines)
-            for one in said[1:]:
-                trouble = trouble or _reconciled(filled, numbers, one) or one.trouble
-            lines = tuple(filled)
-        trouble = trouble or next(filter(None, troubles), "")
-        header = None if None in headers else Header.together(headers)
-        return cls(lines, numbers, trouble, any(fallible), header=header)
+        everyone = np.stack([one.numbers for one in said])
+        numbers = everyone.max(0)
+        tightest = everyone[:, :, _ROOM].argmin(0), np.arange(len(numbers))
+        for column in (_ROOM, _WHOSE):
+            numbers[:, column] = everyone[*tightest, column]
+        numbers[:, _WHO] = first.numbers[:, _WHO]
+        lines, trouble = list(first.lines), first.trouble
+        for one in said[1:]:
+            if not trouble and tuple(lines) != one.lines:
+                trouble = _reconcile(lines, numbers, one)
+            trouble = trouble or one.trouble
+        return cls(tuple(lines), numbers, trouble)
+
+    def groups(self) -> list[_Group]:
+        """The tables that somebody has rows of, by their kinds.
+
+        Raises:
+            WeftError: the indices of some do not fit in one key space.
+        """
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for table in np.flatnonzero(self.numbers[:, _HIGHEST] >= 0).tolist():
+            what, shape = self.lines[table].split("\t")
+            kinds.setdefault((what.split(",")[0], shape), []).append(table)
+        found = []
+        for (_, shape), tables in kinds.items():
+            sizes = [int(self.numbers[table, _HIGHEST]) + 1 for table in tables]
+            starts = [0, *accumulate(sizes)]
+            if starts[-1] > _END and len(tables) > 1:
+                most = max(zip(sizes, tables, strict=True))
+                raise WeftError(
+                    f"table {most[1]}: index {most[0] - 1} is too large for a list: pass it alone"
+                )
+            found.append(_Group(tuple(tables), shape_in(shape), starts))
+        return found
+
+    def nothing(self, table: int, rows: Rows) -> Rows:
+        """The result of a table that nobody has rows of: a rank may know their shape of `out`."""
+        shape = self.lines[table].split("\t")[1]
+        row_shape = rows.row_shape if shape == _UNKNOWN else shape_in(shape)
+        return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
 
 
-def _reconciled(lines: list[str], numbers: Longs, other: Tables) -> str:
+def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: str) -> _Statement:
+    """What all ranks together say of the tables; collective.
+
+    Raises:
+        WeftError: what is wrong on some rank, or how the ranks differ; on all of them.
+    """
+    fields = {name: requests[0].fields.get(name) for name in _FIELDS}
+    said = []
+    for start in range(0, len(requests), _MOST):
+        body = torch.empty(0, dtype=torch.uint8)
+        if error is None:
+            body = _Statement.of(requests[start : start + _MOST], wire.rank).pack()
+        agreement = agree(wire, name, fields, error, body, _combined)
+        said.append(_Statement.together(list(map(_Statement.unpack, agreement.bodies))))
+        agreement.release()
+        if said[-1].trouble:
+            table, how = said[-1].trouble.split("\t")
+            raise WeftError(f"the ranks differ in table {start + int(table)}: {how}")
+    lines = tuple(line for one in said for line in one.lines)
+    return _Statement(lines, np.concatenate([one.numbers for one in said]))
+
+
+def _combined(lower: Tensor, upper: Tensor) -> Tensor:
+    return _Statement.together([_Statement.unpack(lower), _Statement.unpack(upper)]).pack()
+
+
+def _reconcile(lines: list[str], numbers: _Longs, other: _Statement) -> str:
     """Fill in what only the other knows of tables; returns how they differ, or ""."""
-    trouble = ""
     for table, (mine, theirs) in enumerate(zip(lines, other.lines, strict=True)):
-        if mine == theirs:
-            continue
-        known = mine.split("\t"), theirs.split("\t")
-        if known[0][1] == UNKNOWN and known[0][0] == known[1][0]:
-            lines[table] = theirs
-            numbers[table, WHO] = other.numbers[table, WHO]
-        elif known[1][1] != UNKNOWN or known[0][0] != known[1][0]:
-            ranks = int(numbers[table, WHO]), int(other.numbers[table, WHO])
-            trouble = trouble or _difference(table, ranks, known)
-    return trouble
+        (what, shape), (their_what, their_shape) = mine.split("\t"), theirs.split("\t")
+        if what == their_what and shape != their_shape and _UNKNOWN in (shape, their_shape):
+            if shape == _UNKNOWN:
+                lines[table], numbers[table, _WHO] = theirs, other.numbers[table, _WHO]
+        elif mine != theirs:
+            if what == their_what:
+                what, their_what = (f"rows of shape {each}" for each in (shape, their_shape))
+            ranks = int(numbers[table, _WHO]), int(other.numbers[table, _WHO])
+            return (
+                f"{table}\trank {ranks[0]} has {what}, rank {ranks[1]} has {their_what}; pass the "
+                "same on every rank"
+            )
+    return ""
 
 
-def _difference(table: int, ranks: tuple[int, int], known: tuple[list[str], list[str]]) -> str:
-    said = [what for what, _ in known]
-    if said[0] == said[1]:
-        said = [f"rows of shape {shape}" for _, shape in known]
-    return (
-        f"{table}\trank {ranks[0]} has {said[0]}, rank {ranks[1]} has {said[1]}; pass the same on "
-        "every rank"
-    )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def layout(lines: Sequence[str]) -> list[int]:
-    """Tables by falling element size, those of one dtype and row shape together.
-
-    By that on the wire first: so rows are aligned both as they travel and as they are handed out.
-
-    Tables without rows, whose row shape is not known, may be anywhere.
-    """
-    return list(_layout(tuple(lines)))
-
-
-@functools.lru_cache(_LISTS)
-def _layout(lines: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(lines)), key=lambda table: (*_place(lines[table]), table)))
-
-
-@functools.lru_cache(_LISTS)
-def _text_of(lines: tuple[str, ...]) -> bytes:
-    """Lines as they travel."""
-    return "\n".join(lines).encode()
-
-
-@functools.lru_cache(_LISTS)
-def _lines_in(text: bytes) -> tuple[str, ...]:
-    """At least one."""
-    return tuple(text.decode().split("\n"))
-
-
-@functools.lru_cache(_LINES)
-def _place(line: str) -> tuple[int, int, str, str]:
-    """By what a table comes before others, from its line."""
-    what, shape = line.split("\t")
-    dtype, travels = dtypes_of(what)
-    return -travels.itemsize, -dtype.itemsize, str(dtype), shape
-
-
-@functools.lru_cache(_LINES)
-def line(
-    index: torch.dtype,
-    dtype: torch.dtype,
-    height: int | None,
-    shape: object,
-    travels: torch.dtype | None = None,
-) -> str:
-    """A table's line of text; `travels` is the dtype of the values on the wire, if another."""
-    tall = "no height" if height is None else f"height {height}"
-    rounded = "" if travels is None or travels == dtype else f" as {_short(travels)}"
-    return f"{_short(dtype)} values{rounded}, {_short(index)} indices, {tall}\t{shape}"
-
-
-@functools.lru_cache(_LINES)
-def dtypes_of(what: str) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the values in a table's line, and that in which they travel.
-
-    >>> dtypes_of("float32 values as bfloat16, int64 indices, no height")
-    (torch.float32, torch.bfloat16)
-    """
-    own, _, rounded = what.split(",", 1)[0].partition(" values")
-    dtype, travels = (getattr(torch, name) for name in (own, rounded.removeprefix(" as ") or own))
-    return dtype, travels
+def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, Exception | None]:
+    """A table's result in the memory that its caller gave, and what a function for that raised."""
+    if request.out is None:
+        return part, None
+    dtypes = part.indices.dtype, part.values.dtype
+    call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)
+    place = call.result(len(part))
+    place.indices.copy_(part.indices)
+    place.values.copy_(part.values)
+    return run.handed_out(place, call), call.trouble
 
 
 @functools.cache
+def _values(dtype: torch.dtype, travels: torch.dtype) -> str:
+    """In words, the dtype of values, and the one that they travel in."""
+    return f"{_short(dtype)} values" + (f" as {_short(travels)}" if travels != dtype else "")
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

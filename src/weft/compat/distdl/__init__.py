@@ -11,6 +11,7 @@ do.
 """
 
 from . import nn, slicing, tensor_decomposition
+from .communicator import MPI, PROC_NULL, Communicator, set_backend
 from .nn import (
     AllGather,
     AllSumReduce,
@@ -24,14 +25,7 @@ from .nn import (
     mixins,
 )
 from .nn.mixins import ConvMixin, HaloMixin, PoolingMixin
-from .partition import (
-    MPI,
-    PROC_NULL,
-    Communicator,
-    MPICartesianPartition,
-    MPIPartition,
-    set_backend,
-)
+from .partition import MPICartesianPartition, MPIPartition
 from .slicing import (
     assemble_index_filter,
     assemble_slices,

@@ -20,7 +20,8 @@ The sources are the documents of oneCCL, beta to 2021.3, and its public headers.
 """
 
 from . import callback, event, request
-from .buffers import Address
-from .communicator import Communicator, Kvs
+from .address import Address
+from .communicator import Communicator
+from .kvs import Kvs
 
 __all__ = ["Address", "Communicator", "Kvs", "callback", "event", "request"]

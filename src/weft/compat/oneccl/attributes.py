@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import WeftError
-from .buffers import Wrong, seen
+from .buffers import seen
+from .dtypes import Wrong
 
 __all__ = ["Attributes", "FnContext", "Status", "check_status"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import StillRunning
 from ...wire.worker import Work
-from .buffers import Wrong
+from .dtypes import Wrong
 
 __all__ = ["Event", "await_all", "compose"]
 
