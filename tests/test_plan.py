@@ -80,7 +80,7 @@ def test_any_plan_is_carried_out(have, want, floats):
         x = xs.get(wire.rank, nothing)
         wanted = expected.get(wire.rank, nothing).to(dtype)
         assert torch.equal(execute(plan, x, wire), wanted)
-        assert torch.equal(assemble(plan, xs, wire.rank, x), wanted)
+        assert torch.equal(assemble(plan, xs, wire.rank, dtype), wanted)
 
     run(RANKS, program)
 
@@ -148,7 +148,7 @@ def test_halves_are_summed_in_a_wider_type():
 
     assert run(3, program)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}
-    assert assemble(plan, xs, 2, xs[2]).item() == 258.0
+    assert assemble(plan, xs, 2, torch.bfloat16).item() == 258.0
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_a_result_is_put_together_at_once_where_it_can_be(columns, dim):
     have = {rank: box(*ends) for rank, ends in columns.items()}
     plan = between(Side.of(have), Side.of({3: box(0, 5)}))
     xs = inputs(plan)
-    result = assemble(plan, xs, 3, torch.empty(0, dtype=torch.int64))
+    result = assemble(plan, xs, 3, torch.int64)
     assert torch.equal(result, applied(plan, xs)[3]) and result.is_contiguous()
     assert all(result.data_ptr() != x.data_ptr() for x in xs.values())

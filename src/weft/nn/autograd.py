@@ -200,14 +200,14 @@ class Agreed:
         """Carry the plan out; collective."""
         call, plan, wire = self.call, self.plan, self.call.wire
         dtype = self.terms.dtype
-        # if its own is another, the tensor has no volume, so that its own said nothing
-        typed = x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
-        local = typed.cpu().resolve_conj().resolve_neg()
         tensors = self.terms.tensors(plan.have.shapes)
         with profiled(f"weft::{call.name}"):
             if tensors is not None:
-                y = assemble(plan, tensors, wire.rank, local)
+                y = assemble(plan, tensors, wire.rank, dtype)
             else:
+                # if its own is another, the tensor has no volume, so that its own said nothing
+                typed = x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+                local = typed.cpu().resolve_conj().resolve_neg()
                 y = wire.worker.call(call.name, lambda: execute(plan, local, wire))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(call.nothing)

@@ -83,29 +83,25 @@ def execute(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor
         shape = plan.local(wire.rank).result
         result = None if shape is None else fresh(shape, x.dtype)
         schedule(plan, x, result, wire)
-        y = _nothing(x) if result is None else result
+        y = x.new_empty(0) if result is None else result
     else:
         y = _directly(plan, x, wire)
     return y.view(dtype)
 
 
-def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, like: Tensor) -> Tensor:
+def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
     """The result of a rank that has everybody's tensor already; nothing is sent.
 
     Contributions add up in rank order, so ranks with the same sum have the same bits.
     """
     local = plan.local(rank)
     if local.result is None:
-        return _nothing(like)
-    bits = _BITS.get(like.dtype, like.dtype)
+        return torch.empty(0, dtype=dtype)
+    bits = _BITS.get(dtype, dtype)
     into = _Result(local, bits, local.sources[0][2] if local.sources else None)
     for source, take, put in local.sources:
         into.write(put, tensors[source].view(bits)[take.slices])
-    return into.done(like.dtype)
-
-
-def _nothing(like: Tensor) -> Tensor:
-    return torch.empty(0, dtype=like.dtype)
+    return into.done(dtype)
 
 
 class _Result:
@@ -180,7 +176,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
                     into.write(put, values)
                 pending.release()
     _finish(going, leases)
-    return _nothing(x) if into is None else into.done(x.dtype)
+    return x.new_empty(0) if into is None else into.done(x.dtype)
 
 
 def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
