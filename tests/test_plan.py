@@ -149,27 +149,3 @@ def test_halves_are_summed_in_a_wider_type():
     assert run(3, program)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}
     assert assemble(plan, xs, 2, torch.bfloat16).item() == 258.0
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {0: (2, 4), 1: (0, 2), 2: (4, 5)},  # one after the other, though not by rank
-        {0: (0, 2), 1: (3, 5), 2: (2, 3)},
-        {0: (0, 2), 1: (3, 5)},  # with a gap
-        {0: (0, 3), 1: (2, 5)},  # with an overlap
-        {0: (0, 5)},  # all from one
-        {0: (0, 5), 1: (0, 5), 2: (0, 5)},  # all from each
-    ],
-)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_result_is_put_together_at_once_where_it_can_be(columns, dim):
-    def box(start, stop):
-        return Box((start, 0), (stop, 3)) if dim == 0 else Box((0, start), (3, stop))
-
-    have = {rank: box(*ends) for rank, ends in columns.items()}
-    plan = between(Side.of(have), Side.of({3: box(0, 5)}))
-    xs = inputs(plan)
-    result = assemble(plan, xs, 3, torch.int64)
-    assert torch.equal(result, applied(plan, xs)[3]) and result.is_contiguous()
-    assert all(result.data_ptr() != x.data_ptr() for x in xs.values())

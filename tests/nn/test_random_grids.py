@@ -12,6 +12,17 @@ from weft.grid import cells
 from weft.testing import run
 
 RANKS = 4
+NAMES = [
+    "AllGather",
+    "Gather",
+    "ReduceScatter",
+    "AllSumReduce",
+    "SumReduce",
+    "Broadcast",
+    "Scatter",
+    "Repartition",
+    "HaloExchange",
+]
 GRIDS = st.sampled_from([(4,), (2, 2), (1, 3), (2, 1), (1, 1, 2), (2, 1, 2)])
 
 
@@ -43,21 +54,7 @@ def layers(draw):
             for rank, cell in zip(ranks, cells(shape), strict=True)
         }
 
-    name = draw(
-        st.sampled_from(
-            [
-                "AllGather",
-                "Gather",
-                "ReduceScatter",
-                "AllSumReduce",
-                "SumReduce",
-                "Broadcast",
-                "Scatter",
-                "Repartition",
-                "HaloExchange",
-            ]
-        )
-    )
+    name = draw(st.sampled_from(NAMES))
     if name in ("AllGather", "Gather"):
         return name, (shape, ranks), dims, shapes([])
     if name == "Repartition":
@@ -68,12 +65,8 @@ def layers(draw):
         return name, (shape, ranks), (widths, boundary), shapes([])
     found = shapes(kept)
     if name in ("Broadcast", "Scatter"):
-        first = {
-            rank
-            for rank, cell in zip(ranks, cells(shape), strict=True)
-            if not any(cell[d] for d in kept)
-        }
-        found = {rank: each for rank, each in found.items() if rank in first}
+        places = dict(zip(ranks, cells(shape), strict=True))
+        found = {r: each for r, each in found.items() if not any(places[r][d] for d in kept)}
     return name, (shape, ranks), dims, found
 
 
