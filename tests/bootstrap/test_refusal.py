@@ -7,8 +7,7 @@ person sees of them is looked at, too.
 from __future__ import annotations
 
 import os
-import tempfile
-import threading
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +16,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from weft.bootstrap import file, init, notice, store
-from weft.bootstrap.file import find
-from weft.bootstrap.meeting import Tcp, can_host
-from weft.errors import WeftError, WireError
+from weft.bootstrap import init
+from weft.errors import WireError
 
 RANK = """
 import sys, weft
-from weft.bootstrap import notice, roll
+from weft.bootstrap import membership, rendezvous
 
-notice._LINGER = roll._LINGER = 60.0  # until all have heard it, however busy the machine is
+membership._LINGER = rendezvous._TOLD = 60.0  # until all have heard it, however busy it is
 url, timeout = sys.argv[1:]
 try:
     with weft.init(timeout=float(timeout), rendezvous=url or None) as wire:
@@ -39,7 +36,7 @@ LONG = 90.0  # seconds that a rank would wait that hears nothing; more than a te
 
 
 def free_port() -> int:
-    with store.listener("127.0.0.1", 0) as sock:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     return port
 
@@ -97,21 +94,6 @@ def test_the_others_hear_why_rank_0_cannot_come(
     assert not (tmp_path / "run7").exists()
 
 
-@pytest.mark.parametrize(
-    ("host", "agent", "able"),
-    [
-        ("127.0.0.1", False, True),
-        ("::1", False, True),
-        ("localhost", False, True),
-        ("127.0.0.1", True, False),  # torchrun's store
-        ("192.0.2.7", False, False),  # a documentation address: nobody's
-        ("no-such-host.invalid", False, False),
-    ],
-)
-def test_who_can_host_though_it_does_not_know_its_rank(host: str, agent: bool, able: bool) -> None:
-    assert can_host(Tcp(host, 29500, agent, "there")) is able
-
-
 # Rank 0 that cannot host.
 
 
@@ -127,7 +109,7 @@ def test_a_folder_that_is_not_there_is_heard_of_at_once(ranks: Ranks, tmp_path: 
 
 
 def test_a_port_that_is_taken_is_heard_of_at_once(ranks: Ranks) -> None:
-    with store.listener("127.0.0.1", 0) as sock:  # it never says a word
+    with socket.create_server(("127.0.0.1", 0)) as sock:  # which never says a word
         port = sock.getsockname()[1]
         for rank in ("1", "0"):
             ranks.start(at(port, RANK=rank, WORLD_SIZE="2"))
@@ -136,71 +118,6 @@ def test_a_port_that_is_taken_is_heard_of_at_once(ranks: Ranks) -> None:
             "listens there; choose another port, and let MASTER_ADDR be the host of rank 0\n"
         )
         assert [out for out, _ in ranks.said()] == [expected] * 2
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This process's private folder is in here."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_a_notice_is_for_one_place_and_ends_when_all_have_heard_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notice, "_LINGER", 60.0)
-    teller = threading.Thread(target=notice.leave, args=["tcp://a:1", "no port", 3])
-    notice.heed("tcp://a:1")  # nothing yet
-    teller.start()
-    heard = 0
-    while heard < 2:
-        notice.heed("tcp://b:1")
-        try:
-            notice.heed("tcp://a:1")
-        except WeftError as error:
-            assert str(error) == "no port"
-            heard += 1
-    teller.join(20)
-    assert not teller.is_alive()
-    notice.heed("tcp://a:1")
-    assert not list(file.private().iterdir())
-
-
-def test_a_notice_that_nobody_answers_for_is_not_believed(here: Path) -> None:
-    there = file.Invitation(("127.0.0.1",), free_port(), "00", "node1", 12, 0.0)
-    path = notice._path("tcp://a:1", file.private())
-    assert file.claim(path, there) is None
-    notice.heed("tcp://a:1")
-    path.chmod(0o666)
-    notice.heed("tcp://a:1")
-
-
-# Where the others are on another host.
-
-
-def test_a_folder_that_stays_away_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file, "_SETTLED", 0.2)
-    with pytest.raises(WeftError, match=r"rank 2: waited \d s for rank 0 .*no folder .*/a on this"):
-        find(tmp_path / "a" / "run7", 2, time.monotonic() + 50)
-    # without a folder that cannot be used, a rank waits
-    with pytest.raises(WireError, match="there is no such file: is rank 0 started"):
-        find(tmp_path / "run7", 2, time.monotonic() + 0.6)
-
-
-def test_a_folder_that_may_not_be_written_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This host's root may write anywhere, so what the kernel says is said for it."""
-    monkeypatch.setattr(file, "_SETTLED", 0.2)
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    with pytest.raises(WeftError, match=rf"may not write to the folder {tmp_path}, and rank 0 is"):
-        find(tmp_path / "run7", 2, time.monotonic() + 50)
-    only_read = os.statvfs_result((4096, 4096, 1, 1, 1, 1, 1, 1, os.ST_RDONLY, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: only_read)  # here, maybe not where rank 0 is
-    with pytest.raises(WireError, match="there is no such file: is rank 0 started"):
-        find(tmp_path / "run7", 2, time.monotonic() + 0.6)
 
 
 # What a person sees meanwhile: torch's own warnings and traces are none of that.
@@ -230,33 +147,6 @@ def test_a_rank_that_gives_up_says_one_sentence(rank: str, complaint: str, ranks
     assert err == ""
 
 
-def test_a_listener_that_comes_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    made = []
-
-    def late() -> None:
-        time.sleep(0.3)
-        with store.listener("127.0.0.1", port) as sock:
-            made.append(
-                dist.TCPStore(
-                    "127.0.0.1",
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=os.dup(sock.fileno()),
-                )
-            )
-
-    host = threading.Thread(target=late)
-    host.start()
-    found = store.connect("localhost", port, 20.0)
-    host.join()
-    made[0].set("a", "b")
-    assert found.get("a") == b"b"
-    with pytest.raises(ZeroDivisionError):
-        store.connect("127.0.0.1", free_port(), 20.0, look=lambda: 1 / 0)
-
-
 @pytest.mark.parametrize(
     ("said", "who", "culprit"),
     [
@@ -279,20 +169,3 @@ def test_ranks_that_met_and_cannot_connect_are_told_that(
     with pytest.raises(WireError, match=complaint) as caught:
         init.init(rendezvous=f"tcp://127.0.0.1:{free_port()}")
     assert caught.value.culprit == culprit
-
-
-def test_a_key_is_waited_for_until_the_deadline() -> None:
-    found = dist.HashStore()
-    began = time.monotonic()
-    assert not store.has(found, "a", began + 0.2, 4)
-    assert time.monotonic() - began >= 0.2
-    late = threading.Timer(0.2, found.set, ["a", "b"])
-    late.start()
-    assert store.has(found, "a", time.monotonic() + 20, 4)
-    late.join()
-    assert store.has(found, "a", time.monotonic() - 1, 4)  # it is there
-
-
-def test_rank_0_alone_tells_nobody(here: Path) -> None:
-    notice.leave("tcp://a:1", "no port", 1)
-    assert not list(here.iterdir())

@@ -14,20 +14,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from .. import kernels
-from ..errors import Error, WeftError, WireError
+from ..errors import WeftError, WireError
 from ..wire import default
 from ..wire.base import Wire, is_duration
 from ..wire.failure import last_error
 from ..wire.interface import interface_of, own_address
-from . import backends, launchers, meeting, roll
+from . import backends, launchers, membership
+from . import rendezvous as places
 
-__all__ = ["init", "shutdown"]
+__all__ = ["init", "init_as", "shutdown"]
 
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 _TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
@@ -51,6 +51,10 @@ class _Running:
 
 _running: _Running | None = None
 _GLOO = "GLOO_SOCKET_IFNAME"
+_LOCAL = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+)  # a launcher's, which may not fit
 _named: list[tuple[str, str | None]] = []  # the interface that weft named to gloo; what was there
 
 
@@ -124,7 +128,7 @@ def init(
         limit = _TIMEOUT if timeout is None else timeout
         try:
             launch = launchers.detect()
-            place = meeting.place(launch, rendezvous)
+            place = places.place(launch, rendezvous)
         except WeftError as error:
             raise _told(error, rendezvous) from error
         try:
@@ -134,7 +138,8 @@ def init(
         except WeftError as error:
             if place is None:
                 raise
-            raise _refused(error, launch, place, backend, limit) from error
+            mine = membership.Member.mine(launch.rank, launch.size, backend, error=str(error))
+            raise _refused(error, mine, launch, place, limit) from error
         load = kernels.prepare()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
@@ -158,6 +163,43 @@ def init(
     default.set(wire)
     _running = _Running(wire, group, made, url, os.getpid())
     _log.info("rank %d of %d is ready", wire.rank, wire.size)
+    return wire
+
+
+def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
+    """`init`, as this rank of so many, whatever the environment says; collective.
+
+    For libraries whose programs bring these themselves. If torch.distributed is initialised
+    already, weft adopts that, and host and port are not used.
+
+    Raises:
+        WeftError: as `init`; or torch.distributed is initialised with another rank or size.
+        WireError: as `init`.
+    """
+    if dist.is_initialized():
+        there = dist.get_rank(), dist.get_world_size()
+        if (rank, size) != there:
+            raise WeftError(
+                f"rank {there[0]}: torch.distributed is initialised already, with rank {there[0]} "
+                f"of {there[1]}, and rank {rank} of {size} was asked for: pass the same"
+            )
+        return init(backend)
+    saved = os.environ.copy()
+    own = saved.get("MASTER_ADDR", "").strip("[]"), saved.get("MASTER_PORT")
+    url = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        for name in _LOCAL:
+            os.environ.pop(name, None)
+        # where the place is the environment's own, torchrun may serve a store there already
+        wire = init(backend, rendezvous="env://" if own == (host, str(port)) else url)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", *_LOCAL):
+            if name in saved:
+                os.environ[name] = saved[name]
+            else:
+                os.environ.pop(name, None)
+    places.withdraw_published()
     return wire
 
 
@@ -186,7 +228,8 @@ def shutdown() -> None:
 def _leave() -> None:
     last_error.note_uncaught()
     shutdown()
-    meeting.forget()
+    places.withdraw_published()
+    places.forget()
 
 
 def _check_same(
@@ -224,36 +267,30 @@ def _check_backend(backend: str | None) -> None:
 
 def _alone(spec: str, timeout: float) -> None:
     """Set up the default group of one process, which meets nobody."""
-    with _loopback_only():
+    local = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if local is not None and _GLOO not in os.environ:
+        _name_interface(local)  # where nobody else can reach it: gloo always listens
+    try:
         dist.init_process_group(
             spec, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
         )
+    finally:
+        _unname_interface()
 
 
 def _together(
     launch: launchers.Launch,
-    place: meeting.Place,
+    place: places.Place,
     backend: str | None,
     timeout: float,
-    error: str = "",
 ) -> None:
-    """Meet the other ranks, see that all fit together, and set up the default group.
-
-    With an error of this rank's all of them raise that instead.
-    """
+    """Meet the other ranks, see that all fit together, and set up the default group."""
     deadline = time.monotonic() + timeout
-    met = False
+    meeting: places.Meeting | None = None
     try:
-        with meeting.at(place, launch, deadline) as (there, times):
-            decision, space = roll.call(
-                dist.PrefixStore(_space(times), there.store),
-                _entry(launch, backend, there.store, error),
-                max(deadline - time.monotonic(), 0.001),
-                where=place.where,
-                hosts=there.hosts,
-                elastic=_is_elastic(),
-            )
-        met = True
+        meeting, decision, space = membership.meet(
+            place, launch, lambda store: _member(launch, backend, store), deadline
+        )
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
             launch.rank,
@@ -261,7 +298,8 @@ def _together(
             place.where,
             decision.backend,
         )
-        _name_interface(there.store)
+        space.set_timeout(timedelta(seconds=timeout))
+        _tell_gloo(meeting.store)
         dist.init_process_group(
             backends.spec(decision.backend),
             store=dist.PrefixStore("group", space),
@@ -273,16 +311,16 @@ def _together(
         if isinstance(failed, WireError):
             raise
         said = str(failed).splitlines()[0]
-        late = _AWAITED.search(said) if met else None
+        late = _AWAITED.search(said) if meeting else None
         who = f"rank {late[1]}" if late else "some ranks"
         why = (
             f"all {launch.size} ranks came to {place.where}, and then {who} did not connect: is it "
             "stopped, did it end, or does a firewall close the ports that the system chooses?"
-            if met
+            if meeting
             else f"the {launch.size} ranks did not meet at {place.where} within {timeout:g} s: are "
             "all of them started, and is that address reachable?"
         )
-        if met and there.hosts:
+        if meeting and meeting.hosts:
             time.sleep(_LATE)  # the others wait for the same at a store that ends with this process
         raise WireError(
             f"rank {launch.rank}: {why} ({said})",
@@ -293,9 +331,9 @@ def _together(
 
 def _refused(
     error: WeftError,
+    mine: membership.Member,
     launch: launchers.Launch,
-    place: meeting.Place,
-    backend: str | None,
+    place: places.Place,
     timeout: float,
 ) -> WeftError:
     """Come to the meeting only to say why this rank cannot take part: else the others wait.
@@ -303,28 +341,37 @@ def _refused(
     Returns:
         What all raise; the error itself if nobody came.
     """
-    _log.warning("rank %d: %s", launch.rank, error)  # now: the others may be long in coming
-    try:
-        _together(launch, place, backend, timeout, str(error))
-    except WeftError as agreed:
-        return agreed
-    except WireError:  # they did not come: only this rank raises
-        pass
+    _log.warning("%s", error)  # now: the others may be long in coming
+    with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
+        try:
+            membership.meet(place, launch, lambda _: mine, time.monotonic() + timeout)
+        except WeftError as agreed:
+            return agreed
     return error
 
 
-def _space(times: int) -> str:
-    """Where in the store this process's group of that number has its keys.
+def _told(error: WeftError, url: str | None) -> WeftError:
+    """Let the others know, if they wait somewhere or come soon, that this process cannot come.
 
-    torchrun's store outlives its workers, and what it tells them of restarts differs between
-    hosts: one that starts its workers again since another's failed does not count that. So the
-    roll call finds out which round this is (`roll.call`).
+    It may be rank 0, without which they have no place: so where it can, it opens that.
+
+    Returns:
+        What all raise; the error itself if nobody was there.
     """
-    return f"weft/group{times}"
+    launch = launchers.Launch("environment", -1, 0, 0, 0)
+    try:
+        place = places.place(launch, url)
+    except WeftError:
+        return error
+    if place is None or isinstance(place, places.Mpi):
+        return error
+    if places.can_host(place):
+        launch = dataclasses.replace(launch, rank=0)
+    return _refused(error, membership.Member.mine(-1, 0, error=str(error)), launch, place, _TELL)
 
 
 def _agree_on_versions(timeout: float | None) -> None:
-    """The roll call of a group that is there already: what differs is told before it hurts."""
+    """The check of a group that is there already: what differs is told before it hurts."""
     group = dist.group.WORLD
     assert group is not None  # it is adopted
     from ..wire import process_group  # here: `import weft` shall be quick
@@ -333,15 +380,12 @@ def _agree_on_versions(timeout: float | None) -> None:
     rank, size = group.rank(), group.size()
     if store is None or size == 1:  # MPI's groups have none
         return
-    times = store.add(f"weft/adopted/{rank}", 1)
+    launch = launchers.Launch("adopted", rank, size, rank, size)
+    meeting = places.Meeting(dist.PrefixStore("weft/adopted", store), "the group's store")
+    deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
     try:
-        roll.call(
-            dist.PrefixStore(f"weft/adopted/roll{times}", store),
-            _entry(launchers.Launch("adopted", rank, size, rank, size), None, store),
-            _TIMEOUT if timeout is None else timeout,
-            where="the group's store",
-            hosts=False,
-        )
+        times = store.add(f"weft/adopted/{rank}", 1)
+        membership.check(meeting, _member(launch, None, store), deadline, times)
     except RuntimeError as error:  # torch's store errors are
         raise WireError(
             f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
@@ -349,65 +393,31 @@ def _agree_on_versions(timeout: float | None) -> None:
         ) from error
 
 
-def _is_elastic() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _entry(
-    launch: launchers.Launch, backend: str | None, store: dist.Store, error: str = ""
-) -> roll.Entry:
-    """What this rank says at the roll call; if it cannot take part, why."""
+def _member(launch: launchers.Launch, backend: str | None, store: dist.Store) -> membership.Member:
+    """What this rank says of itself; if it cannot take part, why."""
+    address, error = "", ""
     try:
         address = own_address(store)
     except OSError as wrong:
-        address, error = "", error or str(wrong)
-    return roll.Entry.mine(launch.rank, launch.size, backend=backend, address=address, error=error)
+        error = str(wrong)
+    return membership.Member.mine(launch.rank, launch.size, backend, address, error)
 
 
-def _told(error: WeftError, rendezvous: str | None) -> WeftError:
-    """Let the others know, if they wait somewhere or come soon, that this process cannot come.
-
-    It may be rank 0, without which they have no place: so where it can, it opens that.
-
-    Returns:
-        What all raise; the error itself if nobody was there.
-    """
-    unknown = launchers.Launch("environment", -1, 0, 0, 0)
-    with contextlib.suppress(Error, RuntimeError, OSError):  # they are not there: only this raises
-        place = meeting.place(unknown, rendezvous)
-        if place is None or isinstance(place, meeting.Mpi | meeting.Ports):
-            return error
-        _log.warning("%s", error)  # now: the others may be long in coming
-        if meeting.can_host(place):
-            unknown = dataclasses.replace(unknown, rank=0)
-        deadline = time.monotonic() + _TELL
-        with meeting.at(place, unknown, deadline) as (there, times):
-            try:
-                roll.call(
-                    dist.PrefixStore(_space(times), there.store),
-                    roll.Entry.mine(-1, 0, error=str(error)),
-                    _TELL,
-                    where=place.where,
-                    hosts=there.hosts,
-                    elastic=_is_elastic(),
-                )
-            except WeftError as agreed:
-                return agreed
-    return error
-
-
-def _name_interface(store: dist.Store) -> None:
+def _tell_gloo(store: dist.Store) -> None:
     """Let gloo listen where weft does: by itself it takes what the host's name means.
 
     What gloo understands itself, a list of names, is left to it.
     """
     name, there = interface_of(own_address(store)), os.environ.get(_GLOO)
     names = {each for _, each in socket.if_nameindex()}
-    if name is None or (there is not None and names.issuperset(there.split(","))):
-        return
+    if name is not None and (there is None or not names.issuperset(there.split(","))):
+        _name_interface(name)
+        _log.info("network interface %s", name)
+
+
+def _name_interface(name: str) -> None:
+    _named.append((name, os.environ.get(_GLOO)))
     os.environ[_GLOO] = name
-    _named.append((name, there))
-    _log.info("network interface %s", name)
 
 
 def _unname_interface() -> None:
@@ -418,17 +428,3 @@ def _unname_interface() -> None:
                 del os.environ[_GLOO]
             else:
                 os.environ[_GLOO] = before
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Make a gloo group of one listen where nobody else can reach it (it always listens)."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if "GLOO_SOCKET_IFNAME" in os.environ or not names:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]

@@ -38,8 +38,8 @@ import torch
 
 from .._torch import COMPILER
 from ..errors import WeftError, WireError
-from .store import LOOPBACK
-from .store import host as host_store
+from .rendezvous import LOOPBACK
+from .rendezvous import host as host_store
 
 __all__ = ["COMPILER", "launch", "preload", "send"]
 

@@ -173,12 +173,13 @@ def _memory() -> Iterator[Finding]:
 
 
 def _launch(rendezvous: str | None) -> Iterator[Finding]:
-    from ..bootstrap import launchers, meeting
+    from ..bootstrap import launchers
+    from ..bootstrap import rendezvous as places
     from ..errors import WeftError
 
     try:
         launch = launchers.detect()
-        place = meeting.place(launch, rendezvous)
+        place = places.place(launch, rendezvous)
     except WeftError as error:
         text, _, remedy = str(error).partition(": ")
         yield Finding("wrong", "launch", text, remedy)

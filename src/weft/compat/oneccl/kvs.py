@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ...bootstrap import store as stores
+from ...bootstrap import rendezvous
 from ...errors import WeftError, WireError
 
 __all__ = ["TIMEOUT", "Kvs", "create_kvs", "create_main_kvs"]
@@ -79,14 +79,13 @@ def create_main_kvs(host: str | None = None) -> Kvs:
     Raises:
         WeftError: that is no address of this machine.
     """
-    host = host or stores.outward()
     try:
-        store, port = stores.host(host)
+        store, port = rendezvous.host(host or "")
     except (OSError, TypeError) as error:
         raise WeftError(
             f"no store can listen at {host!r}: pass an address of this machine ({error})"
         ) from error
-    return Kvs(store, f"{host}:{port}")
+    return Kvs(store, f"{store.host}:{port}")
 
 
 def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
@@ -102,6 +101,12 @@ def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
     """
     try:
         text = address if isinstance(address, str) else bytes(address).rstrip(b"\0").decode()
+        name, _, port = text.rpartition(":")
+        if not name or not 0 < int(port) < 65536:
+            raise ValueError
     except (TypeError, ValueError):
         raise WeftError(f"{address!r} is no address of a store: pass host:port") from None
-    return Kvs(stores.join(text, timeout), text)
+    try:
+        return Kvs(rendezvous.connect(name.strip("[]"), int(port), timeout), text)
+    except RuntimeError as error:  # torch's store errors are
+        raise _unanswered(f"no store answers at {text} within {timeout:g} s", error) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bootstrap import given
+from ...bootstrap.rendezvous import publish
 from ...errors import WeftError
 from ...wire.interface import interface_of, own_address
 from .names import also
@@ -18,8 +18,10 @@ __all__ = [
     "published",
 ]
 
-published: dict[str, given.Published] = {}
-"""By address of rank 0: where `nfs_ip_init` has found that it will meet the others."""
+published: dict[str, int] = {}
+"""By address of rank 0: the port at which it will meet the others, as `nfs_ip_init` has found."""
+
+_TIMEOUT = 300.0  # seconds that a file is waited for
 
 
 class SocketInfo(NamedTuple):
@@ -64,7 +66,7 @@ def dump_ip_address(ip_file: str) -> str:
     Raises:
         WeftError: it cannot be written, or it is another user's.
     """
-    return given.publish(0, ip_file)[0]
+    return publish(0, ip_file, _TIMEOUT)[0]
 
 
 @also(path="ip_file")
@@ -78,7 +80,7 @@ def get_ip_address(ip_file: str) -> str:
         WeftError: the file is another user's, or is no such file.
         WireError: nobody answered within 300 s.
     """
-    return given.publish(-1, ip_file)[0]
+    return publish(-1, ip_file, _TIMEOUT)[0]
 
 
 @also(rank="_rank", path="ip_file")
@@ -103,6 +105,5 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     address = nfs_ip_init(0, f"{folder}/ip_file")
     """
-    found = given.publish(_rank, ip_file)
-    published[found[0]] = found
-    return found[0]
+    address, published[address] = publish(_rank, ip_file, _TIMEOUT)
+    return address

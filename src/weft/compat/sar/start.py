@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...bootstrap import given
+from ...bootstrap.init import init_as
 from ...errors import WeftError
 from ...wire import default
 from ...wire.base import Wire
@@ -81,13 +81,10 @@ def initialize_comms(
         >>> weft.shutdown()
     """
     device = torch.device(_comm_device or _DEVICES.get(backend, "cpu"))
-    found = published.get(master_ip_address)
-    if master_port_number is None and found is not None:
-        _, port, rendezvous = found
-    else:
-        port = _PORT if master_port_number is None else master_port_number
-        rendezvous = given.tcp(master_ip_address, port)
-    wire = given.start(_rank, _world_size, backend=backend, rendezvous=rendezvous)
+    port = master_port_number
+    if port is None:
+        port = published.get(master_ip_address, _PORT)
+    wire = init_as(_rank, _world_size, backend, master_ip_address, port)
     _settings[wire] = _Settings(master_ip_address, port, backend, device)
 
 

@@ -1,4 +1,4 @@
-"""`weft.bootstrap.roll`: what is decided, and that every process that comes hears the same."""
+"""The membership check: what is decided, and that every process that comes hears the same."""
 
 from __future__ import annotations
 
@@ -14,51 +14,55 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from weft.bootstrap import roll
-from weft.bootstrap.roll import Entry, call, judge
+from weft.bootstrap import membership
+from weft.bootstrap.membership import Member, check, judge
+from weft.bootstrap.rendezvous import Meeting
 from weft.errors import WeftError, WireError
 
 
-def entry(rank: int, size: int = 3, **more: object) -> Entry:
-    return Entry(rank, size, host=f"host{rank}", pid=100 + rank, **more)
+def member(rank: int, size: int = 3, **more: object) -> Member:
+    return Member(rank, size, host=f"host{rank}", pid=100 + rank, **more)
 
 
-COMPLETE = [entry(0), entry(2), entry(1)]
+COMPLETE = [member(0), member(2), member(1)]
 
 
 @pytest.mark.parametrize(
     ("entries", "error"),
     [
-        ([entry(0), entry(1, 4)], "world size: rank 0 has 3, rank 1 has 4"),
-        ([entry(0), entry(0)], r"rank 0 of 3 was started twice: on host0 \(process 100\) and on"),
-        ([entry(-1, 0, error="no RANK")], r"a process without a rank \(host-1, process 99\): no R"),
+        ([member(0), member(1, 4)], "world size: rank 0 has 3, rank 1 has 4"),
+        ([member(0), member(0)], r"rank 0 of 3 was started twice: on host0 \(process 100\) and on"),
         (
-            [*COMPLETE[:2], entry(1, weft="9")],
+            [member(-1, 0, error="no RANK")],
+            r"a process without a rank \(host-1, process 99\): no R",
+        ),
+        (
+            [*COMPLETE[:2], member(1, weft="9")],
             "weft version: ranks 0 and 2 have , rank 1 has 9; in",
         ),
-        ([*COMPLETE[:2], entry(1, torch="9")], "torch version: .*; install the same everywhere"),
-        ([*COMPLETE[:2], entry(1, backend="ucc")], "backend: .* have none given, rank 1 has ucc"),
+        ([*COMPLETE[:2], member(1, torch="9")], "torch version: .*; install the same everywhere"),
+        ([*COMPLETE[:2], member(1, backend="ucc")], "backend: .* have none given, rank 1 has ucc"),
         (
-            [entry(rank, address="127.0.0.1", machine=str(rank)) for rank in range(3)],
+            [member(rank, address="127.0.0.1", machine=str(rank)) for rank in range(3)],
             "ranks 0, 1 and 2 would listen at 127.0.0.1, .* WEFT_INTERFACE",
         ),
         (  # one of them cannot tell where it is
-            [entry(r, address="127.0.0.1", machine="" if r == 1 else "one") for r in range(3)],
+            [member(r, address="127.0.0.1", machine="" if r == 1 else "one") for r in range(3)],
             r"ranks 0, 1 and 2 would .*, and since /proc is hidden from rank 1 it is not known "
             r"whether all ranks are on one host \(host0, host1, host2\): mount /proc there if they "
             "are; if not, name the network interface in WEFT_INTERFACE",
         ),
         (  # others are on two hosts in any case
-            [entry(r, address="127.0.0.1", machine=f"{r}" if r else "") for r in range(3)],
+            [member(r, address="127.0.0.1", machine=f"{r}" if r else "") for r in range(3)],
             r"and the ranks are on several hosts \(host0, host1, host2\): name the network",
         ),
         (  # each host's docker0
-            [entry(r, address=f"172.17.0.{r % 2}", machine=str(r)) for r in range(3)],
+            [member(r, address=f"172.17.0.{r % 2}", machine=str(r)) for r in range(3)],
             r"ranks 0 and 2 would both listen at 172.17.0.0, .*host0, host2.* WEFT_INTERFACE",
         ),
     ],
 )
-def test_what_does_not_fit(entries: Sequence[Entry], error: str) -> None:
+def test_what_does_not_fit(entries: Sequence[Member], error: str) -> None:
     decision = judge(entries)
     assert decision is not None
     with pytest.raises(AssertionError, match=error):
@@ -71,7 +75,7 @@ def test_what_fits() -> None:
     decision = judge(COMPLETE)
     assert decision is not None and (decision.error, decision.backend) == ("", "gloo")
     for address in ("127.0.0.1", "10.0.0.7"):
-        local = [entry(rank, address=address, machine="one") for rank in range(3)]
+        local = [member(rank, address=address, machine="one") for rank in range(3)]
         assert judge(local) == decision
 
 
@@ -79,7 +83,7 @@ def test_who_cannot_tell_its_machine_is_where_its_host_is() -> None:
     for address in ("127.0.0.1", "10.0.0.7"):
         for blind in range(3):
             at = [
-                Entry(r, 3, host="here", address=address, machine="" if r == blind else "one")
+                Member(r, 3, host="here", address=address, machine="" if r == blind else "one")
                 for r in range(3)
             ]
             decision = judge(at)
@@ -125,10 +129,10 @@ def test_a_rank_from_which_proc_is_hidden_takes_part(tmp_path: Path) -> None:
 
 
 def test_the_devices_of_all_choose_the_backend() -> None:
-    with_gpu = [entry(rank, able=("nccl", "gloo")) for rank in range(3)]
+    with_gpu = [member(rank, able=("nccl", "gloo")) for rank in range(3)]
     assert judge(with_gpu).backend == "nccl"
-    assert judge([*with_gpu[:2], entry(2)]).backend == "gloo"
-    assert judge([entry(rank, backend="gloo", able=("nccl", "gloo")) for rank in range(3)]).backend
+    assert judge([*with_gpu[:2], member(2)]).backend == "gloo"
+    assert judge([member(rank, backend="gloo", able=("nccl", "gloo")) for rank in range(3)]).backend
 
 
 Make = Callable[[], dist.Store]
@@ -142,23 +146,23 @@ def connect() -> Make:
 
 
 def attend(
-    connect: Make, *entries: Entry, timeout: float = 10.0, elastic: bool = False
+    connect: Make, *members: Member, timeout: float = 10.0, elastic: bool = False
 ) -> list[str]:
-    """Each entry's process, as a thread: the backend it hears of, or its error."""
-    heard = [""] * len(entries)
+    """Each member's process, as a thread: the backend it hears of, or its error."""
+    heard = [""] * len(members)
 
-    def come(number: int, mine: Entry) -> None:
+    def come(number: int, mine: Member) -> None:
         store = connect()
         try:
-            decision, space = call(
-                store, mine, timeout, where="there", hosts=mine.rank == 0, elastic=elastic
-            )
+            meeting = Meeting(store, "there", hosts=mine.rank == 0)
+            until = time.monotonic() + timeout
+            decision, space = check(meeting, mine, until, None if elastic else 1)
             space.add("after", 1)
             heard[number] = decision.backend
         except (WeftError, WireError) as error:
             heard[number] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=come, args=each) for each in enumerate(entries)]
+    threads = [threading.Thread(target=come, args=each) for each in enumerate(members)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -174,34 +178,34 @@ def test_all_hear_that_they_fit(connect: Make) -> None:
 def test_all_hear_the_same_error(
     connect: Make, elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roll, "_GRACE", 0.2)
-    wrong = entry(1, error="no interface nothing7")
+    monkeypatch.setattr(membership, "_GRACE", 0.2)
+    wrong = member(1, error="no interface nothing7")
     heard = attend(connect, *COMPLETE[:2], wrong, elastic=elastic)
     assert heard == ["WeftError: rank 1 (host1, process 101): no interface nothing7"] * 3
 
 
 def test_two_processes_that_are_rank_0_hear_of_each_other(connect: Make) -> None:
-    heard = attend(connect, entry(0), entry(0), entry(1))
+    heard = attend(connect, member(0), member(0), member(1))
     assert len(set(heard)) == 1
     assert heard[0].startswith("WeftError: rank 0 of 3 was started twice: on host0 (process 100)")
 
 
 def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
     assert attend(connect, *COMPLETE) == ["gloo"] * 3
-    heard = attend(connect, entry(2))
+    heard = attend(connect, member(2))
     assert heard[0].startswith("WeftError: rank 2 (host2, process 102): the 3 ranks at there are ")
 
 
 def test_who_is_missing_is_named_to_all(connect: Make) -> None:
-    heard = attend(connect, entry(0), entry(2), timeout=1)
+    heard = attend(connect, member(0), member(2), timeout=1)
     assert len(set(heard)) == 1
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
 
 def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll, "_LATE", 0.1)
+    monkeypatch.setattr(membership, "_LATE", 0.1)
     for elastic in (False, True):
-        heard = attend(connect, entry(1), entry(2), timeout=0.3, elastic=elastic)
+        heard = attend(connect, member(1), member(2), timeout=0.3, elastic=elastic)
         assert all(text.startswith("WireError: rank 0 did not come to there") for text in heard)
 
 
@@ -210,12 +214,12 @@ def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) 
 
     def late() -> None:
         time.sleep(0.5)  # by then the twins have told each other
-        heard.extend(attend(connect, entry(2)))
+        heard.extend(attend(connect, member(2)))
 
     third = threading.Thread(target=late, daemon=True)
     third.start()
     began = time.monotonic()
-    both = attend(connect, entry(0), entry(0))
+    both = attend(connect, member(0), member(0))
     assert time.monotonic() - began > 0.4  # the store ends with one of them
     third.join(10)
     assert len({*both, *heard}) == 1 and "was started twice" in heard[0]
@@ -223,18 +227,18 @@ def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) 
 
 def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> None:
     """torchrun's store outlives its workers; hosts that join or leave begin a new round."""
-    gone = [entry(0), entry(1)]  # of three: they were ended before the third came
+    gone = [member(0), member(1)]  # of three: they were ended before the third came
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(roll, "_LATE", 0.1)
-        patched.setattr(roll, "_incomplete", died)
+        patched.setattr(membership, "_LATE", 0.1)
+        patched.setattr(membership, "_incomplete", died)
         attend(connect, *gone, timeout=1, elastic=True)
     one_comes_early(connect)  # it finds the old round, and no decision in it
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
 
 
 def test_an_error_ends_an_attempt_and_not_the_next(connect: Make) -> None:
-    wrong = entry(1, error="no interface nothing7")
-    assert all("nothing7" in text for text in attend(connect, wrong, entry(0), elastic=True))
+    wrong = member(1, error="no interface nothing7")
+    assert all("nothing7" in text for text in attend(connect, wrong, member(0), elastic=True))
     one_comes_early(connect)  # it finds the old round, and the error in it
 
 
@@ -242,11 +246,11 @@ def one_comes_early(connect: Make) -> None:
     """A rank of a new attempt comes before the others do; all meet."""
     early: list[str] = []
     first = threading.Thread(
-        target=lambda: early.extend(attend(connect, entry(2), elastic=True)), daemon=True
+        target=lambda: early.extend(attend(connect, member(2), elastic=True)), daemon=True
     )
     first.start()
     first.join(0.3)
-    assert attend(connect, entry(0), entry(1), elastic=True) == ["gloo"] * 2
+    assert attend(connect, member(0), member(1), elastic=True) == ["gloo"] * 2
     first.join(10)
     assert early == ["gloo"]
 

@@ -1,0 +1,478 @@
+"""Where the ranks of each launch meet, which files are believed, and what is said of others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from weft.bootstrap import rendezvous
+from weft.bootstrap.launchers import Launch
+from weft.bootstrap.membership import Member, meet
+from weft.bootstrap.rendezvous import File, Mpi, Place, Tcp, can_host, place
+from weft.errors import WeftError, WireError
+
+ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
+MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1")
+SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08")
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder / f"weft-{os.getuid()}"
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+# Which place it is.
+
+
+@pytest.mark.parametrize(
+    ("launch", "url", "env", "expected"),
+    [
+        (ONE, None, MASTER, Tcp("node1", 29500, "node1:29500")),
+        (ONE, "env://", MASTER, Tcp("node1", 29500, "node1:29500")),
+        (SRUN, None, MASTER, Tcp("node1", 29500, "node1:29500")),
+        (
+            ONE,
+            None,
+            {**MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Tcp("node1", 29500, "node1:29500", agent=True),
+        ),
+        (ONE, None, {**MASTER, "MASTER_ADDR": "fd00::7"}, Tcp("fd00::7", 29500, "[fd00::7]:29500")),
+        (ONE, "tcp://[fd00::7]:1", {}, Tcp("fd00::7", 1, "tcp://[fd00::7]:1")),
+        (SRUN, "file:///nfs/run%207", MASTER, File(Path("/nfs/run 7"))),
+        (ONE, "file:///nfs/", {}, File(Path("/nfs/weft-meeting"))),
+        (ONE, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-meeting")),
+        (Launch("mpirun", 1, 2, 0, 1, "x"), None, {}, Mpi()),
+        (Launch("mpirun", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
+        (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
+    ],
+)
+def test_places(launch: Launch, url: str | None, env: dict[str, str], expected: object) -> None:
+    assert place(launch, url, env) == expected
+
+
+def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
+    one, other = (
+        [place(Launch("srun", rank, 2, 0, 1, job, "node08"), "file:///nfs/", {}) for rank in (0, 1)]
+        for job in ("12.0", "13.0")
+    )
+    assert one[0] == one[1] != other[0] == other[1]
+    assert place(ONE_HOST, "file:///nfs/", {}) not in one
+    # MPICH's mpirun has a name of its own on each host
+    unnamed = [Launch("mpirun", rank, 2, 0, 1, f"process-{rank}") for rank in (0, 1)]
+    found = {place(each, "file:///nfs/", {}) for each in unnamed}
+    assert found == {File(Path("/nfs/weft-meeting"))}
+
+
+def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:
+    found = [
+        place(Launch("srun", rank, 2, 0, 1, job, "node08"), None, env)
+        for rank, job, env in (
+            (0, "12.0", {}),
+            (1, "12.0", {}),
+            (0, "12.1", {}),
+            (0, "12.0", {"MASTER_ADDR": "node1"}),
+        )
+    ]
+    assert found[0] == found[1]
+    assert all(isinstance(each, Tcp) and 10000 <= each.port < 32768 for each in found)
+    assert [each.host for each in found] == ["node08"] * 3 + ["node1"]
+    assert found[0].port == found[3].port != found[2].port
+    assert re.fullmatch(r"node08:\d+, as job 12\.0", found[0].where)
+
+
+@pytest.mark.parametrize("launch", [ONE_HOST, Launch("srun", 1, 2, 1, 2, "12.0", "node08")])
+def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Path) -> None:
+    assert place(launch, None, {}) == File(private / launch.job)
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.chmod(0o777)
+    place(launch, None, {})
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.rmdir()
+    private.symlink_to(private.parent)
+    with pytest.raises(WeftError, match="is not this user's folder"):
+        place(launch, None, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "complaint"),
+    [
+        ("tcp://node1", {}, "has no host and port: write tcp://host:port"),
+        ("tcp://:1", {}, "has no host and port"),
+        ("tcp://node1:0", {}, "has no host and port"),
+        ("tcp://node1:99999", {}, "has no host and port"),
+        ("file://run7", {}, "is no absolute path"),
+        ("file:///", {}, "is no absolute path"),
+        ("env://?rank=1", {}, "is none of env://, tcp://host:port and file:///path"),
+        (None, {**MASTER, "MASTER_PORT": "x"}, "MASTER_PORT='x', which is no port"),
+    ],
+)
+def test_places_that_are_none(url: str | None, env: dict[str, str], complaint: str) -> None:
+    with pytest.raises(WeftError, match=complaint):
+        place(ONE, url, env)
+
+
+@pytest.mark.parametrize(
+    ("where", "able"),
+    [
+        (Tcp("127.0.0.1", 29500, "there"), True),
+        (Tcp("::1", 29500, "there"), True),
+        (Tcp("localhost", 29500, "there"), True),
+        (Tcp("127.0.0.1", 29500, "there", agent=True), False),  # torchrun's store
+        (Tcp("192.0.2.7", 29500, "there"), False),  # a documentation address: nobody's
+        (Tcp("no-such-host.invalid", 29500, "there"), False),
+        (File(Path("/nfs/run7")), True),
+        (Mpi(), False),
+    ],
+)
+def test_who_can_host_though_it_does_not_know_its_rank(where: Place, able: bool) -> None:
+    assert can_host(where) is able
+
+
+# At a host and a port.
+
+
+def test_jobs_that_share_a_port_do_not_share_keys() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    first, second = (Tcp("127.0.0.1", port, "there", space=job) for job in ("12.0", "13.0"))
+    host = first.open(ZERO, soon(5), False)
+    host.store.set("there", "yes")
+    assert first.open(ONE, soon(5), False).store.get("there") == b"yes"
+    assert not second.open(ONE, soon(5), False).store.check(["there"])
+    assert host.hosts
+
+
+def test_rank_0_needs_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SHORT", 0.1)
+    with socket.create_server(("", 0)) as sock:
+        port = sock.getsockname()[1]
+        where = place(ONE, f"tcp://127.0.0.1:{port}", {})
+        assert where is not None
+        with pytest.raises(WeftError, match=f"cannot host .*:{port}: another program listens the"):
+            where.open(ZERO, soon(1), False)
+        with pytest.raises(WireError, match=r"rank 1: rank 0 was not there at .*it is no store"):
+            where.open(ONE, soon(0.1), False)
+
+
+def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a service of Kubernetes: whoever calls it is led to rank 0."""
+    monkeypatch.setattr(rendezvous, "is_here", lambda host: False)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    where = Tcp("127.0.0.1", port, "there")
+    host = where.open(ZERO, soon(5), False)
+    guest = where.open(ONE, soon(5), False)
+    host.store.set("there", "yes")
+    assert guest.store.get("there") == b"yes"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
+def test_rank_0_that_is_not_where_it_should_be_says_so(
+    host: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    complaint = rf"^rank 0 is on .*, which is not {host} .* lead here with"
+    with pytest.raises(WireError, match=complaint):
+        Tcp(host, 29500, "there").open(ZERO, soon(0.5), False)
+    assert capfd.readouterr().err == ""  # none of torch's stack traces
+    assert [record.message for record in caplog.records if "waiting for that" in record.message]
+
+
+def test_a_name_that_nobody_knows_is_named() -> None:
+    with pytest.raises(WireError, match=r"rank 1: rank 0 was not there .*no-such-host.* not known"):
+        Tcp("no-such-host.invalid", 29500, "there").open(ONE, soon(0.1), False)
+
+
+def test_a_listener_that_comes_late_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    made: list[dist.TCPStore] = []
+
+    def late() -> None:
+        time.sleep(0.3)
+        made.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    host = threading.Thread(target=late)
+    host.start()
+    found = rendezvous.connect("localhost", port, 20.0)
+    host.join()
+    made[0].set("a", "b")
+    assert found.get("a") == b"b"
+    with pytest.raises(ZeroDivisionError):
+        rendezvous.connect("127.0.0.1", port + 1, 20.0, look=lambda: 1 / 0)
+
+
+def test_a_key_is_waited_for_until_the_deadline() -> None:
+    found = dist.HashStore()
+    began = time.monotonic()
+    assert not rendezvous.has(found, "a", began + 0.2, 4)
+    assert time.monotonic() - began >= 0.2
+    late = threading.Timer(0.2, found.set, ["a", "b"])
+    late.start()
+    assert rendezvous.has(found, "a", soon(20), 4)
+    late.join()
+    assert rendezvous.has(found, "a", soon(-1), 4)  # it is there
+
+
+@pytest.mark.parametrize("where", [File(Path("run7")), Mpi()])
+def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
+    where: File | Mpi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that all, on whatever host, hear of it in the membership check."""
+    from weft.wire import mpi
+
+    said: list[str] = []
+
+    class World:
+        size = 2
+
+        def __init__(self) -> None:
+            self.rank = len(said)
+
+        def broadcast(self, text: str, timeout: float) -> str:
+            said.append(text)
+            return said[0]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpi, "start", lambda timeout: World())
+    monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
+    host, guest = (where.open(launch, soon(5), False) for launch in (ZERO, ONE))
+    host.store.set("there", "yes")
+    assert guest.store.get("there") == b"yes"
+    host.close(False)
+
+
+# At a file.
+
+
+def come(path: Path, rank: int, seconds: float, size: int = 2) -> str:
+    """What a process at this file hears: the backend, or its error."""
+    launch = Launch("environment", rank, size, rank, size)
+    mine = Member(rank, size, host="node1", pid=100 + rank)
+    try:
+        return meet(File(path), launch, lambda _: mine, soon(seconds))[1].backend
+    except (WeftError, WireError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def together(*comers: Callable[[], str]) -> list[str]:
+    heard = [""] * len(comers)
+
+    def run(number: int) -> None:
+        heard[number] = comers[number]()
+
+    threads = [threading.Thread(target=run, args=[n], daemon=True) for n in range(len(comers))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    return heard
+
+
+_crashed: list[object] = []
+
+
+def crashed(path: Path, *, decided: bool = False) -> None:
+    """What rank 0 of an earlier run has left, of which rank 1 had come."""
+    meeting = File(path).open(ZERO, soon(5), False)
+    _crashed.append(meeting)  # which does not let go of its store
+    store = dist.PrefixStore("weft/round1", meeting.store)
+    store.add("arrived", 2)
+    for number in (1, 2):
+        store.set(f"member{number}", json.dumps({"rank": number - 1, "size": 2, "able": ["gloo"]}))
+    store.add("counted", 2)
+    store.add("judge", 1)
+    if decided:
+        store.set("decision", json.dumps({"backend": "old", "came": 2}))
+
+
+def test_a_file_is_for_this_user_alone_and_goes_when_all_have_come(tmp_path: Path) -> None:
+    path, old = tmp_path / "run7", os.umask(0)
+    try:
+        meeting = File(path).open(ZERO, soon(5), False)
+    finally:
+        os.umask(old)
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()]
+    assert modes == [0o600, 0o600]  # the file, and the store
+    guest = File(path).open(ONE, soon(5), False)
+    meeting.close(True)
+    assert not path.exists()
+    meeting.store.set("a", "b")
+    assert guest.store.get("a") == b"b"
+
+
+def test_the_store_goes_with_the_last_that_uses_it(tmp_path: Path) -> None:
+    both = [lambda r=rank: come(tmp_path / "run7", r, 20) for rank in (0, 1)]
+    for _ in range(2):
+        assert together(*both) == ["gloo", "gloo"]
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_file_of_a_crashed_run_is_waited_past_and_replaced(decided: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run7"
+    crashed(path, decided=decided)
+    heard = come(path, 1, 0.3)
+    assert re.match(
+        rf"WireError: rank 1: waited \d s for rank 0 at file://{path}; the file there is that of "
+        rf"process {os.getpid()} on .*, written 20.*, which does not answer: is that an earlier",
+        heard,
+    )
+
+    def late() -> str:
+        time.sleep(0.5)
+        return come(path, 0, 20)
+
+    assert together(lambda: come(path, 1, 20), late) == ["gloo", "gloo"]
+    assert not path.exists()
+
+
+def test_what_killed_processes_have_left_is_taken_away(tmp_path: Path) -> None:
+    gone = subprocess.run(["true"], check=True) and subprocess.Popen(["true"])
+    gone.wait()
+    name = socket.gethostname()
+    for pid, host in ((gone.pid, name), (os.getpid(), name), (gone.pid, "elsewhere")):
+        (tmp_path / f".weft-{host}-{pid}-00").touch()
+    meeting = File(tmp_path / "run7").open(ZERO, soon(5), False)
+    meeting.close(False)
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {f".weft-{name}-{os.getpid()}-00", f".weft-elsewhere-{gone.pid}-00"}
+
+
+def test_two_processes_that_are_rank_0_hear_of_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "run7"
+    heard = together(*(lambda r=rank: come(path, r, 30, size=3) for rank in (0, 0, 1)))
+    assert len(set(heard)) == 1
+    assert heard[0].startswith("WeftError: rank 0 of 3 was started twice: on node1 (process 100)")
+    assert not path.exists()
+
+
+def test_a_file_that_another_rank_0_has_taken_away_is_written_again(tmp_path: Path) -> None:
+    meeting = File(tmp_path / "run7").open(ZERO, soon(5), False)
+    (tmp_path / "run7").unlink()
+    meeting.look()
+    assert (tmp_path / "run7").exists()
+    meeting.close(False)
+
+
+def rewrite(path: Path, **part: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **part}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda path: path.write_text("{"), "is not a file of a rendezvous"),
+        (lambda path: path.write_text('{"port": 1}'), "is not a file of a rendezvous"),
+        (lambda path: path.write_text("10.0.0.1\n"), "is not a file of a rendezvous"),
+        (lambda path: rewrite(path, store="../x"), "is not a file of a rendezvous"),
+        (lambda path: rewrite(path, store=7), "is not a file of a rendezvous"),
+        (lambda path: rewrite(path, port=70000), "is not a file of a rendezvous"),
+        (lambda path: rewrite(path, written="x"), "is not a file of a rendezvous"),
+        (lambda path: rewrite(path, written=1e300), "is not a file of a rendezvous"),
+        (lambda path: path.chmod(0o622), "may be written by others .mode 622."),
+        (
+            lambda path: (path.rename(f"{path}x"), path.symlink_to(f"{path}x")),
+            "is no regular file: remove it",
+        ),
+        (lambda path: (path.unlink(), path.mkdir()), "is no regular file"),
+        (
+            lambda path: next(path.parent.glob(".weft*")).chmod(0o666),
+            r"\.weft-.* may be written by others",
+        ),
+    ],
+)
+def test_what_is_not_believed(tmp_path: Path, spoil: Callable[..., object], complaint: str) -> None:
+    path = tmp_path / "run7"
+    crashed(path)
+    spoil(path)
+    with pytest.raises(WeftError, match=complaint):
+        File(path).open(ONE, soon(0.3), False)
+    if "weft-" not in complaint:  # nor is it replaced
+        with pytest.raises(WeftError, match=complaint):
+            File(path).open(ZERO, soon(0.3), False)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run7"
+    crashed(path)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    for launch in (ZERO, ONE):
+        with pytest.raises(WeftError, match=f"belongs to user {me} and this is user {me + 1}"):
+            File(path).open(launch, soon(0.3), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("run7", "there is no such file"), ("a/run7", "there is no folder .*/a on")]
+)
+def test_a_rank_that_waits_says_for_whom(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(WireError, match=rf"rank 1: waited 0 s for rank 0 at .*; {why}"):
+        File(tmp_path / name).open(ONE, soon(0.1), False)
+
+
+def test_a_folder_that_stays_away_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SETTLED", 0.2)
+    with pytest.raises(WeftError, match=r"rank 1: waited \d s for rank 0 .*no folder .*/a on this"):
+        File(tmp_path / "a" / "run7").open(ONE, soon(50), False)
+
+
+def test_looks_are_made_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    for _ in rendezvous.pauses(60.0):
+        pass
+    assert slept[0] <= 0.01
+    assert 0.5 <= slept[-2] <= 1.0
+    assert 60 <= len(slept) <= 150
+
+
+def test_what_rank_0_says_to_its_host_is_for_one_place_and_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TOLD", 2.0)
+    lost = File(tmp_path / "a" / "run7")
+
+    def host() -> None:
+        with contextlib.suppress(WeftError):
+            rendezvous.store_of(lost, ZERO, soon(20), False)
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    with pytest.raises(WeftError, match=r"rank 0: .*/a/run7 cannot be used .*there is no folder"):
+        lost.open(ONE, soon(20), False)
+    other = File(tmp_path / "b" / "run7")
+    with pytest.raises(WireError, match="rank 1: waited"):
+        other.open(ONE, soon(0.2), False)
+    thread.join()
+    with pytest.raises(WireError, match="rank 1: waited"):
+        lost.open(ONE, soon(0.2), False)
