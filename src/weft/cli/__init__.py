@@ -1,13 +1,16 @@
 """The command `weft`: one folder or file for each command, collected here.
 
-A command's module imports nothing heavy; it does so when it runs.
+Commands use what any user can import, and of that nothing heavy before they run.
 """
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Annotated
 
 import typer
+
+import weft
 
 from .bench import bench
 from .demo import demo
@@ -33,13 +36,8 @@ app.command()(doctor)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import torch
-
-        from .. import __version__, kernels
-
-        typer.echo(
-            f"weft {__version__}, torch {torch.version.__version__}, kernels: {kernels.describe()}"
-        )
+        torch, kernels = metadata.version("torch"), weft.kernels.describe()
+        typer.echo(f"weft {weft.__version__}, torch {torch}, kernels: {kernels}")
         raise typer.Exit
 
 

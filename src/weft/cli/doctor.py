@@ -8,25 +8,34 @@ with messages as weft sends them.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from importlib import metadata
+from typing import Annotated
 
+import psutil
+import torch
+import torch.distributed as dist
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from ..wire.base import Wire
+import weft
+from weft.bootstrap import Preview, look_ahead
+from weft.wire.base import Wire
 
 __all__ = ["Finding", "Pair", "doctor", "look", "measure", "slow"]
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
 _SLOW = 3.0  # of the median: a pair that much slower than others is pointed out
+_VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
+_STYLES = {"ok": "green", "note": "yellow", "wrong": "red", "-": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        level: "ok", "note" (works, could be better) or "wrong".
+        level: "ok", "note" (works, could be better), "wrong", or "-" (not here).
         what: the subject.
         text: what was found.
         remedy: what to type or do, or empty.
@@ -44,6 +53,12 @@ class Finding:
     what: str
     text: str
     remedy: str = ""
+
+    @classmethod
+    def of(cls, level: str, what: str, error: Exception) -> Finding:
+        """From an error, whose text ends with the remedy."""
+        text, _, remedy = str(error).rpartition(": ")
+        return cls(level, what, text or remedy, remedy if text else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,81 +85,74 @@ def doctor(
     Under torchrun, mpirun or srun it measures every pair of ranks:
     torchrun --nproc-per-node 4 -m weft doctor
     """
-    findings = list(look(rendezvous))
-    met, rank, pairs = _network(rendezvous, timeout, int(mib * 2**20))  # also tells the others
-    wrong = [finding for finding in (*findings, *met) if finding.level == "wrong"]
-    if rank == 0:
-        _print([*findings, *met], pairs)
+    ahead = look_ahead(rendezvous)
+    met, pairs = network(rendezvous, timeout, int(mib * 2**20))
+    findings = [*look(ahead), *met]
+    wrong = [finding for finding in findings if finding.level == "wrong"]
+    if ahead.rank == 0:  # the others say only what is wrong with them
+        _print(findings, pairs)
     else:
         _print(wrong, [])
     raise typer.Exit(1 if wrong else 0)
 
 
-def look(rendezvous: str | None = None) -> Iterator[Finding]:
+def look(ahead: Preview) -> Iterator[Finding]:
     """What can be seen without the other ranks."""
-    yield from _versions()
-    yield from _backends()
-    yield from _interfaces()
-    yield from _memory()
-    yield from _launch(rendezvous)
-
-
-def _versions() -> Iterator[Finding]:
-    import torch
-
-    from .. import __version__, kernels
-
-    text = f"weft {__version__}, torch {torch.version.__version__}, "
-    text += f"Python {platform.python_version()}"
-    yield Finding("ok", "versions", text)
-    described = kernels.describe()
-    level, remedy = "ok", ""
-    if "numba" not in described.lower():
-        level, remedy = "note", "pip install numba: machine code is several times quicker"
-    yield Finding(level, "arithmetic", described, remedy)
-
-
-def _backends() -> Iterator[Finding]:
-    from ..bootstrap import backends
-    from ..errors import WeftError
-
-    for name in backends.known():
-        try:
-            yield Finding("ok", f"backend {name}", backends.spec(name))
-        except WeftError as error:
-            text, _, remedy = str(error).partition(": ")
-            yield Finding("ok", f"backend {name}", f"not here: {text}", remedy)
-
-
-def _interfaces() -> Iterator[Finding]:
-    import torch.distributed as dist
-
-    from ..wire.interface import VARIABLES, interfaces, is_loopback, own_address
-
-    there = interfaces()
-    for each in there:
-        yield Finding("ok", f"interface {each.name}", ", ".join(each.addresses))
-    named = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
-    try:
-        address = own_address(dist.HashStore())
-    except OSError as error:
-        yield Finding("wrong", "interface", str(error), f"unset {named[0].partition('=')[0]}")
-        return
-    said = f"{address}{f' ({named[0]})' if named else ''}"
-    if is_loopback(address):
+    versions = f"weft {weft.__version__}, torch {metadata.version('torch')}"
+    yield Finding("ok", "versions", f"{versions}, Python {platform.python_version()}")
+    described = weft.kernels.describe()
+    if "numba" in described.lower():
+        yield Finding("ok", "arithmetic", described)
+    else:
+        remedy = "pip install numba: machine code is several times quicker"
+        yield Finding("note", "arithmetic", described, remedy)
+    for name, found in ahead.backends.items():
+        if isinstance(found, str):
+            yield Finding("ok", f"backend {name}", found)
+        else:
+            yield Finding.of("-", f"backend {name}", found)
+    for name, there in psutil.net_if_addrs().items():
+        numeric = [one.address for one in there if one.family in (socket.AF_INET, socket.AF_INET6)]
+        if numeric:
+            yield Finding("ok", f"interface {name}", ", ".join(numeric))
+    yield from _address(ahead)
+    if ahead.shared:
+        text = f"ranks of this host share up to {ahead.shared >> 20} MiB"
+        yield Finding("ok", "memory", text)
+    elif psutil.LINUX:
         yield Finding(
             "note",
-            "address",
-            f"{said}: other hosts cannot reach that",
-            "export WEFT_INTERFACE=<name>, if there are to be several hosts",
+            "memory",
+            "memfd_create is refused, so long messages between ranks of this host go over sockets, "
+            "which takes some twice the CPU time",
+            "allow it in the container's seccomp profile, and raise ulimit -v and -f",
         )
+    if "launch" in ahead.errors:
+        yield Finding.of("wrong", "launch", ahead.errors["launch"])
+    else:
+        yield Finding("ok", "launched by", ahead.launcher)
+        if ahead.meeting:
+            yield Finding("ok", "meeting at", ahead.meeting)
+
+
+def _address(ahead: Preview) -> Iterator[Finding]:
+    """Where other ranks would reach this one."""
+    named = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
+    if "interface" in ahead.errors:
+        remedy = f"unset {named[0].partition('=')[0]}"
+        yield Finding("wrong", "interface", str(ahead.errors["interface"]), remedy)
+        return
+    said = f"{ahead.address}{f' ({named[0]})' if named else ''}"
+    if _is_loopback(ahead.address):
+        remedy = "export WEFT_INTERFACE=<name>, if there are to be several hosts"
+        yield Finding("note", "address", f"{said}: other hosts cannot reach that", remedy)
     else:
         yield Finding("ok", "address", said)
     try:
         means = socket.gethostbyname(socket.gethostname())
     except OSError:
         means = ""
-    if (not means or is_loopback(means)) and not named:
+    if (not means or _is_loopback(means)) and not named:
         yield Finding(
             "note",
             "host name",
@@ -154,71 +162,29 @@ def _interfaces() -> Iterator[Finding]:
         )
 
 
-def _memory() -> Iterator[Finding]:
-    """Whether ranks of this host can share memory."""
-    from ..wire.shm import Segment
-
-    segment = Segment.make()
-    if segment is not None:
-        yield Finding("ok", "memory", f"ranks of this host share up to {segment.nbytes >> 20} MiB")
-        segment.close()
-    elif sys.platform.startswith("linux"):
-        yield Finding(
-            "note",
-            "memory",
-            "memfd_create is refused, so long messages between ranks of this host go over sockets, "
-            "which takes some twice the CPU time",
-            "allow it in the container's seccomp profile, and raise ulimit -v and -f",
-        )
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _launch(rendezvous: str | None) -> Iterator[Finding]:
-    from ..bootstrap import launchers
-    from ..bootstrap import rendezvous as places
-    from ..errors import WeftError
-
-    try:
-        launch = launchers.detect()
-        place = places.place(launch, rendezvous)
-    except WeftError as error:
-        text, _, remedy = str(error).partition(": ")
-        yield Finding("wrong", "launch", text, remedy)
-        return
-    job = f", job {launch.job}" if launch.job else ""
-    who = f"{launch.kind}, rank {launch.rank} of {launch.size}{job}"
-    yield Finding("ok", "launched by", who)
-    if place is not None:
-        yield Finding("ok", "meeting at", place.where)
-
-
-def _network(
+def network(
     rendezvous: str | None, timeout: float, nbytes: int
-) -> tuple[list[Finding], int, list[Pair]]:
+) -> tuple[list[Finding], list[Pair]]:
     """Start weft, and measure if there is somebody to measure with."""
-    from ..bootstrap import launchers
-    from ..bootstrap.init import init
-    from ..errors import Error
-    from ..wire.hosts import hosts_of
-
     began = time.perf_counter()
     try:
-        rank = launchers.detect().rank
-    except Error:
-        rank = 0  # whoever this is, it has something to say
-    try:
-        with init(rendezvous=rendezvous, timeout=timeout) as wire:
+        with weft.init(rendezvous=rendezvous, timeout=timeout) as wire:
             took = time.perf_counter() - began
             findings = [Finding("ok", "start", f"{wire.size} ranks, {took:.1f} s")]
             if wire.size == 1:
-                return findings, 0, []
-            hosts = hosts_of(wire).ranks
-            text = "; ".join(f"host {n}: ranks {list(ranks)}" for n, ranks in enumerate(hosts))
-            findings.append(Finding("ok", "hosts", text))
+                return findings, []
+            hosts = [wire.host] * wire.size
+            dist.all_gather_object(hosts, wire.host)
+            ranks = [[r for r, host in enumerate(hosts) if host == one] for one in {*hosts}]
+            text = "; ".join(f"host {n}: ranks {here}" for n, here in enumerate(sorted(ranks)))
             pairs = measure(wire, nbytes)
-            return [*findings, *slow(pairs)], wire.rank, pairs
-    except (Error, OSError) as error:
-        text, _, remedy = str(error).rpartition(": ")
-        return [Finding("wrong", "start", text, remedy)], rank, []
+            return [*findings, Finding("ok", "hosts", text), *slow(pairs)], pairs
+    except (weft.Error, OSError) as error:
+        return [Finding.of("wrong", "start", error)], []
 
 
 def measure(wire: Wire, nbytes: int) -> list[Pair]:
@@ -226,8 +192,6 @@ def measure(wire: Wire, nbytes: int) -> list[Pair]:
 
     Collective. Takes about `nbytes` divided by the bandwidth, thrice, for each pair.
     """
-    import torch
-
     pairs = [(low, high) for high in range(wire.size) for low in range(high)]
     mine = torch.zeros(len(pairs), 2, dtype=torch.float64)
     turn = torch.zeros(1, dtype=torch.uint8)
@@ -243,7 +207,6 @@ def measure(wire: Wire, nbytes: int) -> list[Pair]:
 
 def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, float]:
     """Round trip and bandwidth to a peer, which calls this at the same time."""
-    import torch
 
     def seconds(size: int) -> float:
         message = torch.zeros(size, dtype=torch.uint8)
@@ -262,8 +225,6 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
 
 def slow(pairs: list[Pair]) -> list[Finding]:
     """The pairs that are much slower than most."""
-    if len(pairs) < 3:
-        return []
     usual = sorted(pair.bandwidth for pair in pairs)[len(pairs) // 2]
     return [
         Finding(
@@ -274,7 +235,7 @@ def slow(pairs: list[Pair]) -> list[Finding]:
             "interface in WEFT_INTERFACE",
         )
         for pair in pairs
-        if pair.bandwidth * _SLOW < usual
+        if len(pairs) > 2 and pair.bandwidth * _SLOW < usual
     ]
 
 
@@ -283,17 +244,12 @@ def _rate(bandwidth: float) -> str:
 
 
 def _print(findings: list[Finding], pairs: list[Pair]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-    style = {"ok": "green", "note": "yellow", "wrong": "red"}
+    console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
-        mark = f"[{style[finding.level]}]{finding.level:5}[/]"
-        console.print(f"{mark} {finding.what}: ", end="")
-        console.print(finding.text, markup=False, highlight=False)
+        console.print(f"[{_STYLES[finding.level]}]{finding.level:5}[/] {finding.what}: ", end="")
+        console.print(finding.text, markup=False)
         if finding.remedy:
-            console.print(f"      -> {finding.remedy}", markup=False, highlight=False)
+            console.print(f"      -> {finding.remedy}", markup=False)
     if pairs:
         table = Table("ranks", "round trip", "bandwidth")
         for pair in pairs:

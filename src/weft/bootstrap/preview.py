@@ -1,0 +1,71 @@
+"""What `init` would go by, found without starting anything: for `weft doctor`, and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from ..errors import WeftError
+from ..wire.interface import own_address
+from ..wire.shm import Segment
+from . import backends, launchers
+from . import rendezvous as places
+
+__all__ = ["Preview", "look_ahead"]
+
+
+@dataclass(slots=True)
+class Preview:
+    """What one process would start with.
+
+    Attributes:
+        launcher: who launched it, and as which rank of how many.
+        rank: that rank; 0 where it is not known.
+        meeting: where the ranks meet; empty if it is alone.
+        address: where the other ranks would reach this one.
+        shared: bytes of memory that a rank can share with the others of its host; 0: none.
+        backends: for each backend that `init` knows, what torch.distributed is told, or why it is
+            not here.
+        errors: what is wrong with the launch or the interface, by these names.
+    """
+
+    launcher: str = ""
+    rank: int = 0
+    meeting: str = ""
+    address: str = ""
+    shared: int = 0
+    backends: dict[str, str | WeftError] = field(default_factory=dict)
+    errors: dict[str, WeftError | OSError] = field(default_factory=dict)
+
+
+def look_ahead(rendezvous: str | None = None) -> Preview:
+    """What `weft.init(rendezvous=rendezvous)` would go by here; raises nothing.
+
+    Example:
+        >>> look_ahead().backends["gloo"]
+        'gloo'
+    """
+    found = Preview()
+    for name in backends.known():
+        try:
+            found.backends[name] = backends.spec(name)
+        except WeftError as error:
+            found.backends[name] = error
+    if (segment := Segment.make()) is not None:
+        found.shared = segment.nbytes
+        segment.close()
+    try:
+        found.address = own_address(dist.HashStore())
+    except OSError as error:
+        found.errors["interface"] = error
+    try:
+        launch = launchers.detect()
+        job = f", job {launch.job}" if launch.job else ""
+        found.launcher = f"{launch.kind}, rank {launch.rank} of {launch.size}{job}"
+        found.rank = launch.rank
+        place = places.place(launch, rendezvous)
+        found.meeting = "" if place is None else place.where
+    except WeftError as error:
+        found.errors["launch"] = error
+    return found
