@@ -6,7 +6,7 @@ Importing weft starts nothing: no thread, no socket, no compiler.
 import typing as _typing
 
 from . import backend as _backend
-from . import sparse
+from . import kernels, sparse
 from .bootstrap.init import init, shutdown
 from .comm import (
     all_reduce,
@@ -54,6 +54,7 @@ __all__ = [
     "exchange",
     "explain",
     "init",
+    "kernels",
     "nn",
     "overlap_grads",
     "shutdown",

@@ -1,11 +1,12 @@
-"""The data of `weft bench`: what each case promises, from (case, seed, rank) alone."""
+"""The data of `weft bench`, and the right answer: against a sum written out row by row."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from weft.cli.bench.cases import CASES, Case, indices, values
+from weft.cli.bench.cases import CASES, Case, answer, differs, digest, indices, sizes, values
 
 SMALL = {name: case.scaled(0.01) for name, case in CASES.items()}
 
@@ -32,20 +33,6 @@ def test_shapes_and_limits(name: str) -> None:
     assert values(case, 0, 0).dtype is torch.float32
     if case.distribution != "zipf":
         assert len(set(drawn.tolist())) == case.rows
-
-
-def test_the_table_of_cases_is_the_designs() -> None:
-    sizes = {name: (case.rows, case.height, case.width) for name, case in CASES.items()}
-    assert sizes == {
-        "uniform": (50_000, 1_000_000, 64),
-        "zipf": (50_000, 1_000_000, 64),
-        "small": (500, 1_000_000, 64),
-        "identical": (50_000, 1_000_000, 64),
-        "scalar": (1_000_000, 10_000_000, 1),
-        "wide": (3_000, 100_000, 1024),
-        "full": (60_000, 100_000, 16),
-    }
-    assert CASES["scalar"].row_shape == ()
 
 
 def test_zipf_halves_from_the_first_to_the_second_index() -> None:
@@ -108,3 +95,120 @@ def test_named_cases_have_no_fault() -> None:
 
 def test_index_dtype() -> None:
     assert indices(Case("x", 5, 10, index_dtype="int32"), 0, 0).dtype is torch.int32
+
+
+# The right answer.
+
+TINY = Case("tiny", 12, 15, width=3, distribution="zipf")
+STEP = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def row_by_row(case: Case, ranks: int) -> tuple[list[int], Tensor]:
+    found: dict[int, Tensor] = {}
+    for rank in range(ranks):
+        drawn = indices(case, rank, 3).tolist(), values(case, rank, 3)
+        for index, row in zip(*drawn, strict=True):
+            found[index] = STEP[case.op](found[index], row) if index in found else row
+    rows = torch.stack([found[index] for index in sorted(found)])
+    return sorted(found), rows / ranks if case.op == "avg" else rows
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("op", STEP)
+def test_equals_the_sum_row_by_row(op: str, width: int, ranks: int) -> None:
+    dtype = "int32" if op.startswith("b") else "float64"
+    case = replace(TINY, op=op, dtype=dtype, width=width)
+    union, rows = row_by_row(case, ranks)
+    right = answer(case, ranks, 3, rounds=False)
+    assert right.indices.tolist() == union
+    assert torch.equal(right.exact.to(case.torch_dtype), rows)
+    assert differs(case, rows, right.exact, right.slack) is None
+
+
+def test_dense_is_zero_where_nobody_has_a_row() -> None:
+    right = answer(TINY, 2, 3, rounds=True)
+    exact, slack = right.dense()
+    assert slack is not None and exact.shape == slack.shape == (15, 3)
+    absent = [index for index in range(15) if index not in right.indices.tolist()]
+    assert absent and not exact[absent].any() and not slack[absent].any()
+    assert torch.equal(exact[right.indices], right.exact)
+
+
+def test_one_wrong_bit_is_seen() -> None:
+    right = answer(TINY, 2, 3, rounds=False)
+    got = right.exact.to(torch.float32)
+    got[4, 1] = torch.nextafter(got[4, 1], torch.tensor(1e9))
+    fault = differs(TINY, got, right.exact, None)
+    assert fault is not None and "1 of" in fault and "[4, 1]" in fault
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.125])
+def test_slack_is_for_rounding_only(bad: float) -> None:
+    case = replace(TINY, values="normal")
+    right = answer(case, 2, 3, rounds=True)
+    got = right.exact.to(torch.float32)
+    assert differs(case, got, right.exact, right.slack) is None
+    got[0, 0] += bad
+    assert differs(case, got, right.exact, right.slack) is not None
+
+
+def test_slack_covers_every_order_of_adding() -> None:
+    case = Case("many", 3000, 7, distribution="zipf", values="normal", width=2)
+    right = answer(case, 1, 0, rounds=True)
+    for order in (torch.arange(3000), torch.arange(3000).flip(0)):
+        got = torch.zeros(7, 2)
+        for index, row in zip(indices(case, 0, 0)[order], values(case, 0, 0)[order], strict=True):
+            got[index] += row
+        assert differs(case, got, right.exact, right.slack) is None
+        assert differs(case, got, right.exact, None) is not None  # else nothing rounded
+
+
+def test_shape_and_dtype_are_looked_at() -> None:
+    right = answer(TINY, 2, 3, rounds=False)
+    assert "dtype" not in str(differs(TINY, right.exact.float(), right.exact, None))
+    assert "float64" in str(differs(TINY, right.exact, right.exact, None))
+    assert "shape" in str(differs(TINY, right.exact.float()[:-1], right.exact, None))
+
+
+def test_sizes_of_no_overlap_and_full_overlap() -> None:
+    row = 64 * 4 + 4
+    same = CASES["identical"].scaled(0.01)
+    found = sizes(same, 4, 0)
+    assert (found.mean, found.total, found.union) == (500, 2000, 500)
+    assert found.bound_bytes == 2 * 3 / 4 * 500 * row  # the dense bound, 2(P-1)/P
+
+    apart = sizes(Case("x", 5, 10**9), 3, 0)
+    assert (apart.total, apart.union) == (15, 15)
+    assert apart.bound_bytes == 2 * 5 * row  # (P-1)k
+
+    assert sizes(same, 1, 0).bound_bytes == 0
+
+
+def test_duplicates_count_once() -> None:
+    found = sizes(TINY, 2, 3)
+    each = [len(set(indices(TINY, rank, 3).tolist())) for rank in (0, 1)]
+    assert found.total == sum(each) < 24
+    assert found.union == len(answer(TINY, 2, 3, rounds=False).indices)
+
+
+def test_digest_sees_bits_shapes_and_types() -> None:
+    one = torch.tensor([0.0, 1.0])
+    assert digest([one]) == digest([one.clone()])
+    others = [[torch.tensor([-0.0, 1.0])], [one[None]], [one.double()], [one, one], [one[:1]]]
+    assert digest([one]) not in [digest(other) for other in others]
+    assert digest([torch.tensor([1], dtype=torch.int32)]) == digest([torch.tensor([1])])
+    strided = torch.arange(6.0).view(2, 3).t()
+    assert digest([strided]) == digest([strided.contiguous()])
+    assert digest([torch.tensor([1.5], dtype=torch.bfloat16)]) == digest(
+        [torch.tensor([1.5], dtype=torch.bfloat16)]
+    )

@@ -1,5 +1,7 @@
 """One rank's program of `weft bench`, on real processes: who is right, who is wrong, how long."""
 
+import ctypes
+import sys
 import tempfile
 import time
 import warnings
@@ -11,18 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import kernels
-from weft.cli.bench.cases import CASES, Case, indices, values
-from weft.cli.bench.contenders import DENSE_LIMIT, peer, weft_by
-from weft.cli.bench.measure import Job, run
-from weft.cli.bench.oracle import answer, sizes
-from weft.cli.bench.results import Head, Row
+from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
+from weft.cli.bench.measure import DENSE_LIMIT, Job, peer, run, weft_by
+from weft.cli.bench.results import Found, Head, Row
+from weft.testing import processes
 from weft.testing import run as in_pool
 from weft.wire.base import Wire
 
 PEERS = ("torch", "horovod", "dense")
 TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
-Found = list[Head | Row | str]
 
 
 def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -41,12 +40,12 @@ def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any,
         dist.destroy_process_group()
 
 
-def found_by(job: Job) -> tuple[bool, Found]:
-    found: Found = []
+def found_by(job: Job) -> tuple[bool, list[Found]]:
+    found: list[Found] = []
     return run(job, found.append), found
 
 
-def the_rows(found: Found) -> dict[tuple[str, str], Row]:
+def the_rows(found: list[Found]) -> dict[tuple[str, str], Row]:
     return {(row.case, row.name): row for row in found if isinstance(row, Row)}
 
 
@@ -117,7 +116,7 @@ def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> Non
     assert torch_row.times == {}
 
 
-def with_a_slow_rank(job: Job) -> tuple[bool, Found]:
+def with_a_slow_rank(job: Job) -> tuple[bool, list[Found]]:
     """As `found_by`, where weft's calls take rank 1 a while longer than the others."""
     import weft
 
@@ -139,21 +138,21 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     assert min(rows["tiny", "weft:gather"].seconds) >= 0.3
 
 
-def where_machine_code_is(kept: bool, job: Job) -> tuple[bool, Found]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "kept", lambda: kept)
-        patch.setattr(kernels, "prepare", lambda: lambda: None)
-        patch.setenv("RANK", str(dist.get_rank()))
-        return found_by(job)
+def ordinary(job: Job) -> tuple[bool, list[Found]]:
+    """In a process of its own, since the setting stays."""
+    found: list[Found] = []
+    right = run(job, found.append)
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE
+    return right, found
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_that_machine_code_is_made_is_told_first(kept: bool) -> None:
-    job = Job((TINY,), ("gather",), (), iters=1, warmup=0)
-    (_, found), (_, silent) = on(2, where_machine_code_is, kept, job)
-    assert silent == [] and isinstance(found[1 - kept], Head)
-    if not kept:
-        assert found[0] == "making machine code, once on this machine: it takes ten seconds or so"
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_ranks_run_as_an_ordinary_users_do() -> None:
+    job = Job((TINY,), ("gather",), (), iters=1, warmup=0, unprivileged=True)
+    (right, (head, *_)), (_, silent) = processes(2, ordinary, job)
+    assert right and isinstance(head, Head) and silent == []
+    assert "as an ordinary user's" in head.lines()[1]
 
 
 def test_no_check_means_no_check() -> None:

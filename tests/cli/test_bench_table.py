@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from weft.cli.bench.cases import CASES
-from weft.cli.bench.oracle import Sizes
-from weft.cli.bench.results import Head, Row, summary, write
-from weft.cli.bench.table import Plain, Rich, sink
+from weft.cli.bench.cases import CASES, Sizes
+from weft.cli.bench.results import Head, Row, Shown, summary
 
 HEAD = Head(
     weft="0",
@@ -46,7 +44,7 @@ def rows() -> list[Row]:
 
 def plain(link: bool = True) -> list[str]:
     out = io.StringIO()
-    with Plain(Console(file=out), ("torch", "horovod", "dense"), link) as shown:
+    with Shown(Console(file=out), ("torch", "horovod", "dense"), link) as shown:
         for found in (HEAD, "working", *rows()):
             shown.show(found)
     return out.getvalue().splitlines()
@@ -56,7 +54,6 @@ def test_figures_of_a_row() -> None:
     auto, torch, horovod, dense = rows()
     assert auto.median == 0.2 and auto.quartiles == (pytest.approx(0.15), pytest.approx(0.3))
     assert auto.chosen == "gather" and torch.chosen is None
-    assert auto.own and not torch.own
     assert (auto.sent_bytes, auto.most_bytes, auto.messages) == (12e6, 13e6, 6)
     assert auto.bytes_ratio == pytest.approx(1.2)
     assert auto.bound_seconds == pytest.approx(0.08)
@@ -109,6 +106,7 @@ def test_reasons_and_versions_are_comments() -> None:
     comments = [line for line in plain() if line.startswith("#")]
     assert any("torch 2" in line and "numba 1" in line for line in comments)
     assert any("uniform horovod wrong: one bit" in line for line in comments)
+    assert any("Horovod's way, in torch" in line for line in comments)
     assert any("uniform dense refused: too large" in line for line in comments)
 
 
@@ -120,7 +118,7 @@ def test_without_a_link_there_is_no_column_for_it() -> None:
 def test_the_terminals_table_has_the_same_figures() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=160, color_system=None)
-    with Rich(console, ("torch", "horovod", "dense"), True) as shown:
+    with Shown(console, ("torch", "horovod", "dense"), True) as shown:
         for found in (HEAD, *rows(), *(replace(row, case="next") for row in rows())):
             shown.show(found)
     text = out.getvalue()
@@ -130,21 +128,24 @@ def test_the_terminals_table_has_the_same_figures() -> None:
     assert "next" in text
 
 
-@pytest.mark.parametrize(
-    ("terminal", "width", "kind"), [(1, 160, Rich), (1, 80, Plain), (0, 160, Plain)]
-)
-def test_a_table_only_where_it_fits(terminal: int, width: int, kind: type) -> None:
-    console = Console(file=io.StringIO(), force_terminal=bool(terminal), width=width)
-    assert isinstance(sink(console, ("torch",), True), kind)
+@pytest.mark.parametrize(("terminal", "width", "plain"), [(1, 160, 0), (1, 80, 1), (0, 160, 1)])
+def test_a_table_only_where_it_fits(terminal: int, width: int, plain: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=bool(terminal), width=width)
+    with Shown(console, ("torch",), True) as shown:
+        shown.show(HEAD)
+    assert ("#case" in out.getvalue()) == bool(plain)
 
 
 def test_json_has_everything(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    write(file, HEAD, rows())
+    with Shown(Console(file=io.StringIO()), ("torch",), True, file) as shown:
+        for each in (HEAD, *rows()):
+            shown.show(each)
     found = json.loads(file.read_text())
     assert found["head"]["link"] == 1e9
     auto = found["rows"][0]
-    assert auto["seconds"] == [0.1, 0.2, 0.4] and auto["own"] is True
+    assert auto["seconds"] == [0.1, 0.2, 0.4]
     assert auto["setting"]["height"] == 1_000_000
     assert auto["times"]["torch"] == pytest.approx(3.0)
     assert found["rows"][2]["status"] == "wrong" and found["rows"][2]["median"] is None

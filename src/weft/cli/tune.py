@@ -7,13 +7,18 @@ ranks; otherwise it starts `--ranks` processes itself. The first rank of each ho
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from weft.sparse.link import Figures, Profile
+import weft
+from weft.testing import launch
+
+from .options import launched, refuse
 
 __all__ = ["tune"]
 
@@ -22,7 +27,7 @@ def tune(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Start this many processes here.", show_default="4, or what the launcher says"
+            min=2, help="Start this many processes here.", show_default="4, or what launched it"
         ),
     ] = None,
     out: Annotated[
@@ -32,7 +37,8 @@ def tune(
         ),
     ] = None,
     any_host: Annotated[
-        bool, typer.Option(help="Let the profile serve groups on other hosts too; needs --out.")
+        bool,
+        typer.Option("--any-host", help="Let it serve groups on other hosts too; needs --out."),
     ] = False,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that any wait may last.", show_default="300")
@@ -42,41 +48,26 @@ def tune(
 
     From then on `auto` reads the figures instead of measuring them at the first call of each run.
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if launched and ranks not in (None, int(os.environ["WORLD_SIZE"])):
-        world = os.environ["WORLD_SIZE"]
-        _refuse(f"--ranks {ranks} under a launcher that started {world}: leave --ranks out")
-    if ranks is not None and ranks < 2:
-        _refuse(f"--ranks {ranks}: a link has two ends, start at least 2")
     if any_host and out is None:
-        _refuse("--any-host needs --out: what is kept for these hosts is found by their names")
-    from weft.errors import Error
-
+        refuse("--any-host", "it needs --out: what is kept for these hosts is found by their names")
     try:
-        if launched:
+        if launched(ranks):
             profile, path = _rank(out, any_host, timeout)
-            if os.environ["RANK"] != "0":
-                return
         else:
-            from weft.bootstrap.local import launch
-
             profile, path = launch(ranks or 4, _rank, (out, any_host, timeout))[0]
-    except (Error, OSError) as error:
+    except (weft.Error, OSError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         typer.echo(f"weft tune: {said}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    _show(profile, path)
+    if os.environ.get("RANK", "0") == "0":
+        _show(profile, path)
 
 
-def _rank(out: Path | None, any_host: bool, timeout: float | None) -> tuple[Profile, Path]:
+def _rank(out: Path | None, any_host: bool, timeout: float | None) -> tuple[Any, Path]:
     """What one rank does: measure with the others, and write if it is the first of its host."""
-    from dataclasses import replace
-
-    import weft
-    from weft.sparse import link
-
+    link = weft.sparse.link
     with weft.init(timeout=timeout) as wire:
         if wire.size == 1:
             raise weft.WeftError("one rank has no link: start several, such as --ranks 4")
@@ -92,30 +83,17 @@ def _rank(out: Path | None, any_host: bool, timeout: float | None) -> tuple[Prof
         return found, path
 
 
-def _show(profile: Profile, path: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _show(profile: Any, path: Path) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("link")
-    for title in ("latency µs", "Gbit/s", "µs a message"):
-        table.add_column(title, justify="right")
+    for title in ("link", "latency µs", "Gbit/s", "µs a message"):
+        table.add_column(title, justify="left" if title == "link" else "right")
     for name, link in (("between hosts", profile.between), ("within a host", profile.within)):
-        table.add_row(name, *_cells(link))
-    console = Console()
+        if link is None:
+            table.add_row(name, "-", "-", "-")
+        else:
+            cells = f"{link.alpha * 1e6:.0f}", f"{8e-9 / link.beta:.2f}", f"{link.work * 1e6:.0f}"
+            table.add_row(name, *cells)
+    console = Console(highlight=False)
     console.print(table)
-    console.print(f"a core merges {1e-9 / profile.merge:.2f} GB/s", highlight=False)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-
-
-def _cells(link: Figures | None) -> tuple[str, ...]:
-    if link is None:
-        return "-", "-", "-"
-    return f"{link.alpha * 1e6:.0f}", f"{8e-9 / link.beta:.2f}", f"{link.work * 1e6:.0f}"
-
-
-def _refuse(words: str) -> NoReturn:
-    """Exit status 2 on every rank, words from one."""
-    if os.environ.get("RANK", "0") == "0":
-        typer.echo(f"weft tune: {words}", err=True)
-    raise typer.Exit(2)
+    console.print(f"a core merges {1e-9 / profile.merge:.2f} GB/s")
+    console.print(f"wrote {path}", soft_wrap=True)

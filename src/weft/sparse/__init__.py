@@ -4,6 +4,8 @@
 `choice` pick one. Importing an algorithm's file registers it.
 """
 
+from ..wire.hosts import Hosts
+from ..wire.link import MERGE, Link
 from . import (  # register, in the order they are listed
     dense,
     dense_tail,
@@ -11,6 +13,7 @@ from . import (  # register, in the order they are listed
     gather,
     hierarchical,
     holders,
+    link,
     mask,
     ring,
     split,
@@ -18,7 +21,7 @@ from . import (  # register, in the order they are listed
 from .all_gather import sparse_all_gather
 from .api import explain, sparse_all_reduce
 from .broadcast import sparse_broadcast
-from .choice import Explanation
+from .choice import EAGER, Explanation, predicted
 from .cost import Cost, Load
 from .record import Record, last_call
 from .reduce import sparse_reduce
@@ -27,9 +30,13 @@ from .registry import ALGORITHMS, Algorithm, algorithm
 
 __all__ = [
     "ALGORITHMS",
+    "EAGER",
+    "MERGE",
     "Algorithm",
     "Cost",
     "Explanation",
+    "Hosts",
+    "Link",
     "Load",
     "Record",
     "algorithm",
@@ -41,7 +48,9 @@ __all__ = [
     "hierarchical",
     "holders",
     "last_call",
+    "link",
     "mask",
+    "predicted",
     "ring",
     "sparse_all_gather",
     "sparse_all_reduce",

@@ -1,8 +1,7 @@
 """`weft bench`: sparse all-reduce beside what PyTorch does today, and beside the bound.
 
-The pieces: `cases` draws the data, `oracle` knows the right answer, `contenders` are those that are
-measured, `measure` is one rank's program, `results` what it found, `table` shows that, and
-`command` is the command line. Of these only `command` is imported when the command line starts.
+`cases` draws the data and knows the right answer, `measure` is one rank's program and those that
+are measured, `results` what it found and how it is shown, `command` the command line.
 """
 
 from .command import bench

@@ -1,7 +1,22 @@
 """One rank's program: check every contender, then time them in turn.
 
+Contenders are weft's algorithms and the peers, what a user would call instead:
+* `torch`: `torch.distributed.all_reduce` on the (uncoalesced) sparse COO tensor, which gloo serves
+  by gathering everything everywhere and adding it up one rank after the other;
+* `horovod`: Horovod's way in torch (Horovod itself is not run), `sparse_allreduce_async` in
+  `horovod/torch/mpi_ops.py`: all-gather the indices and the values as they are, join them to a COO
+  tensor. Its all-gather takes uneven lengths, gloo's does not, so lengths go first and the rest is
+  padded to the longest. Duplicates are summed by `coalesce()` at the end, as any optimizer would
+  have to;
+* `dense`: make the rows dense and `torch.distributed.all_reduce` that; only for tables of at most
+  64 MiB. Making it dense is part of the time, taking the rows out again is not: its result stays
+  dense.
+
+All start from the same rows. What only brings them into the form a call takes (int64 indices in a
+COO tensor) is not timed.
+
 * Checked first: each contender runs once; rank 0 (every rank, where rounding enters) compares the
-  result with the oracle, and all ranks compare digests. Whoever is wrong is not timed.
+  result with the right answer, and all ranks compare digests. Whoever is wrong is not timed.
 * Interleaved: an iteration is one call of every contender, so that a noisy neighbour hits all
   alike; in an order drawn anew each time, since what one leaves in caches and memory is paid for by
   the next. A barrier goes before each call; a call's time is that of its slowest rank.
@@ -11,28 +26,167 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
 import platform
 import random
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .cases import Case, indices, values
-from .contenders import Contender, peer, weft_by
-from .oracle import Answer, Sizes, answer, digest, sizes
-from .results import OWN, Head, Row, summary
+import weft
+from weft.wire.base import Wire
 
-__all__ = ["Job", "run"]
+from .cases import Answer, Case, Sizes, answer, differs, digest, indices, sizes, values
+from .results import OWN, Found, Head, Row, summary
 
-Emit = Callable[[Head | Row | str], None]
-"""Where rank 0 sends what it finds: the head once, rows, and words on what goes on (`str`)."""
+__all__ = ["DENSE_LIMIT", "PEERS", "Contender", "Job", "peer", "run", "weft_by"]
+
+DENSE_LIMIT = 64 << 20
+"""Bytes of a table up to which the dense way is worth trying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to do the job.
+
+    Attributes:
+        name: `weft:` and the algorithm asked for, or the peer's.
+        prepare: brings the rows into the form that `call` takes; before every call, not timed.
+        call: does it.
+        parts: the result as tensors, canonical; not timed.
+        fault: in what those differ from the answer, or None.
+        record: what weft noted of its last call, None for peers.
+    """
+
+    name: str
+    prepare: Callable[[], Any]
+    call: Callable[[Any], Any]
+    parts: Callable[[Any], Sequence[Tensor]]
+    fault: Callable[[Sequence[Tensor], Answer], str | None]
+    record: Callable[[], Any] = lambda: None
+
+    @property
+    def own(self) -> bool:
+        """weft itself, not a peer."""
+        return self.name.startswith(OWN)
+
+
+def weft_by(algorithm: str, case: Case, indices: Tensor, values: Tensor) -> Contender:
+    """weft, by one algorithm or `"auto"`."""
+    rows = weft.Rows(indices, values, case.height)
+
+    def call(rows: weft.Rows) -> Any:
+        return weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
+
+    def parts(result: weft.Rows) -> Sequence[Tensor]:
+        return result.indices, result.values
+
+    def fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
+        # half precision is added in fp32 and rounded once, so whole numbers come out exact
+        exact = case.values == "integers" and case.op != "avg"
+        return _sparse_fault(parts, replace(answer, slack=None) if exact else answer)
+
+    return Contender(OWN + algorithm, lambda: rows, call, parts, fault, weft.sparse.last_call)
+
+
+def peer(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+    """A peer by name, or why it cannot take part in this case."""
+    if case.op not in ("sum", "avg"):
+        return f"{name} has no {case.op} of sparse tensors"
+    return PEERS[name](case, indices, values)
+
+
+def _torch(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+    def call(coo: Tensor) -> Tensor:
+        dist.all_reduce(coo)
+        return _mean(coo, case)
+
+    return Contender("torch", lambda: _coo(case, indices, values), call, _coalesced, _sparse_fault)
+
+
+def _horovod(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    size = dist.get_world_size()
+
+    def gathered(tensor: Tensor, counts: list[int]) -> Tensor:
+        longest = max(counts)
+        if len(tensor) < longest:
+            padding = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
+            tensor = torch.cat([tensor, padding])
+        out = tensor.new_empty((size * longest, *tensor.shape[1:]))
+        gather(out, tensor.contiguous())
+        if min(counts) == longest:
+            return out
+        return torch.cat([out[r * longest :][:count] for r, count in enumerate(counts)])
+
+    def call(coo: Tensor) -> Tensor:
+        mine = coo._values()
+        lengths = torch.empty(size, dtype=torch.int64)
+        gather(lengths, torch.tensor([len(mine)]))
+        counts: list[int] = lengths.tolist()
+        everybody = gathered(mine, counts)
+        where = gathered(coo._indices().t().contiguous(), counts).t()
+        total = torch.sparse_coo_tensor(where, everybody, coo.shape, check_invariants=False)
+        return _mean(total.coalesce(), case)
+
+    return Contender(
+        "horovod", lambda: _coo(case, indices, values), call, _coalesced, _sparse_fault
+    )
+
+
+def _dense(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+    nbytes = case.height * case.row_bytes
+    if nbytes > DENSE_LIMIT:
+        return f"the table has {nbytes / 2**20:.0f} MiB, dense takes up to {DENSE_LIMIT >> 20}"
+
+    def call(rows: tuple[Tensor, Tensor]) -> Tensor:
+        where, what = rows
+        table = what.new_zeros((case.height, *case.row_shape)).index_add_(0, where, what)
+        dist.all_reduce(table)
+        return table.div_(dist.get_world_size()) if case.op == "avg" else table
+
+    def fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
+        return differs(case, parts[0], *answer.dense())
+
+    return Contender("dense", lambda: (indices, values), call, lambda table: (table,), fault)
+
+
+PEERS: dict[str, Callable[[Case, Tensor, Tensor], Contender | str]] = {
+    "torch": _torch,
+    "horovod": _horovod,
+    "dense": _dense,
+}
+"""What a user would call instead of weft, by name."""
+
+
+def _coo(case: Case, indices: Tensor, values: Tensor) -> Tensor:
+    """A new COO tensor each time, since `all_reduce` changes the one it is given."""
+    shape = (case.height, *case.row_shape)
+    return torch.sparse_coo_tensor(indices[None].long(), values, shape, check_invariants=False)
+
+
+def _mean(total: Tensor, case: Case) -> Tensor:
+    return total.div_(dist.get_world_size()) if case.op == "avg" else total
+
+
+def _coalesced(total: Tensor) -> Sequence[Tensor]:
+    whole = total.coalesce()
+    return whole.indices()[0], whole.values()
+
+
+def _sparse_fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
+    indices, values = parts
+    if not torch.equal(indices.long(), answer.indices):
+        count = len(answer.indices)
+        return f"the {len(indices)} indices of the result are not the {count} of the union, sorted"
+    return differs(answer.case, values, answer.exact, answer.slack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +202,8 @@ class Job:
         seed: of the data.
         link: bits per second of a rank's link, None if unknown.
         timeout: seconds that any wait may last, None for the group's own.
+        unprivileged: ranks keep other processes of the same user out of their memory, as those of
+            an ordinary user do on stock Ubuntu.
     """
 
     cases: tuple[Case, ...]
@@ -59,18 +215,19 @@ class Job:
     seed: int = 0
     link: float | None = None
     timeout: float | None = None
+    unprivileged: bool = False
 
 
-def run(job: Job, emit: Emit) -> bool:
-    """Measure on this rank of the group that the launcher made; True if no result was wrong."""
-    import weft
-    from weft import kernels
+def run(job: Job, emit: Callable[[Found], None]) -> bool:
+    """Measure on this rank of the group that the launcher made; True if no result was wrong.
 
-    if not kernels.kept() and os.environ.get("RANK", "0") == "0":
-        emit("making machine code, once on this machine: it takes ten seconds or so")
-    with weft.init(timeout=job.timeout):
-        head = _head(job)
-        speak = emit if dist.get_rank() == 0 else _silent
+    Rank 0 passes what it finds to `emit`.
+    """
+    if job.unprivileged:
+        _keep_others_out()
+    with weft.init(timeout=job.timeout) as wire:
+        head = _head(job, wire)
+        speak = emit if dist.get_rank() == 0 else lambda found: None
         speak(head)
         right = True
         for case in job.cases:
@@ -81,14 +238,13 @@ def run(job: Job, emit: Emit) -> bool:
         return right
 
 
-def _silent(_: Head | Row | str) -> None:
-    """What a rank other than 0 has to say."""
+def _keep_others_out() -> None:
+    """PR_SET_DUMPABLE: no process without CAP_SYS_PTRACE reads this one's memory from now on."""
+    if ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
-def _measure(job: Job, case: Case, speak: Emit) -> list[Row]:
-    from weft import kernels
-    from weft.kernels.ops import OPS
-
+def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> list[Row]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     speak(f"{case.name}: making the data")
     own = indices(case, rank, job.seed), values(case, rank, job.seed)
@@ -102,8 +258,6 @@ def _measure(job: Job, case: Case, speak: Emit) -> list[Row]:
             entered.append(entrant)
 
     speak(f"{case.name}: checking the results")
-    if job.algorithms:  # else the first calls would be timed on kernels that serve meanwhile
-        kernels.warm([(own[0].dtype, case.torch_dtype, OPS[case.op])])
     # where rounding enters, ranks may differ, so that everyone must look for itself
     rounds = case.values == "normal" or case.torch_dtype.itemsize == 2
     looks = job.check and (rank == 0 or rounds)
@@ -218,27 +372,23 @@ def _any(mine: bool) -> bool:
     return bool(flag.item())
 
 
-def _head(job: Job) -> Head:
+def _head(job: Job, wire: Wire) -> Head:
     """What the table is headed with; collective, since it counts the hosts."""
-    import weft
-    from weft import kernels
-
-    namespace = "/proc/self/ns/net"  # netlab's hosts share a name, not a network
-    host = socket.gethostname(), os.readlink(namespace) if os.path.exists(namespace) else ""
-    hosts = [host] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
+    hosts = [wire.host] * wire.size
+    dist.all_gather_object(hosts, wire.host)
     return Head(
         weft=weft.__version__,
         torch=torch.version.__version__,
         python=platform.python_version(),
-        kernels=kernels.describe(),
+        kernels=weft.kernels.describe(),
         ranks=dist.get_world_size(),
         hosts=len(set(hosts)),
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        cores=len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
         iters=job.iters,
         warmup=job.warmup,
         checked=job.check,
         seed=job.seed,
         link=job.link,
+        unprivileged=job.unprivileged,
     )

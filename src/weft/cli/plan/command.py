@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json as writer
 import math
-import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from .predict import Named
-    from .sizes import Sizes
+import weft
+
+from ..bench.cases import CASES, Distribution, Dtype
+from ..options import names, rate, refuse, writable
+from .predict import Named, Sizes, Values, drawn, predict, recorded
+from .table import show
 
 __all__ = ["plan"]
 
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _MOST = 1 << 16  # ranks that a prediction is made for
-_LARGEST = {"rows": 1 << 62, "height": 1 << 62, "width": 1 << 40}  # that an index, or memory, holds
 _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
 
 
@@ -30,19 +33,21 @@ def plan(
             show_default="uniform, or one of your own sizes",
         ),
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Indices of a rank.")] = None,
-    height: Annotated[int | None, typer.Option(help="Rows of the dense tensor.")] = None,
-    width: Annotated[int | None, typer.Option(help="Values of a row.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the values, as torch says it.")] = None,
-    distribution: Annotated[
-        str | None, typer.Option(help="How ranks overlap: uniform, zipf or identical.")
+    rows: Annotated[int | None, typer.Option(max=1 << 62, help="Indices of a rank.")] = None,
+    height: Annotated[
+        int | None, typer.Option(max=1 << 62, help="Rows of the dense tensor.")
     ] = None,
+    width: Annotated[int | None, typer.Option(max=1 << 40, help="Values of a row.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the values, as torch says it.")] = None,
+    distribution: Annotated[Distribution | None, typer.Option(help="How ranks overlap.")] = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Take sizes and overlap from this file of weft bench --json."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
-    per_host: Annotated[int, typer.Option(help="Ranks that share a host, and its link.")] = 1,
+    per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks that share a host, and its link.")
+    ] = 1,
     link: Annotated[
         str | None,
         typer.Option(
@@ -69,157 +74,96 @@ def plan(
 
     By the same costs from which `auto` chooses; nothing is sent.
     """
-    from weft.errors import Error
-    from weft.sparse.registry import ALGORITHMS
-
-    from .predict import predict
-
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
-            _refuse(f"--plot {plot}: the file's name ends in .png or .svg")
+            refuse("--plot", f"{plot}: the file's name ends in .png or .svg")
         if find_spec("matplotlib") is None:
-            _refuse("--plot needs matplotlib: pip install 'weft[report]'")
+            refuse("--plot", "it needs matplotlib: pip install 'weft[report]'")
     counts = _counts(ranks)
-    if per_host < 1:
-        _refuse(f"--per-host {per_host}: at least 1")
-    if profile is not None and (link, latency, work) != (None, None, None):
-        _refuse("--profile says the figures: leave --link, --latency and --work out")
+    given = {
+        "rows": rows,
+        "height": height,
+        "width": width,
+        "dtype": dtype,
+        "distribution": distribution,
+    }
+    own = {name: value for name, value in given.items() if value is not None}
     try:
-        sizes = _sizes(case, rows, height, width, dtype, distribution, record)
-        links = _links(link, latency, work, profile)
-        found = predict(sizes, links, counts, per_host)
-    except Error as error:
-        _refuse(str(error))
-    for flag, path in (("json", json), ("plot", plot)):
-        if path is not None:
-            _writable(flag, path)
+        sizes = _sizes(case, own, record)
+        found = predict(sizes, _links(link, latency, work, profile), counts, per_host)
+    except weft.Error as error:
+        typer.echo(f"weft plan: {error}", err=True)
+        raise typer.Exit(2) from None
+    writable("--json", json)
+    writable("--plot", plot)
     alone = sorted(set(counts) - {one.ranks for one in found})
     if alone and not found:
-        _refuse(f"--per-host {per_host}: all of --ranks {ranks} are on one host, without a link")
-    from .table import show
-
-    show(found, list(ALGORITHMS))
+        refuse("--per-host", f"all of --ranks {ranks} are on one host, without a link")
+    algorithms = list(weft.sparse.ALGORITHMS)
+    show(found, algorithms)
     if alone:
         typer.echo(f"left out, since all are on one host: {', '.join(map(str, alone))} ranks")
     if json is not None:
-        import json as writer
-
         text = writer.dumps([one.json() for one in found], indent=1)
         json.write_text(text + "\n", encoding="utf-8")
     if plot is not None:
-        from weft.sparse.choice import EAGER
+        from .plot import draw  # here: matplotlib is an extra
 
-        from .plot import draw
-
-        draw(plot, found, [EAGER, *ALGORITHMS])
+        draw(plot, found, [weft.sparse.EAGER, *algorithms])
         typer.echo(f"wrote {plot}")
 
 
 def _counts(given: str) -> list[int]:
     counts = [int(part) if part.strip().isdecimal() else 0 for part in given.split(",")]
     if not all(2 <= count <= _MOST for count in counts):
-        _refuse(f"--ranks {given}: numbers from 2 to {_MOST}, divided by commas")
+        refuse("--ranks", f"{given}: numbers from 2 to {_MOST}, divided by commas")
     return sorted(set(counts))
 
 
-def _sizes(
-    names: str | None,
-    rows: int | None,
-    height: int | None,
-    width: int | None,
-    dtype: str | None,
-    distribution: str | None,
-    record: Path | None,
-) -> list[Sizes]:
-    from dataclasses import replace
-
-    from ..bench.cases import CASES, DISTRIBUTIONS, DTYPES
-    from .sizes import Values, drawn, recorded
-
-    own = {
-        name: value
-        for name, value in (
-            ("rows", rows),
-            ("height", height),
-            ("width", width),
-            ("dtype", dtype),
-            ("distribution", distribution),
-        )
-        if value is not None
-    }
+def _sizes(chosen: str | None, own: dict[str, Any], record: Path | None) -> list[Sizes]:
     if record is not None:
-        if names is not None or own:
-            _refuse("--record says the sizes: leave --case and sizes of your own out")
+        if chosen is not None or own:
+            refuse("--record", "it says the sizes: leave --case and sizes of your own out")
         return recorded(record)
-    for option, there_is in (("distribution", DISTRIBUTIONS), ("dtype", DTYPES)):
-        if own.get(option, there_is[0]) not in there_is:
-            _refuse(f"unknown --{option} {own[option]!r}: there is {', '.join(there_is)}")
-    if names is None:
-        chosen = [replace(CASES["uniform"], name="own") if own else CASES["uniform"]]
-    else:
-        wanted = list(CASES) if names == "all" else [name.strip() for name in names.split(",")]
-        for name in wanted:
-            if name not in CASES:
-                _refuse(f"unknown --case {name!r}: there is {', '.join(CASES)}")
-        chosen = [CASES[name] for name in wanted]
-    for option, value in (("rows", rows), ("height", height), ("width", width)):
-        if (value or 0) > _LARGEST[option]:
-            _refuse(f"--{option} {value}: at most {_LARGEST[option]}")
+    cases = [CASES[name] for name in names("--case", chosen or "uniform", CASES)]
+    if chosen is None and own:
+        cases = [replace(cases[0], name="own")]
     made = []
-    for one in chosen:
-        one = replace(one, **own)  # type: ignore[arg-type]  # each value is of its field's type
-        if (fault := one.fault()) is not None:
-            _refuse(f"case {one.name}: {fault}")
-        values = Values.of(one.width, one.torch_dtype, one.op)
-        made.append(drawn(one.name, one.rows, one.height, values, one.distribution))
+    for case in cases:
+        case = replace(case, **own)
+        if (fault := case.fault()) is not None:
+            refuse(f"case {case.name}", fault)
+        values = Values.of(case.width, case.torch_dtype, case.op)
+        made.append(drawn(case.name, case.rows, case.height, values, case.distribution))
     return made
 
 
 def _links(
     given: str | None, latency: float | None, work: float | None, path: Path | None
 ) -> list[Named]:
-    from weft.wire.link import MERGE, Link
-
-    from .predict import Named
-
+    Link = weft.sparse.Link
     if path is not None:
-        from weft.sparse.link import read
-
-        profile = read(path)
-        parts = (("between hosts", profile.between), ("within a host", profile.within))
+        if (given, latency, work) != (None, None, None):
+            refuse("--profile", "it says the figures: leave --link, --latency and --work out")
+        found = weft.sparse.link.read(path)
+        parts = {"between hosts": found.between, "within a host": found.within}
         return [
             Named(
                 name,
-                Link(part.alpha, part.beta, profile.merge, part.work),
-                within=part is profile.within,
+                Link(part.alpha, part.beta, found.merge, part.work),
+                within=part is found.within,
             )
-            for name, part in parts
+            for name, part in parts.items()
             if part is not None
         ]
-    given = _LINK if given is None else given
     latency = _LATENCY if latency is None else latency
     work = _WORK if work is None else work
     if not (0 < latency < math.inf and 0 < work < math.inf):
-        _refuse(f"--latency {latency} --work {work}: microseconds, above 0")
-    links = []
-    for name in given.split(","):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", name.strip().lower())
-        if match is None or float(match[1]) == 0:
-            _refuse(f"--link {name!r} is no speed: write it as 1gbit or 250mbit")
-        rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
-        figures = latency * 1e-6, 8 / rate, MERGE, work * 1e-6
-        links.append(Named(name.strip(), Link(*figures)))
-    return links
-
-
-def _writable(flag: str, path: Path) -> None:
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        _refuse(f"--{flag} {path} cannot be written: {error.strerror}")
-
-
-def _refuse(words: str) -> NoReturn:
-    typer.echo(f"weft plan: {words}", err=True)
-    raise typer.Exit(2)
+        refuse("--latency, --work", f"{latency} and {work}: microseconds, above 0")
+    return [
+        Named(
+            name.strip(),
+            Link(latency * 1e-6, 8 / rate("--link", name), weft.sparse.MERGE, work * 1e-6),
+        )
+        for name in (given or _LINK).split(",")
+    ]

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-from .predict import Prediction, predict
+from .predict import Prediction, groups_of, predict
 
 __all__ = ["draw"]
 
@@ -39,14 +39,12 @@ _STYLE: dict[Any, Any] = {
 
 def draw(path: Path, found: Sequence[Prediction], names: Sequence[str]) -> None:
     """Draw predictions into a file whose ending says PNG or SVG; `names` has all algorithms."""
-    groups: dict[tuple[str, str], list[Prediction]] = {}
-    for one in found:
-        groups.setdefault((one.sizes.name, one.link.name), []).append(one)
+    groups = groups_of(found)
     colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(10.5, 3.1 * len(groups) + 0.6), layout="constrained")
         panels = figure.subplots(len(groups), 2, squeeze=False)
-        for (left, right), lines in zip(panels, groups.values(), strict=True):
+        for (left, right), lines in zip(panels, groups, strict=True):
             _times(left, lines, colours)
             _map(right, lines, colours)
         shown = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -70,11 +68,16 @@ def _times(axes: Axes, lines: Sequence[Prediction], colours: dict[str, str]) -> 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True)
-    axes.set(xlabel="ranks", ylabel="predicted ms", title=f"{first.sizes.name}, {first.link.name}")
-    _ranks(axes, [one.ranks for one in lines])
+    axes.set(
+        xlabel="ranks",
+        ylabel="predicted ms, logarithmic",
+        title=f"{first.sizes.name}, {first.link.name}",
+    )
+    axes.set_xticks(ranks := [one.ranks for one in lines], [str(count) for count in ranks])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _map(axes: Axes, lines: Sequence[Prediction], colours: dict[str, str]) -> None:
@@ -101,9 +104,8 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: dict[str, str]) -> No
     axes.axhline(first.sizes.rows, color="white", linewidth=1.2)
     axes.set_yscale("log")
     axes.set_xticks(range(len(ranks)), [str(count) for count in ranks])
-    axes.set(xlabel="ranks", ylabel="rows a rank", title="predicted quickest, independent rows")
-
-
-def _ranks(axes: Axes, ranks: Sequence[int]) -> None:
-    axes.set_xticks(ranks, [str(count) for count in ranks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(
+        xlabel="ranks",
+        ylabel="rows a rank, logarithmic",
+        title="predicted quickest, independent rows",
+    )

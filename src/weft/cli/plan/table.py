@@ -1,114 +1,72 @@
-"""The predictions as a table: a line for each number of ranks, a column for each algorithm.
-
-Where that is too wide for a terminal, it is cut into several, none of which loses a figure.
-"""
+"""The predictions as tables: a line for each number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from .predict import Prediction
+from .predict import Prediction, groups_of
 
 __all__ = ["show"]
 
-_WIDE = 500  # columns of output that goes to no terminal, so that nothing is cut off
-
-
-class Column(NamedTuple):
-    """A column of a table."""
-
-    title: str
-    cells: list[Text]
-    justify: Literal["left", "right"] = "right"
+_WIDE = 200  # columns of output that goes to no terminal, so that nothing is cut off
 
 
 def show(found: Sequence[Prediction], names: Sequence[str]) -> None:
-    """Print a table for each case and link; `names` are the algorithms, in the order shown."""
-    console = Console()
+    """Print two tables for each case and link: what is chosen, and the time of each of `names`."""
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=_WIDE)
-    groups: dict[tuple[str, str], list[Prediction]] = {}
-    for one in found:
-        groups.setdefault((one.sizes.name, one.link.name), []).append(one)
-    for (case, link), lines in groups.items():
+        console = Console(highlight=False, width=_WIDE)
+    for lines in groups_of(found):
         first = lines[0]
         console.print(
-            f"{case}: {first.answer.load.most} rows a rank of {first.sizes.height or 'unknown'}, "
-            f"{first.sizes.values.row} bytes each; link {link}: {first.link.link}",
+            f"{first.sizes.name}: {first.answer.load.most} rows a rank of "
+            f"{first.sizes.height or 'unknown'}, {first.sizes.values.row} bytes each; "
+            f"link {first.link.name}: {first.link.link}",
             style="dim",
-            highlight=False,
             soft_wrap=True,
         )
-        for columns in _fitting(_columns(lines), _times(lines, names), console.width):
-            console.print(_table(columns))
-        console.print()
+        titles = ("ranks", "union", "chosen", "ms", "MB", "messages", "xbound")
+        console.print(_table(titles, [_chosen(one) for one in lines]))
+        console.print(_table(("ranks", *names), [_times(one, names) for one in lines]), "")
     console.print(
-        "ms: predicted after the opening exchange, of all ranks; -: cannot serve, or needs more "
-        "workspace than auto allows; MB and messages of a rank",
+        "ms, and the figures under the algorithms' names: milliseconds after the opening exchange, "
+        "of all ranks; -: cannot serve, or needs more workspace than auto allows; MB and messages "
+        "of a rank",
         style="dim",
-        highlight=False,
         soft_wrap=True,
     )
 
 
-def _fitting(first: list[Column], rest: list[Column], width: int) -> Iterator[list[Column]]:
-    """The columns as tables that are not too wide; the ranks stand first in each."""
-    shown, own, paper = first, len(first), Console(width=_WIDE, height=_WIDE)
-    for column in rest:
-        if len(shown) >= own and paper.measure(_table([*shown, column])).maximum > width:
-            yield shown
-            shown, own = first[:1], 2
-        shown = [*shown, column]
-    yield shown
-
-
-def _columns(lines: Sequence[Prediction]) -> list[Column]:
+def _chosen(one: Prediction) -> list[Text]:
     """What was chosen, and its figures."""
-    best = [
-        next(line for line in one.answer.lines if line.algorithm == one.answer.chosen)
-        for one in lines
-    ]
-    bold = Style(bold=True)
-    return [
-        _ranks(lines),
-        Column("union", [Text(f"{one.answer.load.union}") for one in lines]),
-        Column("chosen", [Text(line.algorithm, style=bold) for line in best], "left"),
-        Column("ms", [Text(_number(line.milliseconds), style=bold) for line in best]),
-        Column("MB", [Text(_number(line.bytes * 1e-6)) for line in best]),
-        Column("messages", [Text(f"{line.messages}") for line in best]),
-        Column("xbound", [Text(f"{line.of_bound:.2f}") for line in best]),
-    ]
+    best = next(line for line in one.answer.lines if line.algorithm == one.answer.chosen)
+    figures = (_number(best.milliseconds), _number(best.bytes * 1e-6), f"{best.messages}")
+    plain = [Text(f"{one.ranks}"), Text(f"{one.answer.load.union}"), Text(best.algorithm, "bold")]
+    return [*plain, *map(Text, figures), Text(f"{best.of_bound:.2f}")]
 
 
-def _ranks(lines: Sequence[Prediction]) -> Column:
-    return Column("ranks", [Text(f"{one.ranks}") for one in lines])
+def _times(one: Prediction, names: Sequence[str]) -> list[Text]:
+    """The time of each algorithm that serves."""
+    by_name = {line.algorithm: line for line in one.answer.lines}
+    cells = [Text(f"{one.ranks}")]
+    for name in names:
+        line, chosen = by_name[name], name == one.answer.chosen
+        serves = chosen or line.verdict.startswith("predicted")
+        cells.append(Text(_number(line.milliseconds) if serves else "-", "bold" if chosen else ""))
+    return cells
 
 
-def _times(lines: Sequence[Prediction], names: Sequence[str]) -> list[Column]:
-    """The time of each algorithm."""
-    found = {name: Column(f"{name} ms", []) for name in names}
-    for one in lines:
-        by_name = {line.algorithm: line for line in one.answer.lines}
-        for name, column in found.items():
-            line, chosen = by_name[name], name == one.answer.chosen
-            serves = chosen or line.verdict.startswith("predicted")
-            text = _number(line.milliseconds) if serves else "-"
-            column.cells.append(Text(text, style="bold" if chosen else "dim"))
-    return list(found.values())
-
-
-def _table(columns: Sequence[Column]) -> Table:
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
+    """Where it is too wide for a terminal, words are folded and nothing is lost."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.title, justify=column.justify, no_wrap=True)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*cells)
+    for title in titles:
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
