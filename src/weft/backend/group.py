@@ -34,7 +34,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._wire: process_group.GroupWire | None = None
+        self._wire: Any = None
 
     @property
     def wire(self) -> Wire:
@@ -42,9 +42,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
         The first call that needs it makes it, collectively.
         """
-        wire = self._wire
-        if wire is None or wire.closed:
-            wire = self._wire = process_group.of_group(self)
+        if self._wire is None or self._wire.closed:
+            self._wire = process_group.of_group(self)
+        wire: Wire = self._wire
         return wire
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:

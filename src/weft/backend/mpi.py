@@ -15,13 +15,12 @@ import torch.distributed as dist
 from ..errors import WeftError
 from ..wire import mpi, process_group
 from ..wire.base import is_plain, plain
-from ..wire.torchdist import TorchWire
 from .group import PythonGroup, listed
 from .work import Posted
 
 __all__ = ["TRANSPORT", "MpiGroup"]
 
-TRANSPORT = process_group.Transport("mpi", TorchWire, mpi.join)
+TRANSPORT = process_group.Transport("mpi", mpi.join)
 
 
 class MpiGroup(PythonGroup):

@@ -24,11 +24,10 @@ from ..errors import WeftError, WireError
 from .failure.verdict import names
 from .tcp.endpoint import AbsentError, Connections
 from .tcp.wire import TcpWire
-from .torchdist import Links, TorchWire
+from .torchdist import Links
 
 __all__ = [
     "TRANSPORTS",
-    "GroupWire",
     "Transport",
     "choose",
     "chosen",
@@ -46,30 +45,25 @@ __all__ = [
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
-GroupWire = TcpWire | TorchWire
-
 
 class Transport(NamedTuple):
     """A way to join ranks.
 
     Attributes:
         name: by which a person asks for it.
-        wire: given rank, size, timeout, what `join` made (None for one rank alone), and what makes
-            the wire of some of the ranks, given rank, size and name: the wire.
         join: given a store, a rank, a size and a timeout: what joins this rank to all others;
             collective.
     """
 
     name: str
-    wire: Callable[..., GroupWire]
     join: Callable[[dist.Store, int, int, float], Any]
 
 
 TRANSPORTS = {
     each.name: each
     for each in (
-        Transport("tcp", TcpWire, Connections.make),
-        Transport("torch", TorchWire, Links.over_gloo),
+        Transport("tcp", Connections.make),
+        Transport("torch", Links.over_gloo),
     )
 }
 
@@ -106,7 +100,7 @@ def connect(
     *,
     name: str = "world",
     transport: Transport | None = None,
-) -> GroupWire:
+) -> TcpWire:
     """Join the ranks of a group into a wire; collective, all with the same name.
 
     The store is used here and by `sub`, nowhere else: it may die with its host. Wires of
@@ -137,7 +131,7 @@ def connect(
     way = transport or chosen()
     if size == 1:
         part = functools.partial(_part, store, timeout, way)
-        return way.wire(rank, size, timeout, None, part)
+        return TcpWire(rank, size, timeout, None, part)
     failure: Exception
     try:
         generation = store.add(f"weft/{name}/{rank}", 1)
@@ -150,7 +144,7 @@ def connect(
         failure = error
     else:
         part = functools.partial(_part, space, timeout, way)
-        return way.wire(rank, size, timeout, joined, part)
+        return TcpWire(rank, size, timeout, joined, part)
     absent = _absent(store, name, size)
     who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
     late = absent or (failure.ranks if isinstance(failure, AbsentError) else [])
@@ -198,7 +192,7 @@ def _apart(store: dist.Store) -> dist.Store:
         return store
 
 
-def of(group: object) -> GroupWire:
+def of(group: object) -> TcpWire:
     """The wire of a ProcessGroup or of a 1-D DeviceMesh.
 
     Raises:
@@ -224,7 +218,7 @@ def has_default() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> GroupWire:
+def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> TcpWire:
     """The wire of a group of the caller's; None is the default group.
 
     Its first use is collective among the group's ranks and makes the wire, beside the group;
@@ -252,7 +246,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
     return entry.wire(group, timeout)
 
 
-def of_mesh(mesh: DeviceMesh) -> GroupWire:
+def of_mesh(mesh: DeviceMesh) -> TcpWire:
     """The wire of a 1-D device mesh: that of its group.
 
     Raises:
@@ -321,9 +315,9 @@ class _Entry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wire: GroupWire | None = None
+        self._wire: TcpWire | None = None
 
-    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> GroupWire:
+    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> TcpWire:
         with self._lock:
             store = store_of(group)
             if store is None:
@@ -360,7 +354,7 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 def _part(
     store: dist.Store, timeout: float, way: Transport, rank: int, size: int, name: str
-) -> GroupWire:
+) -> TcpWire:
     return connect(store, rank, size, timeout, name=name, transport=way)
 
 
