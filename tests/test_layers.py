@@ -12,7 +12,7 @@ import weft
 
 SOURCE = Path(weft.__file__).parent
 # cli/ and testing/: peers, and launching; nn/dtensor: a DTensor is made of its placements
-CALLERS = ("wire/", "backend/", "bootstrap/", "nn/dtensor.py", "_torch.py")
+CALLERS = ("wire/", "backend/", "bootstrap/", "nn/dtensor.py", "nn/mesh.py", "_torch.py")
 
 
 def calls(tree):

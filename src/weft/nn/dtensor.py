@@ -493,9 +493,9 @@ def _order(x: DTensor) -> Sequence[Any] | None:
 
 def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
     """A mesh as a grid, as the group of a partition counts its ranks."""
-    from ..wire import process_group
+    from .mesh import ranks_in
 
-    ranks = process_group.ranks_in(partition.group, mesh.mesh.flatten().tolist())
+    ranks = ranks_in(partition.group, mesh.mesh.flatten().tolist())
     return Partition(tuple(mesh.mesh.shape), ranks=ranks, group=partition.group)
 
 

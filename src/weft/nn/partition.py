@@ -134,9 +134,9 @@ class Partition:
         The mesh has the ranks in the grid's order. DTensor mixes up shards along a dimension in
         which the ranks do not ascend (PyTorch 2.13), which `to_dtensor` and `from_dtensor` refuse.
         """
-        from ..wire import process_group  # here: most programs never need it
+        from .mesh import mesh  # here: most programs never need it
 
-        return process_group.mesh(device_type, self.ranks, self.shape, names)
+        return mesh(device_type, self.ranks, self.shape, names)
 
     # who is where
 
@@ -328,14 +328,14 @@ class Partition:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The integers, and what finds the group again where they are read."""
-        from ..wire import process_group
+        from .mesh import name_of
 
         if isinstance(self.group, Wire):
             raise WeftError(
                 "a partition of a weft wire cannot be pickled, since nobody could find that wire "
                 "again: make it of the default group, or of a process group"
             )
-        return _restore, (self.shape, self.ranks, process_group.name_of(self.group))
+        return _restore, (self.shape, self.ranks, name_of(self.group))
 
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
@@ -369,10 +369,10 @@ class Partition:
 
 def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partition:
     """A partition that was pickled."""
-    from ..wire import process_group
+    from .mesh import group_named
 
     other = object.__new__(Partition)
-    other._set(shape, ranks, None if name is None else process_group.named(name))
+    other._set(shape, ranks, None if name is None else group_named(name))
     return other
 
 

@@ -11,11 +11,10 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,13 +32,9 @@ __all__ = [
     "chosen",
     "connect",
     "has_default",
-    "mesh",
-    "name_of",
-    "named",
     "of",
     "of_group",
     "of_mesh",
-    "ranks_in",
     "store_of",
 ]
 
@@ -260,54 +255,6 @@ def of_mesh(mesh: DeviceMesh) -> TcpWire:
     if mesh.get_coordinate() is None:
         raise WeftError(f"rank {mesh.get_rank()}: the caller is not in this mesh of {mesh.size()}")
     return of_group(mesh.get_group())
-
-
-def name_of(group: object) -> str | None:
-    """What finds a group again in another process of the job; None stands for the default."""
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    return group.group_name if isinstance(group, dist.ProcessGroup) else None
-
-
-def named(name: str) -> dist.ProcessGroup:
-    """The group of that name.
-
-    Raises:
-        WeftError: this process has none.
-    """
-    try:
-        return _torch.group_named(name)
-    except KeyError as error:
-        raise WeftError(f"there is no process group {name!r} here: make it first") from error
-
-
-def mesh(
-    device_type: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
-) -> DeviceMesh:
-    """A DeviceMesh of these ranks; collective among all ranks of the default group."""
-    grid = torch.tensor(ranks, dtype=torch.int).view(*shape)
-    return DeviceMesh(device_type, grid, mesh_dim_names=None if names is None else tuple(names))
-
-
-def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
-    """Ranks of torch's default group as a group counts them.
-
-    Args:
-        group: None or a Wire, which count alike; a ProcessGroup or a 1-D DeviceMesh.
-        ranks: as the default group counts.
-
-    Raises:
-        WeftError: one of them is not in the group.
-    """
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        return list(ranks)
-    members = dist.get_process_group_ranks(group)
-    strange = sorted(set(ranks) - set(members))
-    if strange:
-        raise WeftError(f"{names(strange)} of the default group is not in the group of {members}")
-    return [members.index(rank) for rank in ranks]
 
 
 class _Entry:

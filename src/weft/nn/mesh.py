@@ -1,0 +1,68 @@
+"""Where partitions meet torch.distributed: device meshes, and the names and ranks of its groups.
+
+Imported where it is needed: most programs never do, and torch.distributed takes a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch
+from ..errors import WeftError
+
+__all__ = ["group_named", "mesh", "name_of", "ranks_in"]
+
+
+def mesh(
+    device_type: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
+) -> DeviceMesh:
+    """A DeviceMesh of these ranks; collective among all ranks of the default group."""
+    grid = torch.tensor(ranks, dtype=torch.int).view(*shape)
+    return DeviceMesh(device_type, grid, mesh_dim_names=None if names is None else tuple(names))
+
+
+def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
+    """Ranks of torch's default group as a group counts them.
+
+    Args:
+        group: None or a Wire, which count alike; a ProcessGroup or a 1-D DeviceMesh.
+        ranks: as the default group counts.
+
+    Raises:
+        WeftError: one of them is not in the group.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        return list(ranks)
+    members = dist.get_process_group_ranks(group)
+    strange = sorted(set(ranks) - set(members))
+    if strange:
+        raise WeftError(
+            f"rank{'s' * (len(strange) > 1)} {' and '.join(map(str, strange))} of the default "
+            f"group is not in the group of {members}"
+        )
+    return [members.index(rank) for rank in ranks]
+
+
+def name_of(group: object) -> str | None:
+    """What finds a group again in another process of the job; None stands for the default."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of that name.
+
+    Raises:
+        WeftError: this process has none.
+    """
+    try:
+        return _torch.group_named(name)
+    except KeyError as error:
+        raise WeftError(f"there is no process group {name!r} here: make it first") from error
