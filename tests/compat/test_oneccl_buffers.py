@@ -13,8 +13,18 @@ import pytest
 import torch
 
 from weft.compat.oneccl import request
-from weft.compat.oneccl.buffers import Address, counted, dtype_in, one_integer, seen
-from weft.compat.oneccl.dtypes import NAMES, Wrong, dtype_of, index_dtype_of, is_dtype
+from weft.compat.oneccl.buffers import (
+    NAMES,
+    Address,
+    Wrong,
+    counted,
+    dtype_in,
+    dtype_of,
+    index_dtype_of,
+    is_dtype,
+    one_integer,
+    seen,
+)
 from weft.testing import spmd
 
 FLOATS = [1.0, 2.0, 4.0, 8.0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.compat.oneccl import callback, event, request
-from weft.compat.oneccl.memory import Memory
+from weft.compat.oneccl.buffers import Memory
 from weft.testing import spmd
 
 DEVICE = torch.device("cuda")

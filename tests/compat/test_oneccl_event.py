@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft.compat.oneccl import Address, event
-from weft.compat.oneccl.memory import Memory
+from weft.compat.oneccl.buffers import Memory
 from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd

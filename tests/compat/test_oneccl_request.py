@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import weft
 from weft.compat.oneccl import Address, callback, request
-from weft.compat.oneccl.selection import ONECCL
+from weft.compat.oneccl.operation import ONECCL
 from weft.kernels.ops import DTYPES
 from weft.sparse import last_call
 from weft.testing import expected, run, spmd

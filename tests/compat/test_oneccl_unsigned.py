@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import callback, event, request, unsigned
+from weft.compat.oneccl import callback, event, operation, request
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import RankFailure, run, spmd
 
@@ -213,7 +213,7 @@ def test_a_prologue_and_an_epilogue_see_all_rows_at_once(wire):
 @pytest.mark.parametrize("case, calls", [("nobody", 1), ("one rank alone", 2)])
 def test_a_second_call_is_made_by_all_ranks_or_by_none(monkeypatch, case, calls):
     """And the record is of all that was done."""
-    made, reduce_now = [], unsigned.reduce_now
+    made, reduce_now = [], operation.reduce_now
 
     def counted(wire, asked):
         made.append(wire.rank)
@@ -224,7 +224,7 @@ def test_a_second_call_is_made_by_all_ranks_or_by_none(monkeypatch, case, calls)
         got = by_event(rows, how="alloc_fn")()
         return len(got[0]), len(np.unique(rows[0])), last_call()
 
-    monkeypatch.setattr(unsigned, "reduce_now", counted)
+    monkeypatch.setattr(operation, "reduce_now", counted)
     found = run(3, program)
     assert sorted(made) == sorted([0, 1, 2] * calls)
     union, own, records = zip(*found, strict=True)
@@ -361,14 +361,14 @@ def test_calls_that_are_queued_take_their_turns(wire):
 def dies_between_the_calls(wire):
     """Rank 1 ends when the first call is done, and the others wait for it in the second."""
     if wire.rank == 1:
-        reduce_now = unsigned.reduce_now
+        reduce_now = operation.reduce_now
 
         def first(wire, asked):
             done = reduce_now(wire, asked)
             os.kill(os.getpid(), signal.SIGKILL)
             return done
 
-        unsigned.reduce_now = first
+        operation.reduce_now = first
     rows = part("one rank alone", wire.rank, wire.size)
     made = [by_event(rows), by_event(rows)]
     for each in made:

@@ -26,7 +26,7 @@ def nothing_is_left():
     yield
     weft.shutdown()
     assert not dist.is_initialized()
-    sar.address.published.clear()
+    sar.start.published.clear()
 
 
 def total():

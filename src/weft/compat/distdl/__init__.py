@@ -11,7 +11,6 @@ do.
 """
 
 from . import nn, slicing, tensor_decomposition
-from .communicator import MPI, PROC_NULL, Communicator, set_backend
 from .nn import (
     AllGather,
     AllSumReduce,
@@ -25,7 +24,14 @@ from .nn import (
     mixins,
 )
 from .nn.mixins import ConvMixin, HaloMixin, PoolingMixin
-from .partition import MPICartesianPartition, MPIPartition
+from .partition import (
+    MPI,
+    PROC_NULL,
+    Communicator,
+    MPICartesianPartition,
+    MPIPartition,
+    set_backend,
+)
 from .slicing import (
     assemble_index_filter,
     assemble_slices,

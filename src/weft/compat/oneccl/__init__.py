@@ -20,8 +20,7 @@ The sources are the documents of oneCCL, beta to 2021.3, and its public headers.
 """
 
 from . import callback, event, request
-from .address import Address
-from .communicator import Communicator
-from .kvs import Kvs
+from .buffers import Address
+from .communicator import Communicator, Kvs
 
 __all__ = ["Address", "Communicator", "Kvs", "callback", "event", "request"]

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WeftError
-from .buffers import seen
-from .dtypes import Wrong
+from .buffers import Wrong, seen
 
 __all__ = ["Attributes", "FnContext", "Status", "check_status"]
 

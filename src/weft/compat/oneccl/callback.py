@@ -16,10 +16,9 @@ from torch import Tensor
 
 from . import attributes as common
 from .attributes import FnContext, Status, check_status
-from .dtypes import Wrong
-from .operation import Operation, start
+from .buffers import Wrong
+from .operation import Operation, Sent, start
 from .progress import Event
-from .sent import Sent
 
 __all__ = ["Attributes", "FnContext", "Status", "sparse_allreduce"]
 

@@ -1,12 +1,16 @@
 """Communicators: the group of ranks that an operation is for.
 
-oneCCL's way to a communicator: ranks that share a key-value store (`kvs`) make one of it. A program
+oneCCL's way to a communicator: ranks that share a key-value store make one of it. A program
 that has a group already, of torch.distributed or of `weft.init`, needs none of that.
+
+Processes that are no group yet meet at a key-value store. One of them makes the main one and tells
+the others its address, by whatever means it has.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -14,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...agree import agree
-from ...errors import WeftError
+from ...bootstrap import rendezvous
+from ...errors import WeftError, WireError
 from ...wire import default, process_group
 from ...wire.base import Wire, is_duration
-from .kvs import TIMEOUT, Kvs
 
-__all__ = ["Communicator", "create_communicator"]
+__all__ = ["TIMEOUT", "Communicator", "Kvs", "create_communicator", "create_kvs", "create_main_kvs"]
+
+TIMEOUT = 300.0
+"""Seconds, as of a group that weft.init starts."""
 
 
 class Communicator:
@@ -105,7 +112,7 @@ def create_communicator(
         WireError: not all ranks came.
 
     Example:
-        >>> from weft.compat.oneccl.kvs import create_main_kvs
+        >>> from weft.compat.oneccl.communicator import create_main_kvs
         >>> with create_communicator(1, 0, create_main_kvs("127.0.0.1")) as comm:
         ...     comm
         <Communicator rank 0 of 1>
@@ -134,3 +141,97 @@ def _integer(given: object) -> int | None:
         return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
     except TypeError:
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kvs:
+    """A key-value store that all ranks reach.
+
+    Example:
+        >>> kvs = create_main_kvs("127.0.0.1")
+        >>> same = create_kvs(kvs.get_address())
+        >>> same.set("color", b"blue")
+        >>> kvs.get("color")
+        b'blue'
+    """
+
+    store: dist.Store
+    address: str
+
+    def get_address(self) -> bytes:
+        """What `create_kvs` needs to know, in at most 256 bytes."""
+        return self.address.encode()
+
+    def get(self, key: str) -> bytes:
+        """What a key was set to; waits until it is.
+
+        Raises:
+            WireError: it was not within the store's timeout, or the store is gone.
+        """
+        try:
+            return bytes(self.store.get(f"user/{key}"))
+        except RuntimeError as error:  # torch's store errors are
+            raise _unanswered(f"key {key!r} has no value", error) from error
+
+    def set(self, key: str, data: bytes) -> None:
+        """Set a key.
+
+        Raises:
+            WeftError: the data are no bytes.
+            WireError: the store is gone.
+        """
+        if not isinstance(data, bytes | bytearray | str):
+            raise WeftError(f"key {key!r} is set to a {type(data).__name__}: pass bytes")
+        try:
+            given = bytes(data) if isinstance(data, bytearray) else data
+            self.store.set(f"user/{key}", given)  # type: ignore[arg-type]  # bytes are served too
+        except RuntimeError as error:
+            raise _unanswered(f"key {key!r} was not set", error) from error
+
+
+def _unanswered(what: str, error: Exception) -> WireError:
+    return WireError(
+        f"{what}: is the process that made the store alive? ({str(error).splitlines()[0]})"
+    )
+
+
+def create_main_kvs(host: str | None = None) -> Kvs:
+    """Host a key-value store in this process, for as long as it is held.
+
+    Args:
+        host: the address of this machine that it listens on; None: the one that leads outward.
+
+    Raises:
+        WeftError: that is no address of this machine.
+    """
+    try:
+        store, port = rendezvous.host(host or "")
+    except (OSError, TypeError) as error:
+        raise WeftError(
+            f"no store can listen at {host!r}: pass an address of this machine ({error})"
+        ) from error
+    return Kvs(store, f"{store.host}:{port}")
+
+
+def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
+    """The store that another process hosts.
+
+    Args:
+        address: what `get_address()` said there.
+        timeout: seconds in which it must answer.
+
+    Raises:
+        WeftError: that is no address.
+        WireError: nobody answers.
+    """
+    try:
+        text = address if isinstance(address, str) else bytes(address).rstrip(b"\0").decode()
+        name, _, port = text.rpartition(":")
+        if not name or not 0 < int(port) < 65536:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise WeftError(f"{address!r} is no address of a store: pass host:port") from None
+    try:
+        return Kvs(rendezvous.connect(name.strip("[]"), int(port), timeout), text)
+    except RuntimeError as error:  # torch's store errors are
+        raise _unanswered(f"no store answers at {text} within {timeout:g} s", error) from error

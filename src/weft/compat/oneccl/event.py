@@ -14,15 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .buffers import distinct, dtype_in, seen
-from .communicator import Communicator, create_communicator
-from .dtypes import Wrong
-from .kvs import Kvs, create_kvs, create_main_kvs
-from .memory import Result
-from .operation import MODES, Operation, start
+from .buffers import Result, Wrong, distinct, dtype_in, seen
+from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
+from .operation import MODES, Operation, Sent, start
 from .overloads import overloaded
 from .progress import Event, compose
-from .sent import Sent
 
 __all__ = [
     "Communicator",

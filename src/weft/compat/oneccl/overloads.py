@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .dtypes import is_dtype
+from .buffers import is_dtype
 
 __all__ = ["overloaded"]
 

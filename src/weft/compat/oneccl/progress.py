@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import StillRunning
 from ...wire.worker import Work
-from .dtypes import Wrong
+from .buffers import Wrong
 
 __all__ = ["Event", "await_all", "compose"]
 

@@ -18,14 +18,10 @@ from torch import Tensor
 from ...errors import WeftError
 from ...wire.worker import Work
 from . import callback
-from .address import is_address
 from .attributes import Attributes, FnContext, Status
-from .buffers import distinct, one_integer, seen
-from .dtypes import Wrong
-from .memory import Result, await_device
-from .operation import Operation, start
+from .buffers import Result, Wrong, await_device, distinct, is_address, one_integer, seen
+from .operation import Operation, Sent, start
 from .progress import Event
-from .sent import Sent
 
 __all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
 

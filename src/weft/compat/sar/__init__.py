@@ -10,17 +10,16 @@ import weft.compat.sar as sar
 
 on every backend, gloo included. Its graph classes are not here.
 
-* `address`: which network interface, and how rank 0's address reaches the others;
-* `start`: `initialize_comms`, and what may be asked afterwards;
-* `collective`: what sends tensors between ranks; `buffers`: those that are filled;
-* `reduction`: what is combined over them;
-* `config`: `Config.max_collective_size`;
+* `start`: how rank 0's address reaches the others, `initialize_comms`, and what may be asked
+  afterwards;
+* `collective`: what sends tensors between ranks and combines them; `Config.max_collective_size`;
 * `comm`: all of them, as SAR has it.
 
 The source is SAR's guide to its communication routines.
 """
 
 from . import comm
+from .collective import Config
 from .comm import (
     SocketInfo,
     all_reduce,
@@ -43,7 +42,6 @@ from .comm import (
     sync_params,
     world_size,
 )
-from .config import Config
 
 __all__ = [
     "Config",

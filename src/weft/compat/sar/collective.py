@@ -1,4 +1,4 @@
-"""SAR's ways to send tensors between ranks, over `weft.all_to_all`.
+"""SAR's ways to send tensors between ranks and to combine them, over weft's routines.
 
 As in SAR autograd does not see them (`weft.exchange` and `weft.all_to_all` are differentiable). All
 of them are collective: every rank of the group calls them.
@@ -11,23 +11,77 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ... import comm
+from ...comm.all_reduce import combined
 from ...comm.all_to_all import scattered
+from ...comm.named import expanded_dims
 from ...comm.opening import opened
+from ...tensors import has_elements, lacking
 from ...wire import default
-from .buffers import fill, unfit
-from .config import Config
 
 __all__ = [
+    "Config",
+    "all_reduce",
     "all_to_all",
     "all_to_all_rounds",
     "exchange_single_tensor",
     "exchange_tensors",
+    "fill",
+    "gather_grads",
+    "sync_params",
+    "unfit",
+    "unwritable",
 ]
+
+
+class Config:
+    """What a program sets once, on the class itself, alike on every rank.
+
+    Attributes:
+        max_collective_size: elements that a rank sends and receives together, at most, in one round
+            of `all_to_all`, give or take one of each tensor; 0: all in one round. Where ranks
+            differ the smallest counts.
+    """
+
+    max_collective_size: ClassVar[int] = 0
+
+
+def unwritable(name: str, place: Tensor) -> str | None:
+    """Why a tensor of the caller's cannot be filled, or None."""
+    if not has_elements(place):
+        return f"{name} is {lacking(place)}: pass a strided tensor with data"
+    if expanded_dims(place):
+        return f"{name} is expanded, its elements share memory: pass one that can be written"
+    if place.is_inference() and not torch.is_inference_mode_enabled():
+        return f"{name} is of inference mode: pass one that can be written, or a clone of it"
+    return None
+
+
+def unfit(name: str, place: object, source: int, came: Tensor) -> str | None:
+    """Why a buffer cannot take what came, or None."""
+    if not isinstance(place, Tensor):
+        return f"{name} is a {type(place).__name__}: pass a tensor to be filled"
+    if error := unwritable(name, place):
+        return error
+    if place.dtype != came.dtype:
+        return f"{name} has {place.dtype}, and rank {source} sends {came.dtype}: pass one dtype"
+    if place.numel() != came.numel():
+        return (
+            f"{name} has shape {tuple(place.shape)}, and rank {source} sends {tuple(came.shape)}: "
+            "make it as large, or use exchange_tensors, which needs no sizes"
+        )
+    return None
+
+
+def fill(place: Tensor, came: Tensor) -> None:
+    """Write what came into a buffer that is fit for it."""
+    with torch.no_grad():
+        place.copy_(came.view(place.shape))
 
 
 def all_to_all(
@@ -190,3 +244,40 @@ def _whole(number: Any) -> int:
         return -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:
         return -1
+
+
+def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -> None:
+    """Combine a tensor over all ranks, in place.
+
+    Args:
+        red_tensor: of one shape and dtype on every rank, on any device.
+        op: a `torch.distributed.ReduceOp`, or a name that `weft.all_reduce` takes.
+        move_to_comm_device: without effect: tensors of any device are reduced.
+
+    Raises:
+        WeftError, WireError: as `weft.all_reduce`; or a rank's tensor cannot be written, and then
+            none is.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     tensor = torch.tensor([wire.rank, 1])
+        ...     all_reduce(tensor, torch.distributed.ReduceOp.SUM)
+        ...     return tensor.tolist()
+        >>> run(3, program)
+        [[3, 3], [3, 3], [3, 3]]
+    """
+    error = unwritable("red_tensor", red_tensor) if isinstance(red_tensor, Tensor) else None
+    with torch.no_grad():
+        result = combined(default.current(), red_tensor, op, error)
+        red_tensor.copy_(result)
+
+
+def sync_params(model: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0's model: `weft.sync_params`."""
+    comm.sync_params(model)
+
+
+def gather_grads(model: torch.nn.Module) -> None:
+    """Sum the gradients over all ranks, by name: `weft.sync_grads(model, average=False)`."""
+    comm.sync_grads(model, average=False)

@@ -1,15 +1,26 @@
 """SAR's module `comm`, under whose name its programs call these."""
 
-from .address import SocketInfo, dump_ip_address, get_ip_address, get_socket, nfs_ip_init
-from .collective import all_to_all, all_to_all_rounds, exchange_single_tensor, exchange_tensors
-from .reduction import all_reduce, gather_grads, sync_params
+from .collective import (
+    all_reduce,
+    all_to_all,
+    all_to_all_rounds,
+    exchange_single_tensor,
+    exchange_tensors,
+    gather_grads,
+    sync_params,
+)
 from .start import (
+    SocketInfo,
     backend,
     comm_device,
+    dump_ip_address,
+    get_ip_address,
+    get_socket,
     initialize_comms,
     is_initialized,
     master_ip,
     master_port,
+    nfs_ip_init,
     rank,
     world_size,
 )
