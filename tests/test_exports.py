@@ -1,6 +1,10 @@
 """What a person finds in `weft` is what `weft.__all__` names, in order, with a docstring."""
 
+import subprocess
+import sys
 from types import ModuleType
+
+import pytest
 
 import weft
 
@@ -11,3 +15,20 @@ def test_exported_names():
     assert {name for name in found if not name.startswith("_")} <= set(things)
     assert list(things) == sorted(weft.__all__)
     assert all(thing.__doc__ for thing in things.values())
+
+
+def test_importing_weft_loads_none_of_it_before_it_is_used():
+    """By the names of modules, beside those that torch loads itself."""
+    program = (
+        "import torch, sys; had = {*sys.modules}; import weft\n"
+        "print(*sorted({*sys.modules} - had)); weft.all_reduce, weft.init, weft.explain\n"
+        "heavy = {'matplotlib', 'numba', 'sympy', 'torch._dynamo', 'typer', 'weft.nn'}\n"
+        "print(*sorted(heavy & {*sys.modules} - had))"
+    )
+    said = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
+    assert said == ["weft weft.backend", ""]
+
+
+def test_a_name_that_there_is_not_is_an_error():
+    with pytest.raises(AttributeError, match="module 'weft' has no attribute 'all_gather'"):
+        weft.all_gather  # noqa: B018

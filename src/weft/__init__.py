@@ -1,39 +1,38 @@
 """weft: sparse and partitioned collectives for PyTorch.
 
-Importing weft starts nothing: no thread, no socket, no compiler.
+Importing weft starts nothing: no thread, no socket, no compiler. A name is imported from its home
+when it is first used.
 """
 
+import importlib as _importlib
 import typing as _typing
 
 from . import backend as _backend
-from . import kernels, sparse
-from .bootstrap.init import init, shutdown
-from .comm import (
-    all_reduce,
-    all_to_all,
-    barrier,
-    clip_grad_norm_,
-    exchange,
-    overlap_grads,
-    sync_grads,
-    sync_params,
-)
-from .errors import Error, StillRunning, WeftError, WireError
-from .rows import Rows
-from .sparse import (
-    algorithm,
-    explain,
-    sparse_all_gather,
-    sparse_all_reduce,
-    sparse_broadcast,
-    sparse_reduce,
-    sparse_reduce_scatter,
-)
-from .wire.base import Wire
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, nn
+    from . import ddp, kernels, nn, sparse
+    from .bootstrap.init import init, shutdown
+    from .comm.all_reduce import all_reduce
+    from .comm.all_to_all import all_to_all
+    from .comm.barrier import barrier
+    from .comm.clip import clip_grad_norm_
+    from .comm.exchange import exchange
+    from .comm.gradients import sync_grads
+    from .comm.overlap import overlap_grads
+    from .comm.parameters import sync_params
+    from .errors import Error, StillRunning, WeftError, WireError
     from .nn.partition import Partition
+    from .rows import Rows
+    from .sparse import (
+        algorithm,
+        explain,
+        sparse_all_gather,
+        sparse_all_reduce,
+        sparse_broadcast,
+        sparse_reduce,
+        sparse_reduce_scatter,
+    )
+    from .wire.base import Wire
 
 __version__ = "0.1.0"
 
@@ -68,16 +67,30 @@ __all__ = [
     "sync_params",
 ]
 
+_MODULES = ("ddp", "kernels", "nn", "sparse")
+_HOMES = {
+    "Partition": "nn.partition",
+    "Rows": "rows",
+    "Wire": "wire.base",
+    **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
+    **dict.fromkeys(("init", "shutdown"), "bootstrap.init"),
+    **dict.fromkeys(("all_reduce", "all_to_all", "barrier", "exchange"), "comm"),
+    **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),
+}
+"""Where a name is from; the others are from `sparse`."""
+
 _backend.register()  # names for torch.distributed.init_process_group, and nothing more
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name in ("ddp", "nn"):  # on first use: they import what most programs never need
-        import importlib
+    if name not in __all__:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    if name in _MODULES:
+        return _importlib.import_module(f".{name}", __name__)
+    home = _importlib.import_module(f".{_HOMES.get(name, 'sparse')}", __name__)
+    found = globals()[name] = getattr(home, name)
+    return found
 
-        return importlib.import_module(f".{name}", __name__)
-    if name == "Partition":
-        from .nn.partition import Partition
 
-        return Partition
-    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

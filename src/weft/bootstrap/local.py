@@ -45,7 +45,7 @@ __all__ = ["COMPILER", "launch", "preload", "send"]
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "weft", "weft.bootstrap.local"]
+_PRELOAD = ["torch", "weft.bootstrap.init", "weft.comm", "weft.bootstrap.local"]
 _THREADS = {
     # with its pool of threads OpenBLAS would make the server a process with threads, and those must
     # not fork; torch's own threads are not touched by it
