@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import weft
 from weft import kernels
-from weft.sparse import ALGORITHMS, choice, last_call
+from weft.sparse import ALGORITHMS, choice
 from weft.sparse.choice import fitted
 from weft.sparse.link import set_link
-from weft.sparse.own import OwnRows
+from weft.sparse.local_rows import LocalRows
 from weft.sparse.placement import busiest, weights
 from weft.sparse.relay import HOPS, LEADS, relay_memory, relay_rows
 from weft.sparse.stream import FIRST, SUMS, VALUES
@@ -295,7 +295,7 @@ def repeated(rank, ranks, row=64):
 
 def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     """Not all of them before anything is sent; so they are not copied twice."""
-    monkeypatch.setattr(OwnRows, "values", property(lambda own: pytest.fail("combined all rows")))
+    monkeypatch.setattr(LocalRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(wire):
         set_link(wire, SLOW)
@@ -304,34 +304,6 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
     want = expected([repeated(rank, 3) for rank in range(3)])
     for total in run(3, body):
         assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
-
-
-def test_auto_combines_them_in_the_opening_unless_it_took_holders_last_time(monkeypatch):
-    combined, values = set(), OwnRows.values
-
-    def watched(own):
-        combined.add(id(own._memory))
-        return values.fget(own)
-
-    monkeypatch.setattr(OwnRows, "values", property(watched))
-
-    def body(wire):
-        set_link(wire, SLOW)
-        seen = []
-        draw = torch.Generator().manual_seed(wire.rank)
-        rows = weft.Rows(torch.randint(8000, (6000,), generator=draw), torch.ones(6000, 256))
-        wider = weft.Rows(rows.indices, torch.ones(6000, 257))
-        for algorithm in ("auto", "auto", "split", "auto", "holders", "wider", "wider", "auto"):
-            if algorithm == "wider":  # auto's choices for others say nothing of these
-                weft.sparse_all_reduce(wider)
-            else:
-                weft.sparse_all_reduce(rows, algorithm=algorithm)
-            assert last_call().algorithm == ("split" if algorithm == "split" else "holders")
-            seen.append(id(wire.memory) in combined)
-            combined.discard(id(wire.memory))
-        return seen
-
-    assert run(4, body) == [[True, False, True, False, False, True, False, False]] * 4
 
 
 @pytest.mark.parametrize("kind", ["disjoint", "half"])

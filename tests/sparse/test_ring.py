@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.sparse.link import set_link
-from weft.sparse.own import OwnRows
+from weft.sparse.local_rows import LocalRows
 from weft.testing import expected, run
 from weft.wire.link import Link
 
@@ -28,7 +28,7 @@ def repeated(rank, dtype=torch.float32):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_duplicates_are_combined_on_the_way_out(monkeypatch, ranks, dtype):
     """Never all of them, and whatever is ready first: the neighbour takes rows as they come."""
-    monkeypatch.setattr(OwnRows, "values", property(lambda own: pytest.fail("combined all rows")))
+    monkeypatch.setattr(LocalRows, "values", property(lambda own: pytest.fail("combined all rows")))
 
     def body(wire):
         set_link(wire, SLOW)

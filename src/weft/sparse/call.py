@@ -11,7 +11,7 @@ makes a result of that dtype, whose memory is the end of the caller's. There it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,7 +56,6 @@ class Call:
         index: dtype of the result's indices.
         dtype: dtype of the values that a schedule is given, and of those that it makes.
         wide: dtype of the caller's values where they travel rounded to `dtype`, else None.
-        carried: dtype of the numbers that rows of single bytes are the bytes of, if it is one.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
         given: the caller's rows, which the schedule may read to its end.
@@ -64,8 +63,6 @@ class Call:
         target: the caller's own memory, where the result must still be copied to.
         header: what all ranks together said; known once they agreed.
         load: what costs are computed from; known once they agreed.
-        lists: the indices of those ranks that sent them in the opening, as on the wire.
-        union: what `kernels.union` made of them, where all did.
     """
 
     wire: Wire
@@ -75,15 +72,12 @@ class Call:
     dtype: torch.dtype = torch.float32
     height: int | None = None
     wide: torch.dtype | None = None
-    carried: torch.dtype | None = None
     out: Out = None
     given: Rows | None = None
     trouble: Exception | None = None
     target: Rows | None = None
     header: Header = field(init=False)
     load: Load = field(init=False)
-    lists: dict[int, Tensor] = field(default_factory=dict)
-    union: kernels.Union | None = None
     _widened: Rows = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,10 +88,6 @@ class Call:
     def wire_index(self) -> torch.dtype:
         """The dtype of indices on the wire: int32 when all fit."""
         return torch.int32 if self.load.index == 4 else torch.int64
-
-    def united(self, runs: Sequence[Tensor]) -> kernels.Union:
-        """The union of all ranks' index lists, given in rank order."""
-        return kernels.union(runs) if self.union is None else self.union
 
     @property
     def partial(self) -> torch.dtype:

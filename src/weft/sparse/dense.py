@@ -24,6 +24,7 @@ from ..wire.dense import SCRATCH, messages, received_bytes, ring_chunk
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
+from .local_rows import LocalRows
 from .registry import algorithm
 
 
@@ -82,7 +83,7 @@ def too_high(load: Load) -> str | None:
 
 
 @algorithm(cost=cost, applies=applies)
-def dense(rows: Rows, call: Call) -> Rows:
+def dense(rows: LocalRows, call: Call) -> Rows:
     wire, height = call.wire, call.load.height
     assert height is not None
     op = "sum" if call.op.mean else call.op.name

@@ -28,6 +28,7 @@ from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .dense import too_high, unite_bytes
+from .local_rows import LocalRows
 from .registry import algorithm
 from .stream import (
     LISTS,
@@ -64,7 +65,7 @@ def cost(load: Load) -> Cost:
 
 
 @algorithm(cost=cost, applies=too_high)
-def dense_tail(rows: Rows, call: Call) -> Rows:
+def dense_tail(rows: LocalRows, call: Call) -> Rows:
     wire, me, peers, height = call.wire, call.wire.rank, call.wire.peers, call.load.height
     assert height is not None
     order = range(wire.size)

@@ -27,6 +27,7 @@ from ..wire.base import flattened
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
+from .local_rows import LocalRows
 from .registry import algorithm
 
 _WORTH = 1 << 20  # bytes of a rank's rows that take longer to copy than a message more to send
@@ -72,7 +73,7 @@ def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
 
 
 @algorithm(cost=cost)
-def doubling(rows: Rows, call: Call) -> Rows:
+def doubling(rows: LocalRows, call: Call) -> Rows:
     wire, rank = call.wire, call.wire.rank
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
@@ -128,7 +129,7 @@ class _Message:
     release: Callable[[], None]
 
     @classmethod
-    def of(cls, rows: Rows, call: Call) -> _Message:
+    def of(cls, rows: LocalRows, call: Call) -> _Message:
         """This rank's own rows."""
         if not _apart(call.load):
             mine = cls.room(call, len(rows))

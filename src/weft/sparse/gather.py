@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import torch
 
+from .. import kernels
 from ..rows import Rows
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
+from .local_rows import LocalRows
 from .registry import algorithm
 from .stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_messages, merge_blocks
 
@@ -41,8 +43,8 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost, lists=True)
-def gather(rows: Rows, call: Call) -> Rows:
+@algorithm(cost=cost)
+def gather(rows: LocalRows, call: Call) -> Rows:
     wire = call.wire
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))
 
@@ -53,7 +55,7 @@ def gather(rows: Rows, call: Call) -> Rows:
         ring = Ring(call, values, VALUES)
         ring.send(rows.values)
 
-        union = call.united(runs)
+        union = kernels.union(runs)
         result = call.result(union.indices.numel())
         result.indices.copy_(union.indices)
         sources: list[Source] = [

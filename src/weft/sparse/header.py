@@ -3,8 +3,7 @@
 A header is the body of the statement that `agree` carries. Headers combine, so one made of all
 ranks' headers says everything that the choice of an algorithm depends on, whether it came in one
 round or in log2 P. A rank with few rows sends the rows themselves instead of describing them; when
-all ranks did, the call needs no second round. One that expects to be asked for its index list sends
-that, from which everybody can make its header.
+all ranks did, the call needs no second round.
 
 Where rows lie is told by *points*: quantiles of a rank's indices, each standing for its share of
 the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`).
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +24,11 @@ from torch import Tensor
 from .. import kernels
 from ..agree import BODY
 from ..wire.base import as_bytes
-from ..wire.memory import Pool, typed
-from . import codec, sketch
+from ..wire.memory import typed
+from . import sketch
 
 __all__ = [
     "Header",
-    "ListInHeader",
     "RowsInHeader",
     "of_all",
 ]
@@ -276,54 +274,7 @@ class RowsInHeader:
         return Header.of(self.indices, rank, capacity=self.capacity, fallible=self.fallible)
 
 
-@dataclass(frozen=True, slots=True)
-class ListInHeader:
-    """A rank's index list, sent in place of its header, from which everybody can make that.
-
-    Attributes:
-        count, highest: how many indices there are, and the largest.
-        capacity, fallible: as a header says them.
-        packed: the indices in few bits, as `codec.packed` writes them.
-    """
-
-    count: int
-    highest: int
-    capacity: int | None
-    fallible: bool
-    packed: Tensor
-
-    @staticmethod
-    def pack(indices: Tensor, memory: Pool, capacity: int | None, fallible: bool) -> Tensor | None:
-        """Sorted, unique indices as bytes; None if they do not fit, or are too few to pack."""
-        lease = codec.packed(_narrow(indices), memory, BODY - _FIXED.size)
-        if lease is None:
-            return None
-        limit = NO_LIMIT if capacity is None else capacity
-        count, highest = indices.numel(), int(indices[-1])
-        # -3 in place of the sketch's length is what tells a list from a header
-        head = _FIXED.pack(count, 0, 0, highest, limit, 0, -3, 0, 0, False, fallible, _NONE)
-        body = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), lease.tensor])
-        lease.release()
-        return body
-
-    @staticmethod
-    def is_in(body: Tensor) -> bool:
-        """Whether a statement's body holds a list rather than a header."""
-        return bool(_FIXED.unpack_from(body.numpy().data)[6] == -3)
-
-    @classmethod
-    def unpack(cls, body: Tensor) -> ListInHeader:
-        """From bytes, of which the list is a view."""
-        count, _, _, highest, limit, *_, fallible, _ = _FIXED.unpack_from(body.numpy().data)
-        limit = None if limit == NO_LIMIT else limit
-        return cls(count, highest, limit, fallible, body[_FIXED.size :])
-
-    def indices(self, dtype: torch.dtype, room: Callable[[int], Tensor]) -> Tensor:
-        """The list, of a dtype that holds it, in memory that `room` gives."""
-        return codec.unpack(self.packed, dtype, room)
-
-
-def of_all(everyone: Sequence[RowsInHeader | ListInHeader]) -> Header:
+def of_all(everyone: Sequence[RowsInHeader]) -> Header:
     """The header of ranks that all sent their indices: without a sample, since nobody needs it."""
     counts = [said.count for said in everyone]
     limits = [NO_LIMIT if said.capacity is None else said.capacity for said in everyone]

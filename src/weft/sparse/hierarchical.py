@@ -32,6 +32,7 @@ from .call import Call
 from .choice import workspace
 from .cost import Cost, Load
 from .header import Header
+from .local_rows import LocalRows
 from .registry import ALGORITHMS, Algorithm, algorithm
 from .stream import (
     VALUES,
@@ -105,7 +106,7 @@ def pays(load: Load) -> str | None:
 
 
 @algorithm(cost=cost, applies=applies, pays=pays)
-def hierarchical(rows: Rows, call: Call) -> Rows:
+def hierarchical(rows: LocalRows, call: Call) -> Rows:
     hosts = hosts_of(call.wire)
     leader, *members = hosts.ranks[hosts.of[call.wire.rank]]
     if call.wire.rank != leader:
@@ -113,7 +114,7 @@ def hierarchical(rows: Rows, call: Call) -> Rows:
     return _leader(rows, call, members, [ranks[0] for ranks in hosts.ranks])
 
 
-def _member(rows: Rows, call: Call, leader: int, members: Sequence[int]) -> Rows:
+def _member(rows: LocalRows, call: Call, leader: int, members: Sequence[int]) -> Rows:
     """Give the leader all rows; get the result from the rank before, and pass it on."""
     wire = call.wire
     at = members.index(wire.rank)
@@ -137,7 +138,7 @@ def _member(rows: Rows, call: Call, leader: int, members: Sequence[int]) -> Rows
     return result
 
 
-def _leader(rows: Rows, call: Call, members: Sequence[int], leaders: Sequence[int]) -> Rows:
+def _leader(rows: LocalRows, call: Call, members: Sequence[int], leaders: Sequence[int]) -> Rows:
     """Merge the rows of this host, reduce its sums with the other leaders', hand out the result."""
     wire = call.wire
     lists = IndexLists(call, {}, members)
@@ -180,7 +181,7 @@ def _reduced(sums: Rows, inner: Call, call: Call) -> Rows:
 
     if call.partial == call.dtype:  # then the sums are received where the result is wanted
         inner.out = space
-    total = _flat(inner.load).run(sums, inner)
+    total = _flat(inner.load).run(LocalRows.of(sums), inner)
     if not result:
         space(len(total))[0].copy_(total.indices)
     call.finish(total.values, result[0].values)

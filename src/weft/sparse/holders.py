@@ -35,7 +35,7 @@ from ..wire.base import Pending
 from ..wire.memory import Lease, typed
 from .call import Call
 from .cost import Cost, Load
-from .own import OwnRows
+from .local_rows import LocalRows
 from .placement import weights
 from .registry import algorithm
 from .relay import HOPS, LEADS, Relay, relay_memory, relay_rows
@@ -69,11 +69,12 @@ def cost(load: Load) -> Cost:
 _DEAL = 176  # bytes that could be merged while an index's place is given to a rank
 
 
-def _holders(own: OwnRows, call: Call) -> Rows:
+@algorithm(cost=cost)
+def holders(own: LocalRows, call: Call) -> Rows:
     wire, me = call.wire, call.wire.rank
     order = range(wire.size)
     runs, lists = all_lists(call, own.indices.to(call.wire_index))
-    union = call.united(runs)
+    union = kernels.union(runs)
     total = union.indices.numel()
     result = call.result(total)
     if not call.load.row:  # rows without bytes
@@ -98,12 +99,10 @@ def _holders(own: OwnRows, call: Call) -> Rows:
     def to_others(step: int) -> None:
         if step == 0:
             sums.expect()
-            wire.advance()
             outflow.deal(kernels.deal(union.slots[me], shares))
             relay.pass_on(2)
         outflow.send()
         if step == 0:
-            wire.advance()
             result.indices.copy_(union.indices)
 
     for step in range(relay.steps):
@@ -127,12 +126,7 @@ def _holders(own: OwnRows, call: Call) -> Rows:
     return result
 
 
-@algorithm(cost=cost, uncombined=_holders, lists=True)
-def holders(rows: Rows, call: Call) -> Rows:
-    return _holders(OwnRows.of(rows), call)
-
-
-def _lead(relay: Relay, call: Call, own: OwnRows, slots: Sequence[Tensor], total: int) -> None:
+def _lead(relay: Relay, call: Call, own: LocalRows, slots: Sequence[Tensor], total: int) -> None:
     """Send the first chunks of what this rank alone holds: it sums that, whoever sums the rest."""
     me, size, step = call.wire.rank, call.wire.size, relay_rows(call.load, math.inf)
     ranks = [(me - distance) % size for distance in range(min(HOPS + 1, size))]
@@ -146,7 +140,7 @@ def _lead(relay: Relay, call: Call, own: OwnRows, slots: Sequence[Tensor], total
         relay.lead(mine, write, others)
 
 
-def _write_alone(call: Call, own: OwnRows, rows: Tensor, out: Tensor) -> None:
+def _write_alone(call: Call, own: LocalRows, rows: Tensor, out: Tensor) -> None:
     """Write rows that nobody else holds: nothing is added, so nothing has to be widened."""
     own.take(rows, out)
     call.finish(out, out)
@@ -155,7 +149,7 @@ def _write_alone(call: Call, own: OwnRows, rows: Tensor, out: Tensor) -> None:
 class _Outflow:
     """Rows of this rank on their way to those who sum them, some in each step."""
 
-    def __init__(self, call: Call, own: OwnRows, until: int) -> None:
+    def __init__(self, call: Call, own: LocalRows, until: int) -> None:
         """Send all before step `until`, or in step 0."""
         self._call, self._own, self._steps = call, own, max(1, until // 2)
         self._parts: deque[tuple[int, Tensor]] = deque()
@@ -192,7 +186,7 @@ class _Outflow:
 class _Chosen:
     """Some of this rank's own rows, as a source."""
 
-    def __init__(self, call: Call, own: OwnRows, rows: Tensor) -> None:
+    def __init__(self, call: Call, own: LocalRows, rows: Tensor) -> None:
         self._call, self._own, self._rows = call, own, rows
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
@@ -206,7 +200,7 @@ class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
-        self, call: Call, own: OwnRows, slots: Sequence[Tensor], shares: Shares, step: int
+        self, call: Call, own: LocalRows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
         """Chunks have `step` rows; those come first that this rank alone holds."""
         me = call.wire.rank

@@ -26,6 +26,7 @@ from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .dense import bitmap_bytes, reduced, reduction, unite_bytes
+from .local_rows import LocalRows
 from .registry import algorithm
 from .stream import all_lists, list_messages
 
@@ -55,7 +56,7 @@ def applies(load: Load) -> str | None:
 
 
 @algorithm(cost=cost, applies=applies)
-def mask(rows: Rows, call: Call) -> Rows:
+def mask(rows: LocalRows, call: Call) -> Rows:
     wire, direct = call.wire, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
     union, slots = _union(indices, call)
@@ -90,8 +91,6 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if _by_bitmap(call.load):
         union = reduced(indices, call.load.places, call)
         return union.indices, union.slots[0]
-    if call.union is not None:
-        return call.union.indices, call.union.slots[call.wire.rank]
     runs, lists = all_lists(call, indices)
     union = kernels.union(runs)
     lists.release()

@@ -19,13 +19,14 @@ from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import Cost, Load
+from .local_rows import LocalRows
 from .stream import ToOwners, list_messages, merge_blocks
 
 __all__ = ["owned", "to_one"]
 
 
 def owned(
-    rows: Rows, call: Call, bounds: Sequence[int], place: Callable[[int], Rows] | None = None
+    rows: LocalRows, call: Call, bounds: Sequence[int], place: Callable[[int], Rows] | None = None
 ) -> Rows:
     """The sums of the indices that this rank owns.
 

@@ -26,6 +26,7 @@ from .call import Call
 from .choice import ALONE, EAGER
 from .cost import Cost, Load
 from .link import link_of
+from .local_rows import LocalRows
 from .owned import owned, to_one
 from .owners import cuts
 from .record import recording, started
@@ -117,10 +118,10 @@ def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
             result = merge_eager(opening.everyone, call) if here else _nothing(call)
         elif wire.size == 1 or _is_direct_quicker(wire, call.load):
             name = ALONE if wire.size == 1 else "direct"
-            result = owned(opening.mine, call, all_his)
+            result = owned(opening.own, call, all_his)
         else:
             name = "owners"
-            result = _by_owners(opening.mine, call, dst)
+            result = _by_owners(opening.own, call, dst)
     settle(wire, _NAME, call, len(result))
     return name, handed_out(call.widened(result) if here else result, call), call
 
@@ -149,7 +150,7 @@ def _through_owners(load: Load) -> Cost:
     )
 
 
-def _by_owners(rows: Rows, call: Call, dst: int) -> Rows:
+def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     leases: list[Lease] = []
 

@@ -123,7 +123,7 @@ def _scattered(
             name, result = EAGER, merge_eager(parts, call)
         else:
             name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
-            result = owned(opening.mine, call, bounds)
+            result = owned(opening.own, call, bounds)
     settle(wire, _NAME, call, len(result))
     return name, bounds, handed_out(call.widened(result), call), call
 

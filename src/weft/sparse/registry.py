@@ -17,12 +17,12 @@ from .cost import Cost, Load
 
 if TYPE_CHECKING:
     from .call import Call
-    from .own import OwnRows
+    from .local_rows import LocalRows
 
 __all__ = ["ALGORITHMS", "Algorithm", "Schedule", "algorithm", "find"]
 
-Schedule = Callable[[Rows, "Call"], Rows]
-"""One rank's program: canonical rows in, the canonical sum out, in memory from `call.result`."""
+Schedule = Callable[["LocalRows", "Call"], Rows]
+"""One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,6 @@ class Algorithm:
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
         pays: None, or why `auto` leaves it where it could serve.
-        uncombined: the same schedule, for a rank's own rows whose duplicates it combines as it
-            sends them; None if it wants them combined.
-        lists: it begins by sending every rank's index list to all (`stream.all_lists`), which may
-            then come in the opening.
     """
 
     name: str
@@ -46,8 +42,6 @@ class Algorithm:
     cost: Callable[[Load], Cost]
     applies: Callable[[Load], str | None]
     pays: Callable[[Load], str | None]
-    uncombined: Callable[[OwnRows, Call], Rows] | None
-    lists: bool = False
 
 
 def _always(load: Load) -> None:
@@ -62,14 +56,12 @@ def algorithm(
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
-    uncombined: Callable[[OwnRows, Call], Rows] | None = None,
-    lists: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name."""
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays, uncombined, lists)
+        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays)
         return schedule
 
     return register

@@ -107,7 +107,6 @@ class Relay:
         self._led = [[] for _ in others]
         coming = [(after, chunk) for after, some in enumerate(others) for chunk in range(some)]
         self._expect(coming[:1])
-        self._wire.advance()  # the neighbour hears that there is a place for its first
         self._leading = own
         for step in range(own):
             slot = self._slots[step * self._wire.size]
@@ -115,7 +114,6 @@ class Relay:
             self._send(step, slot, self._ahead)
             if step == 0:
                 self._expect(coming[1:])
-            self._wire.advance()
             if step < 2:
                 os.sched_yield()  # who shares this core may have sent nothing yet
         if not own:

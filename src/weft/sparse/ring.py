@@ -31,7 +31,7 @@ from ..wire.base import Pending
 from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
-from .own import OwnRows
+from .local_rows import LocalRows
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -76,7 +76,8 @@ def applies(load: Load) -> str | None:
     return None
 
 
-def _ring(own: OwnRows, call: Call) -> Rows:
+@algorithm(cost=cost, applies=applies)
+def ring(own: LocalRows, call: Call) -> Rows:
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     left, right = (me - 1) % size, (me + 1) % size
     indices = own.indices.to(call.wire_index)
@@ -132,15 +133,10 @@ def _ring(own: OwnRows, call: Call) -> Rows:
     return result
 
 
-@algorithm(cost=cost, applies=applies, uncombined=_ring)
-def ring(rows: Rows, call: Call) -> Rows:
-    return _ring(OwnRows.of(rows), call)
-
-
 class _Mine:
     """Some of this rank's own rows, as a source; duplicates are combined a chunk at a time."""
 
-    def __init__(self, own: OwnRows, rows: slice, chunk: Tensor) -> None:
+    def __init__(self, own: LocalRows, rows: slice, chunk: Tensor) -> None:
         self._own, self._first, self._chunk = own, rows.start, chunk
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
@@ -161,7 +157,7 @@ class _Onward:
     """
 
     def __init__(
-        self, call: Call, own: OwnRows, rows: slice, combined: Tensor, space: Tensor
+        self, call: Call, own: LocalRows, rows: slice, combined: Tensor, space: Tensor
     ) -> None:
         """Begin with these own `rows`, put together in `space`."""
         self._call = call
@@ -172,7 +168,9 @@ class _Onward:
         for _ in islice(self._first, _LEAD):
             pass
 
-    def _chunks(self, own: OwnRows, rows: slice, combined: Tensor, space: Tensor) -> Iterator[bool]:
+    def _chunks(
+        self, own: LocalRows, rows: slice, combined: Tensor, space: Tensor
+    ) -> Iterator[bool]:
         """Send a chunk of the first range for each that is asked for."""
         sent = self._steps[0]
         for first in range(rows.start, rows.stop, self._call.chunk_rows):

@@ -22,6 +22,7 @@ from .. import kernels
 from ..rows import Rows
 from .call import Call
 from .cost import Cost, Load
+from .local_rows import LocalRows
 from .owners import parts
 from .registry import algorithm
 from .stream import (
@@ -55,7 +56,7 @@ def cost(load: Load) -> Cost:
 
 
 @algorithm(cost=cost)
-def split(rows: Rows, call: Call) -> Rows:
+def split(rows: LocalRows, call: Call) -> Rows:
     wire, me, peers = call.wire, call.wire.rank, call.wire.peers
     indices = rows.indices.to(call.wire_index)
     part = parts(indices, call.header, wire.size)

@@ -125,7 +125,7 @@ class IndexLists:
 
 
 def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
-    """The index lists of all ranks, in rank order; those that did not come in the opening are sent.
+    """The index lists of all ranks, in rank order.
 
     Args:
         call: the call this is for.
@@ -134,10 +134,9 @@ def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
     Returns:
         The lists, and what to release when they are not needed any more.
     """
-    wire, known = call.wire, call.lists
-    sends = {} if wire.rank in known else dict.fromkeys(wire.peers, indices)
-    lists = IndexLists(call, sends, [peer for peer in wire.peers if peer not in known])
-    found = lists.wait() | known | {wire.rank: indices}
+    wire = call.wire
+    lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
+    found = lists.wait() | {wire.rank: indices}
     return [found[rank] for rank in range(wire.size)], lists
 
 
@@ -214,7 +213,7 @@ def chunks(call: Call, values: Tensor) -> list[Tensor]:
         rows = [values] * bool(count)
     else:
         rows = [values[start : start + step] for start in range(0, count, step)]
-    return rows if call.carried is None else [each.view(call.carried) for each in rows]
+    return rows
 
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:

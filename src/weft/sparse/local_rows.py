@@ -1,13 +1,11 @@
-"""This rank's rows as they were given: duplicates are combined when somebody wants the sums.
+"""This rank's rows, as a schedule gets them: canonical, their duplicates combined when asked for.
 
-Most schedules want all of a rank's rows at once. One that sends each row to one place, in parts,
-can combine the duplicates of a part while it puts the part together: no row is copied twice, and
-what goes out first is ready that much earlier (`Algorithm.uncombined`).
+Most schedules want all of a rank's rows at once: `values`. One that sends each row to one place, in
+parts, combines the duplicates of a part while it puts the part together (`piece`, `take`): no row
+is copied twice, and what goes out first is ready that much earlier.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,57 +16,50 @@ from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.memory import Lease, Pool, typed
 
-if TYPE_CHECKING:
-    from .request import Request
-
-__all__ = ["OwnRows"]
+__all__ = ["LocalRows"]
 
 
-class OwnRows:
+class LocalRows:
     """Some rows: canonical indices, and values that are combined and rounded on the way out.
 
     Attributes:
         indices: sorted, unique.
+        row_shape: shape of a row; a rank without rows learns it when the call opens.
     """
 
     def __init__(
-        self, values: Tensor, distinct: Distinct, op: Op, dtype: torch.dtype, memory: Pool | None
+        self, rows: Rows, distinct: Distinct, op: Op, dtype: torch.dtype, memory: Pool
     ) -> None:
-        """`values` belong to what `distinct` was made of; rows come out in `dtype`."""
+        """`distinct` was made of the indices of `rows`; values come out in `dtype`."""
         self.indices = distinct.indices
-        self._given, self._distinct, self._op, self._dtype = values, distinct, op, dtype
+        self.row_shape = tuple(rows.row_shape)
+        self._given, self._distinct, self._op, self._dtype = rows.values, distinct, op, dtype
         self._memory = memory
         self._lease: Lease | None = None
         self._values: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Rows) -> OwnRows:
+    def of(cls, rows: Rows) -> LocalRows:
         """Rows that are canonical already."""
         distinct = Distinct(rows.indices, None, None)
-        return cls(rows.values, distinct, OPS["sum"], rows.values.dtype, None)
+        return cls(rows, distinct, OPS["sum"], rows.values.dtype, Pool())
 
-    @classmethod
-    def asked(cls, request: Request, op: Op, memory: Pool) -> OwnRows:
-        """Those of a call; none, where something is wrong with them."""
-        values = request.rows.values
-        if request.error is not None:
-            values = values[:0]
-        return cls(values, request.distinct, op, request.dtype, memory)
+    def __len__(self) -> int:
+        return self.indices.numel()
 
     @property
     def values(self) -> Tensor:
-        """Those of all rows, in the order of the indices; computed once, good until `release()`."""
+        """`[k, *row_shape]`, in the order of the indices; good until `release()`."""
         if self._values is None:
             given, distinct = self._given, self._distinct
-            if self._ready or self._memory is None or not len(given):
+            if self._ready or not len(self):
                 self._values = given.contiguous()
             else:
-                shape = (len(distinct.indices), *given.shape[1:])
                 size = given[:1].numel() * self._dtype.itemsize
-                self._lease = self._memory.lease(shape[0] * size)
-                space = typed(self._lease.tensor, shape, self._dtype)
+                self._lease = self._memory.lease(len(self) * size)
+                space = typed(self._lease.tensor, (len(self), *given.shape[1:]), self._dtype)
                 self._values = kernels.reduce(given, distinct, self._op, out=space)
-        return self._values
+        return self._values.view(len(self), *self.row_shape)
 
     @property
     def _ready(self) -> bool:
@@ -86,7 +77,7 @@ class OwnRows:
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""
         if not positions.numel():
-            return  # who has no rows may not know their shape
+            return
         if self._values is None and self._given.is_contiguous():
             kernels.reduce(self._given, self._distinct, self._op, out=out, rows=positions)
         else:
