@@ -27,6 +27,7 @@ __all__ = ["Cost", "Load"]
 
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
+_MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message
 _SLOT = 4  # bytes that say where in a union an index belongs
 
 
@@ -96,6 +97,11 @@ class Load:
     def of_partials(self) -> Load:
         """The same load, of rows that are sums of some ranks' already."""
         return self.but(row=self.partial)
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows for all ranks go to each directly: the link is about as quick as memory."""
+        return self.link is not None and self.link.beta < _MEMORY
 
     @property
     def on_one_host(self) -> bool:

@@ -26,7 +26,7 @@ from .cost import Load
 from .header import Header, RowsInHeader, of_all
 from .local_rows import LocalRows
 from .registry import find
-from .request import NOTHING, Request
+from .request import Request
 
 __all__ = [
     "Done",
@@ -91,9 +91,9 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         given=given,
     )
     eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
+    eager = eager and request.error is None
     row = row_bytes(call.row_shape, call.dtype)
     eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
-    given = request.rows if request.error is None else NOTHING
     own = LocalRows(given, request.distinct, call.op, call.dtype, wire.memory)
     agreement = None
     try:

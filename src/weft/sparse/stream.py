@@ -8,7 +8,8 @@
 * `Ring`: everybody's rows on their way to everybody, each rank hearing its left neighbour and
   telling its right one. One stream into each host and one out of it share its link evenly, where
   streams between all pairs do not: measured at 4 hosts of 1 Gbit/s, 1.1 against 1.6 of the limit.
-* `share`: the sums of all owners of index ranges on their way to everybody, round the ring.
+  Where links are as quick as memory, each rank tells all others directly.
+* `share`: the sums of all owners of index ranges on their way to everybody.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later
   chunks are still on the wire.
 
@@ -159,50 +160,53 @@ class Own:
 
 
 class Inflow:
-    """A peer's rows on their way here.
+    """A peer's rows on their way here, in chunks that are read where the wire has them.
 
-    Chunks are received into a ring of slots; a slot is free again when the rows after its own are
-    asked for. So no peer gets far ahead of the others, and the workspace is bounded.
+    A chunk is given back when the rows behind it are asked for, and then the next is awaited. So no
+    peer gets far ahead of the others, and the workspace is bounded.
     """
 
     def __init__(self, call: Call, peer: int, count: int) -> None:
         self._call, self._peer, self._count = call, peer, count
         self._step = call.chunk_rows
         self._chunks = -(-count // self._step) if call.load.row else 0
-        self._slots = min(self._chunks, window(call.load))
-        rows = min(count, self._slots * self._step)
-        self._lease = call.wire.lease(rows * call.load.row)
-        self._memory = typed(self._lease.tensor, (rows, *call.row_shape), call.dtype)
+        self._ahead = window(call.load)
         self._posted: list[Pending] = []
-        self._post_until(self._slots)
+        self._read = 0  # chunks that were given back
+        self._post_until(self._ahead)
 
     def _post_until(self, chunk: int) -> None:
         for index in range(len(self._posted), min(chunk, self._chunks)):
-            slot = self._slot(index)
-            self._posted.append(self._call.wire.post((), [(self._peer, slot)], VALUES))
+            size = self._rows(index) * self._call.load.row
+            self._posted.append(self._call.wire.post((), [(self._peer, size)], VALUES))
 
-    def _slot(self, chunk: int) -> Tensor:
-        rows = min(self._step, self._count - chunk * self._step)
-        first = chunk % self._slots * self._step
-        return self._memory[first : first + rows]
+    def _rows(self, chunk: int) -> int:
+        return min(self._step, self._count - chunk * self._step)
+
+    def _give_back(self, until: int) -> None:
+        for pending in self._posted[self._read : until]:
+            pending.release()
+        self._read = max(self._read, until)
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        shape, dtype = self._call.row_shape, self._call.dtype
         if not self._chunks:  # rows without bytes
             if stop > start:
-                yield self._memory.new_empty((stop - start, *self._call.row_shape))
+                yield torch.empty((stop - start, *shape), dtype=dtype)
             return
         while start < stop:
             chunk = start // self._step
-            self._post_until(chunk + self._slots)
-            self._posted[chunk].wait()
+            self._give_back(chunk)
+            self._post_until(chunk + self._ahead)
+            memory = self._posted[chunk].wait()[0]
             first = start - chunk * self._step
             last = min(stop - chunk * self._step, self._step)
-            yield self._slot(chunk)[first:last]
+            yield typed(memory, (self._rows(chunk), *shape), dtype)[first:last]
             start = chunk * self._step + last
 
     def release(self) -> None:
-        """Give back the workspace; everything must have been read."""
-        self._lease.release()
+        """Give back what is left; everything must have been read."""
+        self._give_back(self._chunks)
 
 
 def chunks(call: Call, values: Tensor) -> list[Tensor]:
@@ -271,10 +275,12 @@ class ToOwners:
 
 
 class Ring:
-    """Everybody's rows on their way round the ring of ranks, in chunks.
+    """Everybody's rows on their way to everybody, in chunks: round the ring of ranks, or directly.
 
-    First comes what the left neighbour has itself, then what its left neighbour has, and so on; a
-    chunk goes on to the right as soon as it is here, behind what was sent before.
+    Round the ring, first comes what the left neighbour has itself, then what its left neighbour
+    has, and so on; a chunk goes on to the right as soon as it is here, behind what was sent before.
+    Directly, each rank sends its chunks to all others, in one message where the wire can do that:
+    that takes fewer copies, and is for links that are about as quick as memory (`Load.direct`).
     """
 
     def __init__(self, call: Call, memory: Mapping[int, Tensor], channel: int) -> None:
@@ -283,36 +289,46 @@ class Ring:
         self._step = call.chunk_rows
         wire = call.wire
         left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        self._direct = call.load.direct
+        self._to = wire.peers if self._direct else [self._right][: wire.size - 1]
         self._coming: list[tuple[int, Tensor, Pending]] = []
         self._first: dict[int, int] = {}  # of each origin, the number of its first chunk
         self._here = 0  # chunks that have come, and gone on
         self._sent: list[Pending] = []
         for distance in range(1, wire.size):
             origin = (wire.rank - distance) % wire.size
+            source = origin if self._direct else left
             self._first[origin] = len(self._coming)
             for chunk in chunks(call, memory[origin]):
-                pending = wire.post((), [(left, chunk)], channel)
+                pending = wire.post((), [(source, chunk)], channel)
                 self._coming.append((origin, chunk, pending))
 
     def send(self, values: Tensor) -> None:
         """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
-        if self._call.wire.size > 1:
-            for chunk in chunks(self._call, values):
-                self._pass_on(chunk)
+        for chunk in chunks(self._call, values):
+            self._send(chunk)
 
-    def _pass_on(self, chunk: Tensor) -> None:
-        self._sent.append(self._call.wire.post([(self._right, chunk)], (), self._channel))
+    def _send(self, chunk: Tensor) -> None:
+        sends = [(peer, chunk) for peer in self._to]
+        self._sent.append(self._call.wire.post(sends, (), self._channel))
 
     def come(self, origin: int, rows: int) -> None:
         """Wait until so many of an origin's rows are here."""
-        if self._call.load.row:
-            self._advance(self._first[origin] + -(-rows // self._step))
+        if not self._call.load.row:
+            return
+        first = self._first[origin]
+        last = first + -(-rows // self._step)
+        if self._direct:
+            for _, _, pending in self._coming[first:last]:
+                pending.wait()
+        else:
+            self._advance(last)
 
     def _advance(self, count: int) -> None:
         for origin, chunk, pending in self._coming[self._here : count]:
             pending.wait()
-            if origin != self._right:
-                self._pass_on(chunk)
+            if not self._direct and origin != self._right:
+                self._send(chunk)
         self._here = max(self._here, count)
 
     def finish(self) -> None:
