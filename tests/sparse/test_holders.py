@@ -70,7 +70,9 @@ def values_moved(wire, rows, **arguments):
     def counting(sends, recvs, channel):
         if channel in (VALUES, SUMS, FIRST):
             for way, messages in enumerate((sends, recvs)):
-                moved[way] += sum(tensor.numel() * tensor.element_size() for _, tensor in messages)
+                moved[way] += sum(
+                    what if isinstance(what, int) else what.nbytes for _, what in messages
+                )
         return post(sends, recvs, channel)
 
     wire._post = counting
