@@ -16,9 +16,8 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import psutil
@@ -29,7 +28,7 @@ from rich.table import Table
 import weft
 from weft.testing import launch
 
-from .figures import COLUMNS, Run, Step, agreement, speedups
+from .figures import COLUMNS, WAYS, Run, Step, agreement, speedups
 from .live import Display
 from .text import WINDOW, Corpus, Refused, choose_words, nearest, noise, read, subsample
 from .text import vector_lines as lines_of
@@ -40,18 +39,6 @@ __all__ = ["demo"]
 _LIMIT = 210.0  # seconds of training if --steps is left to us, so that all is done in five minutes
 _STEPS = 600
 _WIDTH = 120  # columns of what is printed where there is no terminal
-
-
-class Compare(StrEnum):
-    """What may be trained beside weft."""
-
-    all = "all"
-    torch = "torch"
-    dense = "dense"
-    none = "none"
-
-    def ways(self) -> tuple[str, ...]:
-        return {"all": ("weft", "torch", "dense"), "none": ("weft",)}.get(self, ("weft", self))
 
 
 def demo(
@@ -85,8 +72,9 @@ def demo(
     ] = 2048,
     min_count: Annotated[int, typer.Option(min=1, help="Leave rarer words out.")] = 2,
     compare: Annotated[
-        Compare, typer.Option(help="What to train beside weft; torch is PyTorch's sparse sum.")
-    ] = Compare.all,
+        Literal["all", "torch", "dense", "none"],
+        typer.Option(help="What to train beside weft; torch is PyTorch's sparse sum."),
+    ] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and vectors.txt.")] = Path(
         "weft-demo"
@@ -98,7 +86,8 @@ def demo(
     the same batches from the same start. Ctrl-C ends it and keeps what was made.
     """
     limit = _LIMIT if steps is None else None
-    job = Job(compare.ways(), steps or _STEPS, batch, dim, seed, limit)
+    ways = {"all": tuple(WAYS), "none": ("weft",)}.get(compare, ("weft", compare))
+    job = Job(ways, steps or _STEPS, batch, dim, seed, limit)
     try:
         _check_report_extra()
         _make_folder(out)

@@ -196,10 +196,10 @@ def _parts(axes: Axes, runs: Sequence[Run]) -> None:
 def _bytes(axes: Axes, runs: Sequence[Run], sent: Sequence[Sequence[float]]) -> None:
     for run, of_run, width in zip(runs, sent, (4, 2.5, 1.5), strict=False):
         name = run.name + ("" if run.way == "weft" else ", computed")
-        line = _thin(np.array(of_run) / 2**20)  # the first is wide, so that none hides another
-        axes.plot(*line, color=COLOURS[run.way], linewidth=width, label=name)
+        mib = np.array(of_run) / 2**20  # the first line is wide, so that none hides another
+        axes.plot(_steps(mib), mib, color=COLOURS[run.way], linewidth=width, label=name)
     bound = np.array(runs[0].values("bound")) / 2**20
-    axes.plot(*_thin(bound), "--", color="#14181f", linewidth=1.2, label="least")
+    axes.plot(_steps(bound), bound, "--", color="#14181f", linewidth=1.2, label="least")
     axes.set(xlabel="step", ylabel="MiB sent by a rank")
     if bound.any():  # one rank alone sends nothing, which a logarithm cannot show
         axes.set_yscale("log")
@@ -217,29 +217,24 @@ def _rows(axes: Axes, weft: Run) -> None:
         ("union", "in the sum (union)", "#3b6fb6"),
         ("rows", "one rank", "#2f9e6e"),
     ):
-        axes.plot(*_thin(np.array(weft.values(name))), color=colour, label=label)
+        values = weft.values(name)
+        axes.plot(_steps(values), values, color=colour, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set(xlabel="step", ylabel="distinct rows, both tables")
 
 
-Floats = npt.NDArray[np.float64]
+def _steps(values: Sequence[float] | npt.NDArray[np.float64]) -> range:
+    return range(1, len(values) + 1)
 
 
-def _smooth(values: Sequence[float], width: int = 10) -> Floats:
+def _smooth(values: Sequence[float], width: int = 10) -> npt.NDArray[np.float64]:
     """The mean of the last `width` values at each place, of fewer at the start."""
     sums = np.cumsum([0.0, *values])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - width, 0)
-    means: Floats = (sums[ends] - sums[starts]) / (ends - starts)
+    means: npt.NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
     return means
-
-
-def _thin(values: Floats, most: int = 400) -> tuple[Floats, Floats]:
-    """Steps, from 1, and their values; of a long run the means of equal stretches."""
-    stretches = np.array_split(np.arange(len(values)), min(most, len(values)))
-    steps, thin = np.array([(each.mean() + 1, values[each].mean()) for each in stretches]).T
-    return steps, thin
 
 
 def _svg(draw: Callable[[Axes], None], label: str, width: float = 5.4) -> str:
