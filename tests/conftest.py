@@ -33,6 +33,7 @@ import torch  # noqa: E402  # after the line above, which must come before weft.
 from hypothesis import settings  # noqa: E402
 
 from weft.bootstrap import local  # noqa: E402
+from weft.testing.pace import patient  # noqa: E402
 
 # Ranks share the cores with each other; more threads only make the timing of tests uneven.
 torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def _nothing_left() -> Iterator[None]:
 
     before = held()
     yield
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + patient(20.0)
     # looked at once each time: a thread that loads machine code opens files meanwhile
     while (left := held() - before) and time.monotonic() < until:
         time.sleep(0.05)
@@ -85,13 +86,13 @@ class Program:
             files = [*(each.fileno() for each in self._files), theirs.fileno()]
             socket.send_fds(template, [json.dumps(request).encode()], files)
         self.returncode: int | None = None
-        self._answers.settimeout(60.0)
+        self._answers.settimeout(patient(60.0))
         self.pid = int(self._answers.recv(100))
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
         """Output and errors, once it has ended; TimeoutError: it has not."""
         if self.returncode is None:
-            self._answers.settimeout(timeout)
+            self._answers.settimeout(patient(timeout))
             self.returncode = int(self._answers.recv(100))
         for file in self._files:
             file.seek(0)

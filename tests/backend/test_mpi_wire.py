@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import weft
 from weft.testing import WireContract
+from weft.testing.pace import patient
 from weft.wire import mpi
 
 
@@ -139,7 +140,7 @@ def test_init_under_mpirun(tmp_path, mpirun):
     script = tmp_path / "job.py"
     script.write_text(PROGRAM)
     job = mpirun(2, str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said, wrong = job.communicate(timeout=55)
+    said, wrong = job.communicate(timeout=patient(55))
     assert job.returncode == 0, wrong
     right = [f"{rank} 2 3.0 [0, 1, 9]" for rank in range(2) for _ in range(2)]
     assert sorted(said.splitlines()) == right
@@ -167,6 +168,6 @@ def test_ranks_that_are_apart_in_mpi_say_so(tmp_path, mpirun):
         )
         for rank in range(2)
     ]
-    said = [job.communicate(timeout=55)[0].strip() for job in jobs]
+    said = [job.communicate(timeout=patient(55))[0].strip() for job in jobs]
     assert said[0] == said[1]
     assert "the 2 ranks have the numbers [0, 0] in MPI" in said[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import weft
 from weft.backend.space import unused
 from weft.testing import run
+from weft.testing.pace import patient
 
 
 def test_what_a_process_that_is_gone_has_left_is_not_taken():
@@ -94,7 +95,7 @@ def started(folder: Path, program: str, *arguments: str) -> list[str]:
         [*command, "--max-restarts=1", str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patient(110),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert job.returncode == 0, job.stderr

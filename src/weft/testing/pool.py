@@ -1,19 +1,17 @@
 """Processes kept for a whole test run, which run one body after another over real sockets.
 
 Starting a process and its connections takes far longer than most tests; here both are made once.
-The members come from multiprocessing's forkserver, one thread of each obeys this process, and a
-member ends when this process does or lets go of it. Ranks that stop answering are asked where they
-are, and then the whole pool is ended and started again.
+The members come from multiprocessing's forkserver, one thread of each listens to this process, and
+a member ends when this process does or lets go of it. Ranks that stop answering are asked where
+they are, and then the whole pool is ended and started again.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import importlib.util
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import queue
@@ -28,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -41,12 +40,92 @@ from ..wire import default
 from ..wire.base import Wire
 from ..wire.process_group import TRANSPORTS, connect
 from .outcome import Outcome, RankFailure, place
+from .pace import patient
 
 __all__ = ["on_pool"]
 
 _START = 60.0  # seconds that new processes may take to answer
 _ANSWER = 2.0  # seconds that a rank has to say where it is
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice a death
+
+_Key = tuple[str, int, float]  # what wires are kept by: transport, size, timeout
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a member is told to run, in a form that another process can load.
+
+    The body is found by the file of its module, since pytest gives test modules names that cannot
+    be imported, and its place in there; `layers` decorators are taken off. The environment and the
+    filters of warnings go along, since tests set them.
+    """
+
+    wire: str
+    rank: int
+    key: _Key
+    module: str
+    file: str
+    qualname: str
+    layers: int
+    arguments: bytes
+    environment: dict[str, str]
+    filters: list[Any]
+
+    def load(self) -> Callable[[Wire], Any]:
+        """The body with its arguments, in the process that runs it."""
+        found: Any = _loaded(self.module, self.file)
+        for name in self.qualname.split("."):
+            found = getattr(found, name)
+        for _ in range(self.layers):
+            found = found.__wrapped__
+        args, kwargs = pickle.loads(self.arguments)
+        body: Callable[..., Any] = found
+        return lambda wire: body(wire, *args, **kwargs)
+
+
+def _loaded(name: str, file: str) -> types.ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _job(
+    key: _Key, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> _Job:
+    """What rank 0 is told to run on the first wire of that key."""
+    module = sys.modules.get(body.__module__)
+    file = getattr(module, "__file__", None)
+    found: Any = module
+    for name in body.__qualname__.split("."):
+        found = getattr(found, name, None)
+    layers = 0
+    while found is not body and hasattr(found, "__wrapped__"):
+        found, layers = found.__wrapped__, layers + 1
+    if found is not body or file is None:
+        raise WeftError(
+            f"{body.__qualname__} of {body.__module__} cannot be found by other processes: "
+            "make it a function at the top of a module, or run it on threads"
+        )
+    try:
+        arguments = pickle.dumps((tuple(args), dict(kwargs)))
+    except Exception as reason:
+        raise WeftError(
+            f"the arguments of {body.__qualname__} cannot travel to other processes: {reason}; "
+            "run it on threads, or make them in the body"
+        ) from reason
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    where = (body.__module__, file, body.__qualname__, layers)
+    return _Job("", 0, key, *where, arguments, environment, list(warnings.filters))
+
+
+# This process.
 
 
 def on_pool(
@@ -62,14 +141,12 @@ def on_pool(
     """Run `body(wire, *args, **kwargs)` on processes of the pool; what became of each rank."""
     global _pool
     with _lock:
-        program = _Program.of(body, args, kwargs)
-        if _pool is not None and not _pool.lives():
+        job = _job((transport, size, timeout), body, args, kwargs)
+        if _pool is not None and not all(member.process.is_alive() for member in _pool.members):
             _stop()
-        if _pool is None:
-            _pool = _Pool()
+        _pool = _pool or _Pool()
         try:
-            _pool.grow(size)
-            outcomes = _pool.run(size, program, timeout, limit, transport)
+            outcomes = _pool.run(size, job, limit)
         except BaseException:  # interrupted: what the members still say belongs to no later run
             _stop()
             raise
@@ -78,228 +155,92 @@ def on_pool(
         return outcomes
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """A body and its arguments, in a form that another process can load.
-
-    The body is found by its module's name, or file where that name cannot be imported (pytest
-    gives test modules such names), and its place in there; `layers` decorators are taken off.
-    The environment and the filters of warnings go along, since tests set them.
-    """
-
-    module: str
-    file: str | None
-    qualname: str
-    layers: int
-    arguments: bytes
-    environment: dict[str, str]
-    filters: list[Any]
-
-    @classmethod
-    def of(
-        cls, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Program:
-        module = sys.modules.get(body.__module__)
-        found: Any = module
-        for name in body.__qualname__.split("."):
-            found = getattr(found, name, None)
-        layers = 0
-        while found is not body and hasattr(found, "__wrapped__"):
-            found, layers = found.__wrapped__, layers + 1
-        if found is not body or module is None:
-            raise WeftError(
-                f"{body.__qualname__} of {body.__module__} cannot be found by other processes: "
-                "make it a function at the top of a module, or run it on threads"
-            )
-        try:
-            arguments = pickle.dumps((tuple(args), dict(kwargs)))
-        except Exception as reason:
-            raise WeftError(
-                f"the arguments of {body.__qualname__} cannot travel to other processes: {reason}; "
-                "run it on threads, or make them in the body"
-            ) from reason
-        return cls(
-            module.__name__,
-            getattr(module, "__file__", None),
-            body.__qualname__,
-            layers,
-            arguments,
-            {**os.environ, "OMP_NUM_THREADS": "1"},
-            list(warnings.filters),
-        )
-
-    def load(self) -> Callable[[Wire], Any]:
-        """The body with its arguments, in the process that runs it."""
-        found: Any = _import(self.module, self.file)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        for _ in range(self.layers):
-            found = found.__wrapped__
-        args, kwargs = pickle.loads(self.arguments)
-        body: Callable[..., Any] = found
-        return lambda wire: body(wire, *args, **kwargs)
-
-
-def _import(name: str, file: str | None) -> types.ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of a parent
-        found = None
-    if found is not None and (file is None or found.origin == file):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, file) if file else None
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"no module {name} and no file to load it from")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-# This process.
-
-_Key = tuple[str, int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What a member is told to run: a rank's program on the wire of that name."""
-
-    wire: str
-    rank: int
-    size: int
-    timeout: float
-    transport: str
-    program: _Program
-
-    @property
-    def key(self) -> _Key:
-        """What wires are kept by."""
-        return (self.transport, self.size, self.timeout)
-
-
 class _Pool:
-    """The members, in rank order: a run of `size` ranks uses the first `size`."""
+    """The members, in rank order: a run of some ranks uses the first ones."""
 
     def __init__(self) -> None:
+        limit = timedelta(seconds=patient(_START))
         self._store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_START),
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
         )
-        self._members: list[_Member] = []
-        self._generation: Counter[_Key] = Counter()
+        self.members: list[_Member] = []
+        self._broken: Counter[_Key] = Counter()  # how many wires of a key were
 
-    def lives(self) -> bool:
-        """Whether nobody died since the last run."""
-        return all(member.process.is_alive() for member in self._members)
-
-    def grow(self, size: int) -> None:
-        """Start members until there are `size`."""
-        new = [_Member.start(rank, self._store.port) for rank in range(len(self._members), size)]
-        self._members += new  # first, so that they are ended whatever happens now
-        deadline = time.monotonic() + _START
+    def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
+        """Run a job on the first members, after starting those that there are not."""
+        ranks = range(len(self.members), size)
+        new = [_Member(rank, self._store.port) for rank in ranks]
+        self.members += new  # first, so that they are ended whatever happens now
+        deadline = time.monotonic() + patient(_START)
         for member in new:
             member.meet(max(0.0, deadline - time.monotonic()))
-
-    def run(
-        self, size: int, program: _Program, timeout: float, limit: float, transport: str
-    ) -> list[Outcome]:
-        """Run a program on the first `size` members."""
-        key = (transport, size, timeout)
-        name = f"{transport}-{size}-{timeout}-{self._generation[key]}"
-        members = self._members[:size]
-        for rank, member in enumerate(members):
-            member.tell(_Job(name, rank, size, timeout, transport, program))
-        outcomes, healthy = self._gather(members, limit)
+        wire = f"{job.key}-{self._broken[job.key]}"
+        for member in self.members[:size]:
+            member.tell(replace(job, wire=wire, rank=member.rank))
+        outcomes, healthy = self._gather(self.members[:size], limit)
         if not healthy:
-            self._generation[key] += 1  # the next run connects anew
+            self._broken[job.key] += 1  # the next run connects anew
         return outcomes
 
     def _gather(self, members: Sequence[_Member], limit: float) -> tuple[list[Outcome], bool]:
-        outcomes: dict[int, Outcome] = {}
-        healthy = True
+        outcomes = {
+            each.rank: Outcome(each.rank, hangs="it does not even say where") for each in members
+        }
+        healthy, asked = True, False
         waiting = {member.connection: member for member in members}
         deadline = time.monotonic() + limit
-        last_words = False
         while waiting:
-            remaining = max(0.0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait(list(waiting), remaining)
+            ready = connections.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready and asked:
+                break
             if not ready:
-                if last_words:
-                    break
-                last_words, deadline = True, time.monotonic() + _ANSWER
+                asked, deadline = True, time.monotonic() + patient(_ANSWER)
                 for member in waiting.values():
                     member.tell(None)  # where are you?
             for connection in ready:
-                assert isinstance(connection, Connection)
-                member = waiting[connection]
+                member = waiting.pop(connection)  # type: ignore[call-overload]  # only these are
                 try:
-                    outcome, fine = pickle.loads(connection.recv_bytes())
+                    outcomes[member.rank], fine = member.connection.recv()
                 except (EOFError, ConnectionError):
-                    outcome, fine = Outcome(member.rank, died=member.fate()), False
-                    deadline = min(deadline, time.monotonic() + _AFTERMATH)
-                outcomes[member.rank] = outcome
+                    outcomes[member.rank], fine = Outcome(member.rank, died=member.fate()), False
+                    deadline = min(deadline, time.monotonic() + patient(_AFTERMATH))
                 healthy = healthy and fine
-                del waiting[connection]
-        for member in waiting.values():
-            outcomes[member.rank] = Outcome(member.rank, hangs="it does not even say where")
-        return [outcomes[rank] for rank in sorted(outcomes)], healthy
-
-    def stop(self) -> None:
-        """End the members: at once those that run something."""
-        for member in self._members:
-            member.connection.close()
-        for member in self._members:
-            member.end()
+        return [outcomes[rank] for rank in sorted(outcomes)], healthy and not waiting
 
 
-@dataclass(slots=True)
 class _Member:
     """One process of the pool, as this process sees it."""
 
-    rank: int
-    process: ForkServerProcess
-    connection: Connection
-
-    @classmethod
-    def start(cls, rank: int, port: int) -> _Member:
+    def __init__(self, rank: int, port: int) -> None:
+        self.rank = rank
         context = multiprocessing.get_context("forkserver")
-        here, there = context.Pipe()
-        process = context.Process(
+        self.connection, there = context.Pipe()
+        self.process: ForkServerProcess = context.Process(
             target=_serve, args=(there, port), name=f"weft pool {rank}", daemon=True
         )
         with _no_main():
             start_forkserver(context)
-            process.start()
+            self.process.start()
         there.close()
-        return cls(rank, process, here)
 
     def meet(self, seconds: float) -> None:
         """Wait until it is there and takes jobs."""
         try:
             if self.connection.poll(seconds):
-                self.connection.recv_bytes()
+                self.connection.recv()
                 return
-            why = f"has not started in {_START} s"
+            why = "has not started in time"
         except (EOFError, ConnectionError):
             why = self.fate()
         raise RankFailure(f"rank {self.rank} {why} (processes)")
 
-    def tell(self, message: object) -> None:
+    def tell(self, message: _Job | None) -> None:
         with contextlib.suppress(ConnectionError):  # its death is noticed when it is heard
-            self.connection.send_bytes(pickle.dumps(message))
+            self.connection.send(message)
 
     def fate(self) -> str:
         """How its process ended."""
-        self.process.join(_ANSWER)
+        self.process.join(patient(_ANSWER))
         code = self.process.exitcode
         if code is None:
             return "closed its connection"
@@ -308,7 +249,7 @@ class _Member:
         return f"exited with status {code}"
 
     def end(self) -> None:
-        self.process.join(_ANSWER)
+        self.process.join(patient(_ANSWER))
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -332,10 +273,13 @@ _lock = threading.Lock()
 
 @atexit.register
 def _stop() -> None:
+    """End the members: at once those that run something."""
     global _pool
     pool, _pool = _pool, None
-    if pool is not None:
-        pool.stop()
+    for member in pool.members if pool is not None else ():
+        member.connection.close()
+    for member in pool.members if pool is not None else ():
+        member.end()
 
 
 # A member.
@@ -345,100 +289,86 @@ def _serve(connection: Connection, port: int) -> None:
     """What a process of the pool does: run what it is told to, until nobody tells it any more."""
     os.setsid()  # a Ctrl-C is for the process that runs the tests
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_START))
-    jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-    post = _Post(connection)
-    threading.Thread(target=_obey, args=(connection, jobs, post), daemon=True).start()
-    connection.send_bytes(b"here")
+    limit = timedelta(seconds=patient(_START))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    listener = _Listener(connection)
+    listener.say("here")
     wires: dict[_Key, tuple[str, Wire]] = {}
-    while (job := jobs.get()) is not None:
-        outcome, healthy = _run(job, store, wires)
-        post.busy = False
-        post.send(outcome, healthy)
+    while (job := listener.jobs.get()) is not None:
+        outcome = _run(job, store, wires)
+        listener.runs = None
+        listener.answer(outcome, healthy=_is_usable(wires.get(job.key)))
     for _, wire in wires.values():
         wire.close()
 
 
-class _Post:
-    """The way back: one outcome for each job, from the rank itself or from whoever asked it.
-
-    Attributes:
-        job: what is to be answered, if anything is.
-        busy: whether the rank still runs something, answered or not.
-    """
+class _Listener:
+    """The thread that listens, and what it hears; a job is answered once, by whoever does first."""
 
     def __init__(self, connection: Connection) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.runs: _Job | None = None
         self._connection = connection
         self._lock = threading.Lock()
-        self.job: _Job | None = None
-        self.busy = False
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def send(self, outcome: Outcome, healthy: bool) -> None:
-        with self._lock:
-            if self.job is None:
-                return  # it was told where this rank hung, and takes no more
-            self.job = None
-            try:
-                data = pickle.dumps((outcome, healthy))
-                pickle.loads(data)
-            except Exception as reason:
-                data = pickle.dumps((_portable(outcome, reason), healthy))
-            with contextlib.suppress(ConnectionError):  # nobody is there any more
-                self._connection.send_bytes(data)
+    def say(self, message: object) -> None:
+        with self._lock, contextlib.suppress(ConnectionError):  # nobody is there any more
+            self._connection.send(message)
 
-
-def _portable(outcome: Outcome, reason: Exception) -> Outcome:
-    what = outcome.value if outcome.error is None else outcome.error
-    text = f"{type(what).__name__} {what} cannot be pickled: {reason}"
-    return replace(outcome, value=None, error=WeftError(text))
-
-
-def _obey(connection: Connection, jobs: queue.SimpleQueue[_Job | None], post: _Post) -> None:
-    """The thread that listens."""
-    while True:
+    def answer(self, outcome: Outcome, *, healthy: bool) -> None:
         try:
-            message = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            if post.busy:
-                os._exit(1)  # it runs something, and nobody wants to know how that ends
-            jobs.put(None)
-            return
-        if message is not None:
-            post.job, post.busy = message, True
-            jobs.put(message)
-        elif post.job is not None:
-            where = place(threading.main_thread(), __file__)
-            post.send(Outcome(post.job.rank, hangs=where), False)
+            pickle.loads(pickle.dumps(outcome))
+        except Exception as reason:
+            what = outcome.value if outcome.error is None else outcome.error
+            text = f"{type(what).__name__} {what} cannot be pickled: {reason}"
+            outcome = replace(outcome, value=None, error=WeftError(text))
+        self.say((outcome, healthy))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                job = self._connection.recv()
+            except (EOFError, OSError):
+                if self.runs is not None:
+                    os._exit(1)  # nobody wants to know how that ends
+                self.jobs.put(None)
+                return
+            if job is not None:
+                self.runs = job
+                self.jobs.put(job)
+            elif self.runs is not None:  # this process ends afterwards: an answer more is no harm
+                where = place(threading.main_thread(), __file__)
+                self.answer(Outcome(self.runs.rank, hangs=where), healthy=False)
 
 
-def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> tuple[Outcome, bool]:
-    """Run one rank's program; what became of it, and whether its wire can be used again."""
-    key = job.key
-    name, wire = wires.pop(key, ("", None))
+def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Outcome:
+    """Run one rank's program; what became of it."""
+    name, wire = wires.pop(job.key, ("", None))
+    transport, size, timeout = job.key
     try:
         if wire is not None and name != job.wire:
             wire.close()
             wire = None
         if wire is None:
-            way = TRANSPORTS[job.transport]
-            wire = connect(store, job.rank, job.size, job.timeout, name=job.wire, transport=way)
-        wires[key] = (job.wire, wire)
+            way = TRANSPORTS[transport]
+            wire = connect(store, job.rank, size, timeout, name=job.wire, transport=way)
+        wires[job.key] = (job.wire, wire)
         with warnings.catch_warnings():
-            warnings.filters[:] = job.program.filters  # type: ignore[index]  # typed as a Sequence
-            if os.environ != job.program.environment:
+            warnings.filters[:] = job.filters  # type: ignore[index]  # typed as a Sequence
+            if os.environ != job.environment:
                 os.environ.clear()
-                os.environ.update(job.program.environment)
-            body = job.program.load()
+                os.environ.update(job.environment)
+            body = job.load()
             default.set(wire)
             try:
-                value = body(wire)
+                return Outcome(job.rank, body(wire))
             finally:
                 default.clear("the body has ended")
-        return Outcome(job.rank, value), _usable(wire)
     except BaseException as error:
         if wire is not None:
             wire.abort(f"{type(error).__name__}: {error}")
-        return Outcome(job.rank, error=error, trace=_trace(error)), False
+        return Outcome(job.rank, error=error, trace=_trace(error))
 
 
 def _trace(error: BaseException) -> str:
@@ -449,9 +379,11 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error.with_traceback(at)))
 
 
-def _usable(wire: Wire) -> bool:
+def _is_usable(kept: tuple[str, Wire] | None) -> bool:
+    """Whether a wire can be used again: whoever raised has aborted it."""
     try:
-        wire.post().wait()
+        if kept is not None:
+            kept[1].post().wait()
     except Error:
         return False
-    return True
+    return kept is not None

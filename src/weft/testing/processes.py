@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..bootstrap.local import launch
+from .pace import patient
 
 __all__ = ["processes"]
 
@@ -30,7 +31,7 @@ def processes(
         function: what each runs; a function at the top of a module.
         args: its arguments, which are pickled.
         env: further environment variables.
-        timeout: seconds for all of it.
+        timeout: seconds for all of it, on an idle machine: more where it is busy.
 
     Raises:
         WireError: a process was killed, or has not ended in time.
@@ -41,6 +42,5 @@ def processes(
         >>> processes(2, os.getenv, "RANK")
         ['0', '1']
     """
-    return launch(
-        size, function, args, timeout=timeout, env={"OMP_NUM_THREADS": "1", **(env or {})}
-    )
+    environment = {"OMP_NUM_THREADS": "1", **(env or {})}
+    return launch(size, function, args, timeout=patient(timeout), env=environment)

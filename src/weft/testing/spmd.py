@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from ..errors import WeftError
 from .outcome import Outcome, results
+from .pace import patient
 from .threads import on_threads
 
 __all__ = ["run", "spmd"]
 
-TIMEOUT = 60.0  # seconds that one wait on a wire may last: the machine may be busy
-LIMIT = 180.0  # seconds for a whole body: below the suite's own limit
+TIMEOUT = 90.0  # seconds that one wait on a wire may last: the machine may be busy
+LIMIT = 120.0  # seconds for a whole body, on an idle machine; at most: below the suite's own limit
 
 
 class _Ranks(Protocol):
@@ -50,7 +51,7 @@ def run(
     *args: Any,
     on: str = "threads",
     timeout: float = TIMEOUT,
-    limit: float = LIMIT,
+    limit: float | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `body(wire, *args, **kwargs)` on `size` ranks and return their results, in rank order.
@@ -66,7 +67,7 @@ def run(
             wire over a process group of torch's (`weft.init(transport="torch")`).
         timeout: seconds that one wait on the wire may last.
         limit: seconds that the whole body may take; then it is reported as hanging, with the
-            place where each silent rank is.
+            place where each silent rank is. None: two minutes, more where the machine is busy.
 
     Raises:
         RankFailure: a process died, or ranks hang.
@@ -79,15 +80,15 @@ def run(
     __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
     if on not in _TRANSPORTS:
         raise WeftError(f"ranks run on {' or '.join(_TRANSPORTS)}, not on {on!r}")
-    ranks = _TRANSPORTS[on]
-    return results(ranks(size, body, args, kwargs, timeout=timeout, limit=limit), on)
+    ranks, most = _TRANSPORTS[on], patient(LIMIT) if limit is None else limit
+    return results(ranks(size, body, args, kwargs, timeout=timeout, limit=most), on)
 
 
 def spmd(
     *sizes: int,
     on: Sequence[str] = ("threads", "processes", "torch"),
     timeout: float = TIMEOUT,
-    limit: float = LIMIT,
+    limit: float | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Make a pytest test of one rank's program, run at each size on each transport.
 
