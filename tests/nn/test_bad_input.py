@@ -26,8 +26,13 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
-def gather(dims=0, **options):
-    return nn.AllGather(P((2, 2)), dims, **options)
+def corner(**options):
+    """A layer on a grid of 2 x 2, along both dimensions."""
+    return nn.AllGather(P((2, 2)), (0, 1), **options)
+
+
+def column():
+    return nn.AllGather(P((2, 2)), 0)
 
 
 def differing(last, others):
@@ -35,134 +40,73 @@ def differing(last, others):
     return lambda: last() if P(4).rank == 3 else others()
 
 
-# what all are told: (layer, what the last of four ranks passes, what the others pass)
-WRONG = {
-    r"AllGather: in dimension 1 rank 3 has 3, and rank 1, at the same place of the grid \(1\), "
-    "has 2: shards must fit together": (lambda: gather((0, 1)), ones(2, 3)),
-    "in dimension 1 rank 3 has 3, and rank 1 has 2": (gather, ones(2, 3)),
-    "rank 3 has a tensor of 1 dimensions, .*and rank 1 one of 2": (gather, ones(2)),
-    "dimension 1 is cut, and rank": (lambda: gather((0, 1)), ones(2), ones(2)),
-    "the ranks differ in dtype: ranks 0, 1, 2 have torch.float32, rank 3 has torch.float64": (
-        lambda: gather((0, 1)),
-        ones(2, 2, dtype=torch.float64),
-    ),
-    "rank 3: AllGather takes dense tensors, and this one is sparse_coo: use weft.sparse_all": (
-        lambda: gather((0, 1)),
-        ones(2, 2).to_sparse(),
-    ),
-    "rank 3: AllGather takes dense tensors, and this one is on the meta device.*: materialize": (
-        lambda: gather((0, 1)),
-        torch.ones(2, 2, device="meta"),
-    ),
-    "rank 3: AllGather .* this one is a FakeTensor, which cannot be read .*: pass a plain": (
-        lambda: gather((0, 1)),
-        FakeTensorMode().from_tensor(torch.ones(200, 200)),
-        ones(200, 200),
-    ),
-    "rank 3: AllGather takes dense tensors, and this one is nested: pass its parts": (
-        lambda: gather((0, 1)),
-        nested(),
-    ),
-    "rank 3: AllGather .* this one is a UninitializedParameter, which cannot be read": (
-        lambda: gather((0, 1)),
-        torch.nn.UninitializedParameter(),
-    ),
-    "rank 3: AllGather takes a tensor, not a list": (lambda: gather((0, 1)), [1.0]),
-    r"rank 3: AllGather was told of a tensor of which this rank has \(2, 2\), and it brings": (
-        lambda: gather((0, 1), shape=(4, 4)),
-        ones(1, 2),
-    ),
-    r"the ranks differ in arguments: .*rank 3 has dims=\(0, 1\), shape=\(4, 5\)": (
-        differing(lambda: gather((0, 1), shape=(4, 5)), lambda: gather((0, 1), shape=(4, 4))),
-        ones(2, 2),
-    ),
-    "the ranks are in different calls: ranks 0, 1, 2 have AllGather .*, rank 3 has AllSumRed": (
-        differing(lambda: nn.AllSumReduce(P((2, 2)), (0, 1)), lambda: gather((0, 1))),
-        ones(2, 2),
-    ),
-    "the ranks differ in partition: ranks 0, 1, 2 have 4 of ranks 0 to 3, rank 3 has 4x1 of": (
-        differing(lambda: nn.AllSumReduce(P((4, 1)), (0, 1)), lambda: nn.AllSumReduce(P(4), 0)),
-        ones(2, 2),
-    ),
-    "AllSumReduce adds up values, and torch.bool has no addition": (
-        lambda: nn.AllSumReduce(P(4), 0),
-        *[ones(2, dtype=torch.bool)] * 2,
-    ),
-    "torch.float8_e4m3fn has no addition": (
-        lambda: nn.ReduceScatter(P(4), 0),
-        *[ones(4).to(torch.float8_e4m3fn)] * 2,
-    ),
-    "SumReduce: in dimension 0 rank 3 has 3, and rank 0 has 2": (
-        lambda: nn.SumReduce(P(4), 0),
-        ones(3),
-        ones(2),
-    ),
-    r"rank 3: Broadcast takes no tensor from this rank, which passes one of shape \(3,\)": (
-        lambda: nn.Broadcast(P(4), 0),
-        ones(3),
-        nn.zero_volume_tensor(),
-    ),
-    "dimension 0 has 4 and is cut into 4 parts, which lengths .* are not": (
-        lambda: nn.ReduceScatter(P(4), 0, lengths=[(1, 1, 1, 2)]),
-        *[ones(4)] * 2,
-    ),
-    "the grid is cut along dims .*, and the tensor has 0 dimensions": (
-        lambda: nn.ReduceScatter(P(4), 0),
-        *[ones()] * 2,
-    ),
-    "a halo of 2 in dimension 0 is wider than the shard of rank 3, which has 1 there: use": (
-        lambda: nn.HaloExchange(P(4), 2),
-        ones(1),
-        ones(2),
-    ),
-    "a halo of 2 in dimension 0 is wider than the shard of rank 3, which has 1": (
-        lambda: nn.HaloExchange(P(4), lambda cell: [(0, 2 * (cell[0] == 2))]),
-        ones(1),
-        ones(2),
-    ),
-    r"the ranks differ in arguments: .*rank 3 has width=\(\(\(0, 0\),\), .* by cell": (
-        differing(
-            lambda: nn.HaloExchange(P(4), lambda cell: cell[0]),
-            lambda: nn.HaloExchange(P(4), lambda cell: 1),
-        ),
-        *[ones(2)] * 2,
-    ),
-    r"rank 3 has a tensor of shape \(1,\), which is smaller than its margins .*: pad": (
-        lambda: nn.HaloExchange(P(4), 1, padded=True),
-        ones(1),
-        ones(3),
-    ),
-    "HaloExchange without the margins: rank 3 has a tensor of 0 dimensions": (
-        lambda: nn.HaloExchange(P(4), 1, padded=True),
-        ones(),
-        ones(3),
-    ),
-    "the shard of rank 0, which has 2 there, without its edge": (
-        lambda: nn.HaloExchange(P(4), 2, "reflect"),
-        *[ones(2)] * 2,
-    ),
-    r"dims is \(0, 1\), and the tensor has 1 dimensions: pass two different ones": (
-        lambda: nn.AllToAll(P(4), (0, 1)),
-        *[ones(2)] * 2,
-    ),
-    r"dims is \(0, -2\), and the tensor has 2 dimensions: pass two different ones": (
-        lambda: nn.AllToAll(P(4), (0, -2)),
-        ones(2, 2),
-    ),
-    "Repartition: in dimension 1 rank 3 has 3, and rank 1": (
-        lambda: nn.Repartition(P((2, 2)), P(4)),
-        ones(2, 3),
-    ),
-    r"the grid is cut along dims \(0, 1\), and the tensor has 1 dimensions": (
-        lambda: nn.Repartition(P(4), P((2, 2))),
-        *[ones(2)] * 2,
-    ),
-}
+def halo(*arguments, **options):
+    return lambda: nn.HaloExchange(P(4), *arguments, **options)
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_everybody_who_takes_part_is_told(text):
-    make, last, others = (*WRONG[text], ones(2, 2))[:3]
+SUM, SCATTER = (lambda: nn.AllSumReduce(P(4), 0)), (lambda: nn.ReduceScatter(P(4), 0))
+OTHER_SHAPE = differing(lambda: corner(shape=(4, 5)), lambda: corner(shape=(4, 4)))
+OTHER_LAYER = differing(lambda: nn.AllSumReduce(P((2, 2)), (0, 1)), corner)
+OTHER_GRID = differing(lambda: nn.AllSumReduce(P((4, 1)), (0, 1)), SUM)
+OTHER_WIDTHS = differing(halo(lambda cell: cell[0]), halo(lambda cell: 1))
+FAKE = FakeTensorMode().from_tensor(torch.ones(200, 200))
+BOOLS, BYTES = ones(2, dtype=torch.bool), ones(4).to(torch.float8_e4m3fn)
+NOTHING = nn.zero_volume_tensor()
+
+# (what all are told, layer, what the last of four ranks passes, what the others pass)
+WRONG = [
+    (r"rank 3 has 3, and rank 1, at the same place of the grid \(1\), has 2", corner, ones(2, 3)),
+    ("AllGather: in dimension 1 rank 3 has 3, and rank 1 has 2: shards", column, ones(2, 3)),
+    ("rank 3 has a tensor of 1 dimensions, .*and rank 1 one of 2", column, ones(2)),
+    ("dimension 1 is cut, and rank", corner, ones(2), ones(2)),
+    (
+        "differ in dtype: ranks 0, 1, 2 have .* rank 3 has torch.fl",
+        corner,
+        ones(2, 2).double(),
+    ),
+    ("this one is sparse_coo: use weft.sparse_all", corner, ones(2, 2).to_sparse()),
+    ("this one is on the meta device.*: materialize", corner, ones(2, 2).to("meta")),
+    ("one is a FakeTensor, which cannot be read .*: pass a plain", corner, FAKE, ones(200, 200)),
+    ("rank 3: .* dense tensors, and this one is nested: pass its parts", corner, nested()),
+    ("is a UninitializedParameter, which cannot", corner, torch.nn.UninitializedParameter()),
+    ("rank 3: AllGather takes a tensor, not a list", corner, [1.0]),
+    (r"was told .* has \(2, 2\), and it brings", lambda: corner(shape=(4, 4)), ones(1, 2)),
+    (r"differ in arguments: .*rank 3 has dims=\(0, 1\), shape=\(4, 5\)", OTHER_SHAPE, ones(2, 2)),
+    ("calls: ranks 0, 1, 2 have AllGather .*, rank 3 has AllSumRed", OTHER_LAYER, ones(2, 2)),
+    ("differ in partition: .* 4 of ranks 0 to 3, rank 3 has 4x1 of", OTHER_GRID, ones(2, 2)),
+    ("AllSumReduce adds up values, and torch.bool has no addition", SUM, BOOLS, BOOLS),
+    ("torch.float8_e4m3fn has no addition", SCATTER, BYTES, BYTES),
+    ("in dimension 0 rank 3 has 3, and rank 0 has 2", SUM, ones(3), ones(2)),
+    (
+        r"rank 3: Broadcast takes no tensor from this rank, which passes one of shape \(3,\)",
+        *(lambda: nn.Broadcast(P(4), 0), ones(3), NOTHING),
+    ),
+    (
+        "dimension 0 has 4 and is cut into 4 parts, which lengths .* are not",
+        *(lambda: nn.ReduceScatter(P(4), 0, lengths=[(1, 1, 1, 2)]), ones(4), ones(4)),
+    ),
+    ("grid is cut along dims .*, and the tensor has 0 dimensions", SCATTER, ones(), ones()),
+    (
+        "halo of 2 in dimension 0 is wider .* rank 3, which has 1 t",
+        halo(2),
+        ones(1),
+        ones(2),
+    ),
+    ("is wider .* rank 3", halo(lambda cell: [(0, 2 * (cell[0] == 2))]), ones(1), ones(2)),
+    (r"rank 3 has width=\(\(\(0, 0\),\), .* by cell", OTHER_WIDTHS, ones(2), ones(2)),
+    ("3 has .* smaller than its margins .*: pad", halo(1, padded=True), ones(1), ones(3)),
+    ("without the margins: rank 3 has a tensor of 0", halo(1, padded=True), ones(), ones(3)),
+    ("rank 0, which has 2 there, without its edge", halo(2, "reflect"), ones(2), ones(2)),
+    (r"dims is \(0, 1\).* 1 dimensions: pass", lambda: nn.AllToAll(P(4), (0, 1)), ones(2), ones(2)),
+    (r"dims is \(0, -2\), and .* 2 dimen", lambda: nn.AllToAll(P(4), (0, -2)), ones(2, 2)),
+    ("dimension 1 rank 3 has 3", lambda: nn.Repartition(P((2, 2)), P(4)), ones(2, 3)),
+    (r"along dims \(0, 1\)", lambda: nn.Repartition(P(4), P((2, 2))), ones(2), ones(2)),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case[0])
+def test_everybody_who_takes_part_is_told(case):
+    text, make, last, others = (*case, ones(2, 2))[:4]
 
     def program(wire):
         layer, told = make(), ""
@@ -177,7 +121,7 @@ def test_everybody_who_takes_part_is_told(text):
     (sentence,) = {each for each in told if each}
     assert re.search(text, sentence)
     assert told[3]
-    if make is not gather:  # whose slice has the last two ranks of the first column alone
+    if make is not column:  # whose slice has the last two ranks of the first column alone
         assert all(told)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 from matplotlib.colors import to_rgba
 
 import weft
@@ -143,21 +142,3 @@ def test_without_matplotlib_it_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(weft.WeftError, match=r"pip install 'weft\[report\]'"):
         between({0: whole((2,))}, {0: whole((2,))}).draw()
-
-
-def test_a_plan_of_a_layer_on_tensors():
-    """What is drawn is what happens: the colours of a result are the ranks its values came from."""
-    shapes = {0: (3, 2), 1: (2, 2), 2: (2, 2)}
-
-    def layer():
-        return weft.nn.Repartition(weft.Partition((3, 1)), weft.Partition((1, 2)))
-
-    results = run(3, lambda wire: layer()(torch.full(shapes[wire.rank], wire.rank)))
-    _, (gets,) = seen(plan_of(3, layer, shapes))
-    for rank, (outline, label) in enumerate(gets.outlines):
-        assert label == f"rank {rank}"
-        for cell in gets.cells:
-            if (both := cell.box & outline) is None:
-                continue
-            part = results[rank][both.seen_from(outline.start).slices]
-            assert (part == cell.ranks[0]).all()
