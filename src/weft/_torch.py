@@ -30,6 +30,7 @@ __all__ = [
     "is_wrapped",
     "profiled",
     "scale_each",
+    "shard_order",
     "store_of",
     "timeout_of",
     "uncompiled",
@@ -246,6 +247,17 @@ def scale_each(tensors: Sequence[Tensor], by: Tensor) -> None:
         return
     for tensor in tensors:
         tensor.mul_(by)
+
+
+# DTensor -------------------------------------------------------------------------------------
+
+
+def shard_order(tensor: Any) -> Sequence[Any] | None:
+    """In which order mesh dimensions cut a DTensor: (tensor dimension, mesh dimensions) in turn.
+
+    None where this release of torch keeps no order besides the placements.
+    """
+    return getattr(getattr(tensor, "_spec", None), "shard_order", None)
 
 
 # Process groups ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._torch import shard_order
 from ..errors import WeftError
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
@@ -364,7 +365,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         lost = Call(nothing, wire, nothing.groups[wire.rank], fault=fault)
         lost.agree(torch.empty(0))  # where all raise
         raise AssertionError("a fault was stated and not heard")
-    layout = Layout.of(x.device_mesh, x.placements, x.ndim, _order(x))
+    layout = Layout.of(x.device_mesh, x.placements, x.ndim, shard_order(x))
     mesh = _grid(x.device_mesh, partition)
     kind = FromPartialSpec if layout.reductions else FromDTensorSpec
     spec = kind(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
@@ -484,11 +485,6 @@ def _local(x: DTensor) -> Tensor:
         local: Any = x.to_local()
     arrived: Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
     return arrived.detach().requires_grad_(x.requires_grad)
-
-
-def _order(x: DTensor) -> Sequence[Any] | None:
-    """In which order the mesh dimensions cut, if PyTorch keeps one besides the placements."""
-    return getattr(x._spec, "shard_order", None)
 
 
 def _grid(mesh: DeviceMesh, partition: Partition) -> Partition:
