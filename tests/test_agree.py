@@ -10,6 +10,7 @@ import torch
 import weft
 from weft.agree import BODY, CAP, DIRECT, _calls, agree, calls_of
 from weft.testing import spmd
+from weft.wire.base import SMALL
 
 
 def total(lower, upper):
@@ -163,7 +164,7 @@ def test_a_call_too_many_is_named_and_healed(wire):
 def test_bytes_that_are_no_statement_end_the_wire_and_name_who_sent_them(wire, garbage):
     if wire.rank == 2:
         message = torch.frombuffer(bytearray(garbage) + bytes(64), dtype=torch.uint8)
-        wire.post_small([(0, message), (1, message)], [(0, CAP), (1, CAP)]).wait()
+        wire.post([(0, message), (1, message)], [(0, CAP), (1, CAP)], SMALL).wait()
         return
     with pytest.raises(weft.WireError, match=r"rank 2 sent is no statement") as caught:
         agree(wire, "test", {}, None, number(0), total)

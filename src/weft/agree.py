@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError, WireError
-from .wire.base import Pending, Wire
+from .wire.base import SMALL, Pending, Wire, peers
 
 __all__ = [
     "BODY",
@@ -237,9 +237,9 @@ def agree(
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
         number,
-        (_Group((("call", call), *values), (wire.named,), 1, 0),),
-        b"" if error is None else f"rank {wire.named}: {error}".encode()[:_TEXT],
-        wire.named,
+        (_Group((("call", call), *values), (wire._named,), 1, 0),),
+        b"" if error is None else f"rank {wire._named}: {error}".encode()[:_TEXT],
+        wire._named,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
     )
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
@@ -267,10 +267,10 @@ def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -
     message = mine.pack()
     if private is None:
         same = message(())
-        sends = [(peer, same) for peer in wire.peers]
+        sends = [(peer, same) for peer in peers(wire)]
     else:
-        sends = [(peer, message(private[peer])) for peer in wire.peers]
-    return wire.post_small(sends, [(peer, CAP) for peer in order])
+        sends = [(peer, message(private[peer])) for peer in peers(wire)]
+    return wire.post(sends, [(peer, CAP) for peer in order], SMALL)
 
 
 def _heard(wire: Wire, peer: int, message: Tensor) -> _Statement:
@@ -284,7 +284,7 @@ def _heard(wire: Wire, peer: int, message: Tensor) -> _Statement:
     except (ValueError, struct.error) as error:
         text = f"what rank {peer} sent is no statement of a call: {error}"
         wire.abort(text)
-        raise WireError(f"rank {wire.named}: {text}", rank=wire.rank, culprit=peer) from None
+        raise WireError(f"rank {wire._named}: {text}", rank=wire.rank, culprit=peer) from None
 
 
 def _agreed(

@@ -35,8 +35,7 @@ from .sparse import Record, last_call
 from .sparse.api import list_job, table_job
 from .sparse.arguments import wrong_wire_dtype
 from .wire import process_group
-from .wire.base import Wire
-from .wire.worker import Work
+from .wire.base import Wire, Work
 
 __all__ = ["State", "hook", "keep_tables_used", "register"]
 

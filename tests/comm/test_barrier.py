@@ -61,14 +61,14 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
     def program(wire, arrived):
         if wire.rank == 0:
             with pytest.raises(weft.StillRunning) as caught, pytest.MonkeyPatch.context() as patch:
-                post = wire.post_small
+                post = wire.post
 
                 def posted(*messages):
                     pending = post(*messages)
                     patch.setattr(type(pending), "arrived", lambda self: arrived)
                     return pending
 
-                patch.setattr(wire, "post_small", posted)
+                patch.setattr(wire, "post", posted)
                 weft.barrier(timeout=0.05)
             said.append(str(caught.value))
         else:

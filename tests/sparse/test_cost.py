@@ -12,7 +12,7 @@ from weft.sparse import ALGORITHMS, Cost, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import spmd
 from weft.wire.dense import all_reduce
-from weft.wire.hosts import Hosts
+from weft.wire.hosts import Hosts, set_hosts
 from weft.wire.link import Link
 
 WIDTH, CHUNK_ROWS = 32, 2048
@@ -39,7 +39,7 @@ def test_what_is_sent_is_what_was_predicted(wire, name, kind):
 @pytest.mark.parametrize("hosts", ["aaaabbbb", "abababab", "aabbccdd"])
 @spmd(8, on=("threads",))
 def test_what_is_sent_within_and_between_hosts(wire, hosts, kind):
-    wire.hosts = Hosts.named(hosts)
+    set_hosts(wire, Hosts.named(hosts))
     check(wire, "hierarchical", kind)
 
 

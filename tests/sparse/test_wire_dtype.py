@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import weft
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
+from weft.wire.base import peers
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 WIRE = [torch.bfloat16, torch.float16]
@@ -48,7 +49,7 @@ def alike(wire, values):
     if wire.rank:
         wire.post((), [(0, other)]).wait()
     else:
-        wire.post([(peer, bits) for peer in wire.peers]).wait()
+        wire.post([(peer, bits) for peer in peers(wire)]).wait()
     assert torch.equal(bits, other)
 
 

@@ -40,7 +40,7 @@ def test_the_wire_counts_what_its_parts_send(wire):
         part = Part(wire, [4, 2])
         peer = 1 - part.rank
         part.post([(peer, torch.zeros(4))], [(peer, 16)]).wait()
-        part.post_small([(peer, torch.zeros(2))], [(peer, 8)]).wait()
+        part.post([(peer, torch.zeros(2))], [(peer, 8)], 1).wait()
         assert part.traffic is wire.traffic
         assert wire.traffic.messages == before[0] + 2
         assert wire.traffic.bytes == before[1] + 24

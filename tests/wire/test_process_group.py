@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft import WeftError, WireError
 from weft.testing import processes, run
 from weft.wire import process_group
+from weft.wire.base import peers
 from weft.wire.process_group import connect, of, of_group, of_mesh
 
 on_processes = functools.partial(run, on="processes")
@@ -205,7 +206,7 @@ def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
 
 
 def break_and_close(wire, path):
-    wire.post([(peer, torch.zeros(1)) for peer in wire.peers], [(peer, 4) for peer in wire.peers])
+    wire.post([(peer, torch.zeros(1)) for peer in peers(wire)], [(peer, 4) for peer in peers(wire)])
     before = resources()  # with the thread that large messages start
     other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
     pending = other.post((), [(peer, 8) for peer in other.peers])

@@ -14,6 +14,7 @@ import torch
 
 from weft.testing import run
 from weft.wire import shm
+from weft.wire.base import peers
 from weft.wire.shm import Segment, exchange
 
 PAGE = mmap.PAGESIZE
@@ -134,15 +135,15 @@ def every_way(wire):
                 if leased:
                     for peer, memory in enumerate(lease.tensor.view(wire.size, nbytes)):
                         mine[peer] = memory.copy_(mine[peer])
-                sends = [(peer, mine[peer]) for peer in wire.peers]
+                sends = [(peer, mine[peer]) for peer in peers(wire)]
                 recvs = [
                     (peer, nbytes + 9 if anywhere else torch.empty(nbytes, dtype=torch.uint8))
-                    for peer in wire.peers
+                    for peer in peers(wire)
                 ]
                 pending = wire.post(sends, recvs)
                 got = pending.wait()
                 lease.release()
-                for peer, each in zip(wire.peers, got, strict=True):
+                for peer, each in zip(peers(wire), got, strict=True):
                     right = content(peer, wire.rank, nbytes)
                     assert torch.equal(each[:nbytes], right), (nbytes, leased, anywhere)
                 pending.release()
@@ -189,9 +190,9 @@ def same_to_all(wire):
     mine = torch.full((nbytes,), wire.rank, dtype=torch.uint8)
     for _ in range(10):
         pending = wire.post(
-            [(peer, mine) for peer in wire.peers], [(peer, nbytes) for peer in wire.peers]
+            [(peer, mine) for peer in peers(wire)], [(peer, nbytes) for peer in peers(wire)]
         )
-        assert [int(each[-1]) for each in pending.wait()] == wire.peers
+        assert [int(each[-1]) for each in pending.wait()] == peers(wire)
         pending.release()
         wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     assert os.fstat(descriptor).st_blocks * 512 == nbytes

@@ -7,6 +7,7 @@ import torch
 
 import weft
 from weft.sparse.link import set_link
+from weft.wire.base import peers
 from weft.wire.link import Link
 from weft.wire.simulated import group, run
 
@@ -63,8 +64,8 @@ def test_ranks_of_one_host_share_its_ways_out():
 
 def test_a_rank_may_receive_more_than_memory_could_hold_at_the_maximum():
     def program(wire):
-        sends = [(peer, torch.tensor([wire.rank])) for peer in wire.peers]
-        pending = wire.post(sends, [(peer, 1 << 30) for peer in wire.peers])
+        sends = [(peer, torch.tensor([wire.rank])) for peer in peers(wire)]
+        pending = wire.post(sends, [(peer, 1 << 30) for peer in peers(wire)])
         return [int(view[:8].view(torch.int64)) for view in pending.wait()]
 
     for rank, got in enumerate(run(8, LINK, program)):

@@ -11,6 +11,7 @@ import torch
 from weft.errors import WeftError, WireError
 from weft.testing import run
 from weft.wire import threads
+from weft.wire.base import peers
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_send_waits_for_its_receive():
 def test_the_chain_of_waits_leads_to_the_one_who_is_late():
     def body(wire):
         if wire.rank == 2:
-            wire.doing = "thinking"
+            wire.worker.doing = "thinking"
             time.sleep(3)
             return ""
         with pytest.raises(WireError) as caught:
@@ -206,8 +207,8 @@ def test_a_closed_wire_lets_go_of_its_memory():
 def test_eight_ranks_with_large_messages():
     def body(wire):
         sent = torch.full((1_000_000,), float(wire.rank))
-        places = [(peer, torch.empty(1_000_000)) for peer in wire.peers]
-        got = wire.post([(peer, sent) for peer in wire.peers], places).wait()
-        assert [float(each[-1]) for each in got] == [float(peer) for peer in wire.peers]
+        places = [(peer, torch.empty(1_000_000)) for peer in peers(wire)]
+        got = wire.post([(peer, sent) for peer in peers(wire)], places).wait()
+        assert [float(each[-1]) for each in got] == [float(peer) for peer in peers(wire)]
 
     run(8, body)

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..agree import agree, is_direct
 from ..errors import WeftError
 from ..wire import dense
-from ..wire.base import Wire, as_bytes, flattened, is_plain, plain
-from ..wire.memory import typed
+from ..wire.base import Wire, as_bytes, flattened, is_plain, peers, plain, typed
 
 __all__ = [
     "all_gather",
@@ -231,8 +230,8 @@ def _exchange(wire: Wire, gives: Parts, takes: Parts) -> None:
         p: (_place(each), each) for p, each in enumerate(takes) if each is not None and each.numel()
     }
     wire.post(
-        [(peer, outgoing[peer]) for peer in wire.peers if peer in outgoing],
-        [(peer, incoming[peer][0]) for peer in wire.peers if peer in incoming],
+        [(peer, outgoing[peer]) for peer in peers(wire) if peer in outgoing],
+        [(peer, incoming[peer][0]) for peer in peers(wire) if peer in incoming],
     ).wait()
     if wire.rank in incoming and wire.rank in outgoing:
         incoming[wire.rank][0].copy_(outgoing[wire.rank])

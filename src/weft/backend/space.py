@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from ..errors import WireError
-from ..wire.failure.verdict import names
+from ..wire.base import names
 
 __all__ = ["unused"]
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..wire.base import Pending, Wire
-from ..wire.worker import Work
+from ..wire.base import Pending, Wire, Work
 
 __all__ = ["Collective", "Posted", "started"]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..errors import WeftError, WireError
 from ..wire import default
-from ..wire.base import Wire, is_duration
+from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.interface import interface_of, own_address
 from . import backends, launchers, membership
@@ -159,7 +159,7 @@ def init(
             _unname_interface()
         raise
     load()  # only now, since it would slow the meeting down
-    wire.leave = shutdown
+    end_with(wire, shutdown)
     default.set(wire)
     _running = _Running(wire, group, made, url, os.getpid())
     _log.info("rank %d of %d is ready", wire.rank, wire.size)
@@ -218,7 +218,7 @@ def shutdown() -> None:
     from ..wire import process_group  # here: `import weft` shall be quick
 
     process_group.choose(None)
-    running.wire.leave = None
+    end_with(running.wire, None)
     running.wire.close()
     if running.made and dist.is_initialized() and dist.group.WORLD is running.group:
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
-from ..wire.failure.verdict import names
+from ..wire.base import names
 from ..wire.interface import is_loopback
 from . import backends, rendezvous
 from .launchers import Launch

@@ -21,7 +21,7 @@ from .._torch import profiled, uncompiled
 from ..agree import is_direct
 from ..tensors import has_elements, lacking
 from ..wire import default
-from ..wire.base import Wire, as_bytes, plain
+from ..wire.base import SMALL, Wire, as_bytes, peers, plain
 from .differentiable import applied
 from .opening import NO_LIMIT, Mode, opened
 from .staging import (
@@ -181,7 +181,7 @@ class Scatter:
             results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
-            for peer in wire.peers:
+            for peer in peers(wire):
                 shape, payload = _read(heard[peer])
                 if payload is None:
                     incoming[peer] = results[peer] = empty(shape, like)
@@ -223,9 +223,9 @@ def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _exchanged(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
     """What each rank tells this one, where that is not in its statement."""
-    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in wire.peers]
-    pending = wire.post_small(sends, [(peer, _CAP) for peer in wire.peers])
-    heard = dict(zip(wire.peers, pending.wait(), strict=True))
+    sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(wire)]
+    pending = wire.post(sends, [(peer, _CAP) for peer in peers(wire)], SMALL)
+    heard = dict(zip(peers(wire), pending.wait(), strict=True))
     kept = [
         bytearray(heard[rank].numpy()) if rank in heard else bytearray()
         for rank in range(wire.size)

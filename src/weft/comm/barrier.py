@@ -7,6 +7,7 @@ goes on to its next call, which waits for its turn behind the barrier.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,9 +17,7 @@ from .._torch import uncompiled
 from ..agree import is_direct
 from ..errors import StillRunning
 from ..wire import default
-from ..wire.base import Pending, Wire, is_duration
-from ..wire.failure.verdict import names
-from ..wire.worker import Work
+from ..wire.base import SMALL, Pending, Wire, Work, is_duration, names, peers
 from .opening import opened
 
 __all__ = ["barrier"]
@@ -61,8 +60,8 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         rank 0: rank 1 has not come to the barrier after 0.1 s: call barrier again to wait on
     """
     wire = default.resolve(group)
-    entered, wire.entered = wire.entered, None
-    if not isinstance(entered, _Entered) or entered.calls != wire.worker.made:
+    entered = _left.pop(wire, None)
+    if entered is None or entered.calls != wire.worker.made:
         entered = _Entered(wire, timeout)
         if timeout is None:
             wire.worker.call("barrier", entered.run)
@@ -72,10 +71,14 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
     try:
         entered.work.wait(timeout if is_duration(timeout) else None)
     except StillRunning:
-        wire.entered = entered
+        _left[wire] = entered
         raise StillRunning(
             f"rank {wire.rank}: {entered.late()} after {timeout:g} s: call barrier again to wait on"
         ) from None
+
+
+_left: weakref.WeakKeyDictionary[Wire, _Entered] = weakref.WeakKeyDictionary()
+# = barriers that this rank gave up waiting for
 
 
 class _Entered:
@@ -102,9 +105,10 @@ class _Entered:
         with record_function("weft::barrier"):
             if not is_direct(wire):  # statements are combined there, and tell not who made them
                 nothing = torch.empty(0, dtype=torch.uint8)
-                self._awaited = wire.post_small(
-                    [(peer, nothing) for peer in wire.peers],
-                    [(peer, 0) for peer in sorted(wire.peers)],
+                self._awaited = wire.post(
+                    [(peer, nothing) for peer in peers(wire)],
+                    [(peer, 0) for peer in sorted(peers(wire))],
+                    SMALL,
                 )
                 self._awaited.wait()
                 self._awaited.release()
@@ -118,9 +122,10 @@ class _Entered:
         """Who has not come, as a clause."""
         wire, awaited = self._wire, self._awaited
         if awaited is None:
-            return f"the barrier still waits for its turn behind {wire.doing or 'earlier calls'}"
+            first = wire.worker.doing or "earlier calls"
+            return f"the barrier still waits for its turn behind {first}"
         arrived = awaited.arrived()
-        ranks = zip(sorted(wire.peers), arrived, strict=False)
+        ranks = zip(sorted(peers(wire)), arrived, strict=False)
         missing = [rank for rank, here in ranks if not here]
         if arrived and not missing:  # since the wait gave up
             return "everybody has come to the barrier, the last only"

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..wire.base import Pending, Wire, flattened, is_plain, plain
-from ..wire.memory import Lease, typed
+from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed
 from .rounding import narrow, travelling
 from .staging import on_host
 

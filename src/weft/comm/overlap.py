@@ -27,8 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import uncompiled
 from ..errors import WeftError
 from ..wire import default
-from ..wire.base import Wire
-from ..wire.worker import Work
+from ..wire.base import Wire, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import difference, manifests_of_all
 from .opening import opened

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..wire.base import Wire, plain
-from ..wire.memory import fresh
+from ..wire.base import Wire, fresh, peers, plain
 
 __all__ = [
     "STAGED",
@@ -83,8 +82,8 @@ def moved(
         incoming: by peer, contiguous, to be filled.
         rounds: how many, the same on every rank.
     """
-    after = [peer for peer in wire.peers if peer in outgoing]
-    before = [peer for peer in reversed(wire.peers) if peer in incoming]
+    after = [peer for peer in peers(wire) if peer in outgoing]
+    before = [peer for peer in reversed(peers(wire)) if peer in incoming]
     for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         places = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]

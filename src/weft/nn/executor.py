@@ -26,8 +26,7 @@ from torch import Tensor
 
 from ..grid import Box
 from ..plan import Hint, Local, Plan
-from ..wire.base import Pending, Wire
-from ..wire.memory import Lease, fresh, typed
+from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
 from .handshake import among
 
 __all__ = ["assemble", "execute", "has_addition"]
@@ -150,7 +149,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     if local.result is not None:
         into = _Result(local, x.dtype, local.own[0][1] if local.own else None)
     coming: dict[int, tuple[Pending, bool]] = {}
-    for peer in reversed(wire.peers):  # as they send
+    for peer in reversed(peers(wire)):  # as they send
         if puts := local.recvs.get(peer):
             assert into is not None
             place = into.tensor[puts[0].slices]
@@ -163,7 +162,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     for takes in local.sends.values():
         if takes not in messages:
             messages[takes] = _packed(x, takes, wire, leases)
-    sends = [(peer, messages[local.sends[peer]]) for peer in wire.peers if peer in local.sends]
+    sends = [(peer, messages[local.sends[peer]]) for peer in peers(wire) if peer in local.sends]
     going = [wire.post(sends, (), _CHANNEL)] if sends else []
     if into is not None:
         for take, put in local.own:

@@ -21,8 +21,7 @@ from .. import kernels
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, lacking
-from ..wire.base import Wire, as_bytes
-from ..wire.memory import fresh, typed
+from ..wire.base import Wire, as_bytes, fresh, typed
 from .cost import Load
 from .header import Header
 

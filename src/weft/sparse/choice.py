@@ -145,10 +145,9 @@ class Explanation:
 def with_link(wire: Wire, load: Load) -> Load:
     """The load with what suits the wire's link and hosts, which are found out if need be."""
     link = link_of(wire)
-    if wire.hosts is None:
-        with apart(wire):
-            hosts_of(wire)
-    return fitted(load.but(hosts=wire.hosts), link)
+    with apart(wire):
+        hosts = hosts_of(wire)
+    return fitted(load.but(hosts=hosts), link)
 
 
 def fitted(load: Load, link: Link) -> Load:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..wire.memory import Lease, Pool, typed
+from ..wire.base import Lease, Pool, typed
 
 __all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "packed", "unpack"]
 

@@ -24,8 +24,7 @@ from ..agree import BODY, agree, is_direct
 from ..errors import WeftError
 from ..kernels.ops import OPS
 from ..rows import Rows
-from ..wire.base import Wire, as_bytes
-from ..wire.memory import typed
+from ..wire.base import Wire, as_bytes, typed
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, with_link
 from .cost import Load

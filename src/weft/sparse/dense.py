@@ -20,8 +20,8 @@ from .. import kernels
 from ..kernels import meter
 from ..kernels.meter import MARK, SPREAD
 from ..rows import Rows
+from ..wire.base import typed
 from ..wire.dense import SCRATCH, messages, received_bytes, ring_chunk
-from ..wire.memory import typed
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows

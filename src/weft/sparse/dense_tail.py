@@ -24,7 +24,7 @@ import torch
 from .. import kernels
 from ..kernels import meter
 from ..rows import Rows
-from ..wire.memory import typed
+from ..wire.base import peers, typed
 from .call import Call
 from .cost import Cost, Load
 from .dense import too_high, unite_bytes
@@ -66,7 +66,7 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost, applies=too_high)
 def dense_tail(rows: LocalRows, call: Call) -> Rows:
-    wire, me, peers, height = call.wire, call.wire.rank, call.wire.peers, call.load.height
+    wire, me, others, height = call.wire, call.wire.rank, peers(call.wire), call.load.height
     assert height is not None
     order = range(wire.size)
     edges = [min(height, rank * _part(height, wire.size)) for rank in range(wire.size + 1)]
@@ -76,7 +76,7 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     part = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)]
 
     # rows to their owners
-    moving = ToOwners(call, indices, rows.values, part, peers, peers)
+    moving = ToOwners(call, indices, rows.values, part, others, others)
     moving.send_rest()
     runs = [moving.runs[rank] for rank in order]
     union = kernels.union(runs)
@@ -87,7 +87,7 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
     there = kernels.bitmap(union.indices - edges[me], edges[me + 1] - edges[me])
     bits[me].copy_(there.view(torch.uint8)[: len(bits[me])])
     told = wire.post(
-        [(peer, bits[me]) for peer in peers], [(peer, bits[peer]) for peer in peers], LISTS
+        [(peer, bits[me]) for peer in others], [(peer, bits[peer]) for peer in others], LISTS
     )
     told.wait()
     found = kernels.unite_bitmap(bitmap, union.indices).indices

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import flattened
-from ..wire.memory import typed
+from ..wire.base import flattened, typed
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows

@@ -19,7 +19,7 @@ import torch
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.memory import typed
+from ..wire.base import typed
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows

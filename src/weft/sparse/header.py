@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
-from ..wire.base import as_bytes
-from ..wire.memory import typed
+from ..wire.base import as_bytes, typed
 from . import sketch
 
 __all__ = [

@@ -31,8 +31,7 @@ from .. import kernels
 from ..kernels import Shares
 from ..kernels.meter import CALL, PLACE, PUT
 from ..rows import Rows
-from ..wire.base import Pending
-from ..wire.memory import Lease, typed
+from ..wire.base import Lease, Pending, peers, typed
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows
@@ -159,9 +158,9 @@ class _Outflow:
 
     def deal(self, dealt: Sequence[Tensor]) -> None:
         """Say which rows go to each peer: their positions."""
-        step, peers = self._call.chunk_rows, self._call.wire.peers
-        starts = range(0, max(len(dealt[peer]) for peer in peers), step)
-        parts = [(peer, dealt[peer][start : start + step]) for start in starts for peer in peers]
+        step, others = self._call.chunk_rows, peers(self._call.wire)
+        starts = range(0, max(len(dealt[peer]) for peer in others), step)
+        parts = [(peer, dealt[peer][start : start + step]) for start in starts for peer in others]
         self._parts.extend(part for part in parts if len(part[1]))
         self._at_once = -(-len(self._parts) // self._steps)
 
@@ -216,7 +215,7 @@ class _Sums:
     def expect(self) -> None:
         """Begin to receive the rows of others; before the first chunk with a sum is written."""
         call, me = self._call, self._call.wire.rank
-        for peer in call.wire.peers:
+        for peer in peers(call.wire):
             picked = kernels.pick(self._slots[peer], self._shares, peer, me)
             self._inflows[peer] = Inflow(call, peer, len(picked.rows))
             self._picked[peer] = picked

@@ -40,7 +40,7 @@ from .. import kernels
 from ..errors import WeftError
 from ..kernels.cache import user_cache
 from ..kernels.ops import OPS
-from ..wire.base import Wire
+from ..wire.base import Wire, all_gather_bytes
 from ..wire.link import MERGE, Link
 from .record import apart
 
@@ -148,7 +148,7 @@ def _agreed(
     """
     host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
-    heard = wire.all_gather_bytes(_FIGURES.pack(*steps, os.cpu_count() or 1) + host)
+    heard = all_gather_bytes(wire, _FIGURES.pack(*steps, os.cpu_count() or 1) + host)
     hosts = [text[_FIGURES.size :] for text in heard]
     *steps_of, cores = zip(*map(_FIGURES.unpack_from, heard), strict=True)
     # ranks to a core, where they are closest together
@@ -406,7 +406,7 @@ def _places(wire: Wire) -> list[dict[str, Any]]:
 def _everybody(wire: Wire, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """What all ranks say, in rank order; collective."""
     text = json.dumps(mine).encode()
-    heard = wire.all_gather_bytes(_LENGTH.pack(len(text)) + text, _CAP)
+    heard = all_gather_bytes(wire, _LENGTH.pack(len(text)) + text, _CAP)
     start = _LENGTH.size
     return [json.loads(each[start : start + _LENGTH.unpack_from(each)[0]]) for each in heard]
 

@@ -14,7 +14,7 @@ from .. import kernels
 from ..kernels import Distinct
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..wire.memory import Lease, Pool, typed
+from ..wire.base import Lease, Pool, typed
 
 __all__ = ["LocalRows"]
 

@@ -22,7 +22,7 @@ from .. import kernels
 from ..kernels import meter
 from ..kernels.meter import PLACE
 from ..rows import Rows
-from ..wire.memory import typed
+from ..wire.base import typed
 from .call import Call
 from .cost import Cost, Load
 from .dense import bitmap_bytes, reduced, reduction, unite_bytes

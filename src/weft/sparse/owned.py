@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
+from ..wire.base import peers
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows
@@ -45,10 +46,10 @@ def owned(
     indices = rows.indices.to(call.wire_index)
     ends = [_first(indices, bound, highest) for bound in bounds]
     part = [slice(low, high) for low, high in pairwise(ends)]
-    peers = [peer for peer in wire.peers if peer in owners]
-    sources = wire.peers if me in owners else []
+    others = [peer for peer in peers(wire) if peer in owners]
+    sources = peers(wire) if me in owners else []
 
-    moving = ToOwners(call, indices, rows.values, part, peers, sources)
+    moving = ToOwners(call, indices, rows.values, part, others, sources)
     order = sorted(moving.runs)
     runs = [moving.runs[rank] for rank in order]
     union = kernels.union(runs)

@@ -20,8 +20,7 @@ import torch
 from .._torch import uncompiled, without_transforms
 from ..rows import Rows
 from ..wire import default
-from ..wire.base import Wire
-from ..wire.memory import Lease, typed
+from ..wire.base import Lease, Wire, peers, typed
 from .call import Call
 from .choice import ALONE, EAGER
 from .cost import Cost, Load
@@ -161,7 +160,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
 
     sums = owned(rows, call, (0, *cuts(call.header, size), call.header.highest + 1), place)
     here = me == dst
-    others = wire.peers if here else []
+    others = peers(wire) if here else []
     lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
     runs = lists.wait() | {me: sums.indices}
     if here:

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..wire.base import Pending
-from ..wire.memory import Lease, typed
+from ..wire.base import Lease, Pending, typed
 from .call import Call
 from .cost import Load
 

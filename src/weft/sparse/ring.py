@@ -27,8 +27,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import Pending
-from ..wire.memory import typed
+from ..wire.base import Pending, peers, typed
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows
@@ -220,7 +219,7 @@ def _everybodys(call: Call, run: Tensor, indices: Tensor, part: Sequence[slice])
     if call.load.identical:
         return [indices[rows] for rows in part]
     wire = call.wire
-    lists = IndexLists(call, dict.fromkeys(wire.peers, run), wire.peers)
+    lists = IndexLists(call, dict.fromkeys(peers(wire), run), peers(wire))
     summed = {rank: came.clone() for rank, came in lists.wait().items()} | {wire.rank: run}
     lists.release()
     return [summed[rank] for rank in range(wire.size)]

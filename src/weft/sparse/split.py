@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from .. import kernels
 from ..rows import Rows
+from ..wire.base import peers
 from .call import Call
 from .cost import Cost, Load
 from .local_rows import LocalRows
@@ -57,16 +58,16 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost)
 def split(rows: LocalRows, call: Call) -> Rows:
-    wire, me, peers = call.wire, call.wire.rank, call.wire.peers
+    wire, me, others = call.wire, call.wire.rank, peers(call.wire)
     indices = rows.indices.to(call.wire_index)
     part = parts(indices, call.header, wire.size)
-    moving = ToOwners(call, indices, rows.values, part, peers, peers)
+    moving = ToOwners(call, indices, rows.values, part, others, others)
 
     # what will be summed here, told to all ahead of the bulk of the values
     order = range(wire.size)
     runs = [moving.runs[rank] for rank in order]
     union = kernels.union(runs)
-    sums = IndexLists(call, dict.fromkeys(peers, union.indices), peers)
+    sums = IndexLists(call, dict.fromkeys(others, union.indices), others)
     moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it

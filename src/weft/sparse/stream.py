@@ -28,8 +28,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import Pending
-from ..wire.memory import Lease, typed
+from ..wire.base import SMALL, Lease, Pending, peers, typed
 from . import codec
 from .call import Call
 from .cost import Load
@@ -87,9 +86,10 @@ class IndexLists:
                 self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.load.gaps))
                 packed[id(indices)] = self._leases[-1].tensor
         messages = [(peer, packed[id(indices)]) for peer, indices in lists.items()]
-        self._heads = self._wire.post_small(
+        self._heads = self._wire.post(
             [(peer, message[:HEAD]) for peer, message in messages],
             [(peer, HEAD) for peer in sources],
+            SMALL,
         )
         rests = [(peer, message[HEAD:]) for peer, message in messages if len(message) > HEAD]
         self._sent = self._wire.post(rests, (), LISTS)
@@ -136,7 +136,7 @@ def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
         The lists, and what to release when they are not needed any more.
     """
     wire = call.wire
-    lists = IndexLists(call, dict.fromkeys(wire.peers, indices), wire.peers)
+    lists = IndexLists(call, dict.fromkeys(peers(wire), indices), peers(wire))
     found = lists.wait() | {wire.rank: indices}
     return [found[rank] for rank in range(wire.size)], lists
 
@@ -290,7 +290,7 @@ class Ring:
         wire = call.wire
         left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         self._direct = call.load.direct
-        self._to = wire.peers if self._direct else [self._right][: wire.size - 1]
+        self._to = peers(wire) if self._direct else [self._right][: wire.size - 1]
         self._coming: list[tuple[int, Tensor, Pending]] = []
         self._first: dict[int, int] = {}  # of each origin, the number of its first chunk
         self._here = 0  # chunks that have come, and gone on

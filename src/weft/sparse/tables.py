@@ -29,8 +29,7 @@ from ..agree import agree
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import has_elements
-from ..wire.base import Wire
-from ..wire.memory import fresh
+from ..wire.base import Wire, fresh
 from . import choice, run
 from .call import Call, extent, shape_in
 from .choice import ALONE, EAGER, Explanation, Group

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
-from ..wire.base import Pending, Wire
+from ..wire.base import Pending, Wire, peers
 from .pace import patient
 
 __all__ = ["WireContract"]
@@ -131,12 +131,12 @@ class WireContract:
 
 
 def exchange(wire: Wire) -> None:
-    assert sorted([wire.rank, *wire.peers]) == list(range(wire.size))
+    assert sorted([wire.rank, *peers(wire)]) == list(range(wire.size))
     for dtype in _DTYPES:
-        sent = [(peer, _data(wire.rank, peer, dtype)) for peer in wire.peers]
-        expected = [_data(peer, wire.rank, dtype) for peer in wire.peers]
+        sent = [(peer, _data(wire.rank, peer, dtype)) for peer in peers(wire)]
+        expected = [_data(peer, wire.rank, dtype) for peer in peers(wire)]
         places = [torch.empty_like(each) for each in expected]
-        pending = wire.post(sent, list(zip(wire.peers, places, strict=True)))
+        pending = wire.post(sent, list(zip(peers(wire), places, strict=True)))
         got = pending.wait()
         assert [id(each) for each in got] == [id(each) for each in places]
         for mine, right in zip(places, expected, strict=True):
@@ -149,12 +149,12 @@ def keep_order(wire: Wire) -> None:
     sent = [[_number(100 * wire.rank + 10 * i + j) for j in counts] for i in counts]
     posts = []
     for row in sent:
-        sends = [(peer, each) for each in row for peer in wire.peers]
-        places = [(peer, torch.empty(1, dtype=torch.int64)) for _ in row for peer in wire.peers]
+        sends = [(peer, each) for each in row for peer in peers(wire)]
+        places = [(peer, torch.empty(1, dtype=torch.int64)) for _ in row for peer in peers(wire)]
         posts.append(wire.post(sends, places))
     for i in reversed(counts):  # waiting is not bound to the order of posting
         got = [int(each) for each in posts[i].wait()]
-        assert got == [100 * peer + 10 * i + j for j in counts for peer in wire.peers]
+        assert got == [100 * peer + 10 * i + j for j in counts for peer in peers(wire)]
 
 
 def channels(wire: Wire) -> None:
@@ -239,10 +239,10 @@ def late(wire: Wire) -> None:
 
 def traffic(wire: Wire) -> None:
     wire.traffic.reset()
-    sent = [(peer, torch.zeros(10 + peer)) for peer in wire.peers]
-    wire.post(sent, [(peer, 400) for peer in wire.peers]).wait()
+    sent = [(peer, torch.zeros(10 + peer)) for peer in peers(wire)]
+    wire.post(sent, [(peer, 400) for peer in peers(wire)]).wait()
     assert wire.traffic.messages == 2
-    assert wire.traffic.to == {peer: 4 * (10 + peer) for peer in wire.peers}
+    assert wire.traffic.to == {peer: 4 * (10 + peer) for peer in peers(wire)}
     assert wire.traffic.bytes == sum(wire.traffic.to.values())
 
 

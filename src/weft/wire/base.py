@@ -24,29 +24,53 @@ from __future__ import annotations
 
 import abc
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
 from .counted import Traffic
-from .memory import Lease, Pool
+from .failure.verdict import names
+from .memory import Lease, Pool, fresh, typed
+from .worker import Work, Worker
 
-if TYPE_CHECKING:
-    from .hosts import Hosts
-    from .worker import Worker
+__all__ = [
+    "SMALL",
+    "Lease",
+    "Pending",
+    "Pool",
+    "Recv",
+    "Send",
+    "Traffic",
+    "Wire",
+    "Work",
+    "all_gather_bytes",
+    "as_bytes",
+    "chosen",
+    "end_with",
+    "flattened",
+    "fresh",
+    "is_duration",
+    "is_plain",
+    "names",
+    "peers",
+    "plain",
+    "typed",
+]
 
-__all__ = ["Pending", "Recv", "Send", "Wire"]
-
-_SMALL = 1 << 18  # the channel of small messages, where they have no lane of their own
+SMALL = 1 << 18
+"""The channel of what ranks tell each other about a call."""
 
 Send = tuple[int, Tensor]
 """(peer, contiguous CPU tensor of any dtype); it must not change until the post is waited for."""
 
 Recv = tuple[int, Tensor | int]
 """(peer, contiguous CPU tensor to fill) or (peer, maximum bytes)."""
+
+_leave: weakref.WeakKeyDictionary[Wire, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 class Pending(abc.ABC):
@@ -93,53 +117,29 @@ class Wire(abc.ABC):
             cores.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far.
-        doing: the name of the call that is running, "" between calls; the worker sets it.
-        calls: how many calls were started; the worker counts them.
-        hosts: which ranks share a host, once told (`weft.wire.hosts`).
-        kept: what those who use this wire keep with it, by names of their own.
-        near: whether to ask all ranks if all can read each other's memory; the same on each.
-        together: whether all have said that all can; the same on each.
-        entered: a barrier that this rank gave up waiting for (`weft.comm.barrier`), or None.
     """
 
     rank: int
     size: int
     timeout: float
     host: str
-    leave: Callable[[], None] | None = None  # what ends a `with` block, if it is not `close`
 
     def __init__(self, rank: int, size: int, timeout: float, host: str) -> None:
         self.rank, self.size, self.timeout, self.host = rank, size, timeout, host
         self.memory = Pool()
         self.traffic = Traffic(rank)
-        self.doing = ""
-        self.calls = 0
-        self.hosts: Hosts | None = None
-        self.kept: dict[object, Any] = {}
-        self.near = self.together = False
-        self.entered: object | None = None
         self._worker: Worker | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        (self.leave or self.close)()
-
     @property
-    def named(self) -> int:
+    def _named(self) -> int:
         """The number that errors call this rank by; a part of a wire uses that of the wire."""
         return self.rank
 
-    @property
-    def packs(self) -> bool:
-        """Whether this rank packs numbers where its links are slow (`weft.wire.pieces`)."""
-        return False
-
-    @property
-    def peers(self) -> list[int]:
-        """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
-        return [*range(self.rank + 1, self.size), *range(self.rank)]
+    def __exit__(self, *_: object) -> None:
+        _leave.pop(self, self.close)()
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -175,19 +175,6 @@ class Wire(abc.ABC):
         Every rank of this wire calls it with the same list; those outside get None.
         """
 
-    def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of a part of this wire, checked.
-
-        Raises:
-            WeftError: they are not distinct ranks of this wire.
-        """
-        chosen = tuple(ranks)
-        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.size)):
-            raise WeftError(
-                f"rank {self.rank}: {list(chosen)} are not distinct ranks of {self.size}"
-            )
-        return chosen
-
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
         """Break the wire, telling every peer that this rank did it and why; returns at once.
@@ -199,72 +186,19 @@ class Wire(abc.ABC):
     def close(self) -> None:
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
 
-    def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
-        """`post` for messages of up to some 100 KB, on a lane of their own, which may be quicker.
-
-        They may move only while somebody waits for them: wait for these before anything that a
-        peer sends only after it received them.
-        """
-        self.traffic.count(sends)
-        return self._post_small(sends, recvs)
-
-    def _post_small(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> Pending:
-        return self._post(sends, recvs, _SMALL)
-
-    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
-        """Wait until one of some posts is through; until the first is, where a wire cannot tell.
-
-        Raises:
-            WireError: as `Pending.wait` of the first.
-        """
-        pendings[0].wait()
-
-    def advance(self) -> None:  # noqa: B027  # nothing to do where a post moves all by itself
-        """Move what can be moved now, of all that is posted; waits for nothing.
-
-        Waits do that, and while nobody waits some wires look in every few milliseconds only. For
-        who has work to do before the next wait, while others are idle until what is posted moves.
-        """
-
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
 
         `wait()` returns one uint8 tensor for each rank, in rank order; each but the own is `cap`
-        bytes long, so messages say their length themselves. As `post_small`, it may move only
-        while it is waited for.
+        bytes long, so messages say their length themselves.
         """
-        order = self.peers
-        pending = self.post_small(
-            [(peer, message) for peer in order], [(peer, cap) for peer in order]
+        order = peers(self)
+        pending = self.post(
+            [(peer, message) for peer in order], [(peer, cap) for peer in order], SMALL
         )
         return _InRankOrder(pending, order, self.rank, message)
 
-    def all_gather_bytes(self, message: bytes, cap: int | None = None) -> list[bytes]:
-        """Tell all ranks something, and hear what each says, in rank order.
-
-        Args:
-            message: of at most `cap` bytes.
-            cap: for whoever's length is not known: all but the own are then that long. None: all
-                messages are as long as this one.
-
-        Raises:
-            WireError: the deadline passed, or a peer or a link failed.
-        """
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        pending = self.small_all_gather(own, len(message) if cap is None else cap)
-        heard = [each.numpy().tobytes() for each in pending.wait()]
-        pending.release()
-        return heard
-
-    def lends(self, peer: int) -> bool:
-        """Whether a peer can read this rank's memory where it lies; `loans` is how it does."""
-        return False
-
-    def count(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Count messages that went another way than by a post: `(peer, bytes)` of each."""
-        self.traffic.add(sizes)
-
-    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+    def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies."""
         return self.memory.lease(nbytes, shared=True)
 
@@ -272,10 +206,56 @@ class Wire(abc.ABC):
     def worker(self) -> Worker:
         """The one queue in which calls on this wire take their turn."""
         if self._worker is None:
-            from .worker import Worker  # here, since a worker holds a wire
-
             self._worker = Worker(self)
         return self._worker
+
+    def _call(self) -> tuple[int, str]:
+        """How many calls were started, and the name of the one that runs, or ""."""
+        return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+
+
+def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
+    """What ends a `with` block of the wire; None: its `close`."""
+    if leave is None:
+        _leave.pop(wire, None)
+    else:
+        _leave[wire] = leave
+
+
+def peers(wire: Wire) -> list[int]:
+    """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
+    return [*range(wire.rank + 1, wire.size), *range(wire.rank)]
+
+
+def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a part of a wire, checked.
+
+    Raises:
+        WeftError: they are not distinct ranks of this wire.
+    """
+    distinct = tuple(ranks)
+    if len(set(distinct)) < len(distinct) or not set(distinct) <= set(range(wire.size)):
+        raise WeftError(f"rank {wire.rank}: {list(distinct)} are not distinct ranks of {wire.size}")
+    return distinct
+
+
+def all_gather_bytes(wire: Wire, message: bytes, cap: int | None = None) -> list[bytes]:
+    """Tell all ranks something, and hear what each says, in rank order.
+
+    Args:
+        wire: among whom.
+        message: of at most `cap` bytes.
+        cap: for whoever's length is not known: all but the own are then that long. None: all
+            messages are as long as this one.
+
+    Raises:
+        WireError: the deadline passed, or a peer or a link failed.
+    """
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    pending = wire.small_all_gather(own, len(message) if cap is None else cap)
+    heard = [each.numpy().tobytes() for each in pending.wait()]
+    pending.release()
+    return heard
 
 
 class _InRankOrder(Pending):

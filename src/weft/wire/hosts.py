@@ -11,13 +11,14 @@ import functools
 import hashlib
 import os
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import Wire
+from .base import Wire, all_gather_bytes
 
-__all__ = ["Hosts", "digest_of", "host_name", "hosts_of"]
+__all__ = ["Hosts", "digest_of", "host_name", "hosts_of", "known_hosts", "set_hosts"]
 
 _DIGEST = 16  # bytes in which a name travels
 
@@ -60,11 +61,27 @@ class Hosts:
         return list(self.of) == sorted(self.of)
 
 
+_known: weakref.WeakKeyDictionary[Wire, Hosts] = weakref.WeakKeyDictionary()
+
+
 def hosts_of(wire: Wire) -> Hosts:
     """Who is on which host; the ranks tell each other, together, the first time."""
-    if wire.hosts is None:
-        wire.hosts = Hosts.named(wire.all_gather_bytes(digest_of(wire.host)))
-    return wire.hosts
+    if wire not in _known:
+        set_hosts(wire, Hosts.named(all_gather_bytes(wire, digest_of(wire.host))))
+    return _known[wire]
+
+
+def known_hosts(wire: Wire) -> Hosts | None:
+    """`hosts_of`, if the ranks of this wire have told each other; the same on every rank."""
+    return _known.get(wire)
+
+
+def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
+    """Say who is on which host, instead of asking; None: ask again. The same on every rank."""
+    if hosts is None:
+        _known.pop(wire, None)
+    else:
+        _known[wire] = hosts
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from ..errors import WeftError, WireError
-from .base import Wire
+from .base import Wire, chosen
 from .failure.verdict import Verdict
 
 __all__ = ["InProcessWire", "Shared"]
@@ -71,20 +71,20 @@ class InProcessWire(Wire):
         self._closed = False
 
     def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
-        shared, chosen = self._group, self.chosen(ranks)
+        shared, distinct = self._group, chosen(self, ranks)
         with shared.lock:
             self._check_usable()
             if self._splits == len(shared.parts):
-                shared.parts.append((chosen, shared.part(chosen)))
+                shared.parts.append((distinct, shared.part(distinct)))
             others, part = shared.parts[self._splits]
             self._splits += 1
-            if others != chosen:
+            if others != distinct:
                 raise self._fail(
                     self.rank,
-                    f"rank {self.rank} makes a part of ranks {list(chosen)} where others make one "
-                    f"of {list(others)}",
+                    f"rank {self.rank} makes a part of ranks {list(distinct)} where others "
+                    f"make one of {list(others)}",
                 )
-        return part.wires[chosen.index(self.rank)] if self.rank in chosen else None
+        return part.wires[distinct.index(self.rank)] if self.rank in distinct else None
 
     def abort(self, reason: str) -> None:
         with self._group.lock:

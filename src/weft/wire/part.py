@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import WeftError
 from . import dense
-from .base import Pending, Recv, Send, Wire
+from .base import Pending, Recv, Send, Wire, chosen
 from .memory import Lease
 
 __all__ = ["Part"]
@@ -33,25 +33,21 @@ class Part(Wire):
         >>> from weft.wire.threads import group
         >>> wires = group(3)
         >>> upper = [Part(wires[rank], [1, 2]) for rank in (1, 2)]
-        >>> upper[0].rank, upper[0].size, upper[1].peers
+        >>> upper[0].rank, upper[0].size, peers(upper[1])
         (0, 2, [0])
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int]) -> None:
-        chosen = list(wire.chosen(ranks))
-        if wire.rank not in chosen:
-            raise WeftError(f"rank {wire.rank} is none of the ranks {chosen}: it has no part")
-        super().__init__(chosen.index(wire.rank), len(chosen), wire.timeout, wire.host)
-        self._wire, self._ranks = wire, chosen
+        mine = list(chosen(wire, ranks))
+        if wire.rank not in mine:
+            raise WeftError(f"rank {wire.rank} is none of the ranks {mine}: it has no part")
+        super().__init__(mine.index(wire.rank), len(mine), wire.timeout, wire.host)
+        self._wire, self._ranks = wire, mine
         self.memory, self.traffic = wire.memory, wire.traffic
 
     @property
-    def named(self) -> int:
-        return self._wire.named
-
-    @property
-    def packs(self) -> bool:
-        return self._wire.packs
+    def _named(self) -> int:
+        return self._wire._named
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -61,26 +57,14 @@ class Part(Wire):
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         return self._wire.post(self._sends(sends), self._recvs(recvs), channel)
 
-    def post_small(self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = ()) -> Pending:
-        return self._wire.post_small(self._sends(sends), self._recvs(recvs))
-
-    def advance(self) -> None:
-        self._wire.advance()
-
-    def lends(self, peer: int) -> bool:
-        return self._wire.lends(self._ranks[peer])
-
-    def count(self, sizes: Sequence[tuple[int, int]]) -> None:
-        self._wire.count([(self._ranks[peer], nbytes) for peer, nbytes in sizes])
-
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return dense.all_reduce(self, tensor, op)
 
     def sub(self, ranks: Sequence[int]) -> Part | None:
-        chosen = [self._ranks[rank] for rank in ranks]
-        return Part(self._wire, chosen) if self._wire.rank in chosen else None
+        distinct = [self._ranks[rank] for rank in ranks]
+        return Part(self._wire, distinct) if self._wire.rank in distinct else None
 
-    def lease(self, nbytes: int, *, lent: bool = False) -> Lease:
+    def lease(self, nbytes: int) -> Lease:
         return self._wire.lease(nbytes)
 
     def abort(self, reason: str) -> None:

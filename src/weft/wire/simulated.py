@@ -40,7 +40,7 @@ from torch import Tensor
 from ..errors import WeftError, WireError
 from . import default, dense
 from .base import Pending, Recv, Send, as_bytes
-from .hosts import Hosts
+from .hosts import Hosts, set_hosts
 from .in_process import InProcessWire, Shared
 from .link import Link
 from .memory import Pool
@@ -143,7 +143,7 @@ class SimulatedWire(InProcessWire):
     def __init__(self, rank: int, shared: _Group) -> None:
         network, node = shared.network, shared.nodes[rank]
         super().__init__(rank, len(shared.nodes), network.timeout, network.hosts[node])
-        self.hosts = Hosts.named([network.hosts[other] for other in shared.nodes])
+        set_hosts(self, Hosts.named([network.hosts[other] for other in shared.nodes]))
         self.memory = Pool(_BLOCK)
         self._network, self.node = network, node
         self._group: _Group = shared
@@ -277,7 +277,7 @@ class SimulatedWire(InProcessWire):
         text = f"rank {self.rank} awaited {pending.what()} for {self.timeout:.1f} s"
         if self._network.blocked.get(shared.nodes[culprit]) is not None:
             return self._fail(None, f"{text}: {self.story()}")
-        busy = shared.wires[culprit].doing
+        busy = shared.wires[culprit]._call()[1]
         where = f"in {busy} and posts nothing" if busy else "outside weft"
         return self._fail(culprit, f"{text}: rank {culprit} is {where}")
 

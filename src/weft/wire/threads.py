@@ -195,7 +195,7 @@ class ThreadWire(InProcessWire):
         text = f"{self._waits()} for {self.timeout:.1f} s"
         if culprit in shared.waiting:
             return self._fail(None, f"{text}: {shared.story()}")
-        busy = shared.wires[culprit].doing
+        busy = shared.wires[culprit]._call()[1]
         where = f"in {busy} and posts nothing" if busy else "outside weft"
         through = f", awaited by rank {chain[-2]}," if len(chain) > 2 else ""
         return self._fail(culprit, f"{text}: rank {culprit}{through} is {where}")

@@ -47,6 +47,10 @@ class Worker:
     KeyboardInterrupt included, means that this rank will not finish a schedule that others are
     in: the wire is aborted, so that they raise instead of waiting, and the exception goes on.
 
+    Attributes:
+        calls: how many calls were started.
+        doing: the name of the call that is running, "" between calls.
+
     Example:
         >>> from weft.wire import threads
         >>> wire = threads.group(1)[0]
@@ -60,6 +64,7 @@ class Worker:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self.calls, self.doing = 0, ""
         self._lock = threading.Lock()
         self._turns = threading.Condition(self._lock)
         self._tickets = 0  # drawn so far
@@ -203,7 +208,7 @@ class Worker:
         rank = self._wire.rank
         if self._owner == threading.get_ident():
             raise WeftError(
-                f"rank {rank}: {name} was called from inside {self._wire.doing}, which still has "
+                f"rank {rank}: {name} was called from inside {self.doing}, which still has "
                 "the wire: call it afterwards, or on another group"
             )
         if self._stopped:
@@ -248,8 +253,8 @@ class Worker:
         wire = self._wire
         try:
             self._owner = threading.get_ident()
-            wire.calls += 1
-            wire.doing = name
+            self.calls += 1
+            self.doing = name
             return job()
         except Error:
             raise
@@ -258,7 +263,7 @@ class Worker:
             raise
         finally:
             with self._lock:
-                wire.doing = ""
+                self.doing = ""
                 self._owner = None
                 self._advance()
 
@@ -340,7 +345,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(_GRACE)
             if self._thread.is_alive():
-                self._wire.abort(f"its process ends while {self._wire.doing or 'a call'} runs")
+                self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
                 self._thread.join(_LAST)
         self._announcements.put(None)
         if self._announcer is not None:
@@ -397,7 +402,7 @@ class Work(Generic[T]):
             if worker._owner == threading.get_ident():
                 raise WeftError(
                     f"rank {worker._wire.rank}: {self._name} waits for its turn behind "
-                    f"{worker._wire.doing}, which waits for it: wait outside"
+                    f"{worker.doing}, which waits for it: wait outside"
                 )
             if worker._forked:
                 raise WeftError(

@@ -35,8 +35,7 @@ from ...sparse.record import as_one
 from ...sparse.registry import ALGORITHMS
 from ...sparse.request import Request
 from ...wire import default
-from ...wire.base import Wire
-from ...wire.worker import Work
+from ...wire.base import Wire, Work
 from .attributes import Attributes
 from .buffers import (
     Memory,
@@ -201,7 +200,7 @@ def _finish(wire: Wire, operation: Operation, fill: Callable[[], Result]) -> Res
 
 def _sentence(wire: Wire, trouble: Exception) -> str:
     if isinstance(trouble, Wrong | WeftError):
-        return str(trouble).removeprefix(f"rank {wire.named}: ")  # which is said for all
+        return str(trouble).removeprefix(f"rank {wire._named}: ")  # which is said for all
     return f"{type(trouble).__name__}: {trouble}"
 
 

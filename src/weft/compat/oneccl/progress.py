@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import StillRunning
-from ...wire.worker import Work
+from ...wire.base import Work
 from .buffers import Wrong
 
 __all__ = ["Event", "await_all", "compose"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WeftError
-from ...wire.worker import Work
+from ...wire.base import Work
 from . import callback
 from .attributes import Attributes, FnContext, Status
 from .buffers import Result, Wrong, await_device, distinct, is_address, one_integer, seen

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...errors import WeftError, WireError
 from .. import dense
-from ..base import Pending, Recv, Send, Wire
+from ..base import Pending, Recv, Send, Wire, chosen
 from ..failure.detector import Detector
 from ..failure.verdict import Verdict
 from ..hosts import host_name
@@ -84,13 +84,13 @@ class TcpWire(Wire):
 
     def sub(self, ranks: Sequence[int]) -> Wire | None:
         self._check()
-        chosen = self.chosen(ranks)
+        distinct = chosen(self, ranks)
         self._subs += 1
-        if self.rank not in chosen:
+        if self.rank not in distinct:
             return None
         assert self._part is not None
-        name = f"sub{self._subs}:{','.join(map(str, chosen))}"
-        return self._part(chosen.index(self.rank), len(chosen), name)
+        name = f"sub{self._subs}:{','.join(map(str, distinct))}"
+        return self._part(distinct.index(self.rank), len(distinct), name)
 
     def abort(self, reason: str) -> None:
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
@@ -122,7 +122,7 @@ class TcpWire(Wire):
         if self._broken is None and self._detector is not None:
             verdict = self._detector.verdict
             if verdict is not None:
-                where = f" while rank {self.rank} was{self._call()}" if self.doing else ""
+                where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
                 self._break(f"{verdict.text}{where}", verdict.culprit)
         if self._broken is not None:
             raise self._error() from None
@@ -148,9 +148,10 @@ class TcpWire(Wire):
             with contextlib.suppress(Exception):
                 self._connections.drop()
 
-    def _call(self) -> str:
+    def _where(self) -> str:
         """The call that runs, as errors spell it."""
-        return f" in {self.doing} (call {self.calls})" if self.doing else ""
+        calls, doing = self._call()
+        return f" in {doing} (call {calls})" if doing else ""
 
     def _error(self) -> WireError:
         """What broke the wire: the same text each time."""
@@ -236,10 +237,10 @@ class _Exchange(Pending):
             message = self._sends[self._at - len(self._recvs)][1]
             waits = f"was sending {message.nbytes} bytes to rank {peer}"
         seconds = time.monotonic() - detector.since if detector is not None else 0.0
-        return f"while rank {rank} {waits} for {seconds:.2f} s{wire._call()}"
+        return f"while rank {rank} {waits} for {seconds:.2f} s{wire._where()}"
 
 
 def _call_of(wire: weakref.ref[TcpWire]) -> tuple[int, str]:
     """The number and the name of the call that a wire is in."""
     alive = wire()
-    return (alive.calls, alive.doing) if alive is not None else (0, "")
+    return alive._call() if alive is not None else (0, "")
