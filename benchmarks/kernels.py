@@ -157,7 +157,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    kernels.warm((index, dtype, SUM) for index in (torch.int32, torch.int64))
     print(kernels.describe())
     show(
         f"own rows, {options.dtype}, ms",

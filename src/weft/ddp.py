@@ -88,7 +88,7 @@ class State:
             WeftError: the ranks' `wire_dtype` differ, or one is wrong; the same text on every rank.
         """
         if self._wire is None:
-            kernels.warm()
+            kernels.prepare()
             self._wire = process_group.of_group(self._group)
         if not self._agreed:
             # dense buckets are not compared one by one

@@ -337,7 +337,7 @@ def test_what_every_rank_would_import_is_there() -> None:
 
 
 def prepared() -> tuple[bool, bool, bool]:
-    machine_code = "numba.cpython.listobj" in sys.modules  # which `import numba` leaves for later
+    machine_code = "llvmlite.binding" in sys.modules
     return machine_code, "torch._dynamo" in sys.modules, gc.get_freeze_count() > 100_000
 
 

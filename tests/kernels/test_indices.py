@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,17 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu_indices, pool, reference
-from weft.kernels.ops import OPS
+from weft.kernels import cpu, jit, pool, reference
 
 DTYPES = [torch.int32, torch.int64]
+CODE = jit.loops()
+assert CODE is not None, jit.describe()
 SOME = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    kernels.warm((dtype, torch.float32, OPS["sum"]) for dtype in DTYPES)
-    assert all(kernels.ready(dtype, torch.float32, OPS["sum"]) for dtype in DTYPES)
 
 
 @pytest.fixture(params=[1, 3, 8])
@@ -51,13 +47,14 @@ def test_distinct(threads, dtype, data, count, seed):
     elif shape == "negative":
         ids = -ids
     check_distinct(ids, reference.distinct(ids))
-    found = cpu_indices.distinct(ids)
+    found = cpu.distinct(CODE, ids)
     if found is not None:
         check_distinct(ids, found)
-    else:  # index and position together exceed a word
-        assert int(ids.max() - ids.min()) >= 2**54
-        found = kernels.distinct(ids)
-        check_distinct(ids, found)
+    else:  # there are duplicates, but sorted; or index and position together exceed a word
+        assert (
+            shape == "sorted" or int(ids.max() - ids.min()) >= 2**54 or ids.eq(ids.sort()[0]).all()
+        )
+        check_distinct(ids, kernels.distinct(ids))
 
 
 def check_distinct(ids, found):
@@ -88,18 +85,17 @@ def test_union(threads, dtype, data, runs, seed):
     counts = [generator.choice([0, 1, 5, 60]) for _ in range(runs)]
     several = [ids_of(generator, count, height, dtype).unique() for count in counts]
     check_union(several, reference.union(several))
-    check_union(several, cpu_indices.union(several))
+    check_union(several, cpu.union(CODE, several))
 
 
-@pytest.mark.parametrize("way", ["at once", "by a bitmap", "in pairs"])
+@pytest.mark.parametrize("way", ["by a bitmap", "in pairs"])
 @SOME
 @given(runs=st.integers(2, 9), height=st.integers(1, 500), seed=st.integers(0, 2**32))
 def test_all_ways_to_unite(threads, monkeypatch, way, runs, height, seed):
-    monkeypatch.setattr(cpu_indices, "_dense", lambda words, total, runs: way == "by a bitmap")
-    monkeypatch.setattr(cpu_indices, "_FEW", 2**31 if way == "at once" else -1)
+    monkeypatch.setattr(cpu, "_dense", lambda words, total, runs: way == "by a bitmap")
     generator = random.Random(seed)
     several = [ids_of(generator, 40, height, torch.int64).unique() for _ in range(runs)]
-    check_union(several, cpu_indices.union(several))
+    check_union(several, cpu.union(CODE, several))
 
 
 def check_union(runs, union):
@@ -123,14 +119,17 @@ def test_a_union_by_bitmaps(dtype, runs, places, seed):
         for count in (generator.randint(0, places) for _ in range(runs))
     ]
     together = torch.tensor(sorted(set().union(*(run.tolist() for run in several))), dtype=dtype)
-    for way in (reference, cpu_indices):
+    for bitmap, unite_bitmap in (
+        (reference.bitmap, reference.unite_bitmap),
+        (partial(cpu.bitmap, CODE), partial(cpu.unite_bitmap, CODE)),
+    ):
         bits = torch.zeros(-(-places // 64), dtype=torch.int64)
         for run in several:
-            mine = way.bitmap(run, places)
+            mine = bitmap(run, places)
             assert [i for i in range(places) if int(mine[i // 64]) >> i % 64 & 1] == run.tolist()
             bits |= mine
         for run in several:
-            found = way.unite_bitmap(bits, run)
+            found = unite_bitmap(bits, run)
             assert torch.equal(found.indices, together) and found.indices.dtype == dtype
             (slots,) = found.slots
             assert slots.dtype == torch.int32 and bool((slots < 0).all())
@@ -150,9 +149,7 @@ def test_a_union_of_one_is_a_copy():
     assert union.indices.data_ptr() != run.data_ptr()  # the run may be leased memory
 
 
-@pytest.mark.parametrize("few", [0, 1000])
-def test_an_unsorted_run_is_named(monkeypatch, few):
-    monkeypatch.setattr(cpu_indices, "_FEW", few)
+def test_an_unsorted_run_is_named():
     runs = [torch.arange(100), torch.tensor([5, 300, 7])]
     with pytest.raises(ValueError, match="run 1 of 2 is not sorted"):
         kernels.union(runs)
@@ -166,14 +163,14 @@ def test_large_inputs_agree(threads_of_torch):
     try:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(10**6, (400_000,), generator=generator)
-        ours, expected = cpu_indices.distinct(ids), reference.distinct(ids)
+        ours, expected = cpu.distinct(CODE, ids), reference.distinct(ids)
         assert all(map(torch.equal, ours, expected))
         skewed = (ids.double() / 10**6).pow(12).mul(10**6).long()
-        ours, expected = cpu_indices.distinct(skewed), reference.distinct(skewed)
+        ours, expected = cpu.distinct(CODE, skewed), reference.distinct(skewed)
         assert all(map(torch.equal, ours, expected))
         runs = list(map(torch.unique, ids.split(100_000)))
         for some in (runs, [run * 1000 for run in runs]):
-            ours, expected = cpu_indices.union(some), reference.union(some)
+            ours, expected = cpu.union(CODE, some), reference.union(some)
             assert torch.equal(ours.indices, expected.indices)
             assert all(map(torch.equal, ours.slots, expected.slots))
     finally:
@@ -221,4 +218,4 @@ def test_sketch_is_the_smallest_hashes(dtype, ids, count):
         got = serve(indices, count)
         assert got.tolist() == expected and got.dtype == torch.int64
     if 0 < count < len(ids):
-        assert cpu_indices.sketch(indices, count).tolist() == expected
+        assert cpu.sketch(CODE, indices, count).tolist() == expected

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu_shares, pool, putting, reference
-from weft.kernels.compile import compiler
+from weft.kernels import cpu, jit, pool, reference
 from weft.kernels.ops import DTYPES
 
+CODE = jit.loops()
+assert CODE is not None, jit.describe()
 SOME = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    kernels.warm()
-    assert compiler.made(cpu_shares.KEY)
 
 
 @st.composite
@@ -36,7 +33,8 @@ def unions(draw):
 def test_each_place_is_given_to_one_that_has_it(case):
     runs, union, weights = case
     total = len(union.indices)
-    found, ours = (module.shares(union.slots, total, weights) for module in (reference, cpu_shares))
+    found = reference.shares(union.slots, total, weights)
+    ours = cpu.shares(CODE, union.slots, total, weights)
     assert all(torch.equal(one, other) for one, other in zip(found[:3], ours[:3], strict=True))
     assert found.starts == ours.starts and [one.dtype for one in ours[:3]] == [torch.int32] * 3
 
@@ -67,7 +65,7 @@ def test_picked_rows_meet_where_they_are_summed(case):
         met, places = set(), shares.of(to).tolist()
         for run, slots in enumerate(union.slots):
             found = reference.pick(slots, shares, to)
-            ours = cpu_shares.pick(slots, shares, run, to)
+            ours = cpu.pick(CODE, slots, shares, run, to)
             assert torch.equal(found.rows, ours.rows) and torch.equal(found.slots, ours.slots)
             assert ours.rows.dtype == ours.slots.dtype == torch.int32
             there = [slot if slot >= 0 else ~slot for slot in ours.slots.tolist()]
@@ -86,7 +84,7 @@ def test_rows_are_dealt_to_those_who_were_given_their_places(case):
     shares = kernels.shares(union.slots, len(union.indices), weights)
     given_to = [set(shares.of(to).tolist()) for to in range(len(runs))]
     for slots in union.slots:
-        found, ours = reference.deal(slots, shares), cpu_shares.deal(slots, shares)
+        found, ours = reference.deal(slots, shares), cpu.deal(CODE, slots, shares)
         assert all(torch.equal(one, other) for one, other in zip(found, ours, strict=True))
         assert sorted(torch.cat(ours).tolist()) == list(range(len(slots)))
         for to, rows in enumerate(ours):
@@ -102,8 +100,8 @@ def test_who_holds_a_place(case, data):
     total = len(union.indices)
     some = data.draw(st.lists(st.integers(0, max(0, total - 1)), max_size=30 if total else 0))
     places = torch.tensor(sorted(some), dtype=torch.int64)
-    ours = cpu_shares.held(union.slots, places)
-    assert torch.equal(ours, reference.held(union.slots, places)) and ours.dtype == torch.int64
+    ours = kernels.held(union.slots, places)
+    assert ours.dtype == torch.int64
     sets = [set(run.tolist()) for run in runs]
     for index, found in zip(union.indices[places].tolist(), ours.tolist(), strict=True):
         assert found == [int(index in one) for one in sets]
@@ -114,7 +112,8 @@ def test_who_holds_a_place(case, data):
 def test_the_first_rows_that_no_other_run_has(case, most):
     runs, union, _ = case
     which, total = [len(runs) - 1, 0], len(union.indices)
-    found, ours = (m.alone(union.slots, which, total, most) for m in (reference, cpu_shares))
+    found = reference.alone(union.slots, which, total, most)
+    ours = cpu.alone(CODE, union.slots, which, total, most)
     for run, one, other in zip(which, found, ours, strict=True):
         others = set(torch.cat([runs[run][:0], *runs[:run], *runs[run + 1 :]]).tolist())
         alone = [row for row, index in enumerate(runs[run].tolist()) if index not in others]
@@ -122,15 +121,15 @@ def test_the_first_rows_that_no_other_run_has(case, most):
         assert one.dtype == other.dtype == torch.int32
 
 
-@pytest.mark.parametrize("module", [reference, cpu_shares])
+@pytest.mark.parametrize("shared", [reference.shares, partial(cpu.shares, CODE)])
 @pytest.mark.parametrize("runs", [2, 3, 8])
-def test_equal_weights_are_equal_shares(module, runs):
+def test_equal_weights_are_equal_shares(shared, runs):
     same = [torch.arange(10_000)] * runs
     slots = kernels.union(same).slots
-    shares = module.shares(slots, 10_000, [1] * runs)
+    shares = shared(slots, 10_000, [1] * runs)
     assert max(abs(shares.count(run) - 10_000 / runs) for run in range(runs)) <= 3
     weights = [2 * run + 1 for run in range(runs)]
-    shares = module.shares(slots, 10_000, weights)
+    shares = shared(slots, 10_000, weights)
     for run, weight in enumerate(weights):
         assert abs(shares.count(run) - 10_000 * weight / sum(weights)) <= 3
 
@@ -142,71 +141,32 @@ def test_weights_out_of_range(weights):
         kernels.shares(slots, 3, weights)
 
 
-@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("machine", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (64,), (0,)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_put(monkeypatch, dtype, shape, past):
+def test_put(monkeypatch, dtype, shape, machine):
     monkeypatch.setattr(pool, "share", lambda nbytes: 3)
-    if past:
-        monkeypatch.setattr(putting, "_PAST", 0)
+    if not machine:
+        monkeypatch.setattr(jit, "loops", lambda: None)
     generator = torch.Generator().manual_seed(1)
     places = torch.randperm(50, generator=generator)[:20].int()
     values = torch.randint(2, (20, *shape), generator=generator).to(dtype)
     for rows in (values, torch.stack([values, values], 1)[:, 0]):  # and rows that lie apart
         out = torch.ones(50, *shape).to(dtype)
-        kernels.Putter(out, [places[:0], places]).put(1, 0, rows)
-        expected = torch.ones(50, *shape).to(dtype)
-        reference.put(expected, places, values)
+        expected = out.clone()
+        kernels.put(out, places, rows)
+        expected[places.long()] = values
         assert torch.equal(out, expected)
-    assert torch.equal(out[places.long()], values)
 
 
-@pytest.mark.parametrize("machine", [True, False])
-def test_put_by_pieces(monkeypatch, machine):
-    if not machine:
-        monkeypatch.setattr(compiler, "loops", lambda key: None)
-    order = torch.randperm(90, generator=torch.Generator().manual_seed(2)).int()
-    runs, rows = [order[:40], order[40:41], order[41:]], torch.rand(90, 3)
-    out = torch.full((100, 3), -1.0)
-    putter = kernels.Putter(out, runs)
-    for run, (start, stop) in enumerate([(0, 40), (40, 41), (41, 90)]):
-        for first in range(0, stop - start, 7):
-            putter.put(run, first, rows[start:stop][first : first + 7])
-    assert torch.equal(out[order.long()], rows)
-    assert (out[90:] == -1).all()
-    for run, first, count in ((1, 0, 2), (1, 1, 1), (0, -1, 1), (2, 49, 1)):
-        with pytest.raises(ValueError, match=f"places {first} to {first + count} of"):
-            putter.put(run, first, rows[:count])
-    assert torch.equal(out[order.long()], rows)
-
-
-def test_put_past_the_cache_is_for_large_results_of_whole_lines(monkeypatch):
-    loops = compiler.loops(cpu_shares.KEY)
-    used = []
-
-    class Noted(dict):
-        def __getitem__(self, name):
-            used.append(name)
-            return super().__getitem__(name)
-
-    monkeypatch.setattr(compiler, "loops", lambda key: Noted(loops))
-    for rows, width in ((1 << 16, 16), (1 << 15, 16), (1 << 17, 8)):
-        out = torch.empty(rows * width + 16)
-        out = out[-(out.data_ptr() // 4) % 16 :][: rows * width].view(rows, width)
-        kernels.Putter(out, [torch.tensor([5], dtype=torch.int32)]).put(0, 0, torch.ones(1, width))
-        assert out[5].tolist() == [1.0] * width
-    assert used == ["put32", "put8", "put8"]
-
-
-def test_put_checks_places_and_shapes(monkeypatch):
-    monkeypatch.setattr(putting, "_PAST", 192)  # bytes of the first one here
+def test_put_checks_places_and_shapes():
     for out, values in (
         (torch.zeros(3, 16), torch.ones(2, 16)),
         (torch.zeros(3), torch.ones(2)),
     ):
         for wrong in ([0, 3], [-1, 0]):
             with pytest.raises(IndexError, match="1 of 2 rows"):
-                kernels.Putter(out, [torch.tensor(wrong, dtype=torch.int32)]).put(0, 0, values)
+                kernels.put(out, torch.tensor(wrong, dtype=torch.int32), values)
     for places, rows in (([0], values), ([0, 1], values.double()), ([0, 1], values[:, None])):
         with pytest.raises(ValueError, match="do not fit"):
-            kernels.Putter(out, [torch.tensor(places, dtype=torch.int32)]).put(0, 0, rows)
+            kernels.put(out, torch.tensor(places, dtype=torch.int32), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu, pool, reference
+from weft.kernels import cpu, jit, pool, reference
 from weft.kernels.ops import DTYPES, OPS, Op
 
+CODE = jit.loops()
+assert CODE is not None, jit.describe()
 PAIRS = [(d, op) for d in DTYPES for op in OPS.values() if op.refuses(d) is None]
 NAMES = [f"{str(d).removeprefix('torch.')}-{op.name}" for d, op in PAIRS]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -105,11 +108,6 @@ class Guarded:
         assert (self.memory[: self.MARGIN] == 1).all() and (self.memory[-self.MARGIN :] == 1).all()
 
 
-def compiled(dtype, op):
-    kernels.warm([(torch.int64, dtype, op)])
-    assert kernels.ready(torch.int64, dtype, op), kernels.describe()
-
-
 def check_reduce(dtype, op, case):
     generator = torch.Generator().manual_seed(case["seed"])
     ids = torch.randint(case["ids"], (case["rows"],), generator=generator)
@@ -145,7 +143,6 @@ def check_reduce(dtype, op, case):
 @FEW
 @given(case=inputs())
 def test_reduce_agrees_with_the_reference(dtype, op, case):
-    compiled(dtype, op)
     check_reduce(dtype, op, case)
 
 
@@ -153,7 +150,6 @@ def test_reduce_agrees_with_the_reference(dtype, op, case):
 @FEW
 @given(case=inputs())
 def test_reduce_agrees_on_several_threads(threads, dtype, case):
-    compiled(dtype, OPS["sum"])
     check_reduce(dtype, OPS["sum"], case)
 
 
@@ -184,26 +180,23 @@ def check_combine(dtype, op, case, runs):
 @FEW
 @given(case=inputs(), runs=st.integers(1, 4))
 def test_combine_agrees_with_the_reference(dtype, op, case, runs):
-    compiled(dtype, op)
     check_combine(dtype, op, case, runs)
 
 
 @FEW
 @given(case=inputs(), runs=st.integers(1, 4))
 def test_combine_agrees_on_several_threads(threads, case, runs):
-    compiled(torch.float32, OPS["sum"])
     check_combine(torch.float32, OPS["sum"], case, runs)
 
 
 def test_the_compiled_loops_are_what_was_tested():
     """Else all of the above would compare the reference with itself."""
-    compiled(torch.float32, OPS["sum"])
     distinct = reference.distinct(torch.tensor([1, 0, 1]))
     values, out = torch.tensor([1.0, 2.0, 4.0]), torch.empty(2)
-    assert cpu.reduce(values, distinct, OPS["sum"], out, 0, 2)
+    assert cpu.reduce(CODE, values, distinct, OPS["sum"], out, 0, 2)
     assert out.tolist() == [2.0, 5.0]
     slots = reference.union([torch.tensor([0, 3])]).slots[0]
-    assert cpu.combine(out, slots, torch.tensor([8.0, 9.0]), OPS["sum"], 0)
+    assert cpu.combine(CODE, out, slots, torch.tensor([8.0, 9.0]), OPS["sum"], 0)
     assert out.tolist() == [8.0, 9.0]
 
 
@@ -222,14 +215,12 @@ def nearest(exact, dtype):
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_adds_in_float32_and_rounds_once(dtype, compile):
-    if compile:
-        compiled(dtype, OPS["sum"])
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(40, (400,), generator=generator)
     values = torch.randn(400, generator=generator).to(dtype)
     distinct = reference.distinct(ids)
     out = torch.empty(len(distinct.indices), dtype=dtype)
-    serve = cpu.reduce if compile else reference.reduce
+    serve = partial(cpu.reduce, CODE) if compile else reference.reduce
     serve(values, distinct, OPS["sum"], out, 0, len(out))
     for index, got in zip(distinct.indices.tolist(), out, strict=True):
         total = None
@@ -251,27 +242,25 @@ def test_duplicates_are_added_in_input_order():
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point])
 @pytest.mark.parametrize("width", [1, 7, 64])
 def test_zeros_have_an_order_wherever_they_lie(name, dtype, width):
-    compiled(dtype, OPS[name])
     for left, right in itertools.product([0.0, -0.0], repeat=2):
         values = torch.tensor([left, right], dtype=dtype)[:, None].repeat(1, width)
         negative = {"min": min, "max": max}[name](left, right, key=lambda z: str(z) != "-0.0")
         slots = torch.tensor([0], dtype=torch.int32)
-        for serve in (cpu.combine, reference.combine):
+        for serve in (lambda *given: kernels.combine(*given[:4]), reference.combine):
             out = values[:1].clone()
             serve(out, slots, values[1:], OPS[name], 0)
             assert out.signbit().tolist() == [[str(negative) == "-0.0"] * width]
 
 
-def test_integers_wrap():
-    compiled(torch.int8, OPS["sum"])
-    out = torch.empty(1, dtype=torch.int8)
-    values = torch.tensor([100, 100], dtype=torch.int8)
-    kernels.reduce(values, reference.distinct(torch.tensor([0, 0])), OPS["sum"], out)
-    assert out.item() == 200 - 256
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_integers_wrap(dtype):
+    greatest = torch.iinfo(dtype).max
+    values = torch.tensor([greatest, greatest], dtype=dtype)
+    found = kernels.reduce(values, reference.distinct(torch.tensor([0, 0])), OPS["sum"])
+    assert found.item() == -2
 
 
 def test_the_first_to_bring_a_row_is_copied_bit_for_bit():
-    compiled(torch.float32, OPS["sum"])
     bits = torch.tensor([[-0x80000000, 0x7F800123, 1]], dtype=torch.int32)  # -0.0, a NaN, 1e-45
     out = torch.full((1, 3), 9.0)
     kernels.combine(
@@ -303,13 +292,13 @@ def test_a_callable_is_applied_left_to_right(seed, ids, rows):
             expected = expected @ value
         assert torch.equal(row, expected)
     runs = [(found.indices, got), (torch.tensor([0, 3]), values.new_ones(2, 2, 2))]
-    merged = dict(zip(*(part.tolist() for part in kernels.merge(runs, op)), strict=True))
+    sums = dict(zip(*(part.tolist() for part in kernels.merge(runs, op)), strict=True))
     if 3 in found.indices:
         at = found.indices.tolist().index(3)
-        assert merged[3] == (got[at] @ values.new_ones(2, 2)).tolist()
+        assert sums[3] == (got[at] @ values.new_ones(2, 2)).tolist()
 
 
-# Finishing, merging, parts.
+# Finishing, merging.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -362,47 +351,5 @@ def test_merge_is_the_ops_in_order(dtype, op, row_shape):
         for row in rows[1:]:
             total = op.function(total, row)
         same(got, total)
-    again, rounded = kernels.merge(runs, op, dtype)
-    assert torch.equal(again, indices)
+    _, rounded = kernels.merge(runs, op, dtype)
     same(rounded, values.to(dtype))
-
-
-@pytest.mark.parametrize("reference_only", [False, True], ids=["machine", "reference"])
-@pytest.mark.parametrize(
-    ("dtype", "target", "op"),
-    [
-        (torch.float32, torch.float32, OPS["sum"]),
-        (torch.float32, torch.bfloat16, OPS["sum"]),
-        (torch.float64, torch.float16, OPS["avg"]),
-        (torch.int16, torch.int16, OPS["max"]),
-        (torch.float32, torch.float32, Op("later", lambda left, right: right, builtin=False)),
-    ],
-)
-@pytest.mark.parametrize("order", ["any", "sorted", "unique"])
-def test_parts_reduce_as_if_alone(monkeypatch, order, dtype, target, op, reference_only):
-    if reference_only:
-        monkeypatch.setattr(cpu, "reduce_parts", lambda *_: False)
-    else:
-        kernels.warm([(torch.int64, dtype, op)] * op.builtin)
-    draw = torch.Generator().manual_seed(5)
-    runs, parts = [], []
-    for number, count in enumerate([40, 1, 0, 7, 60]):
-        run = torch.randint(100 * number, 100 * number + 30, (count,), generator=draw)
-        run = {"any": run, "sorted": run.sort().values, "unique": run.unique()}[order]
-        values = random_values((len(run), 5), dtype, "plain", draw)
-        runs.append(run)
-        parts.append(laid_out(values, ["plain", "strided", "transposed"][number % 3]))
-    alone = [kernels.distinct(run) for run in runs]
-    expected = [
-        kernels.reduce(part, each, op, out=torch.empty(len(each.indices), 5, dtype=target))
-        for part, each in zip(parts, alone, strict=True)
-    ]
-    both = kernels.distinct(torch.cat(runs))
-    counts = torch.tensor([0] + [len(each.indices) for each in alone]).cumsum(0).tolist()
-    begins = torch.tensor([0] + [len(run) for run in runs]).cumsum(0).tolist()
-    # all, and some in the middle
-    for first, last in ((0, 5), (1, 5), (3, 4)):
-        out = torch.empty(counts[last] - counts[first], 5, dtype=target)
-        rows = counts[first : last + 1]
-        kernels.reduce_parts(parts[first:last], both, op, out, rows, begins[first:last])
-        same(out, torch.cat(expected[first:last]))

@@ -145,7 +145,7 @@ def test_the_largest_index_there_is(wire, name, index):
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
 def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
-    packed, pack = [], codec.kernels.pack_gaps
+    packed, pack = [], codec.kernels.encode
 
     def counted(indices, code, memory):
         packed.append(indices.numel())
@@ -158,7 +158,7 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
         assert torch.equal(total.indices, want.indices), kind
         assert torch.equal(total.values, want.values), kind
 
-    monkeypatch.setattr(codec.kernels, "pack_gaps", counted)
+    monkeypatch.setattr(codec.kernels, "encode", counted)
     for kind in (*KINDS, "far apart", "long", "long and far"):
         packed.clear()
         run(size, program, kind)

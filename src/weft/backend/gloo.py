@@ -90,4 +90,4 @@ def _in_range(tensor: Tensor) -> bool:
 @functools.cache
 def _warm() -> None:
     """Before the first sparse call, make the machine code: nobody's deadline runs yet."""
-    kernels.warm()
+    kernels.prepare()

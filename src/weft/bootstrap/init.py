@@ -121,7 +121,7 @@ def init(
                 f"rendezvous={rendezvous!r} was asked for, but torch.distributed is initialised "
                 "already: leave rendezvous= out to use that group"
             )
-        load = kernels.prepare()
+        kernels.prepare()
         _agree_on_versions(timeout)
     else:
         made, url = True, None
@@ -140,7 +140,7 @@ def init(
                 raise
             mine = membership.Member.mine(launch.rank, launch.size, backend, error=str(error))
             raise _refused(error, mine, launch, place, limit) from error
-        load = kernels.prepare()
+        kernels.prepare()
         if place is None:
             _alone(backends.spec(backend or backends.best([backends.able()])), limit)
         else:
@@ -158,7 +158,6 @@ def init(
             dist.destroy_process_group()
             _unname_interface()
         raise
-    load()  # only now, since it would slow the meeting down
     end_with(wire, shutdown)
     default.set(wire)
     _running = _Running(wire, group, made, url, os.getpid())

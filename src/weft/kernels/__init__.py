@@ -1,15 +1,14 @@
 """Kernels: local arithmetic on rows. They never communicate.
 
-Each function here picks an implementation by device and dtype: `cpu` (Numba) for built-in
-operations on CPU tensors, once it is compiled; else `reference` (torch operations, any device),
-which is the definition: the two agree bit for bit.
+Each function here picks an implementation by device and dtype: `cpu` (machine code) for built-in
+operations on CPU tensors, of the dtypes in `loops.VALUES`; else `reference` (torch operations, any
+device), which is the definition: the two agree bit for bit.
 
 The vocabulary:
 
 * `distinct(indices)` sorts and finds duplicates, looking at the indices alone.
 * `reduce(values, distinct, op)` then sums the values of each distinct index, in input order, in
   the accumulation type, rounded once to the dtype of `out`.
-* `reduce_parts` does so for several tensors whose indices were sorted together.
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
   the place of each of its indices in the union, as `place` where an earlier run has that
   index too, and as `~place` (so negative) where this run is the first to bring it.
@@ -21,17 +20,13 @@ The vocabulary:
 * `merge(runs, op)` is union and combine over whole runs.
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
-  run was given, and where it has them; a `Putter` brings rows to places.
-* `alone`, `held`, `copy`, `take`, `quantiles`, `sketch`: see each.
-* `lists` does the keys of several tables at once, `lent` reads what other processes lend; see
-  there.
-* `gap_code`, `pack_gaps` and `unpack_gaps` write sorted indices in few bits; see `gaps`.
-* `floats` writes floating-point numbers in fewer bytes, without loss.
+  run was given, and where it has them; `put` brings rows to places.
+* `alone`, `held`, `take`, `quantiles`, `sketch`: see each.
+* `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
-A call never waits for a compiler: where machine code is missing the reference serves, and the code
-is made in the background. `ready` tells whether it is there, `warm` makes it now, `prepare` makes
-it now unless it is `kept` and only to be loaded, `describe` says what serves.
-`WEFT_KERNELS=reference` in the environment keeps to the reference.
+What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
+for all of it, or torch operations, where Numba is missing or fails, or where the environment says
+`WEFT_KERNELS=reference` or `WEFT_SAFE=1`. `describe` says which.
 
 Callers have checked their arguments (`Op.refuses` for dtypes), here only what could touch foreign
 memory is checked again. No kernel is differentiable.
@@ -44,54 +39,68 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import cpu, cpu_copy, cpu_indices, cpu_shares, lent, lists, meter, reference
-from .compile import compiler
-from .gaps import GapCode, expected_bits, gap_code, pack_gaps, unpack_gaps
+from . import cpu, jit, meter, reference
+from .codec import IndexCode, decode, encode, expected_bits, index_code
+from .jit import is_compiled
 from .ops import OPS, Op
-from .putting import Putter
-from .reduction import detached, on_cpu, reduce, reduce_parts
 from .reference import Distinct, Picked, Shares, Union
-from .usual import kept, prepare, ready, warm
 
 __all__ = [
     "OPS",
     "Distinct",
-    "GapCode",
+    "IndexCode",
     "Picked",
-    "Putter",
     "Shares",
     "Union",
     "alone",
     "bitmap",
     "combine",
-    "copy",
     "deal",
+    "decode",
     "describe",
     "distinct",
+    "encode",
     "expected_bits",
     "finish",
-    "gap_code",
     "hashed",
     "held",
-    "kept",
-    "lent",
-    "lists",
+    "index_code",
+    "is_compiled",
     "merge",
-    "pack_gaps",
     "pick",
     "prepare",
+    "put",
     "quantiles",
-    "ready",
     "reduce",
-    "reduce_parts",
     "shares",
     "sketch",
     "take",
     "union",
     "unite_bitmap",
-    "unpack_gaps",
-    "warm",
 ]
+
+_ALL = slice(None)
+_PIECE = 1 << 15  # numbers
+
+
+def prepare() -> None:
+    """Load the machine code, or make it, which may take ten seconds once on a machine."""
+    jit.loops()
+
+
+def describe() -> str:
+    """What serves on the CPU, in a line."""
+    return f"{jit.describe()}; {torch.get_num_threads()} threads"
+
+
+def _code(tensor: Tensor) -> jit.Loops | None:
+    """The machine code for a tensor, where there is some and it may read it."""
+    return jit.loops() if tensor.device.type == "cpu" else None
+
+
+def _detached(values: Tensor) -> Tensor:
+    """Values that gradients do not follow."""
+    return values.detach() if values.requires_grad else values
 
 
 def distinct(indices: Tensor) -> Distinct:
@@ -105,8 +114,102 @@ def distinct(indices: Tensor) -> Distinct:
         Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]))
     """
     indices = indices.contiguous()
-    found = cpu_indices.distinct(indices) if on_cpu(indices) else None
+    code = _code(indices)
+    found = None if code is None else cpu.distinct(code, indices)
     return reference.distinct(indices) if found is None else found
+
+
+def reduce(
+    values: Tensor,
+    distinct: Distinct,
+    op: Op,
+    out: Tensor | None = None,
+    rows: slice | Tensor = _ALL,
+) -> Tensor:
+    """Combine the rows of each distinct index, in input order, rounding once.
+
+    Args:
+        values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
+        distinct: their distinct indices.
+        op: how to combine; a callable is given the j-th duplicates of all indices at once.
+        out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
+            point of half precision, to be filled; by default a new tensor of `values.dtype`.
+        rows: which n of the distinct indices: a range, or their numbers (int32 `[n]`, any order).
+
+    Returns:
+        `out`. Without an `out`, where the indices were sorted and unique, `values` itself, or
+        the view of a range of its rows.
+
+    Raises:
+        IndexError: a number is not that of a distinct index.
+
+    Example:
+        >>> values = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> reduce(values, distinct(torch.tensor([7, 2, 7])), OPS["sum"])
+        tensor([[2.],
+                [5.]])
+    """
+    # `numel` and `shape`: `len` of a tensor is Python's, which is much for a few rows
+    which, many, count = None, distinct.indices.numel(), values.shape[0]
+    if isinstance(rows, Tensor):
+        which, first, last = rows.contiguous(), 0, rows.numel()
+    else:
+        first, last, _ = rows.indices(many)
+        last = max(first, last)
+    given = many if distinct.order is None else distinct.order.numel()
+    if distinct.starts is not None and distinct.order is None:
+        given = int(distinct.starts[-1])
+    if count != given:
+        raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
+    if out is None:
+        if distinct.order is None and distinct.starts is None and which is None:
+            return values if last - first == count else values[first:last]
+        out = values.new_empty((last - first, *values.shape[1:]))
+    elif out.shape != (last - first, *values.shape[1:]):
+        raise ValueError(
+            f"out is {tuple(out.shape)}, the result {(last - first, *values.shape[1:])}: "
+            "make them equal"
+        )
+    if out.numel() == 0:
+        return out
+    meter.spend(values.nbytes if which is None else values.nbytes * last / many)
+    values = _detached(values)
+    if values.dtype is torch.float64 and out.dtype.itemsize == 2:
+        _reduce_and_round(values, distinct, op, out, first, which)
+    else:
+        _reduce(values, distinct, op, out, first, last, which)
+    return out
+
+
+def _reduce(
+    values: Tensor,
+    distinct: Distinct,
+    op: Op,
+    out: Tensor,
+    first: int,
+    last: int,
+    which: Tensor | None,
+) -> None:
+    """By machine code where there is some and something to add."""
+    unique = distinct.order is None and distinct.starts is None
+    code = None if unique else _code(values)
+    if code is None or not cpu.reduce(code, values, distinct, op, out, first, last, which):
+        if which is not None:
+            distinct, first, last = distinct.at(which[first:last]), 0, last - first
+        reference.reduce(values, distinct, op, out, first, last)
+
+
+def _reduce_and_round(
+    values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, which: Tensor | None
+) -> None:
+    """Through torch.float64, in pieces that stay in the cache."""
+    meter.spend(out.numel() * values.element_size())
+    step = max(1, _PIECE // max(1, out[:1].numel()))
+    for start in range(0, len(out), step):
+        piece, begin = out[start : start + step], first + start
+        space = values.new_empty(piece.shape)
+        _reduce(values, distinct, op, space, begin, begin + len(piece), which)
+        reference.finish(space, piece, 1)
 
 
 def union(runs: Sequence[Tensor]) -> Union:
@@ -122,7 +225,8 @@ tensor([-1,  2], dtype=torch.int32)])
     """
     runs = [run.contiguous() for run in runs]
     meter.spend(meter.PLACE * sum(run.numel() for run in runs))
-    found = cpu_indices.union(runs) if on_cpu(runs[0]) else None
+    code = _code(runs[0])
+    found = None if code is None else cpu.union(code, runs)
     return reference.union(runs) if found is None else found
 
 
@@ -142,8 +246,10 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
     """
     indices = indices.contiguous()
     meter.spend(meter.MARK * indices.numel() + places / 8)
-    found = cpu_indices.bitmap(indices, places) if on_cpu(indices) else None
-    return reference.bitmap(indices, places) if found is None else found
+    code = _code(indices)
+    if code is None:
+        return reference.bitmap(indices, places)
+    return cpu.bitmap(code, indices, places)
 
 
 def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
@@ -161,9 +267,11 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
         Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)])
     """
     indices = indices.contiguous()
-    found = cpu_indices.unite_bitmap(bits, indices) if on_cpu(indices) else None
-    if found is None:
+    code = _code(indices)
+    if code is None:
         found = reference.unite_bitmap(bits, indices)
+    else:
+        found = cpu.unite_bitmap(code, bits, indices)
     spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
     meter.spend(spread + meter.MARK * indices.numel())
     return found
@@ -197,9 +305,9 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         )
     if values.numel() == 0:
         return
-    slots, values = slots.contiguous(), detached(values)
+    slots, values, code = slots.contiguous(), _detached(values), _code(values)
     meter.spend(meter.CALL + values.numel() * out.element_size())
-    if not (on_cpu(values) and cpu.combine(out, slots, values, op, base)):
+    if code is None or not cpu.combine(code, out, slots, values, op, base):
         reference.combine(out, slots, values, op, base)
 
 
@@ -218,7 +326,7 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
     meter.spend(values.nbytes)
-    reference.finish(detached(values), out, divisor)
+    reference.finish(_detached(values), out, divisor)
 
 
 def merge(
@@ -279,8 +387,10 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
         raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
     slots = [slot.contiguous() for slot in slots]
     meter.spend(meter.SHARE * sum(map(len, slots)))
-    found = cpu_shares.shares(slots, total, weights) if on_cpu(slots[0]) else None
-    return reference.shares(slots, total, weights) if found is None else found
+    code = _code(slots[0])
+    if code is None:
+        return reference.shares(slots, total, weights)
+    return cpu.shares(code, slots, total, weights)
 
 
 def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
@@ -299,8 +409,10 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     """
     slots = slots.contiguous()
     meter.spend(meter.PICK * len(slots))
-    found = cpu_shares.pick(slots, shares, run, to) if on_cpu(slots) else None
-    return reference.pick(slots, shares, to) if found is None else found
+    code = _code(slots)
+    if code is None:
+        return reference.pick(slots, shares, to)
+    return cpu.pick(code, slots, shares, run, to)
 
 
 def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
@@ -320,8 +432,40 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
     """
     slots = slots.contiguous()
     meter.spend(meter.PICK * len(slots))
-    found = cpu_shares.deal(slots, shares) if on_cpu(slots) else None
-    return reference.deal(slots, shares) if found is None else found
+    code = _code(slots)
+    return reference.deal(slots, shares) if code is None else cpu.deal(code, slots, shares)
+
+
+def put(out: Tensor, places: Tensor, values: Tensor) -> None:
+    """Bring rows to their places: `out[places[i]] = values[i]`.
+
+    Args:
+        out: `[n, *row_shape]`.
+        places: int32 `[k]`, all different.
+        values: `[k, *row_shape]`, of the dtype of `out`.
+
+    Raises:
+        IndexError: a place is not one of a row of `out`.
+
+    Example:
+        >>> out = torch.zeros(3)
+        >>> put(out, torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1.0, 4.0]))
+        >>> out
+        tensor([4., 0., 1.])
+    """
+    alike = values.dtype == out.dtype and values.shape == (len(places), *out.shape[1:])
+    if not alike:
+        raise ValueError(
+            f"{len(places)} places, values {tuple(values.shape)} of {values.dtype} and out "
+            f"{tuple(out.shape)} of {out.dtype} do not fit together: give a place for each row, "
+            "and rows of one shape and dtype"
+        )
+    if values.numel() == 0:
+        return
+    places, values, code = places.contiguous(), _detached(values), _code(values)
+    meter.spend(meter.CALL + meter.PUT * values.nbytes)
+    if code is None or not cpu.put(code, out, places, values):
+        reference.put(out, places, values)
 
 
 def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
@@ -341,8 +485,10 @@ def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -
         [tensor([0, 2], dtype=torch.int32)]
     """
     slots = [slot.contiguous() for slot in slots]
-    found = cpu_shares.alone(slots, runs, total, most) if on_cpu(slots[0]) else None
-    return reference.alone(slots, runs, total, most) if found is None else found
+    code = _code(slots[0])
+    if code is None:
+        return reference.alone(slots, runs, total, most)
+    return cpu.alone(code, slots, runs, total, most)
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
@@ -360,30 +506,7 @@ def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
         tensor([[0, 1],
                 [1, 1]])
     """
-    slots, places = [slot.contiguous() for slot in slots], places.contiguous()
-    found = cpu_shares.held(slots, places) if on_cpu(slots[0]) else None
-    return reference.held(slots, places) if found is None else found
-
-
-def copy(out: Tensor, values: Tensor, among: int = 0) -> None:
-    """`out.copy_(values)`, which leaves the cache to others where there is much to copy.
-
-    Args:
-        out: to be filled; not in the same memory.
-        values: of the same shape.
-        among: bytes that are copied together with these, if they are a part of more.
-
-    Example:
-        >>> out = torch.empty(2)
-        >>> copy(out, torch.tensor([1.0, 4.0]))
-        >>> out
-        tensor([1., 4.])
-    """
-    values, nbytes = detached(values), values.nbytes
-    meter.spend(nbytes)
-    large = max(nbytes, among) >= cpu_copy.LEAST and on_cpu(values) and on_cpu(out)
-    if not (large and cpu_copy.copy(out, values)):
-        out.copy_(values)
+    return reference.held(slots, places)
 
 
 def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
@@ -396,7 +519,7 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
         >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
         tensor([4., 1.])
     """
-    taken = torch.index_select(detached(values), 0, positions, out=out)
+    taken = torch.index_select(_detached(values), 0, positions, out=out)
     meter.spend(taken.nbytes)
     return taken
 
@@ -423,10 +546,10 @@ def sketch(indices: Tensor, count: int) -> Tensor:
         smallest first. The hash is a bijection of 64 bits, so the indices say it all.
     """
     indices = indices.contiguous()
-    found = None
-    if 0 < count < len(indices) and on_cpu(indices):
-        found = cpu_indices.sketch(indices, count)
-    return reference.sketch(indices, count) if found is None else found
+    code = _code(indices)
+    if code is None or not 0 < count < len(indices):
+        return reference.sketch(indices, count)
+    return cpu.sketch(code, indices, count)
 
 
 def hashed(ids: Tensor) -> Tensor:
@@ -439,8 +562,3 @@ def hashed(ids: Tensor) -> Tensor:
         0
     """
     return reference.hashed(ids)
-
-
-def describe() -> str:
-    """What serves on the CPU, in a line."""
-    return f"{compiler.describe()}; {torch.get_num_threads()} threads"

@@ -1,54 +1,461 @@
-"""The kernels on the CPU, as machine code made by Numba.
+"""The kernels on the CPU, by machine code: tensors become addresses, large work goes to threads.
 
-Here tensors become addresses, and large work is cut for several threads; the loops are in
-`index_loops` and `value_loops`, what they make of indices in `cpu_indices`. Every function says
-None or False where its loops are not compiled (yet), having done nothing: the reference serves.
+Each function takes the loops (`jit`) first, and says None or False where they do not serve what it
+is given, having done nothing: the reference does. The loops are in `loops`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+import threading
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import pool
-from .compile import KINDS, Key, Loops, compiler
+from .jit import Loop, Loops
 from .ops import OPS, Op
-from .reference import Distinct
+from .reference import Distinct, Picked, Shares, Union
 
-__all__ = ["combine", "reduce", "reduce_parts", "value_key"]
+__all__ = [
+    "alone",
+    "bitmap",
+    "combine",
+    "deal",
+    "distinct",
+    "kind_of",
+    "pick",
+    "put",
+    "reduce",
+    "shares",
+    "sketch",
+    "union",
+    "unite_bitmap",
+]
 
-_HALVES = (torch.float16, torch.bfloat16)
-_CONVERTED = {
-    *itertools.product([torch.float32], _HALVES),  # to be sent
-    *itertools.product(_HALVES, [torch.float32, torch.float64]),  # received, to be added
+_KINDS = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
 }
-"""Pairs of dtypes beside those that an operation has by itself."""
+_DIGIT = 11  # bits that one pass of the sort looks at; its counts then fit the first cache
+_SMALL = 1 << 16  # words of bitmap that stay in the cache
+_KEPT = 1 << 22  # words of workspace that a thread keeps
 
 
-def value_key(src: torch.dtype, dst: torch.dtype, op: Op) -> Key | None:
-    """The set of loops that reduce values of `src` into `dst`; None: there can be none."""
-    return _value_key(src, dst, op.name) if op.builtin else None
+def kind_of(dtype: torch.dtype) -> str:
+    """What lies in memory, as `loops` name it."""
+    return _KINDS[dtype]
+
+
+# Sorting --------------------------------------------------------------------------------------
+
+
+def distinct(code: Loops, indices: Tensor) -> Distinct | None:
+    """See `weft.kernels.distinct`."""
+    count, kind = indices.numel(), kind_of(indices.dtype)
+    if count >= 2**31:
+        return None
+    if count < 2:
+        return Distinct(indices, None, None)
+    found = array("q", bytes(32))
+    code[f"scan.{kind}"](indices.data_ptr(), count, found.buffer_info()[0])
+    falls, repeats, low, high = found
+    if falls == 0:
+        return None if repeats else Distinct(indices, None, None)
+    position_bits = (count - 1).bit_length()
+    if position_bits + (high - low).bit_length() > 63:
+        return None  # hashes as ids: an index and its position do not fit one word
+    parts = _cut(indices, low, high, pool.share(8 * count))
+    pairs, order = _workspace(count), torch.empty(count, dtype=torch.int64)
+    different = pool.run(_sort, [(code, indices, part, pairs, order) for part in parts])
+    places = [0, *accumulate(different)]
+    total = places.pop()
+    unique, starts = indices.new_empty(total), None
+    if total < count:
+        starts = torch.empty(total + 1, dtype=torch.int64)
+        starts[total] = count
+
+    def unpack(part: _Part, different: int, place: int) -> None:
+        code[f"unpack.{kind}"](
+            pairs.data_ptr() + 8 * part.first,
+            part.holds,
+            different,
+            position_bits,
+            part.low,
+            part.first,
+            unique.data_ptr() + unique.element_size() * place,
+            order.data_ptr() + 8 * part.first,
+            0 if starts is None else starts.data_ptr() + 8 * place,
+        )
+
+    pool.run(unpack, zip(parts, different, places, strict=True))
+    return Distinct(unique, order, starts)
+
+
+class _Part(NamedTuple):
+    """A range of keys, for one thread: where it begins, how wide it is, what lies in it."""
+
+    low: int
+    span: int
+    first: int
+    holds: int
+
+
+def _cut(indices: Tensor, low: int, high: int, parts: int) -> list[_Part]:
+    """Ranges of keys that hold about as many of the indices each, none of them empty."""
+    count = len(indices)
+    if parts == 1:
+        return [_Part(low, high - low + 1, 0, count)]
+    shift = max(0, (high - low).bit_length() - 10)
+    boxes = 1 + ((high - low) >> shift)
+    counts = torch.bincount((indices.long() - low) >> shift, minlength=boxes)
+    below = [0, *counts.cumsum(0).tolist()]
+    goals = torch.tensor([count * part // parts for part in range(1, parts)])
+    cuts = torch.searchsorted(torch.tensor(below), goals).tolist()
+    return [
+        _Part(low + (start << shift), (stop - start) << shift, below[start], holds)
+        for start, stop in pairwise(sorted({0, *cuts, boxes}))
+        if (holds := below[stop] - below[start])
+    ]
+
+
+def _sort(code: Loops, indices: Tensor, part: _Part, pairs: Tensor, order: Tensor) -> int:
+    """Leave the part's pairs of index and position sorted; returns how many indices differ."""
+    key_bits = max(1, (part.span - 1).bit_length())
+    passes = -(-key_bits // _DIGIT)
+    digit_bits = -(-key_bits // passes)
+    counts = torch.empty(passes << digit_bits, dtype=torch.int32)
+    found = code[f"sort.{kind_of(indices.dtype)}"](
+        indices.data_ptr(),
+        len(indices),
+        part.low,
+        part.span,
+        part.holds,
+        (len(indices) - 1).bit_length(),
+        digit_bits,
+        passes,
+        pairs.data_ptr() + 8 * part.first,
+        order.data_ptr() + 8 * part.first,
+        counts.data_ptr(),
+    )
+    if found < 0:
+        raise ValueError("indices changed while they were being sorted: wait for their writer")
+    return found
+
+
+_local = threading.local()
+
+
+def _workspace(words: int) -> Tensor:
+    """Int64 memory for this thread until it asks again, so pages are not fresh each time."""
+    kept: Tensor | None = getattr(_local, "workspace", None)
+    if kept is None or len(kept) < words:
+        kept = torch.empty(words, dtype=torch.int64)
+        if words <= _KEPT:
+            _local.workspace = kept
+    return kept[:words]
+
+
+def sketch(code: Loops, indices: Tensor, count: int) -> Tensor:
+    """See `weft.kernels.sketch`; for more than `count` indices."""
+    hashes, ids = torch.empty(2, count, dtype=torch.int64)
+    code[f"smallest.{kind_of(indices.dtype)}"](
+        indices.data_ptr(), len(indices), hashes.data_ptr(), ids.data_ptr(), count
+    )
+    sample: Tensor = ids[torch.argsort(hashes)]
+    return sample
+
+
+# Uniting runs ---------------------------------------------------------------------------------
+
+
+def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
+    """See `weft.kernels.union`."""
+    lengths = [run.numel() for run in runs]  # a tensor's len() takes ten times as long
+    total = sum(lengths)
+    if total >= 2**31:
+        return None
+    slots = list(torch.split(torch.empty(total, dtype=torch.int32), lengths))
+    if total == 0:
+        return Union(runs[0].new_empty(0), slots)
+    found, table = array("q", bytes(16)), _table(runs, slots)
+    code[f"ends.{kind_of(runs[0].dtype)}"](
+        table.buffer_info()[0], len(runs), found.buffer_info()[0]
+    )
+    low, high = found
+    parts = _key_ranges(runs, slots, low, high, pool.share(12 * total))
+    unite = _by_bitmap if _dense((high - low) // 64, total, len(runs)) else _in_pairs
+    return Union(unite(code, parts), slots)
+
+
+def _dense(words: int, total: int, runs: int) -> bool:
+    """Whether so large a bitmap is a faster way to unite than pair by pair."""
+    if runs == 1:
+        return False
+    return words <= total or (runs > 2 and words <= min(8 * total, _SMALL))
+
+
+class _Keys(NamedTuple):
+    """The pieces of all runs that lie in one range of keys, and their slots."""
+
+    low: int
+    high: int
+    runs: Sequence[Tensor]
+    slots: Sequence[Tensor]
+
+
+def _key_ranges(
+    runs: Sequence[Tensor], slots: Sequence[Tensor], low: int, high: int, parts: int
+) -> list[_Keys]:
+    if parts == 1:
+        return [_Keys(low, high, runs, slots)]
+    longest = max(runs, key=len)
+    goals = sorted({int(longest[len(longest) * part // parts]) for part in range(1, parts)})
+    bounds = torch.tensor(goals, dtype=longest.dtype)
+    edges = [[0, *torch.searchsorted(run, bounds).tolist(), len(run)] for run in runs]
+    lows, highs = [low, *goals], [*(goal - 1 for goal in goals), high]
+    return [
+        _Keys(
+            lows[part],
+            highs[part],
+            [run[edge[part] : edge[part + 1]] for run, edge in zip(runs, edges, strict=True)],
+            [slot[edge[part] : edge[part + 1]] for slot, edge in zip(slots, edges, strict=True)],
+        )
+        for part in range(len(lows))
+    ]
+
+
+def _table(runs: Sequence[Tensor], slots: Sequence[Tensor]) -> array[int]:
+    table = array("q")
+    for run, slot in zip(runs, slots, strict=True):
+        table.extend((run.data_ptr(), run.numel(), slot.data_ptr()))
+    return table
+
+
+class _Bitmap(NamedTuple):
+    """A bit for every key of a range, and room for the rank of every word."""
+
+    keys: _Keys
+    table: array[int]
+    bits: Tensor
+    ranks: Tensor
+
+
+def _by_bitmap(code: Loops, parts: list[_Keys]) -> Tensor:
+    """Unite by setting bits; places are counts of the bits below."""
+    bitmaps, kind = [], kind_of(parts[0].runs[0].dtype)
+    for part in parts:
+        words = max(0, part.high - part.low) // 64 + 1
+        bits, ranks = torch.empty(words, dtype=torch.int64), torch.empty(words, dtype=torch.int32)
+        bitmaps.append(_Bitmap(part, _table(part.runs, part.slots), bits, ranks))
+
+    def mark(bitmap: _Bitmap) -> int:
+        keys, table, bits, _ = bitmap
+        address = table.buffer_info()[0]
+        return code[f"mark.{kind}"](address, len(keys.runs), keys.low, len(bits), bits.data_ptr())
+
+    found = pool.run(mark, zip(bitmaps))
+    if min(found) < 0:
+        _name_unsorted(parts)
+    places = [0, *accumulate(found)]
+    indices = parts[0].runs[0].new_empty(places.pop())
+
+    def place(bitmap: _Bitmap, base: int) -> None:
+        keys, table, bits, ranks = bitmap
+        code[f"place.{kind}"](
+            table.buffer_info()[0],
+            len(keys.runs),
+            keys.low,
+            len(bits),
+            bits.data_ptr(),
+            ranks.data_ptr(),
+            base,
+            indices.data_ptr(),
+        )
+
+    pool.run(place, zip(bitmaps, places, strict=True))
+    return indices
+
+
+def _name_unsorted(parts: list[_Keys]) -> None:
+    pieces = list(zip(*(part.runs for part in parts), strict=True))
+    for number, some in enumerate(pieces):
+        run = torch.cat(some)
+        if not bool((run[1:] > run[:-1]).all()):
+            raise ValueError(f"run {number} of {len(pieces)} is not sorted and unique: sort it")
+    raise ValueError("indices changed while they were being united: wait for their writer")
+
+
+def _in_pairs(code: Loops, parts: list[_Keys]) -> Tensor:
+    """Unite two and two, then the unions, and so on; the slots are carried along."""
+    united = pool.run(_tree, [(code, part.runs, part.slots) for part in parts])
+    base = len(united[0])
+    for part, indices in zip(parts[1:], united[1:], strict=True):
+        for slot in part.slots:
+            code["compose"](slot.data_ptr(), len(slot), 0, base)
+        base += len(indices)
+    return united[0] if len(united) == 1 else torch.cat(united)
+
+
+def _tree(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:
+    """The union of the runs; of a single run a copy."""
+    if len(runs) == 1:
+        torch.arange(-1, -runs[0].numel() - 1, -1, dtype=torch.int32, out=slots[0])
+        return runs[0].clone()
+    half = len(runs) // 2
+    left, left_slots = _side(code, runs[:half], slots[:half])
+    right, right_slots = _side(code, runs[half:], slots[half:])
+    left_count, right_count = left.numel(), right.numel()
+    out = left.new_empty(left_count + right_count)
+    count = code[f"pair.{kind_of(left.dtype)}"](
+        left.data_ptr(),
+        left_count,
+        right.data_ptr(),
+        right_count,
+        out.data_ptr(),
+        left_slots.data_ptr(),
+        right_slots.data_ptr(),
+    )
+    for some, outer in ((slots[:half], left_slots), (slots[half:], right_slots)):
+        for slot in some if len(some) > 1 else ():
+            code["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr(), 0)
+    return out[:count]
+
+
+def _side(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One side of a pair, and where its slots go: for a single run where they belong."""
+    if len(runs) == 1:
+        return runs[0], slots[0]
+    union = _tree(code, runs, slots)
+    return union, torch.empty(union.numel(), dtype=torch.int32)
+
+
+def bitmap(code: Loops, indices: Tensor, places: int) -> Tensor:
+    """See `weft.kernels.bitmap`."""
+    bits = torch.empty(-(-places // 64), dtype=torch.int64)
+    slots = torch.empty(indices.numel(), dtype=torch.int32)
+    address = (table := _table([indices], [slots])).buffer_info()[0]
+    kind = kind_of(indices.dtype)
+    if code[f"mark.{kind}"](address, len(table) // 3, 0, len(bits), bits.data_ptr()) < 0:
+        raise ValueError(f"an index is not below {places}")
+    return bits
+
+
+def unite_bitmap(code: Loops, bits: Tensor, indices: Tensor) -> Union:
+    """See `weft.kernels.unite_bitmap`."""
+    kind, words, address = kind_of(indices.dtype), len(bits), bits.data_ptr()
+    united = indices.new_empty(code[f"spread.{kind}"](words, address, 0))
+    code[f"spread.{kind}"](words, address, united.data_ptr())
+    slots = torch.full((indices.numel(),), -1, dtype=torch.int32)
+    ranks = torch.empty(words, dtype=torch.int32)
+    table = _table([indices], [slots])
+    code[f"place.{kind}"](
+        *(table.buffer_info()[0], 1, 0, words, address, ranks.data_ptr(), 0, united.data_ptr())
+    )
+    return Union(united, [slots])
+
+
+# Sharing places out ---------------------------------------------------------------------------
+
+
+def shares(code: Loops, slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
+    """See `weft.kernels.shares`."""
+    words = torch.zeros(total, dtype=torch.int64)
+    keys, order, at = torch.empty(3, total, dtype=torch.int32)
+    for slot, weight in zip(slots, weights, strict=True):
+        code["weigh"](slot.data_ptr(), len(slot), weight, words.data_ptr())
+    code["aim"](words.data_ptr(), total, keys.data_ptr())
+    for run, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
+        code["choose"](slot.data_ptr(), len(slot), weight, run, words.data_ptr(), keys.data_ptr())
+    many = 2 * len(slots)
+    starts = torch.zeros(many + 1, dtype=torch.int64)
+    code["arrange"](
+        keys.data_ptr(), total, many, starts.data_ptr(), order.data_ptr(), at.data_ptr()
+    )
+    return Shares(keys, order, at, starts.tolist())
+
+
+def pick(code: Loops, slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
+    """See `weft.kernels.pick`."""
+    room = min(len(slots), shares.count(to))
+    rows, there = torch.empty(2, room, dtype=torch.int32)
+    found = code["pick"](
+        slots.data_ptr(),
+        len(slots),
+        shares.keys.data_ptr(),
+        to,
+        shares.at.data_ptr(),
+        shares.starts[2 * to],
+        shares.alone(to) if run == to else 0,
+        rows.data_ptr(),
+        there.data_ptr(),
+    )
+    return Picked(rows[:found], there[:found])
+
+
+def deal(code: Loops, slots: Tensor, shares: Shares) -> list[Tensor]:
+    """See `weft.kernels.deal`."""
+    which = slots.data_ptr(), len(slots), shares.keys.data_ptr()
+    counts = torch.zeros(len(shares.starts) // 2, dtype=torch.int64)
+    code["deal"](*which, counts.data_ptr(), 0)
+    starts = counts.cumsum(0) - counts
+    rows = torch.empty(len(slots), dtype=torch.int32)
+    code["deal"](*which, starts.data_ptr(), rows.data_ptr())
+    return list(torch.split(rows, counts.tolist()))
+
+
+def alone(
+    code: Loops, slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int
+) -> list[Tensor]:
+    """See `weft.kernels.alone`."""
+    marks = torch.zeros(total, dtype=torch.uint8)
+    for slot in slots:
+        code["repeated"](slot.data_ptr(), len(slot), marks.data_ptr())
+
+    def first(slot: Tensor) -> Tensor:
+        room = min(most, len(slot))
+        rows = torch.empty(room, dtype=torch.int32)
+        found = code["alone"](slot.data_ptr(), len(slot), marks.data_ptr(), room, rows.data_ptr())
+        return rows[:found]
+
+    return [first(slots[run]) for run in runs]
+
+
+# Values ---------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _value_key(src: torch.dtype, dst: torch.dtype, name: str) -> Key | None:
-    op = OPS[name]
-    if op.refuses(src) is not None or not (
-        dst in (src, op.accumulator(src)) or (src, dst) in _CONVERTED
-    ):
+def _values_key(src: torch.dtype, dst: torch.dtype, name: str) -> str:
+    """The kinds and the operation of instances for these, if there are any."""
+    return f"{kind_of(src)}.{kind_of(dst)}.{'sum' if OPS[name].mean else name}"
+
+
+def _loop(code: Loops, name: str, values: Tensor, out: Tensor, op: Op) -> Loop | None:
+    """What reduces or combines rows of these; its first argument is how many numbers a row has."""
+    if not (op.builtin and out.is_contiguous()):
         return None
-    if name in ("band", "bor", "bxor"):  # bits do not care how they are grouped
-        return ("value", "u8", "u8", name, "u8")
-    total = dst if dst.itemsize > 2 else op.accumulator(dst)
-    return ("value", KINDS[src], KINDS[dst], "sum" if op.mean else name, KINDS[total])
+    key = _values_key(values.dtype, out.dtype, op.name)
+    loop, width = code.get(f"{name}.{key}"), math.prod(values.shape[1:])
+    if loop is None or width != 1:
+        return None if loop is None else functools.partial(loop, width)
+    return code[f"{name}.{key}.1"]
 
 
 def reduce(
+    code: Loops,
     values: Tensor,
     distinct: Distinct,
     op: Op,
@@ -61,69 +468,31 @@ def reduce(
 
     With `which` (int32, contiguous) for the distinct rows `which[first]` to `which[last - 1]`.
     """
-    key, loops = _loops(values, out, op)
-    if loops is None:
+    loop = _loop(code, "reduce", values, out, op)
+    if loop is None:
         return False
-    values, stride, width = _rows(values, key)
-    row = out.stride(0) * out.element_size()
-    cuts = pool.ranges(first, last, pool.share(2 * (last - first) * row))
-    order = starts = 0
-    if distinct.order is not None:
-        order = distinct.order.data_ptr()
+    values, stride = _rows(values)
+    size, wider = out.stride(0) * out.element_size(), out.element_size() == 2
+    cuts = pool.ranges(first, last, pool.share(2 * (last - first) * size))
+    order = 0 if distinct.order is None else distinct.order.data_ptr()
+    starts = 0
     if distinct.starts is not None:
         starts = distinct.starts.data_ptr()
         if len(cuts) > 1 and which is None:
             cuts = _balanced(distinct.starts, first, last, len(cuts))
-    wider = key[4] != key[2]
     from_, to = values.data_ptr(), out.data_ptr()
-    loop = loops["reduce" if which is None else "reduce_some"]
     chosen, many = 0 if which is None else which.data_ptr(), distinct.indices.numel()
 
     def part(start: int, stop: int) -> int:
-        sums = torch.empty(width if wider else 0, dtype=torch.float32)
-        target = to + (start - first) * row
-        outside: int = loop(
-            *(from_, stride, order, starts, chosen, many, start, stop, target, width),
+        sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
+        target = to + (start - first) * size
+        return loop(
+            *(from_, stride, order, starts, chosen, many, start, stop, target, size),
             sums.data_ptr(),
         )
-        return outside
 
     if outside := sum(pool.run(part, cuts)):
         raise IndexError(f"{outside} of {last - first} rows are not among the {many} distinct ones")
-    return True
-
-
-def reduce_parts(
-    parts: Sequence[Tensor],
-    distinct: Distinct,
-    op: Op,
-    out: Tensor,
-    rows: Sequence[int],
-    begins: Sequence[int],
-) -> bool:
-    """See `weft.kernels.reduce_parts`; for what one thread does at once."""
-    key, loops = _loops(parts[0], out, op)
-    if loops is None:
-        return False
-    row = out.stride(0) * out.element_size()
-    if pool.share(2 * (rows[-1] - rows[0]) * row) > 1:
-        return False
-    order = 0 if distinct.order is None else distinct.order.data_ptr()
-    starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
-    to, loop, wider = out.data_ptr(), loops["reduce"], key[4] != key[2]
-    sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
-    plain, width = 0, 0
-    for given, begin, (first, last) in zip(parts, begins, itertools.pairwise(rows), strict=True):
-        if first == last:
-            continue
-        values, stride = given, plain
-        if not (plain and given.is_contiguous() and not given.is_neg()):
-            values, stride, width = _rows(given, key)
-            plain = out[:1].numel() * given.element_size()  # from row to row
-        # as if this part's rows came behind those of all parts before
-        from_ = values.data_ptr() - begin * stride
-        target = to + (first - rows[0]) * row
-        loop(from_, stride, order, starts, 0, last, first, last, target, width, sums.data_ptr())
     return True
 
 
@@ -132,24 +501,22 @@ def _balanced(starts: Tensor, first: int, last: int, parts: int) -> list[tuple[i
     begin, end = int(starts[first]), int(starts[last])
     goals = [start for start, _ in pool.ranges(begin, end, parts)][1:]
     inner = torch.searchsorted(starts[first : last + 1], torch.tensor(goals)) + first
-    return list(itertools.pairwise([first, *inner.tolist(), last]))
+    return list(pairwise([first, *inner.tolist(), last]))
 
 
-def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:
+def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:
     """See `weft.kernels.combine`."""
-    key, loops = _loops(values, out, op)
-    if loops is None:
+    loop = _loop(code, "combine", values, out, op)
+    if loop is None:
         return False
-    values, stride, width = _rows(values, key)
-    count, height = slots.numel(), out.shape[0]
-    to, which, from_, loop = out.data_ptr(), slots.data_ptr(), values.data_ptr(), loops["combine"]
+    values, stride = _rows(values)
+    count, height, size = slots.numel(), out.shape[0], out.stride(0) * out.element_size()
+    to, where, from_ = out.data_ptr(), slots.data_ptr(), values.data_ptr()
 
     def part(start: int, stop: int) -> int:
-        outside: int = loop(to, height, base, which, from_, stride, start, stop, width)
-        return outside
+        return loop(to, height, base, where, from_, stride, start, stop, size)
 
-    parts = pool.share(3 * count * stride)
-    outside = part(0, count) if parts == 1 else sum(pool.run(part, pool.ranges(0, count, parts)))
+    outside = sum(pool.run(part, pool.ranges(0, count, pool.share(3 * count * stride))))
     if outside:
         raise IndexError(
             f"{outside} of {count} rows belong outside of places {base} to {base + height - 1}: "
@@ -158,21 +525,35 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bo
     return True
 
 
-def _loops(values: Tensor, out: Tensor, op: Op) -> tuple[Key, Loops | None]:
-    key = value_key(values.dtype, out.dtype, op)
-    if key is None or not out.is_contiguous():
-        return (), None
-    return key, compiler.loops(key)
+def put(code: Loops, out: Tensor, places: Tensor, values: Tensor) -> bool:
+    """See `weft.kernels.put`."""
+    if not out.is_contiguous():
+        return False
+    values = values.resolve_neg().contiguous()
+    size = out.element_size() * math.prod(out.shape[1:])
+    word, kind = next((w, k) for w, k in ((8, "i64"), (4, "i32"), (1, "u8")) if size % w == 0)
+    count, height, loop = places.numel(), out.shape[0], code[f"scatter.{kind}"]
+    to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
+
+    def part(start: int, stop: int) -> int:
+        return loop(to, height, where, from_, size, start, stop, size // word)
+
+    cuts = pool.ranges(0, count, pool.share(2 * count * size))
+    if outside := sum(pool.run(part, cuts)):
+        raise IndexError(
+            f"{outside} of {count} rows belong outside of places 0 to {height - 1}: "
+            "pass places of the result only"
+        )
+    return True
 
 
-def _rows(values: Tensor, key: Key) -> tuple[Tensor, int, int]:
-    """The values with rows that are contiguous each; bytes from row to row; numbers in a row."""
+def _rows(values: Tensor) -> tuple[Tensor, int]:
+    """The values with rows that are contiguous each, and bytes from row to row."""
     if values.is_neg() or not (values.is_contiguous() or _rows_are_contiguous(values)):
         values = values.resolve_neg().contiguous()
-    size = values.element_size()
-    width = math.prod(values.shape[1:])
-    stride = size * (values.stride(0) if values.shape[0] > 1 else width)
-    return values, stride, width * size if key[1] == "u8" else width
+    several = values.shape[0] > 1
+    stride = values.stride(0) if several else math.prod(values.shape[1:])
+    return values, stride * values.element_size()
 
 
 def _rows_are_contiguous(values: Tensor) -> bool:

@@ -269,11 +269,17 @@ def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
     """See `weft.kernels.held`."""
-    return torch.stack([torch.isin(places, _places(slot)).long() for slot in slots], 1)
+    found = torch.zeros(len(places), len(slots), dtype=torch.int64, device=places.device)
+    for run, slot in enumerate(slots):
+        if len(slot):
+            its = _places(slot)
+            at = torch.searchsorted(its, places).clamp_(max=len(its) - 1)
+            found[:, run] = its[at] == places
+    return found
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> None:
-    """`out[places[i]] = values[i]`: see `weft.kernels.Putter`."""
+    """`out[places[i]] = values[i]`: see `weft.kernels.put`."""
     out[places.long()] = values
 
 

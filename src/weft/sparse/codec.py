@@ -1,7 +1,7 @@
 """How sorted index lists are written on the wire: plainly, or as their gaps in few bits.
 
 A list says itself which it is. Gaps are written in a Golomb-Rice code that becomes a bitmap where
-the list is dense (`weft.kernels.gaps`): hardly more than the entropy, 4.8 bits for one index of
+the list is dense (`weft.kernels.codec`): hardly more than the entropy, 4.8 bits for one index of
 ten. Lossless. Writing and reading them takes a core some 3 ns an index, which a link of 8 Gbit/s
 no longer repays: whether lists may be packed follows from the link (`Load.gaps`). Short lists are
 written plainly in any case.
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..wire.base import Lease, Pool, typed
+from ..errors import WireError
+from ..wire.base import Lease, Pool, Wire, typed
 
-__all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "packed", "unpack"]
+__all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "packed", "received", "unpack"]
 
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size
@@ -51,11 +52,11 @@ def packed(indices: Tensor, memory: Pool, most: float = math.inf) -> Lease | Non
     count = indices.numel()
     if count < _WORTH or count > 8 * most:  # none takes less than a bit
         return None
-    code = kernels.gap_code(indices)
+    code = kernels.index_code(indices)
     if code is None or PREFIX + code.most > most:
         return None
     lease = memory.lease(PREFIX + code.most)
-    size = kernels.pack_gaps(indices, code, lease.tensor[PREFIX:])
+    size = kernels.encode(indices, code, lease.tensor[PREFIX:])
     lease.tensor = lease.tensor[: PREFIX + size]
     _say(lease.tensor, count, size, int(indices[0]))
     return lease
@@ -70,20 +71,52 @@ def bytes_of(message: Tensor) -> int:
     return PREFIX + int(_PREFIX.unpack_from(message.numpy().data)[1])
 
 
-def unpack(message: Tensor, dtype: torch.dtype, room: Callable[[int], Tensor]) -> Tensor:
+def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int], Tensor]) -> Tensor:
     """The list: a view of the message where it was written plainly.
 
     Args:
         message: what `pack` made, or longer.
         dtype: of the indices.
+        last: no index is greater.
         room: gives memory of so many bytes, for a list that was packed.
+
+    Raises:
+        ValueError: the message is damaged: it is no such list.
     """
     count, size, first = _PREFIX.unpack_from(message.numpy().data)
+    packed = message[PREFIX : PREFIX + size]
+    # of so many bytes there are at most so many indices: no more memory is asked for
+    if not 0 <= size == len(packed) or not 0 <= count <= 8 * size:
+        raise ValueError(f"{count} indices in {size} bytes of a message of {len(message)}")
     if first < 0:
+        if size != count * dtype.itemsize:
+            raise ValueError(f"{count} indices of {dtype} in {size} bytes")
         return typed(message, (count,), dtype, PREFIX)
     indices = typed(room(count * dtype.itemsize), (count,), dtype)
-    kernels.unpack_gaps(message[PREFIX : PREFIX + size], first, indices)
+    if not kernels.decode(packed, first, last, indices):
+        raise ValueError(f"its code is not that of {count} sorted indices from {first} to {last}")
     return indices
+
+
+def received(
+    wire: Wire,
+    peer: int,
+    message: Tensor,
+    dtype: torch.dtype,
+    last: int,
+    room: Callable[[int], Tensor],
+) -> Tensor:
+    """As `unpack`, of what a peer sent.
+
+    Raises:
+        WireError: the message is damaged; nobody can tell what else is.
+    """
+    try:
+        return unpack(message, dtype, last, room)
+    except ValueError as error:
+        text = f"the index list that rank {peer} sent cannot be read: {error}"
+        wire.abort(text)
+        raise WireError(f"rank {wire.rank}: {text}", rank=wire.rank, culprit=peer) from None
 
 
 def index_bytes(count: float, places: float, plain: int) -> float:

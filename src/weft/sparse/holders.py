@@ -86,7 +86,11 @@ def holders(own: LocalRows, call: Call) -> Rows:
 
     # who sums what: the same on every rank
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
-    putter = kernels.Putter(result.values, [shares.of(rank) for rank in order])
+    places = [shares.of(rank) for rank in order]
+
+    def put(rank: int, first: int, sums: Tensor) -> None:
+        kernels.put(result.values, places[rank][first : first + len(sums)], sums)
+
     relay.pass_on(1)
     relay.start([shares.count(rank) for rank in order])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
@@ -114,9 +118,9 @@ def holders(own: LocalRows, call: Call) -> Rows:
         if until:
             to_others(step)
         if chunk is not None:
-            putter.put(me, step * relay.rows, chunk)
+            put(me, step * relay.rows, chunk)
         for origin, first, some in relay.turn(step):
-            putter.put(origin, first, some)
+            put(origin, first, some)
 
     relay.finish()
     outflow.finish()

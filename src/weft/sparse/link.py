@@ -38,7 +38,7 @@ import torch
 
 from .. import kernels
 from ..errors import WeftError
-from ..kernels.cache import user_cache
+from ..kernels.jit import user_cache
 from ..kernels.ops import OPS
 from ..wire.base import Wire, all_gather_bytes
 from ..wire.link import MERGE, Link

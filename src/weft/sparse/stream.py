@@ -79,6 +79,7 @@ class IndexLists:
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
+        self._last = call.load.places - 1
         self._leases: list[Lease] = []
         packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
         for indices in lists.values():
@@ -110,7 +111,9 @@ class IndexLists:
             if peer in rests:
                 message, pending = rests[peer]
                 pending.wait()
-            found[peer] = codec.unpack(message, self._dtype, self._room)
+            found[peer] = codec.received(
+                self._wire, peer, message, self._dtype, self._last, self._room
+            )
         return found
 
     def _room(self, nbytes: int) -> Tensor:

@@ -7,33 +7,26 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.kernels import gaps
-from weft.kernels.compile import compiler
+from weft.kernels import codec, jit
 
 DTYPES = [torch.int32, torch.int64]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    for dtype in DTYPES:
-        compiler.make(gaps.gaps_key(dtype))
-        assert compiler.made(gaps.gaps_key(dtype))
+assert jit.loops() is not None, jit.describe()
 
 
 def packed(indices, monkeypatch, *, by_machine):
     """What was written, in memory that held something else before."""
     if not by_machine:
-        monkeypatch.setattr(gaps.compiler, "loops", lambda key: None)
-    code = gaps.gap_code(indices)
+        monkeypatch.setattr(jit, "loops", lambda: None)
+    code = codec.index_code(indices)
     out = torch.full((code.most + 40,), 0xA5, dtype=torch.uint8)
-    size = gaps.pack_gaps(indices, code, out)
+    size = codec.encode(indices, code, out)
     assert size <= code.most
     assert out[size:].eq(0xA5).all()  # nothing is written behind it
     back = torch.full((len(indices) + 1,), -7, dtype=indices.dtype)
-    gaps.unpack_gaps(out, int(indices[0]), back[:-1])
+    assert codec.decode(out, int(indices[0]), int(indices[-1]), back[:-1])
     assert torch.equal(back[:-1], indices)
     assert back[-1] == -7
     monkeypatch.undo()
@@ -68,10 +61,10 @@ def test_lists_come_back(indices):
 def test_the_bytes_are_those_of_the_definition():
     # gaps 3, 0, 2, 9 leave out 14: a width of 1 is best for a mean of 3.5
     written = check(torch.tensor([5, 9, 10, 13, 23])).numpy()
-    widths, remainders, marks = written[:8], written[8:24], written[24:]
+    widths, remainders, unary = written[:8], written[8:24], written[24:]
     assert widths.tolist() == [1, *[0] * 7]
     assert int.from_bytes(remainders, "little") == 0b1001  # the last gap's comes highest
-    assert int.from_bytes(marks, "little") == 0b10000_10_1_10  # 4, 1, 0 and 1 zeros, each a one
+    assert int.from_bytes(unary, "little") == 0b10000_10_1_10  # 4, 1, 0 and 1 zeros, each a one
 
 
 def test_dense_lists_are_bitmaps():
@@ -92,7 +85,7 @@ def test_it_takes_hardly_more_than_the_entropy(places):
     entropy = -math.log2(share) - (1 - share) / share * math.log2(1 - share)
     bits = 8 * len(check(indices)) / len(indices)
     assert entropy < bits < entropy + 0.2
-    assert bits == pytest.approx(gaps.expected_bits(len(indices), 5000 * places), rel=0.02)
+    assert bits == pytest.approx(codec.expected_bits(len(indices), 5000 * places), rel=0.02)
 
 
 def test_whatever_the_gaps_it_is_bounded():
@@ -104,7 +97,66 @@ def test_whatever_the_gaps_it_is_bounded():
 
 
 def test_too_far_apart():
-    assert gaps.gap_code(torch.tensor([3, 3 + 2**52])) is None
+    assert codec.index_code(torch.tensor([3, 3 + 2**52])) is None
     check(torch.tensor([3, 2 + 2**52]))
     check(torch.tensor([2**31 - 2, 2**31 - 1], dtype=torch.int32))
     check(torch.tensor([0, 2**31 - 1], dtype=torch.int32))
+
+
+# What is damaged.
+
+
+@pytest.fixture(params=["machine", "definition"])
+def served(request, monkeypatch):
+    if request.param == "definition":
+        monkeypatch.setattr(jit, "loops", lambda: None)
+
+
+def encoded(indices):
+    code = codec.index_code(indices)
+    out = torch.zeros(code.most, dtype=torch.uint8)
+    return out[: codec.encode(indices, code, out)].clone()
+
+
+def decoded(packed, first, last, count, dtype=torch.int64):
+    """The list, or None; what is around it is checked."""
+    memory = torch.full((count + 2,), -7, dtype=dtype)
+    fine = codec.decode(packed, first, last, memory[1:-1])
+    assert memory[0] == memory[-1] == -7
+    return memory[1:-1] if fine else None
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lists(), st.data())
+def test_damage_is_found_or_gives_a_list_in_range(served, indices, data):
+    packed, first, last = encoded(indices), int(indices[0]), int(indices[-1])
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    packed = packed[: data.draw(st.integers(0, len(packed)))]
+    found = decoded(packed, first, last, len(indices))
+    if found is not None:
+        assert found[0] == first and found[-1] <= last and bool((found[1:] > found[:-1]).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_refused(served, dtype):
+    indices = torch.arange(0, 6000, 3, dtype=dtype)
+    packed, last = encoded(indices), int(indices[-1])
+    assert torch.equal(decoded(packed, 0, last, 2000, dtype), indices)
+    assert decoded(packed, 0, last - 1, 2000, dtype) is None  # beyond the last index
+    assert decoded(packed, 2**31 - 100, 2**62, 2000, torch.int32) is None  # beyond an int32
+    assert decoded(packed, -1, last, 2000, dtype) is None
+    assert decoded(packed, 0, last, 2000 + 64 * len(packed), dtype) is None  # there are not so many
+    for size in (0, 7, 8, 100, len(packed) - 8):  # and not all of it is there
+        assert decoded(packed[:size], 0, last, 2000, dtype) is None
+    wide = packed.clone()
+    wide[0] = 53  # a width that no list has
+    assert decoded(wide, 0, 2**62, 2000, dtype) is None
+    assert decoded(torch.full_like(packed, 0), 0, last, 2000, dtype) is None
+    wide[:8] = 52  # gaps of 2**52 and more, whose sum leaves an int64
+    assert decoded(torch.cat([wide, wide]), 0, 2**62, 2000, dtype) is None
+
+
+def test_lists_too_short_to_have_gaps(served):
+    packed = encoded(torch.arange(5))
+    assert decoded(packed, 0, 9, 0) is None and decoded(packed, 0, 9, 1) is None

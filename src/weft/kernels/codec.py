@@ -1,0 +1,222 @@
+"""Sorted indices in few bits: a Golomb-Rice code of their gaps, and a bitmap where they are dense.
+
+Written are the gaps, the indices left out between neighbours, in blocks of 256. Each block has a
+*width*, its Rice parameter: that many low bits of each of its gaps, the *remainder*, are packed
+one behind the other; the *unary part* of what is above them, as many zeros and a one, stands in a
+string of its own. Where the width is 0 the unary parts are the bitmap of the indices. The width is
+the one that is best for gaps of the block's mean whose places are random; then an index takes
+hardly more bits than its entropy: at a density of 10 % 4.8, where that is 4.69. Whatever the gaps,
+it takes hardly two bits more than the logarithm of its block's mean gap; so skewed lists are short
+too.
+
+All numbers are little-endian and bits count from the lowest: a byte for each width, zeros up to
+whole words of 64 bits; words of remainders, and a word of zeros behind them; words of unary parts.
+Here is the definition, in NumPy, and what hands the work to machine code, which gives the same
+bytes and refuses the same damage.
+
+Rice, "Some practical universal noiseless coding techniques" (JPL 79-22, 1979), for the code;
+Kiely, "Selecting the Golomb parameter in Rice coding" (IPN Progress Report 42-159, 2004), for the
+width; Elias, "Efficient storage and retrieval by content and address of static files" (JACM 1974),
+for keeping the two parts of a number apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import jit
+from .cpu import kind_of
+
+__all__ = ["IndexCode", "decode", "encode", "expected_bits", "index_code"]
+
+_BLOCK = 256  # gaps that share a width
+_WIDEST = 52  # the greatest width:
+_FARTHEST = 1 << _WIDEST  # from the first index to the last, so that every step below is exact
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCode:
+    """How one list will be written.
+
+    Attributes:
+        widths: uint8, of each block of gaps.
+        remainders: words of remainders, the word of zeros behind them included.
+        most: bytes that it all takes at most.
+    """
+
+    widths: NDArray[np.uint8]
+    remainders: int
+    most: int
+
+    @property
+    def start(self) -> int:
+        """Bytes before the remainders."""
+        return -(-len(self.widths) // 8) * 8
+
+    @property
+    def unary(self) -> int:
+        """Bytes before the unary parts."""
+        return self.start + 8 * self.remainders
+
+    @classmethod
+    def of(cls, widths: NDArray[np.uint8], count: int, unary: int = 0) -> IndexCode:
+        """The code of `count` indices, with unary parts of at most so many bits."""
+        bits = int((_lengths(count) * widths).sum())
+        remainders = -(-bits // 64) + 1  # the loops read and write a word at any bit of them
+        size = -(-len(widths) // 8) + remainders + -(-unary // 64)
+        return cls(widths, remainders, 8 * size)
+
+
+def _lengths(count: int) -> Longs:
+    """Gaps in each block of a list of so many indices."""
+    lengths = np.full(-(-(count - 1) // _BLOCK), _BLOCK, np.int64)
+    lengths[-1] = (count - 2) % _BLOCK + 1
+    return lengths
+
+
+def index_code(indices: Tensor) -> IndexCode | None:
+    """How these indices are best written; None if they are too far apart.
+
+    Args:
+        indices: at least two, sorted and unique, int32 or int64, contiguous, on the CPU.
+    """
+    found = indices.numpy()
+    if int(found[-1]) - int(found[0]) >= _FARTHEST:
+        return None
+    ends = np.append(found[:-1:_BLOCK], found[-1:]).astype(np.int64)
+    lengths = _lengths(len(found))
+    left_out = np.diff(ends) - lengths
+    widths = _width(left_out, lengths)
+    unary = int((lengths + (left_out >> widths)).sum())
+    return IndexCode.of(widths.astype(np.uint8), len(found), unary)
+
+
+def _width(left_out: Longs, gaps: Longs) -> Longs:
+    """The best width for so many gaps that leave out so many indices together: Kiely's (15).
+
+    With m left out for a gap it is 0, or 1 + floor(log2(0.4812 m + 0.2406)) if that is more.
+    """
+    scaled = (2 * left_out + gaps) * 77 // (320 * gaps)
+    return np.frexp(scaled.astype(np.float64))[1].astype(np.int64)
+
+
+def expected_bits(count: float, places: float) -> float:
+    """Bits that an index of so many, which are anywhere among so many places, will take.
+
+    Infinite where they may be too far apart.
+    """
+    if places > _FARTHEST:
+        return math.inf
+    left_out = max(places / count - 1, 0.0)
+    width = math.frexp(math.floor((2 * left_out + 1) * 77 / 320))[1]  # as `_width`
+    further = (left_out / (left_out + 1)) ** 2.0**width  # the odds of each zero of a unary part
+    return float(width + 1 / (1 - further) + 8 / _BLOCK)
+
+
+def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
+    """Write indices; returns how many bytes that took, at most `code.most`.
+
+    Args:
+        indices: those that `index_code` saw.
+        code: what it said.
+        out: uint8, 1-D, of at least `code.most` bytes.
+    """
+    raw = out.numpy()
+    raw[: len(code.widths)] = code.widths
+    raw[len(code.widths) : code.start] = 0
+    raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
+    loops = jit.loops()
+    if loops is None:
+        return _encode(indices.numpy(), code, raw)
+    address = out.data_ptr()
+    words = loops[f"encode.{kind_of(indices.dtype)}"](
+        *(indices.data_ptr(), len(indices)),
+        *(address, address + code.start, address + code.unary),
+    )
+    return code.unary + 8 * words
+
+
+def _encode(indices: NDArray[np.integer], code: IndexCode, raw: NDArray[np.uint8]) -> int:
+    longs: Longs = indices.astype(np.int64)
+    gaps: Longs = longs[1:] - longs[:-1] - 1
+    widths = np.repeat(code.widths.astype(np.int64), _lengths(len(indices)))
+    starts = np.cumsum(widths) - widths
+    bits = np.zeros(64 * code.remainders, np.uint8)
+    for bit in range(int(code.widths.max())):
+        some = widths > bit
+        bits[starts[some] + bit] = gaps[some] >> bit & 1
+    raw[code.start : code.unary] = np.packbits(bits, bitorder="little")
+    ones = np.cumsum((gaps >> widths) + 1) - 1
+    bits = np.zeros(-(-(int(ones[-1]) + 1) // 64) * 64, np.uint8)
+    bits[ones] = 1
+    raw[code.unary : code.unary + len(bits) // 8] = np.packbits(bits, bitorder="little")
+    return code.unary + len(bits) // 8
+
+
+def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
+    """Read back what `encode` wrote; False where that is damaged, and `out` then holds anything.
+
+    Nothing beyond `packed` is read, and what is read is sorted, unique, and from `first` to `last`.
+
+    Args:
+        packed: uint8, 1-D, contiguous: what was written, or more.
+        first: the first of the indices.
+        last: none of them is greater.
+        out: at least two indices long, of their dtype; to be filled.
+    """
+    count = len(out)
+    blocks = -(-(count - 1) // _BLOCK)
+    last = min(last, torch.iinfo(out.dtype).max)
+    widths = packed[:blocks].numpy()
+    if blocks < 1 or len(widths) < blocks or int(widths.max()) > _WIDEST:
+        return False
+    code = IndexCode.of(widths, count)
+    words = (len(packed) - code.unary) // 8
+    if words < 1 or not 0 <= first <= last:
+        return False
+    loops = jit.loops()
+    if loops is None:
+        return _decode(packed.numpy(), code, words, first, last, out.numpy())
+    address = packed.data_ptr()
+    damaged = loops[f"decode.{kind_of(out.dtype)}"](
+        *(first, last, count, address, address + code.start, address + code.unary),
+        *(words, out.data_ptr()),
+    )
+    return damaged == 0
+
+
+def _decode(
+    raw: NDArray[np.uint8],
+    code: IndexCode,
+    words: int,
+    first: int,
+    last: int,
+    out: NDArray[np.integer],
+) -> bool:
+    widths = np.repeat(code.widths.astype(np.int64), _lengths(len(out)))
+    unary = raw[code.unary : code.unary + 8 * words]
+    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))[: len(widths)]
+    if len(ones) < len(widths):
+        return False
+    quotients = np.diff(ones, prepend=-1) - 1
+    if bool((quotients > (last - first) >> widths).any()):  # before they overflow
+        return False
+    gaps = quotients << widths
+    bits = np.unpackbits(raw[code.start : code.unary], bitorder="little").astype(np.int64)
+    starts = np.cumsum(widths) - widths
+    for bit in range(int(code.widths.max())):
+        some = widths > bit
+        gaps[some] |= bits[starts[some] + bit] << bit
+    if gaps.sum(dtype=np.float64) > 2.0**62 or int(gaps.sum()) + len(gaps) > last - first:
+        return False
+    out[0] = first
+    out[1:] = first + np.cumsum(gaps + 1)
+    return True

@@ -1,0 +1,239 @@
+"""Machine code is made once, and kept where nobody else can write; all works without."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+
+from weft.kernels import jit
+from weft.testing import processes
+
+HEAD = """
+import sys, torch
+from weft import kernels
+from weft.kernels import OPS, jit
+def work():
+    found = kernels.distinct(torch.tensor([7, 2, 7]))
+    values = torch.tensor([1.0, 2.0, 4.0])
+    assert kernels.reduce(values, found, OPS["sum"]).tolist() == [2.0, 5.0]
+    union = kernels.union([found.indices] * 2)
+    assert union.indices.tolist() == [2, 7]
+def few():  # compiling all takes longer
+    from weft.kernels import loops
+    for name in [name for name in loops.LOOPS if name != "pair"]:
+        del loops.LOOPS[name]
+    for name in [name for name in loops.INSTANCES if not name.startswith("pair.")]:
+        del loops.INSTANCES[name]
+def count():
+    made, compiled = [], jit._compiled
+    jit._compiled = lambda: [made.append(1), few(), compiled()][2]
+    assert sorted(jit.loops()) == ["pair.i32", "pair.i64"]
+    print(len(made), kernels.describe())
+"""
+
+
+def run(body, tmp_path, **env):
+    """What a Python of its own prints, with a home that holds nothing yet."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("WEFT_", "NUMBA_", "XDG_"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", HEAD + body],
+        env={**keep, "HOME": str(home), "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def forked(size, body, tmp_path, **env):
+    """What as many processes print that need not import torch themselves first."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    return processes(size, program, HEAD + body, set(env), env={"HOME": str(home), **env})
+
+
+def program(code, given):
+    for name in os.environ:
+        if name.startswith(("WEFT_", "NUMBA_", "XDG_")) and name not in given:
+            del os.environ[name]
+    warnings.simplefilter("error")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    return output.getvalue()
+
+
+def test_importing_weft_imports_no_compiler(tmp_path):
+    body = "assert not {'numba', 'llvmlite.binding'} & set(sys.modules)"
+    run(body, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "env", "reason"),
+    [
+        ("sys.modules['numba'] = None", {}, "ModuleNotFoundError: "),
+        ("sys.modules['llvmlite'] = None", {}, "ModuleNotFoundError: import of llvmlite halted"),
+        ("jit._compiled = lambda: 1 / 0", {}, "ZeroDivisionError: division by zero"),
+        ("", {"WEFT_KERNELS": "reference"}, "WEFT_KERNELS=reference"),
+        ("", {"WEFT_SAFE": "1"}, "WEFT_SAFE=1"),
+    ],
+)
+def test_without_machine_code_the_reference_serves(tmp_path, before, env, reason):
+    body = f"{before}\nwork(); print(jit.is_compiled(), kernels.describe())"
+    (output,) = forked(1, body, tmp_path, **env)
+    assert f"True torch operations ({reason}" in output
+
+
+def test_a_broken_numba_is_like_none(tmp_path):
+    (tmp_path / "numba.py").write_text("raise SystemError('numpy is too new')")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    output = run("work(); print(kernels.describe())", tmp_path, PYTHONPATH=path)
+    assert "kernels are torch operations, which take longer: SystemError" in output  # one line
+    assert "torch operations (SystemError: numpy is too new)" in output
+
+
+def test_the_choice_stays(tmp_path):
+    body = """
+import os
+os.environ["WEFT_KERNELS"] = "reference"
+work()
+del os.environ["WEFT_KERNELS"]
+assert jit.loops() is None
+"""
+    run(body, tmp_path)
+
+
+def test_another_process_loads_what_one_compiled(tmp_path):
+    where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
+    body = "print(jit.is_compiled()); count(); print(jit.is_compiled(), 'numba' in sys.modules)"
+    words = f"numba {jit.importlib.metadata.version('numba')}, kept in {tmp_path}/cache/kernels;"
+    (first,) = forked(1, body, tmp_path, **where)
+    assert first.startswith(f"False\n1 {words}") and first.endswith("True True\n")
+    (second,) = forked(1, body, tmp_path, **where)
+    assert second.startswith(f"True\n0 {words}") and second.endswith("True False\n")
+
+    (kept,) = (tmp_path / "cache" / "kernels").glob("*.o")
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    for damaged in (b"", kept.read_bytes()[:-20], b"nonsense" * 100):  # it is repaired
+        kept.write_bytes(damaged)
+        assert forked(1, "count()", tmp_path, **where)[0].startswith("1 ")
+        assert forked(1, "count()", tmp_path, **where)[0].startswith("0 ")
+
+
+def test_one_process_compiles_and_the_others_wait(tmp_path):
+    outputs = forked(3, "count()", tmp_path, WEFT_CACHE_DIR=str(tmp_path / "cache"))
+    assert sorted(int(output.split()[0]) for output in outputs) == [0, 0, 1]
+
+
+def test_without_a_cache_it_compiles(tmp_path):
+    (tmp_path / "file").write_text("")
+    (output,) = forked(1, "count()", tmp_path, WEFT_CACHE_DIR=str(tmp_path / "file"))
+    assert output.startswith("1 ") and "kept in no cache" in output
+
+
+def test_a_lock_that_is_held_for_long_is_not_waited_for(tmp_path):
+    body = """
+import filelock
+jit._WAIT = 0.1
+with filelock.FileLock(jit.cache_directory() / "lock"):
+    count()
+"""
+    (output,) = forked(1, body, tmp_path)
+    assert output.startswith("1 ")
+
+
+def test_a_home_that_cannot_be_written_to(tmp_path):
+    """The directory for temporary files serves; root can write everywhere, so /proc it is."""
+    # the process that this one is forked of may have looked for it already
+    body = "import tempfile; tempfile.tempdir = None; print(jit.cache_directory())"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (output,) = forked(1, body, tmp_path, HOME="/proc/1", TMPDIR=str(temporary))
+    assert output.strip() == f"{temporary}/weft-{os.geteuid()}/kernels"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_that_is_forked_meanwhile_works(tmp_path):
+    body = """
+import os, threading, time
+jit._object = lambda: time.sleep(60)
+threading.Thread(target=jit.loops, daemon=True).start()
+while not jit._choice.lock.locked():
+    time.sleep(0.01)
+if (child := os.fork()) == 0:
+    work()
+    os._exit(kernels.describe().startswith("torch operations (this process was forked"))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+os._exit(0)
+"""
+    run(f"import warnings; warnings.simplefilter('ignore')\n{body}", tmp_path)
+
+
+# Whose directory it may be.
+
+
+def test_a_directory_that_is_not_private_is_refused(tmp_path):
+    (tmp_path / "kernels").mkdir(mode=0o755)
+    (tmp_path / "kernels").chmod(0o755)
+    with pytest.raises(PermissionError, match="is not a private directory"):
+        jit._private(tmp_path / "kernels")
+
+
+def test_a_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="is not a private directory"):
+        jit._private(tmp_path / "kernels")
+
+
+def test_a_directory_that_others_could_swap_is_refused(tmp_path):
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"others may rename what is in {parent}"):
+        jit._private(parent / "kernels")
+    parent.chmod(0o1777)  # sticky, as /tmp
+    assert jit._private(parent / "kernels") == parent / "kernels"
+
+
+def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
+    path = jit._private(tmp_path / "kernels")
+    monkeypatch.setattr(jit, "_user", lambda: os.geteuid() + 1)
+    with pytest.raises(PermissionError):
+        jit._private(path)
+
+
+# Which versions are kept.
+
+
+def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    mine = jit._file()
+    assert mine == jit._file()
+    for change in (("_cpu", lambda: "another"), ("_SOURCES", ("loops.py",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(jit, *change)
+            assert jit._file() != mine
+    monkeypatch.setattr(jit.importlib.metadata, "version", lambda package: "0.1")
+    assert jit._file() != mine
+
+
+def test_old_versions_are_removed(tmp_path):
+    for number in range(12):
+        path = tmp_path / f"{number:016x}.o"
+        path.write_bytes(b"")
+        os.utime(path, (time.time() - 86400 * (31 if number == 3 else 1 + number),) * 2)
+    jit._write(tmp_path / f"{99:016x}.o", b"new")
+    assert sorted(int(path.stem, 16) for path in tmp_path.iterdir()) == [0, 1, 2, 4, 5, 6, 7, 8, 99]
