@@ -101,7 +101,7 @@ def algorithms(link: Link, case: str) -> str:
     mine = SIZES[case]
     if link.rate is None or mine.height <= link.ranks * mine.rows:
         return "all"
-    names = sorted(ALGORITHMS.keys() - {"dense", "dense_tail"})
+    names = sorted(ALGORITHMS.keys() - {"dense_tail"})
     return ",".join(["auto", *names])
 
 

@@ -108,7 +108,7 @@ def line(case: str, ranks: int) -> str:
     with packed_lists() as lists:
         done = run(ranks, lambda wire: moved(wire, sets[wire.rank]))
     sent, received, memory = zip(*done, strict=True)
-    algorithm = importlib.import_module("weft.sparse.holders")  # the name is the function's too
+    algorithm = importlib.import_module("weft.sparse.algorithms.holders")
     with mock.patch.object(algorithm, "weights", lambda slots, union: [1] * len(slots)):
         equally = run(ranks, lambda wire: max(moved(wire, sets[wire.rank])[:2]))
     elsewhere = [

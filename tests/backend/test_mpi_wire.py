@@ -70,7 +70,7 @@ def calls(wire):
     rows = weft.Rows(torch.tensor([wire.rank, 9, 9]), torch.ones(3, 2), height=20)
     found = [
         weft.sparse_all_reduce(rows, algorithm=name).indices.tolist()
-        for name in ("auto", "gather", "split", "holders", "ring", "doubling", "dense")
+        for name in ("auto", "gather", "split", "holders", "ring", "doubling", "mask")
     ]
     assert wire.traffic.messages > 0
     return found

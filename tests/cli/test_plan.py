@@ -62,11 +62,6 @@ WINS = {  # a case of each algorithm: the case, the link, ranks, ranks of a host
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_each_algorithm_is_planned_where_the_manual_says(name: str) -> None:
-    """But for `dense`: `mask` does the same without the rows that are nobody's."""
-    if name == "dense":
-        [line] = lines(invoke("--case", "full", "--link", "1gbit", "--ranks", "1024"))
-        assert line[2] == "mask"
-        return
     case, link, ranks, per_host = WINS[name]
     given = ("--case", case, "--link", link, "--ranks", ranks, "--per-host", per_host)
     [line] = lines(invoke(*given))

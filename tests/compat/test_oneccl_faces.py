@@ -96,7 +96,6 @@ def test_a_call_is_among_the_ranks_of_a_group(wire, face):
 REFUSED = {
     "ring": "op is a function, which needs its operands in the order of ranks",
     "mask": "op is a function, which has no neutral element",
-    "dense": "op is a function, which has no neutral element",
 }
 
 

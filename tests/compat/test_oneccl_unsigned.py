@@ -19,7 +19,7 @@ from weft.testing import RankFailure, run, spmd
 WIDTH = 2
 UNUSED = [None] * 4
 HALF, LAST = 2**63, 2**64 - 1
-TALL = {"dense", "dense_tail"}  # whose tables end with the highest index
+TALL = {"dense_tail"}  # whose tables end with the highest index
 
 ENDS = [0, 7, HALF - 1, HALF, HALF + 7, LAST - 1, LAST]
 NEAR = [*range(9), *range(HALF, HALF + 9)]

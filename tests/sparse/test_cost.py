@@ -74,7 +74,7 @@ def check(wire, name, kind):
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"dense"}))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @spmd(4, on=("threads",))
 def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
     reduce_in_posts(wire)

@@ -55,7 +55,7 @@ def test_it_equals_the_definition(wire):
 
 @pytest.mark.parametrize("flat", sorted(set(ALGORITHMS) - {"hierarchical"}))
 def test_leaders_may_use_any_algorithm(flat, monkeypatch):
-    monkeypatch.setattr("weft.sparse.hierarchical._flat", lambda load: ALGORITHMS[flat])
+    monkeypatch.setattr("weft.sparse.algorithms.hierarchical._flat", lambda load: ALGORITHMS[flat])
     for dtype, height, counts in ((torch.float32, 200, (150, 150)), (torch.float16, 30, (0, 1))):
         parts = [rows_of(rank, dtype, height, counts[rank % 2]) for rank in range(6)]
         want = expected(parts)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, choice
+from weft.sparse.algorithms.holders import busiest, weights
 from weft.sparse.choice import fitted
 from weft.sparse.link import set_link
 from weft.sparse.local_rows import LocalRows
-from weft.sparse.placement import busiest, weights
 from weft.sparse.relay import HOPS, LEADS, relay_memory, relay_rows
 from weft.sparse.stream import FIRST, SUMS, VALUES
 from weft.testing import expected, run, spmd

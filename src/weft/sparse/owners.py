@@ -5,16 +5,31 @@ the index, and with the sums it sends, one to each other rank. The second is the
 equal numbers of input rows are not equal work: at the head of a Zipf distribution every rank has
 the same few rows. Both numbers are estimated from the points in the combined header, bin by bin, in
 integers or in operations that every machine rounds alike.
+
+`reduce_to_owners` brings all rows to their owners, each of which sums its range: the reduce-scatter
+of "SSAR_Split_allgather" in Renggli et al., "SparCML" (SC'19), section 5.3. Index sets go first,
+with as many values behind them as keep the link busy; an owner merges chunk by chunk while later
+ones are on the wire. Workspace is bounded, whatever P is. Ranks that own nothing are sent nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 import numpy as np
+import torch
 from torch import Tensor, searchsorted
 
+from .. import kernels
+from ..rows import Rows
+from ..wire.base import peers
+from .call import Call
 from .header import Header
+from .local_rows import LocalRows
+from .stream import ToOwners, merge_blocks
 
-__all__ = ["cuts", "parts"]
+__all__ = ["cuts", "parts", "reduce_to_owners"]
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -63,3 +78,48 @@ def parts(indices: Tensor, header: Header, ranks: int) -> list[slice]:
     """Of sorted indices, for each owner those that lie in its range."""
     ends = searchsorted(indices, indices.new_tensor(cuts(header, ranks))).tolist()
     return [slice(a, b) for a, b in zip([0, *ends], [*ends, len(indices)], strict=True)]
+
+
+def reduce_to_owners(
+    rows: LocalRows, call: Call, bounds: Sequence[int], place: Callable[[int], Rows] | None = None
+) -> Rows:
+    """The sums of the indices that this rank owns.
+
+    Args:
+        rows: this rank's, canonical.
+        call: the call this is for.
+        bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices from
+            `bounds[r]` up to, not including, `bounds[r + 1]`.
+        place: memory for a result of so many rows; by default where the caller wants it.
+    """
+    wire, me = call.wire, call.wire.rank
+    highest = call.header.highest
+    owners = [
+        rank for rank, (low, high) in enumerate(pairwise(bounds)) if low < high and low <= highest
+    ]
+    indices = rows.indices.to(call.wire_index)
+    ends = [_first(indices, bound, highest) for bound in bounds]
+    part = [slice(low, high) for low, high in pairwise(ends)]
+    others = [peer for peer in peers(wire) if peer in owners]
+    sources = peers(wire) if me in owners else []
+
+    moving = ToOwners(call, indices, rows.values, part, others, sources)
+    order = sorted(moving.runs)
+    runs = [moving.runs[rank] for rank in order]
+    union = kernels.union(runs)
+    moving.send_rest()
+
+    result = (place or call.result)(union.indices.numel())
+    result.indices.copy_(union.indices)
+    streams = [moving.source(rank) for rank in order]
+    for _ in merge_blocks(call, runs, streams, union, result.values):
+        pass
+    moving.finish()
+    return result
+
+
+def _first(indices: Tensor, bound: int, highest: int) -> int:
+    """How many indices are below a bound, which may be too large for their dtype."""
+    if bound > highest:
+        return indices.numel()
+    return int(torch.searchsorted(indices, bound))

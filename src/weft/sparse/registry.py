@@ -1,8 +1,8 @@
 """The algorithms by name: what `algorithm=` may be, and what `auto` chooses from.
 
-To add an algorithm, write `sparse/x.py` with one decorated function, import it in
-`sparse/__init__.py` and describe it in `docs/algorithms.md`. Tests, selector, bench and `explain`
-find it here. An algorithm outside of weft registers in the same way by `weft.algorithm`.
+To add an algorithm, write `sparse/algorithms/x.py` with one decorated function, import it in
+`sparse/algorithms/__init__.py` and describe it in `docs/algorithms.md`. Tests, selector, bench and
+`explain` find it here. An algorithm outside of weft registers in the same way, by `weft.algorithm`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,55 @@ def algorithm(
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
 ) -> Callable[[Schedule], Schedule]:
-    """Register the decorated function as an algorithm, under its own name."""
+    """Register the decorated function as an algorithm, under its own name.
+
+    The function is one rank's program, `schedule(rows, call) -> Rows`. Every rank runs it, for a
+    call with `algorithm=` its name, and for `auto` where it is predicted to be quickest.
+
+    Args:
+        cost: what the average rank does, from the sizes of a call (`Load`): rounds, messages sent,
+            bytes received, bytes that go through kernels, workspace (`Cost`). All ranks compute it
+            from the same figures, so it must give the same on every machine.
+        applies: None, or in a few words why the algorithm cannot serve such a load, which is the
+            error of a call that asks for it by name; by default it serves all.
+        pays: None, or why `auto` should leave it, though it could serve.
+
+    The schedule is given:
+
+    * `rows`: this rank's. `rows.indices` are sorted and unique; `rows.values`, `[k, *row_shape]`,
+      are combined, and rounded to what travels, when they are first asked for. `rows.piece` and
+      `rows.take` give a part of them without the rest.
+    * `call`: `wire` (among whom), `op`, `row_shape`, `dtype` of values, `wire_index` of indices as
+      they travel, `partial` of sums that are not complete, `header` and `load` (what all ranks
+      said when the call opened), `chunk_rows`. `call.result(count)` is memory for a result of so
+      many rows; `call.finish(sums, values)` divides and rounds sums into it.
+
+    It returns the canonical sum, in memory from `call.result`: the same bits on every rank. What it
+    posts depends on what all ranks know, never on one rank's data alone. It need not look after
+    errors of the caller's functions: none raises inside of it.
+
+    Example:
+        >>> import torch, weft
+        >>> def cost(load):
+        ...     others, table = load.ranks - 1, load.height * load.row
+        ...     received = 2 * others / load.ranks * table
+        ...     return weft.sparse.Cost(2, 2 * others, received, merged=table, memory=table)
+        >>> @weft.algorithm(cost=cost, applies=lambda load: None if load.row else "rows are empty")
+        ... def everything(rows, call):  # all rows of the tensor are in the result
+        ...     total = call.result(call.load.height)
+        ...     total.indices.copy_(torch.arange(call.load.height))
+        ...     total.values.zero_()
+        ...     total.values[rows.indices.long()] = rows.values
+        ...     call.wire.dense_all_reduce(total.values, call.op.name).wait()
+        ...     return total
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     mine = torch.tensor([wire.rank, 3]), torch.ones(2)
+        ...     return weft.sparse_all_reduce(mine, algorithm="everything")
+        >>> run(2, program)[0]
+        (tensor([0, 1, 2, 3]), tensor([1., 1., 0., 2.]))
+        >>> del weft.sparse.ALGORITHMS["everything"]
+    """
 
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__

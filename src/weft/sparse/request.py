@@ -7,6 +7,7 @@ checks of one argument, which raise, are in `arguments`; here is what they come 
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from .arguments import (
 )
 from .call import Out
 
-__all__ = ["NOTHING", "Request"]
+__all__ = ["NOTHING", "Request", "root_in", "take_root"]
 
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
@@ -233,3 +234,25 @@ def _fields(rows: Rows) -> dict[str, object]:
         "row shape": tuple(rows.values.shape[1:]) if len(rows) else None,
         "height": "no height" if rows.height is None else rows.height,
     }
+
+
+def root_in(given: Any, size: int) -> int:
+    """The root's number, as the caller gave it; -1 where that is no rank of so many."""
+    try:
+        root = operator.index(given)
+    except Exception:  # an object of the caller's may raise anything
+        return -1
+    return root if 0 <= root < size else -1
+
+
+def take_root(request: Request, name: str, root: int, given: object, size: int) -> None:
+    """Have all ranks compare the root, `root_in` of what was given; state what is wrong."""
+    request.fields[name] = root
+    if root < 0:
+        try:
+            said = repr(given)
+        except Exception:  # raised here it would leave the others waiting
+            said = f"a {type(given).__name__}"
+        request.error = request.error or (
+            f"{name} is {said}: pass a rank of the group, 0 to {size - 1}"
+        )

@@ -27,10 +27,10 @@ from torch import Tensor
 from ...agree import agree
 from ...errors import WeftError
 from ...rows import Rows
-from ...sparse.all_gather import gather_now
 from ...sparse.api import reduce_now
 from ...sparse.arguments import outside
 from ...sparse.call import Allocator
+from ...sparse.family.all_gather import gather_now
 from ...sparse.record import as_one
 from ...sparse.registry import ALGORITHMS
 from ...sparse.request import Request

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import torch
 
-from .. import kernels
-from ..rows import Rows
-from ..wire.base import typed
-from .call import Call
-from .cost import Cost, Load
-from .local_rows import LocalRows
-from .registry import algorithm
-from .stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_messages, merge_blocks
+from ... import kernels
+from ...rows import Rows
+from ...wire.base import typed
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..registry import algorithm
+from ..stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_messages, merge_blocks
 
 
 def cost(load: Load) -> Cost:

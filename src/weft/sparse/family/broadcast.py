@@ -1,8 +1,8 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
 Few rows travel in the opening exchange; more go from rank to rank along the ring in chunks
-(`collect`, where all others have no rows), so a link carries them once. The chunks are such that
-filling the chain takes no longer than need be.
+(`all_gather.collected`, where all others have no rows), so a link carries them once. The chunks are
+such that filling the chain takes no longer than need be.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
-from .._torch import uncompiled, without_transforms
-from ..rows import Rows
-from ..tensors import has_elements
-from ..wire import default
-from ..wire.base import Wire
-from .call import shape_in
-from .collect import collected
-from .cost import Load
-from .link import link_of
-from .record import recording, started
-from .request import NOTHING, Request
-from .root import root_in, take_root
+from ..._torch import uncompiled, without_transforms
+from ...rows import Rows
+from ...tensors import has_elements
+from ...wire import default
+from ...wire.base import Wire
+from ..call import shape_in
+from ..cost import Load
+from ..link import link_of
+from ..record import recording, started
+from ..request import NOTHING, Request, root_in, take_root
+from .all_gather import collected
 
 __all__ = ["sparse_broadcast"]
 

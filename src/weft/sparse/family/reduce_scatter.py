@@ -1,7 +1,8 @@
 """`sparse_reduce_scatter`: every rank gets the sums of the rows that it owns.
 
 What a table needs that is cut over the ranks: each rank is sent the gradients of its own rows and
-no others. Few rows travel in the opening exchange; else the schedule is `owned`. Ranges are cut by
+no others. Few rows travel in the opening exchange; else the schedule is
+`owners.reduce_to_owners`. Ranges are cut by
 `owners`, or given.
 """
 
@@ -15,19 +16,18 @@ from typing import Any
 
 import torch
 
-from .._torch import uncompiled, without_transforms
-from ..errors import WeftError
-from ..rows import Rows
-from ..wire import default
-from ..wire.base import Wire
-from .call import Call
-from .choice import ALONE, EAGER
-from .header import Header, RowsInHeader
-from .owned import owned
-from .owners import cuts
-from .record import recording, started
-from .request import Request
-from .run import handed_out, merge_eager, opened, settle
+from ..._torch import uncompiled, without_transforms
+from ...errors import WeftError
+from ...rows import Rows
+from ...wire import default
+from ...wire.base import Wire
+from ..call import Call
+from ..choice import ALONE, EAGER
+from ..header import Header, RowsInHeader
+from ..owners import cuts, reduce_to_owners
+from ..record import recording, started
+from ..request import Request
+from ..run import handed_out, merge_eager, opened, settle
 
 __all__ = ["own_part", "sparse_reduce_scatter"]
 
@@ -123,7 +123,7 @@ def _scattered(
             name, result = EAGER, merge_eager(parts, call)
         else:
             name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
-            result = owned(opening.own, call, bounds)
+            result = reduce_to_owners(opening.own, call, bounds)
     settle(wire, _NAME, call, len(result))
     return name, bounds, handed_out(call.widened(result), call), call
 

@@ -25,15 +25,15 @@ from itertools import islice
 
 from torch import Tensor
 
-from .. import kernels
-from ..rows import Rows
-from ..wire.base import Pending, peers, typed
-from .call import Call
-from .cost import Cost, Load
-from .local_rows import LocalRows
-from .owners import parts
-from .registry import algorithm
-from .stream import (
+from ... import kernels
+from ...rows import Rows
+from ...wire.base import Pending, peers, typed
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..owners import parts
+from ..registry import algorithm
+from ..stream import (
     IndexLists,
     Inflow,
     Source,

@@ -18,15 +18,15 @@ and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
 
 from __future__ import annotations
 
-from .. import kernels
-from ..rows import Rows
-from ..wire.base import peers
-from .call import Call
-from .cost import Cost, Load
-from .local_rows import LocalRows
-from .owners import parts
-from .registry import algorithm
-from .stream import (
+from ... import kernels
+from ...rows import Rows
+from ...wire.base import peers
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..owners import parts
+from ..registry import algorithm
+from ..stream import (
     IndexLists,
     ToOwners,
     list_messages,

@@ -16,19 +16,21 @@ optimal all-reduce algorithms" (JPDC 2009), for the reduction.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import meter
-from ..kernels.meter import PLACE
-from ..rows import Rows
-from ..wire.base import typed
-from .call import Call
-from .cost import Cost, Load
-from .dense import bitmap_bytes, reduced, reduction, unite_bytes
-from .local_rows import LocalRows
-from .registry import algorithm
-from .stream import all_lists, list_messages
+from ... import kernels
+from ...kernels import meter
+from ...kernels.meter import MARK, PLACE, SPREAD
+from ...rows import Rows
+from ...wire.base import typed
+from ...wire.dense import messages, received_bytes, ring_chunk
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..registry import algorithm
+from ..stream import all_lists, list_messages
 
 
 def cost(load: Load) -> Cost:
@@ -89,9 +91,38 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if call.load.identical:
         return indices, None
     if _by_bitmap(call.load):
-        union = reduced(indices, call.load.places, call)
+        union = union_by_bitmap(indices, call.load.places, call)
         return union.indices, union.slots[0]
     runs, lists = all_lists(call, indices)
     union = kernels.union(runs)
     lists.release()
     return union.indices, union.slots[call.wire.rank]
+
+
+def reduction(load: Load, nbytes: float) -> Cost:
+    """What the wire's dense all-reduce of so many bytes costs."""
+    received, chunk = received_bytes(load.ranks, nbytes), ring_chunk(load.ranks, nbytes, load.hosts)
+    ring = chunk is not None and nbytes / load.ranks <= chunk
+    return Cost(
+        rounds=(load.ranks - 2) * ring,
+        messages=messages(load.ranks, nbytes, load.hosts),
+        bytes=received,
+        delayed=load.queue * received + (0.0 if chunk is None else load.unevenly(received)),
+    )
+
+
+def bitmap_bytes(places: int) -> int:
+    """Bytes of a bitmap of so many places: whole words."""
+    return 8 * math.ceil(places / 64)
+
+
+def unite_bytes(load: Load, places: int) -> float:
+    """What uniting all ranks' index sets by a bitmap costs, in bytes that could be merged."""
+    return MARK * 2 * load.mean + SPREAD * load.union + places / 2
+
+
+def union_by_bitmap(indices: Tensor, places: int, call: Call) -> kernels.Union:
+    """The union of all ranks' index sets, by a bitmap that is reduced, and this rank's slots."""
+    bits = kernels.bitmap(indices, places)
+    call.wire.dense_all_reduce(bits, "bor").wait()
+    return kernels.unite_bitmap(bits, indices)

@@ -1,5 +1,7 @@
-"""Rows as they are, from each rank to all: what `sparse_all_gather` and `sparse_broadcast` share.
+"""`sparse_all_gather`: every rank gets the rows of all, one rank's after another's.
 
+For rows that must not be combined, or not yet: samples, queues of indices, gradients that are
+clipped one rank at a time.
 Nothing is sorted and nothing combined, so rows may be of any dtype; where the caller gave a
 `wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. The
 opening exchange says how many rows each rank has, or carries them; so every length is known, and
@@ -16,24 +18,100 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..agree import BODY, agree, is_direct
-from ..errors import WeftError
-from ..kernels.ops import OPS
-from ..rows import Rows
-from ..wire.base import Wire, as_bytes, typed
-from .call import Call, row_bytes, shape_in
-from .choice import ALONE, EAGER, with_link
-from .cost import Load
-from .header import NO_LIMIT, Header
-from .request import Request
-from .run import handed_out, settle, too_small
-from .stream import LISTS, VALUES, Ring
+from ..._torch import uncompiled, without_transforms
+from ...agree import BODY, agree, is_direct
+from ...errors import WeftError
+from ...kernels.ops import OPS
+from ...rows import Rows
+from ...wire import default
+from ...wire.base import Wire, as_bytes, typed
+from ..call import Call, row_bytes, shape_in
+from ..choice import ALONE, EAGER, with_link
+from ..cost import Load
+from ..header import NO_LIMIT, Header
+from ..record import recording, started
+from ..request import Request
+from ..run import handed_out, settle, too_small
+from ..stream import LISTS, VALUES, Ring
 
-__all__ = ["Collected", "collected"]
+__all__ = ["Collected", "collected", "gather_now", "sparse_all_gather"]
+
+_NAME = "sparse_all_gather"
+
+
+@uncompiled
+@without_transforms
+def sparse_all_gather(
+    rows: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    return_counts: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    out: Any = None,
+) -> Any:
+    """Concatenate the rows of all ranks in rank order; every rank gets all of them.
+
+    Args:
+        rows: a sparse COO tensor, `(indices, values)`, or `weft.Rows`; the result has the same form
+            and device. Indices are int32 or int64; values `[k, *row_shape]` of any dtype. Ranks may
+            have different numbers of rows, or none.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
+            change before.
+        return_counts: also return how many rows are of each rank.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
+            then sent: rounded once, to nearest even, on every rank alike, also the one
+            whose they are (docs/wire-dtype.md).
+        out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
+            room for it, or a function that allocates them.
+
+    Returns:
+        The rows of rank 0 as they were given, then those of rank 1, and so on: not sorted, and
+        duplicates stay (a COO tensor is not coalesced). With `return_counts` a pair of that and
+        of an int64 tensor `[size]`.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
+            small; the same text on every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     rows = torch.tensor([7, wire.rank]), torch.ones(2)
+        ...     (indices, _), counts = weft.sparse_all_gather(rows, return_counts=True)
+        ...     return indices.tolist(), counts.tolist()
+        >>> run(2, program)[0]
+        ([7, 0, 7, 1], [2, 2])
+    """
+    wire = default.resolve(group)
+    request = Request.to_move(rows, out, wire_dtype)
+
+    def job() -> Any:
+        result, counts = gather_now(wire, request, _NAME)
+        return (result, torch.tensor(counts)) if return_counts else result
+
+    return started(wire, _NAME, job, async_op)
+
+
+def gather_now(wire: Wire, request: Request, name: str) -> tuple[Any, list[int]]:
+    """One call whose turn on the wire it is: the result in the form asked for; rows of each."""
+    with recording(wire, name) as note:
+        all_ = collected(wire, request, name)
+    total = all_.load.total
+    note(all_.algorithm, rows=len(request.rows), total=total, union=total, bound=all_.bound)
+    result = request.restore(all_.rows)
+    if isinstance(result, torch.Tensor):
+        result._coalesced_(False)  # duplicates stay
+    return result, all_.counts
+
 
 _SAID = struct.Struct("<qqq2?6x")  # rows, largest index, room in out; rows are here, out may fail
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..rows import Rows
-from ..wire.base import flattened, typed
-from .call import Call
-from .cost import Cost, Load
-from .local_rows import LocalRows
-from .registry import algorithm
+from ... import kernels
+from ...rows import Rows
+from ...wire.base import flattened, typed
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..registry import algorithm
 
 _WORTH = 1 << 20  # bytes of a rank's rows that take longer to copy than a message more to send
 

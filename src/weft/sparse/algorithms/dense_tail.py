@@ -21,16 +21,15 @@ from itertools import pairwise
 
 import torch
 
-from .. import kernels
-from ..kernels import meter
-from ..rows import Rows
-from ..wire.base import peers, typed
-from .call import Call
-from .cost import Cost, Load
-from .dense import too_high, unite_bytes
-from .local_rows import LocalRows
-from .registry import algorithm
-from .stream import (
+from ... import kernels
+from ...kernels import meter
+from ...rows import Rows
+from ...wire.base import peers, typed
+from ..call import Call
+from ..cost import Cost, Load
+from ..local_rows import LocalRows
+from ..registry import algorithm
+from ..stream import (
     LISTS,
     SUMS,
     Ring,
@@ -39,6 +38,7 @@ from .stream import (
     merge_blocks,
     window,
 )
+from .mask import unite_bytes
 
 
 def cost(load: Load) -> Cost:
@@ -62,6 +62,15 @@ def cost(load: Load) -> Cost:
         + load.uniting(load.total, load.union)
         + min(load.total * load.row, others * window(load) * load.chunk),
     )
+
+
+def too_high(load: Load) -> str | None:
+    """Why a dense tensor of the load's height is out of the question, or None if it is not."""
+    if load.height is None:
+        return "the height is unknown"
+    if load.height > max(1 << 20, 64 * load.total):
+        return "the dense tensor is more than 64 times all rows"
+    return None
 
 
 @algorithm(cost=cost, applies=too_high)

@@ -21,19 +21,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .. import kernels
-from ..agree import DIRECT, agree
-from ..rows import Rows
-from ..wire.base import Pending, typed
-from ..wire.hosts import Hosts, hosts_of
-from ..wire.part import Part
-from .call import Call
-from .choice import workspace
-from .cost import Cost, Load
-from .header import Header
-from .local_rows import LocalRows
-from .registry import ALGORITHMS, Algorithm, algorithm
-from .stream import (
+from ... import kernels
+from ...agree import DIRECT, agree
+from ...rows import Rows
+from ...wire.base import Pending, typed
+from ...wire.hosts import Hosts, hosts_of
+from ...wire.part import Part
+from ..call import Call
+from ..choice import workspace
+from ..cost import Cost, Load
+from ..header import Header
+from ..local_rows import LocalRows
+from ..registry import ALGORITHMS, Algorithm, algorithm
+from ..stream import (
     VALUES,
     IndexLists,
     Inflow,

@@ -2,8 +2,8 @@
 
 Few rows travel in the opening exchange. Else it is one of two schedules, whichever is predicted to
 be quicker: `direct`, where everybody sends its rows to the one rank, which merges them all; and
-`owners`, where each rank first sums a range of the indices (`owned`) and the one receives the sums,
-which are fewer rows where ranks overlap, and arithmetic that is shared.
+`owners`, where each rank first sums a range of the indices (`reduce_to_owners`) and the one gets
+the sums, which are fewer rows where ranks overlap, and arithmetic that is shared.
 
 The tree of Rabenseifner's reduce, as in Thakur, Rabenseifner and Gropp, "Optimization of
 collective communication operations in MPICH" (IJHPCA 2005), section 4.5: a reduce-scatter, then a
@@ -17,22 +17,20 @@ from typing import Any
 
 import torch
 
-from .._torch import uncompiled, without_transforms
-from ..rows import Rows
-from ..wire import default
-from ..wire.base import Lease, Wire, peers, typed
-from .call import Call
-from .choice import ALONE, EAGER
-from .cost import Cost, Load
-from .link import link_of
-from .local_rows import LocalRows
-from .owned import owned, to_one
-from .owners import cuts
-from .record import recording, started
-from .request import Request
-from .root import root_in, take_root
-from .run import handed_out, merge_eager, opened, settle
-from .stream import SUMS, IndexLists, chunks, list_messages
+from ..._torch import uncompiled, without_transforms
+from ...rows import Rows
+from ...wire import default
+from ...wire.base import Lease, Wire, peers, typed
+from ..call import Call
+from ..choice import ALONE, EAGER
+from ..cost import Cost, Load
+from ..link import link_of
+from ..local_rows import LocalRows
+from ..owners import cuts, reduce_to_owners
+from ..record import recording, started
+from ..request import Request, root_in, take_root
+from ..run import handed_out, merge_eager, opened, settle
+from ..stream import SUMS, IndexLists, chunks, list_messages
 
 __all__ = ["sparse_reduce"]
 
@@ -117,7 +115,7 @@ def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
             result = merge_eager(opening.everyone, call) if here else _nothing(call)
         elif wire.size == 1 or _is_direct_quicker(wire, call.load):
             name = ALONE if wire.size == 1 else "direct"
-            result = owned(opening.own, call, all_his)
+            result = reduce_to_owners(opening.own, call, all_his)
         else:
             name = "owners"
             result = _by_owners(opening.own, call, dst)
@@ -132,8 +130,19 @@ def _nothing(call: Call) -> Rows:
 def _is_direct_quicker(wire: Wire, load: Load) -> bool:
     link = link_of(wire)
     # in microseconds: every machine rounds these alike
-    direct, owners = (round(1e6 * cost(load).seconds(link)) for cost in (to_one, _through_owners))
+    direct, owners = (round(1e6 * cost(load).seconds(link)) for cost in (_to_one, _through_owners))
     return direct <= owners
+
+
+def _to_one(load: Load) -> Cost:
+    """What it costs that one rank owns everything: there, where it is most."""
+    others, index = load.ranks - 1, load.index_of(load.mean)
+    return Cost(
+        rounds=2,
+        messages=others * (list_messages(load.mean * index) + load.chunks(load.mean, load.row)),
+        bytes=others * load.mean * (load.row + index),
+        merged=load.merging(load.total, load.pieces(load.mean, load.ranks, load.union)),
+    )
 
 
 def _through_owners(load: Load) -> Cost:
@@ -158,7 +167,9 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         values = typed(leases[-1].tensor, (count, *call.row_shape), call.dtype)
         return Rows(torch.empty(count, dtype=call.wire_index), values)
 
-    sums = owned(rows, call, (0, *cuts(call.header, size), call.header.highest + 1), place)
+    sums = reduce_to_owners(
+        rows, call, (0, *cuts(call.header, size), call.header.highest + 1), place
+    )
     here = me == dst
     others = peers(wire) if here else []
     lists = IndexLists(call, {} if here else {dst: sums.indices}, others)

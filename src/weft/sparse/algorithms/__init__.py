@@ -1,0 +1,8 @@
+"""The algorithms of the sparse all-reduce, one file each; importing a file registers it.
+
+To add one, write `x.py` here, import it below, and describe it in `docs/algorithms.md`.
+"""
+
+from . import dense_tail, doubling, gather, hierarchical, holders, mask, ring, split
+
+__all__ = ["dense_tail", "doubling", "gather", "hierarchical", "holders", "mask", "ring", "split"]

@@ -1,0 +1,63 @@
+"""examples/dense_algorithm: an algorithm that a program registers serves what its own do."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft.sparse import ALGORITHMS, last_call
+from weft.testing import expected, run
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "dense_algorithm"
+HEIGHT = 40
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """For one test: other tests go over all algorithms of weft's own."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "dense", raising=False)
+    importlib.import_module("dense")
+    yield
+    del ALGORITHMS["dense"]
+
+
+def rows_of(rank, dtype):
+    draw = torch.Generator().manual_seed(rank)
+    indices = torch.randint(HEIGHT, (9 * rank,), generator=draw)
+    values = torch.randint(-4, 5, (9 * rank, 3), generator=draw)
+    return weft.Rows(indices, values.to(dtype), HEIGHT)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "max", "avg"])
+def test_it_gives_what_any_algorithm_gives(ranks, dtype, op):
+    if op == "avg" and not dtype.is_floating_point:
+        pytest.skip("integers have no average")
+    want = expected([rows_of(rank, dtype) for rank in range(ranks)], op)
+
+    def program(wire):
+        total = weft.sparse_all_reduce(rows_of(wire.rank, dtype), op, algorithm="dense")
+        return total, last_call().algorithm
+
+    for total, name in run(ranks, program):
+        assert name == ("alone" if ranks == 1 else "dense")
+        assert torch.equal(total.indices, want.indices)
+        torch.testing.assert_close(total.values, want.values, rtol=2**-7, atol=0)
+
+
+def test_it_says_what_it_cannot_serve():
+    def program(wire):
+        rows = rows_of(wire.rank, torch.float32)
+        with pytest.raises(weft.WeftError, match="no neutral element"):
+            weft.sparse_all_reduce(rows, lambda a, b: a + b, algorithm="dense")
+        lines = {line.algorithm: line for line in weft.explain(rows).lines}
+        return lines["dense"].bytes
+
+    assert all(nbytes > 0 for nbytes in run(2, program))
