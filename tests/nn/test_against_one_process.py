@@ -1,6 +1,6 @@
 """Every layer against one process that has all tensors: values, gradients, second gradients.
 
-The data are random, so that no permutation of blocks passes. A case says what each rank brings and
+HaloExchange is in `test_halo`. The data are random, so that no permutation of blocks passes. A case says what each rank brings and
 what all get, in torch operations on the list of all tensors; rank 4 is outside of most grids.
 """
 
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import weft
 from weft import nn
@@ -36,28 +35,6 @@ def parts(x, lengths, dim=0):
 
 def quarters(x, rows, columns):
     return [piece for row in parts(x, rows) for piece in parts(row, columns, 1)]
-
-
-def grown(x, dim, before, after, boundary):
-    if boundary == "zero":
-        return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [before, after])
-    n = x.shape[dim]
-    at = torch.arange(-before, n + after)
-    if boundary == "reflect":
-        at = (n - 1) - ((n - 1) - at.abs()).abs()
-    return x.index_select(dim, at % n)
-
-
-def windows(x, dim, lengths, before, after):
-    start = 0
-    for length in lengths:
-        yield x.narrow(dim, start, before + length + after)
-        start += length
-
-
-def halo(x, rows, columns, boundary):
-    big = grown(grown(square(x), 0, 1, 2, boundary), 1, 2, 0, boundary)
-    return [b for a in windows(big, 0, rows, 1, 2) for b in windows(a, 1, columns, 2, 0)]
 
 
 # name: (layer, shape of each rank's tensor, what each gets of all tensors)
@@ -164,24 +141,6 @@ CASES = {
         [(3, 1), (3, 2), (2, 1), (2, 2)],
         lambda x: (lambda y: [y[1], y[2], N, N, y[0]])(parts(square(x), (1, 0, 4))),
     ),
-    **{
-        f"halo {boundary}": (
-            lambda boundary=boundary: nn.HaloExchange(P((2, 2)), [(1, 2), (2, 0)], boundary),
-            [(4, 3, 2), (4, 4, 2), (3, 3, 2), (3, 4, 2)],
-            lambda x, boundary=boundary: halo(x, (4, 3), (3, 4), boundary),
-        )
-        for boundary in ("zero", "periodic", "reflect")
-    },
-    "halo uncut": (
-        lambda: nn.HaloExchange(P((1, 3)), [1, 1], "periodic"),
-        [(2, 2), (2, 1), (2, 3)],
-        lambda x: list(
-            windows(
-                grown(grown(cat(x[:3], 1), 0, 1, 1, "periodic"), 1, 1, 1, "periodic"),
-                *(1, (2, 1, 3), 1, 1),
-            )
-        ),
-    ),
 }
 
 
@@ -235,7 +194,9 @@ def test_values_and_gradients(wire, name, way):
     check(wire, name)
 
 
-@pytest.mark.parametrize("name", ["all_gather two dims", "sum_reduce to another grid", "halo zero"])
+@pytest.mark.parametrize(
+    "name", ["all_gather two dims", "sum_reduce to another grid", "repartition"]
+)
 @spmd(5, on=("processes",))
 def test_on_processes(wire, name):
     with travelling("schedules"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import weft
 from weft import nn
 from weft.grid import cells
+from weft.nn import handshake
 from weft.testing import run, spmd
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect"}
@@ -57,8 +59,8 @@ def inner(case, cell):
 
 
 @settings(max_examples=60, deadline=None)
-@given(halos())
-def test_margins_differ_from_rank_to_rank(case):
+@given(halos(), st.sampled_from([-1, handshake.EAGER]))  # in messages, or in the handshake
+def test_margins_differ_from_rank_to_rank(case, eager):
     grid, ranks, lengths, widths, boundary, padded = case
     generator = torch.Generator().manual_seed(1)
     size = math.prod(sum(each) for each in lengths)
@@ -92,7 +94,8 @@ def test_margins_differ_from_rank_to_rank(case):
         torch.testing.assert_close(found, whole.grad[mine], rtol=1e-12, atol=1e-12)
         assert not padded or x.grad.count_nonzero() <= found.numel()
 
-    run(4, program)
+    with mock.patch.object(handshake, "EAGER", eager):
+        run(4, program)
 
 
 @spmd(2, on=("threads",))
