@@ -1,7 +1,8 @@
 """Every layer against one process that has all tensors: values, gradients, second gradients.
 
-HaloExchange is in `test_halo`. The data are random, so that no permutation of blocks passes. A case says what each rank brings and
-what all get, in torch operations on the list of all tensors; rank 4 is outside of most grids.
+HaloExchange is in `test_halo`. The data are random, so that no permutation of blocks passes. A case
+says what each rank brings and what all get, in torch operations on the list of all tensors; rank 4
+is outside of most grids.
 """
 
 from __future__ import annotations
