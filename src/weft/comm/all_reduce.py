@@ -23,8 +23,7 @@ from ..agree import is_direct
 from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
-from ..wire.base import Wire, as_bytes, fresh
-from ..wire.hosts import hosts_of
+from ..wire.base import Wire, as_bytes, fresh, hosts_of
 from .differentiable import applied, movable
 from .opening import Mode, opened
 from .rounding import narrowed, travelling

@@ -15,9 +15,7 @@ import torch
 
 from ..agree import DIRECT, is_direct
 from ..errors import WeftError
-from ..wire.base import Wire
-from ..wire.hosts import hosts_of
-from ..wire.link import Link
+from ..wire.base import Link, Wire, hosts_of
 from .cost import Cost, Load
 from .header import RowsInHeader
 from .link import link_of

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.meter import CALL, PLACE
-from ..wire.hosts import Hosts
-from ..wire.link import Link
+from ..wire.base import Hosts, Link
 from . import codec
 
 __all__ = ["Cost", "Load"]

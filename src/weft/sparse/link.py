@@ -40,8 +40,7 @@ from .. import kernels
 from ..errors import WeftError
 from ..kernels.jit import user_cache
 from ..kernels.ops import OPS
-from ..wire.base import Wire, all_gather_bytes
-from ..wire.link import MERGE, Link
+from ..wire.base import MERGE, Link, Wire, all_gather_bytes
 from .record import apart
 
 __all__ = [

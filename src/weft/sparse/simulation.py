@@ -16,7 +16,7 @@ import torch
 from ..kernels import meter
 from ..rows import Rows
 from ..wire import simulated
-from ..wire.link import Link
+from ..wire.base import Link
 from . import run
 from .cost import Cost, Load
 from .link import set_link

@@ -34,12 +34,17 @@ from torch import Tensor
 from ..errors import WeftError
 from .counted import Traffic
 from .failure.verdict import names
+from .hosts import Hosts, hosts_of
+from .link import MERGE, Link
 from .memory import Lease, Pool, fresh, typed
 from .worker import Work, Worker
 
 __all__ = [
+    "MERGE",
     "SMALL",
+    "Hosts",
     "Lease",
+    "Link",
     "Pending",
     "Pool",
     "Recv",
@@ -53,6 +58,7 @@ __all__ = [
     "end_with",
     "flattened",
     "fresh",
+    "hosts_of",
     "is_duration",
     "is_plain",
     "names",

@@ -15,8 +15,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .base import Wire, all_gather_bytes
+if TYPE_CHECKING:
+    from .base import Wire
 
 __all__ = ["Hosts", "digest_of", "host_name", "hosts_of", "known_hosts", "set_hosts"]
 
@@ -66,6 +68,8 @@ _known: weakref.WeakKeyDictionary[Wire, Hosts] = weakref.WeakKeyDictionary()
 
 def hosts_of(wire: Wire) -> Hosts:
     """Who is on which host; the ranks tell each other, together, the first time."""
+    from .base import all_gather_bytes  # here, since `base` names this file's Hosts
+
     if wire not in _known:
         set_hosts(wire, Hosts.named(all_gather_bytes(wire, digest_of(wire.host))))
     return _known[wire]

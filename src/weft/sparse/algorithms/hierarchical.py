@@ -24,8 +24,7 @@ from torch import Tensor
 from ... import kernels
 from ...agree import DIRECT, agree
 from ...rows import Rows
-from ...wire.base import Pending, typed
-from ...wire.hosts import Hosts, hosts_of
+from ...wire.base import Hosts, Pending, hosts_of, typed
 from ...wire.part import Part
 from ..call import Call
 from ..choice import workspace
