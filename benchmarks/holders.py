@@ -92,7 +92,7 @@ def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
     def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         if channel in (FIRST, SUMS, VALUES):
             values[0] += sum(tensor.nbytes for _, tensor in sends)
-            values[1] += sum(tensor.nbytes for _, tensor in recvs)
+            values[1] += sum(one if isinstance(one, int) else one.nbytes for _, one in recvs)
         return post(sends, recvs, channel)
 
     rows = weft.Rows(indices, torch.ones(len(indices), WIDTH), HEIGHT)

@@ -64,14 +64,12 @@ def test_integers_are_whole_and_small(dtype: str) -> None:
     assert len(drawn.unique()) > 10  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-def test_products_are_of_signs() -> None:
+def test_products_are_of_signs_and_normal_values_not_whole() -> None:
     drawn = values(Case("x", 50, 100, op="prod"), 0, 0)
     assert set(drawn.flatten().tolist()) == {-1.0, 1.0}
-
-
-def test_normal_values_are_not_whole() -> None:
     drawn = values(Case("x", 50, 100, values="normal"), 0, 0)
     assert (drawn != drawn.round()).all()
+    assert indices(Case("x", 5, 10, index_dtype="int32"), 0, 0).dtype is torch.int32
 
 
 @pytest.mark.parametrize(
@@ -87,14 +85,7 @@ def test_normal_values_are_not_whole() -> None:
 def test_faults(case: Case, words: str) -> None:
     fault = case.fault()
     assert fault is not None and words in fault
-
-
-def test_named_cases_have_no_fault() -> None:
     assert [case.fault() for case in CASES.values()] == [None] * len(CASES)
-
-
-def test_index_dtype() -> None:
-    assert indices(Case("x", 5, 10, index_dtype="int32"), 0, 0).dtype is torch.int32
 
 
 # The right answer.

@@ -12,21 +12,7 @@ from rich.console import Console
 from weft.cli.bench.cases import CASES, Sizes
 from weft.cli.bench.results import Head, Row, Shown, summary
 
-HEAD = Head(
-    weft="0",
-    torch="2",
-    python="3",
-    kernels="numba 1",
-    ranks=4,
-    hosts=1,
-    threads=1,
-    cores=2,
-    iters=3,
-    warmup=1,
-    checked=True,
-    seed=0,
-    link=1e9,
-)
+HEAD = Head("0", "2", "3", "numba 1", 4, 1, 1, 2, iters=3, warmup=1, checked=True, seed=0, link=1e9)
 CASE = CASES["uniform"]
 COUNTED = Sizes(ranks=4, total=200_000, union=185_000, bound_bytes=10e6)
 
