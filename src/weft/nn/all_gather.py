@@ -12,28 +12,17 @@ parallelism in deep learning", arXiv:2006.03108), there along one dimension.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
 from .layer import Layer
-from .partition import Partition, are_grids, normal_dims
-from .spec import (
-    CheckedLengths,
-    Lengths,
-    SliceSpec,
-    checked_lengths,
-    checked_shape,
-    cut,
-    fitting,
-    shards,
-)
+from .partition import Partition
+from .spec import Lengths, SliceSpec, fitting
 
 __all__ = ["AllGather", "AllGatherSpec", "ReduceScatter", "ReduceScatterSpec"]
 
 
-@dataclass(frozen=True)
 class AllGatherSpec(SliceSpec):
     """Shards to wholes."""
 
@@ -41,31 +30,23 @@ class AllGatherSpec(SliceSpec):
     sharded: ClassVar[bool] = True
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self.cells(shapes)
-        lengths = fitting(self.name, cells, shapes, self.dims)
-        everything = whole([sum(each) for each in lengths])
-        return between(shards(cells, lengths, self.dims), dict.fromkeys(cells, everything))
+        parts, everything = self.joined(shapes)
+        return between(parts, dict.fromkeys(parts, everything))
 
 
-@dataclass(frozen=True)
 class ReduceScatterSpec(SliceSpec):
     """Sums of wholes to shards."""
-
-    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "ReduceScatter"
     summing: ClassVar[bool] = True
 
     def output(self, rank: int, shape: Shape) -> Shape | None:
-        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
-        return shards(self.cells([rank]), lengths, self.dims)[rank].shape
+        return self.divided([rank], shape)[rank].shape
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self.cells(shapes)
-        fitting(self.name, cells, shapes, ())
-        everything = whole(next(iter(shapes.values())))
-        lengths = cut(self.name, self.partition, self.dims, everything.shape, self.lengths)
-        return between(dict.fromkeys(cells, everything), shards(cells, lengths, self.dims))
+        fitting(self.name, self.cells(shapes), shapes, ())
+        shape = next(iter(shapes.values()))
+        return between(dict.fromkeys(shapes, whole(shape)), self.divided(shapes, shape))
 
 
 class AllGather(Layer):
@@ -96,9 +77,7 @@ class AllGather(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
-        are_grids("AllGather", partition)
-        found = normal_dims(dims, partition.dim)
-        super().__init__(AllGatherSpec(partition, found, shape=checked_shape(shape)))
+        super().__init__(AllGatherSpec.along(partition, dims, shape))
 
 
 class ReduceScatter(Layer):
@@ -135,9 +114,4 @@ class ReduceScatter(Layer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
-        are_grids("ReduceScatter", partition)
-        found = normal_dims(dims, partition.dim)
-        spec = ReduceScatterSpec(
-            partition, found, checked_lengths(lengths), shape=checked_shape(shape)
-        )
-        super().__init__(spec)
+        super().__init__(ReduceScatterSpec.along(partition, dims, shape, lengths))

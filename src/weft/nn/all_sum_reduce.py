@@ -8,19 +8,17 @@ arXiv:2006.03108); there it is SumReduce followed by Broadcast.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
 from .layer import Layer
-from .partition import Partition, are_grids, normal_dims
-from .spec import SliceSpec, checked_shape, fitting
+from .partition import Partition
+from .spec import SliceSpec, fitting
 
 __all__ = ["AllSumReduce", "AllSumReduceSpec"]
 
 
-@dataclass(frozen=True)
 class AllSumReduceSpec(SliceSpec):
     """Tensors of a slice to their sum."""
 
@@ -61,6 +59,4 @@ class AllSumReduce(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
-        are_grids("AllSumReduce", partition)
-        found = normal_dims(dims, partition.dim)
-        super().__init__(AllSumReduceSpec(partition, found, shape=checked_shape(shape)))
+        super().__init__(AllSumReduceSpec.along(partition, dims, shape))

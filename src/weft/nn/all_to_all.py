@@ -28,13 +28,12 @@ class AllToAllSpec(SliceSpec):
 
     gathered: int = 0
     scattered: int = 1
-    lengths: Shape | None = None
 
     name: ClassVar[str] = "AllToAll"
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
-        cut = "" if self.lengths is None else f", lengths={self.lengths}"
+        cut = "" if self.lengths is None else f", lengths={self.lengths[0]}"
         return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{told}{cut}"
 
     def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
@@ -60,7 +59,8 @@ class AllToAllSpec(SliceSpec):
         lengths = fitting(self.name, places, shapes, (gathered,))
         there: list[Shape] = [(sum(each),) for each in lengths]
         (extent,) = there[scattered]
-        there[scattered] = parts(self.name, extent, len(cells), self.lengths, scattered)
+        given = None if self.lengths is None else self.lengths[0]
+        there[scattered] = parts(self.name, extent, len(cells), given, scattered)
         return between(self._along(cells, lengths), self._along(cells, there))
 
     def batched(self, extent: int) -> Spec:
@@ -131,8 +131,5 @@ class AllToAll(Layer):
                 f"AllToAll: dims is {both}: pass two different dimensions of the tensor"
             )
         axis = normal_dims(both[0] if along is None else along, partition.dim)
-        cut = checked_lengths([lengths])
-        spec = AllToAllSpec(
-            partition, axis, *both, cut[0] if cut else None, shape=checked_shape(shape)
-        )
-        super().__init__(spec)
+        cut = None if lengths is None else checked_lengths([lengths])
+        super().__init__(AllToAllSpec(partition, axis, cut, *both, shape=checked_shape(shape)))

@@ -7,33 +7,20 @@ together there. Each is the other's adjoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..grid import Shape, whole
 from ..plan import Plan, between
 from .broadcast import first_along
 from .layer import Layer
-from .partition import Partition, are_grids, normal_dims
-from .spec import (
-    CheckedLengths,
-    Lengths,
-    SliceSpec,
-    checked_lengths,
-    checked_shape,
-    cut,
-    fitting,
-    shards,
-)
+from .partition import Partition
+from .spec import Lengths, SliceSpec
 
 __all__ = ["Gather", "GatherSpec", "Scatter", "ScatterSpec"]
 
 
-@dataclass(frozen=True)
 class ScatterSpec(SliceSpec):
     """The whole on the first rank to shards on all."""
-
-    lengths: CheckedLengths = None
 
     name: ClassVar[str] = "Scatter"
 
@@ -46,12 +33,9 @@ class ScatterSpec(SliceSpec):
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         ((root, shape),) = shapes.items()
-        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
-        want = shards(self.cells(self.groups[root]), lengths, self.dims)
-        return between({root: whole(shape)}, want)
+        return between({root: whole(shape)}, self.divided(self.groups[root], shape))
 
 
-@dataclass(frozen=True)
 class GatherSpec(SliceSpec):
     """Shards on all ranks to the whole on the first."""
 
@@ -59,11 +43,10 @@ class GatherSpec(SliceSpec):
     sharded: ClassVar[bool] = True
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self.cells(shapes)
-        lengths = fitting(self.name, cells, shapes, self.dims)
-        (root,) = (rank for rank, cell in cells.items() if not any(cell[d] for d in self.dims))
-        everything = whole([sum(each) for each in lengths])
-        return between(shards(cells, lengths, self.dims), {root: everything})
+        parts, everything = self.joined(shapes)
+        cells = self.cells(shapes).items()
+        (root,) = (rank for rank, cell in cells if not any(cell[dim] for dim in self.dims))
+        return between(parts, {root: everything})
 
 
 class Scatter(Layer):
@@ -100,10 +83,7 @@ class Scatter(Layer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
-        are_grids("Scatter", partition)
-        found = normal_dims(dims, partition.dim)
-        spec = ScatterSpec(partition, found, checked_lengths(lengths), shape=checked_shape(shape))
-        super().__init__(spec)
+        super().__init__(ScatterSpec.along(partition, dims, shape, lengths))
 
 
 class Gather(Layer):
@@ -133,6 +113,4 @@ class Gather(Layer):
     def __init__(
         self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
     ) -> None:
-        are_grids("Gather", partition)
-        found = normal_dims(dims, partition.dim)
-        super().__init__(GatherSpec(partition, found, shape=checked_shape(shape)))
+        super().__init__(GatherSpec.along(partition, dims, shape))

@@ -15,12 +15,12 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..errors import WeftError
-from ..grid import Box, Shape, balanced, cells
+from ..grid import Box, Shape, balanced, cells, whole
 from ..plan import Plan
-from .partition import Partition, integers
+from .partition import Partition, are_grids, integers, normal_dims
 
 __all__ = [
     "Lengths",
@@ -183,6 +183,9 @@ class SliceSpec(Spec):
     A slice is the ranks whose cells differ in nothing but their place along `dims`.
 
     Attributes:
+        partition: the grid.
+        dims: of the grid.
+        lengths: of the parts that tensors are cut into, for each dimension; None: balanced.
         sharded: whether ranks bring shards along all dimensions; else they bring the whole along
             `dims`.
     """
@@ -191,6 +194,24 @@ class SliceSpec(Spec):
 
     partition: Partition
     dims: Shape
+    lengths: CheckedLengths = None
+
+    @classmethod
+    def along(
+        cls,
+        partition: Partition,
+        dims: Sequence[int] | int,
+        shape: Sequence[int] | None,
+        lengths: Lengths = None,
+    ) -> Self:
+        """The spec of what a layer was given.
+
+        Raises:
+            WeftError: that is no grid, or not what it has or takes.
+        """
+        are_grids(cls.name, partition)
+        found = normal_dims(dims, partition.dim)
+        return cls(partition, found, checked_lengths(lengths), shape=checked_shape(shape))
 
     def _connected(self) -> Iterable[Sequence[int]]:
         return _slices(self.partition.shape, self.partition.ranks, self.dims)
@@ -203,6 +224,17 @@ class SliceSpec(Spec):
     def cells(self, ranks: Iterable[int]) -> dict[int, Shape]:
         """The cells of some ranks."""
         return {rank: self.partition.cells[rank] for rank in ranks}
+
+    def joined(self, shapes: Mapping[int, Shape]) -> tuple[dict[int, Box], Box]:
+        """The box of each rank's shard in the tensor of its slice, and all of that."""
+        cells = self.cells(shapes)
+        lengths = fitting(self.name, cells, shapes, self.dims)
+        return shards(cells, lengths, self.dims), whole([sum(each) for each in lengths])
+
+    def divided(self, ranks: Iterable[int], shape: Shape) -> dict[int, Box]:
+        """The boxes of the parts into which a tensor is cut for some ranks of a slice."""
+        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
+        return shards(self.cells(ranks), lengths, self.dims)
 
 
 @functools.lru_cache(maxsize=256)  # by integers: a partition would keep its wire open
