@@ -12,14 +12,13 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 
 from weft.errors import Error, StillRunning, WeftError, WireError
 from weft.testing import run, spmd
-from weft.wire import threads, worker
+from weft.wire import threads
 
 
 @pytest.fixture
@@ -233,90 +232,6 @@ def test_callbacks_may_wait_for_the_worker(wire):
     assert chained.wait() is True
     assert seen[0][0] is not seen[0][1]
     assert seen[1] == 3
-
-
-def left(wire, nap, jobs):
-    """Calls that are left to who serves them; the worker's thread looks after so many seconds."""
-    with mock.patch.object(worker, "_NAP", nap):
-        works = [wire.worker.submit("left", job, leave=True) for job in jobs]
-        time.sleep(0.05)  # in which the thread begins to wait
-    return works
-
-
-def test_what_is_left_runs_in_order_where_it_is_served(wire):
-    order = []
-    jobs = [lambda i=i: order.append((i, threading.get_ident())) for i in range(3)]
-    futures = [work.get_future() for work in left(wire, 60.0, jobs)]
-    assert not order
-    wire.worker.serve(wire.worker.made - 2)
-    assert order == [(i, threading.get_ident()) for i in range(2)]
-    wire.worker.serve(wire.worker.made - 1)
-    assert order[2:] == [(2, threading.get_ident())]
-    assert all(future.done() for future in futures)
-
-
-def test_what_follows_from_a_call_that_is_served_may_wait_for_the_others(wire):
-    works = left(wire, 60.0, [lambda: 1, lambda: 2])
-    works[1].get_future()
-    follows = works[0].get_future().then(lambda done: (done.value(), works[1].wait(0)))
-    wire.worker.serve(wire.worker.made - 1)
-    assert follows.wait() == (1, 2)
-
-
-def test_what_nobody_serves_runs_on_the_workers_thread(wire):
-    (work,) = left(wire, 0.01, [threading.get_ident])
-    end = time.monotonic() + 20
-    while not work.is_completed() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert work.result() != threading.get_ident()
-
-
-@pytest.mark.parametrize(
-    "come",
-    [
-        lambda worker, work: work.wait(20),
-        lambda worker, work: worker.call("behind", lambda: None),
-        lambda worker, work: worker.submit("behind", lambda: None).wait(20),
-        lambda worker, work: worker.stop(),
-    ],
-)
-def test_what_somebody_waits_for_is_left_no_longer(wire, come):
-    (work,) = left(wire, 60.0, [threading.get_ident])
-    come(wire.worker, work)
-    assert work.result() != threading.get_ident()
-
-
-def test_who_serves_waits_for_nothing_that_he_need_not(wire):
-    """Neither for what has begun, nor for calls that nobody has a Future of."""
-    began, gate = threading.Event(), threading.Event()
-    first = wire.worker.submit("job", lambda: (began.set(), gate.wait(20)))
-    first.get_future()
-    assert began.wait(20)
-    wire.worker.serve(wire.worker.made - 1)
-    (work,) = left(wire, 60.0, [threading.get_ident])
-    wire.worker.serve(wire.worker.made - 1)
-    assert not first.is_completed() and not work.is_completed()
-    gate.set()
-    assert work.wait(20) != threading.get_ident()
-    wire.worker.call("inside", lambda: wire.worker.serve(99))  # which would wait for itself
-
-
-def test_an_interrupt_while_serving_is_raised_and_frees_the_peers():
-    wires = threads.group(2)
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    works = left(wires[0], 60.0, [interrupted, lambda: "next"])
-    works[0].get_future()
-    with pytest.raises(KeyboardInterrupt):
-        wires[0].worker.serve(wires[0].worker.made - 1)
-    assert isinstance(works[0].exception(), KeyboardInterrupt)
-    with pytest.raises(WireError, match="rank 0 gave up: KeyboardInterrupt"):
-        wires[1].post((), [(0, 4)]).wait()
-    assert works[1].wait(20) == "next"
-    for each in wires:
-        each.close()
 
 
 def test_after_stop_calls_are_refused(wire):

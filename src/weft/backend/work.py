@@ -24,19 +24,17 @@ def started(
     name: str,
     job: Callable[[], list[Tensor]],
     options: Any,
-    *,
-    leave: bool = False,
 ) -> Collective:
     """Run a collective on a wire when its turn has come.
 
     A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself, which
-    saves two hand-overs between threads. If `leave`, the worker leaves it to who serves it.
+    saves two hand-overs between threads.
 
     Raises:
         Exception: whatever the job raises, if the caller runs it.
     """
     if getattr(options, "asyncOp", True):
-        return Collective(wire.worker.submit(name, job, leave=leave))
+        return Collective(wire.worker.submit(name, job))
     return Collective(None, wire.worker.call(name, job))
 
 

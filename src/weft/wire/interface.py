@@ -10,15 +10,14 @@ its very name, or where the machine has nothing else.
 
 from __future__ import annotations
 
-import array
 import ipaddress
 import os
 import socket
-import struct
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 __all__ = [
@@ -36,10 +35,6 @@ VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out
 _LOOPBACK = "127.0.0.1"
-_SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses in one list, secondary ones included
-_SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
-_IFREQ = 40  # bytes of an entry of that list, on 64-bit Linux
-_MOST = 1024  # entries that are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +52,9 @@ def interfaces() -> tuple[Interface, ...]:
         >>> any("127.0.0.1" in interface.addresses for interface in interfaces())
         True
     """
-    ipv4 = _ipv4_all()
-    found = []
-    for _, name in socket.if_nameindex():
-        first = ipv4.get(name, ()) if ipv4 else tuple(filter(None, [_ipv4(name)]))
-        addresses = (*first, *_ipv6(name))
-        if addresses:
-            found.append(Interface(name, addresses))
-    return tuple(found)
+    found = psutil.net_if_addrs()  # which knows no order
+    named = [name for _, name in socket.if_nameindex() if name in found]
+    return tuple(Interface(name, each) for name in named if (each := _addresses(found[name])))
 
 
 def interface_of(address: str) -> str | None:
@@ -206,45 +196,8 @@ def _listed(there: Sequence[Interface]) -> str:
     return ", ".join(f"{each.name} ({each.addresses[0]})" for each in there)
 
 
-def _ipv4_all() -> dict[str, tuple[str, ...]]:
-    """The IPv4 addresses of each interface, or nothing where the system has no such list."""
-    if not sys.platform.startswith("linux") or struct.calcsize("P") != 8:
-        return {}
-    import fcntl  # not on Windows
-
-    room = array.array("B", bytes(_IFREQ * _MOST))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("iL", len(room), room.buffer_info()[0])
-        length = struct.unpack("iL", fcntl.ioctl(sock, _SIOCGIFCONF, asked))[0]
-    found: dict[str, tuple[str, ...]] = {}
-    for start in range(0, length, _IFREQ):
-        entry = room[start : start + _IFREQ].tobytes()
-        # a secondary address may have a label of its own, eth0:1
-        name = entry[:16].split(b"\0", 1)[0].decode().partition(":")[0]
-        found[name] = (*found.get(name, ()), socket.inet_ntoa(entry[20:24]))
-    return found
-
-
-def _ipv4(interface: str) -> str | None:
-    import fcntl  # not on Windows
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            asked = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, asked)[20:24])
-        except OSError:
-            return None
-
-
-def _ipv6(interface: str) -> tuple[str, ...]:
-    """The IPv6 addresses of an interface, those of the link alone last and with their scope."""
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as table:
-            lines = [line.split() for line in table]
-    except OSError:
-        return ()
-    addresses = [
-        ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[-1] == interface
-    ]
-    wide = [str(address) for address in addresses if not address.is_link_local]
-    return (*wide, *(f"{address}%{interface}" for address in addresses if address.is_link_local))
+def _addresses(found: Iterable[Any]) -> tuple[str, ...]:
+    """Numeric ones: IPv4, then IPv6, of which those of the link alone last and with their scope."""
+    ipv4 = [each.address for each in found if each.family == socket.AF_INET]
+    ipv6 = [each.address for each in found if each.family == socket.AF_INET6]
+    return (*ipv4, *sorted(ipv6, key=lambda address: "%" in address))

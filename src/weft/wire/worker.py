@@ -2,8 +2,7 @@
 
 Calls must reach the wire in the same order on every rank. A synchronous call runs in the caller's
 own thread when nothing is queued (no hop, no wake-up); an asynchronous one runs on the worker's
-thread, and a synchronous one behind it waits for its turn. Whoever is going to wait for an
-asynchronous call soon, with nothing else to do, says so when making it, and runs it by `serve`.
+thread, and a synchronous one behind it waits for its turn.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ T = TypeVar("T")
 
 _Futures = list["torch.futures.Future[Any]"]
 
-_NAP = 0.05  # seconds after which the worker's thread sees to calls that were left to others
 _GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
 _LAST = 5.0  # seconds to end in after its wire was aborted
 
@@ -72,9 +70,6 @@ class Worker:
         self._left: set[int] = set()  # tickets whose callers were interrupted before their turn
         self._owner: int | None = None  # the thread that runs a job
         self._queue: deque[_Queued] = deque()
-        self._hurried = True  # the worker's thread is to run what is queued
-        self._naps = False  # it wakes by itself in a moment
-        self._left_alone = False  # calls were left to others since it last did
         self._thread: threading.Thread | None = None
         self._announcer: threading.Thread | None = None
         self._announcements: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -97,19 +92,11 @@ class Worker:
         """
         with self._lock:  # which takes less than the condition itself
             ticket = self._draw(name)
-            if self._queue:
-                self._hurry()
             self._wait_for(ticket)
         return self._run(name, job)
 
-    def submit(self, name: str, job: Callable[[], T], *, leave: bool = False) -> Work[T]:
+    def submit(self, name: str, job: Callable[[], T]) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
-
-        Args:
-            name: of the call.
-            job: what to do.
-            leave: somebody is going to `serve` it in a moment: it is left to him, as long as nobody
-                waits for it, nor for a call behind it.
 
         Raises:
             WeftError: made from inside another call on this wire, or after `stop()`.
@@ -126,64 +113,15 @@ class Worker:
                 return context.run(job)
 
         with self._turns:
-            ticket = work.ticket = self._draw(name)
-            if not self._queue:
-                self._hurried = False
-            self._queue.append(_Queued(ticket, name, inside, work))
+            self._queue.append(_Queued(self._draw(name), name, inside, work))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name=f"weft worker {self._wire.rank}", daemon=True
                 )
                 self._thread.start()
                 _running.add(self)
-            if not leave:
-                self._hurry()
-            elif not self._hurried:
-                self._left_alone = True
-                if not self._naps:
-                    self._turns.notify_all()
+            self._turns.notify_all()
         return work
-
-    @without_transforms
-    @without_modes
-    def serve(self, last: int) -> None:
-        """Run in this thread the calls that are queued, up to the one that was made as the `last`.
-
-        It ends before one of which nobody has a Future: its caller need not wait for it, nor for
-        what other ranks do before they make it; the worker's thread runs that, as it does with what
-        it has begun. What calls raise is for who waits for them. From inside a call on this wire,
-        it does nothing.
-
-        Args:
-            last: how many calls were `made` before it.
-
-        Raises:
-            BaseException: of what a call raises, what is no Exception, such as KeyboardInterrupt.
-        """
-        done: list[tuple[Work[Any], _Futures]] = []
-        ident = threading.get_ident()
-        try:
-            while True:
-                with self._turns:
-                    if self._owner == ident or not self._queue or self._queue[0].ticket > last:
-                        return
-                    if not self._queue[0].work._futures:
-                        self._hurry()
-                        return
-                    queued = self._queue.popleft()
-                    try:
-                        self._wait_for(queued.ticket)
-                    except BaseException as error:
-                        done.append((queued.work, queued.work._end(None, error)))
-                        raise
-                done.append((queued.work, self._finished(queued)))
-                failure = queued.work.exception()
-                if failure is not None and not isinstance(failure, Exception):
-                    raise failure
-        finally:
-            # now: a callback of the one may wait for the next, which had to be served first
-            for work, futures in done:
-                work._complete(*futures)
 
     def stop(self) -> None:
         """Take no more calls, let those that were made end, and end the threads.
@@ -216,11 +154,6 @@ class Worker:
         self._tickets += 1
         return self._tickets - 1
 
-    def _hurry(self) -> None:
-        """Have the worker's thread run all that is queued; with the lock held."""
-        self._hurried = True
-        self._turns.notify_all()
-
     def _wait_for(self, ticket: int) -> None:
         """Wait for a turn; with the lock held."""
         try:
@@ -244,8 +177,7 @@ class Worker:
         while self._serving in self._left:
             self._left.remove(self._serving)
             self._serving += 1
-        left = self._queue and self._queue[0].ticket == self._serving and not self._hurried
-        if self._serving != self._tickets and not left:
+        if self._serving != self._tickets:
             self._turns.notify_all()
 
     def _run(self, name: str, job: Callable[[], T]) -> T:
@@ -271,40 +203,21 @@ class Worker:
         """The worker's thread."""
         while True:
             with self._turns:
-                while not ((self._queue and self._hurried) or self._stopped):
-                    self._doze()
+                while not (self._queue or self._stopped):
+                    self._turns.wait()
                 if not self._queue:
                     return
                 queued = self._queue.popleft()
                 while self._serving != queued.ticket:
                     self._turns.wait()
-            work, futures = queued.work, self._finished(queued)
+            work = queued.work
+            try:
+                futures = work._end(self._run(queued.name, queued.job), None)
+            except BaseException as error:  # kept for whoever waits
+                futures = work._end(None, error)
             if futures:
                 self._announce(functools.partial(work._complete, *futures))
             del queued, work, futures  # what they hold is the caller's, not this idle thread's
-
-    def _doze(self) -> None:
-        """Wait for calls to run; with the lock held.
-
-        Where calls are left to others, as in each step of training, it is cheaper to look for such
-        that nobody served every now and then than to be woken each time.
-        """
-        if not (self._queue or self._left_alone):
-            self._turns.wait()
-            return
-        waiting = self._queue[0] if self._queue else None
-        self._left_alone, self._naps = False, True
-        self._turns.wait(_NAP)
-        self._naps = False
-        if waiting is not None and self._queue and self._queue[0] is waiting:
-            self._hurried = True
-
-    def _finished(self, queued: _Queued) -> _Futures:
-        """Run a job whose turn it is; returns the Futures that are to be completed."""
-        try:
-            return queued.work._end(self._run(queued.name, queued.job), None)
-        except BaseException as error:  # kept for whoever waits
-            return queued.work._end(None, error)
 
     def _announce(self, announcement: Callable[[], None]) -> None:
         """Run what completes a Future, and so its callbacks, on a thread of their own.
@@ -334,7 +247,6 @@ class Worker:
         self._turns = threading.Condition(self._lock)
         self._queue.clear()
         self._left.clear()
-        self._naps = self._left_alone = False
         self._serving, self._owner, self._thread = self._tickets, None, None
 
     def _leave(self) -> None:
@@ -367,7 +279,6 @@ class Work(Generic[T]):
 
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
-        self.ticket = -1  # its place among the calls on the wire
         self._lock = threading.Lock()
         self._ended = False
         self._waited: threading.Event | None = None  # for, which few calls are
@@ -455,10 +366,6 @@ class Work(Generic[T]):
             if self._ended:
                 return True
             self._waited = done = self._waited or threading.Event()
-        worker = self._worker
-        if not worker._hurried:
-            with worker._turns:
-                worker._hurry()
         return done.wait(seconds)
 
     def _end(self, value: T | None, error: BaseException | None) -> _Futures:
