@@ -209,7 +209,7 @@ def break_and_close(wire, path):
     wire.post([(peer, torch.zeros(1)) for peer in peers(wire)], [(peer, 4) for peer in peers(wire)])
     before = resources()  # with the thread that large messages start
     other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
-    pending = other.post((), [(peer, 8) for peer in other.peers])
+    pending = other.post((), [(peer, 8) for peer in peers(other)])
     talk(wire)
     if wire.rank == 0:
         other.abort("enough")
@@ -379,9 +379,8 @@ def raised(wire):
 def restored(wire):
     """What an interrupted wait was about is the caller's again: nothing more is written there."""
     if wire.rank == 1:
-        posted = wire.post([(0, torch.ones(2000, dtype=torch.uint8))])
         with contextlib.suppress(WireError):
-            posted.wait()
+            wire.post([(0, torch.ones(2000, dtype=torch.uint8))]).wait()
         return
     place = torch.zeros(2000, dtype=torch.uint8)
     wire.post((), [(1, place)])
