@@ -249,11 +249,11 @@ def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> list[Row]:
     speak(f"{case.name}: making the data")
     own = indices(case, rank, job.seed), values(case, rank, job.seed)
     entered: list[Contender] = [weft_by(name, case, *own) for name in job.algorithms]
-    refused: dict[str, str] = {}
+    faults: dict[str, tuple[str, str]] = {}  # status and why
     for name in job.peers:
         entrant = peer(name, case, *own)
         if isinstance(entrant, str):
-            refused[name] = entrant
+            faults[name] = "refused", entrant
         else:
             entered.append(entrant)
 
@@ -262,44 +262,34 @@ def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> list[Row]:
     rounds = case.values == "normal" or case.torch_dtype.itemsize == 2
     looks = job.check and (rank == 0 or rounds)
     right = answer(case, ranks, job.seed, rounds=rounds) if looks else None
-    verdicts = {c.name: _try(c, right, job.check and (c.own or not rounds)) for c in entered}
+    digests = {}
+    for one in entered:
+        status, why, digests[one.name] = _try(one, right, job.check and (one.own or not rounds))
+        if status != "ok":
+            faults[one.name] = status, why
     del right
-    refused |= {name: v.why for name, v in verdicts.items() if v.status == "refused"}
-    wrong = {name: v.why for name, v in verdicts.items() if v.status == "wrong"}
 
-    starters = [c for c in entered if verdicts[c.name].status == "ok"]
+    starters = [one for one in entered if one.name not in faults]
     local = _times(job, starters, lambda words: speak(f"{case.name}: {words}"))
-    for contender in starters:
-        name = contender.name
-        if _any(job.check and local.digests[name] != verdicts[name].digest):
-            wrong[name] = "the result of the last iteration differs from that of the first"
+    for one in starters:
+        if _any(job.check and local.digests[one.name] != digests[one.name]):
+            why = "the result of the last iteration differs from that of the first"
+            faults[one.name] = "wrong", why
     everybody: list[_Times] = [local] * ranks
     dist.all_gather_object(everybody, local)
     counted = sizes(case, ranks, job.seed) if rank == 0 else Sizes(ranks, 0, 0, 0.0)
     rows = []
     for name in (*(OWN + algorithm for algorithm in job.algorithms), *job.peers):
-        if name in refused:
-            rows.append(summary(case, counted, name, "refused", refused[name], link=job.link))
-        elif name in wrong:
-            rows.append(summary(case, counted, name, "wrong", wrong[name], link=job.link))
-        else:
-            seconds = [
-                max(each) for each in zip(*(t.seconds[name] for t in everybody), strict=True)
-            ]
-            records = [t.records[name] for t in everybody]
-            rows.append(summary(case, counted, name, "ok", "", seconds, records, link=job.link))
+        status, why = faults.get(name, ("ok", ""))
+        timed = [] if name in faults else everybody
+        seconds = [max(each) for each in zip(*(t.seconds[name] for t in timed), strict=True)]
+        records = [t.records[name] for t in timed]
+        rows.append(summary(case, counted, name, status, why, seconds, records, link=job.link))
     return [row.beside(rows) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    status: str
-    why: str
-    digest: str
-
-
-def _try(contender: Contender, right: Answer | None, compare: bool) -> _Verdict:
-    """One call; the same verdict on every rank, though the digest is each rank's own."""
+def _try(contender: Contender, right: Answer | None, compare: bool) -> tuple[str, str, str]:
+    """One call: status and why, the same on every rank, and the digest of this rank's result."""
     mine, words = "", ""
     status = "ok"
     _any(False)  # not a barrier: gloo's may raise what the contender before was refused with
@@ -318,11 +308,11 @@ def _try(contender: Contender, right: Answer | None, compare: bool) -> _Verdict:
     for worst in ("refused", "wrong"):
         for each, why, _ in everybody:
             if each == worst:
-                return _Verdict(worst, why, mine)
+                return worst, why, mine
     others = [rank for rank, each in enumerate(everybody) if each[2] != everybody[0][2]]
     if compare and others:
-        return _Verdict("wrong", f"the bits on ranks {others} are not those on rank 0", mine)
-    return _Verdict("ok", "", mine)
+        return "wrong", f"the bits on ranks {others} are not those on rank 0", mine
+    return "ok", "", mine
 
 
 @dataclass(frozen=True, slots=True)
