@@ -35,11 +35,11 @@ def rows_of(rank, dtype):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("op", ["sum", "max", "avg"])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int64, "max"), (torch.int64, "sum")],
+)
 def test_it_gives_what_any_algorithm_gives(ranks, dtype, op):
-    if op == "avg" and not dtype.is_floating_point:
-        pytest.skip("integers have no average")
     want = expected([rows_of(rank, dtype) for rank in range(ranks)], op)
 
     def program(wire):
