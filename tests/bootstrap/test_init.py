@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -145,15 +144,11 @@ def test_an_error_in_the_block_shuts_down_too() -> None:
 def test_kernels_are_compiled_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
 
-    def prepare() -> Callable[[], None]:
-        order.append("warm")
-        return lambda: order.append("load")
-
-    monkeypatch.setattr(module.kernels, "prepare", prepare)
+    monkeypatch.setattr(module.kernels, "prepare", lambda: order.append("prepare"))
     start = module._alone
     monkeypatch.setattr(module, "_alone", lambda *args: (order.append("start"), start(*args)))
     init()
-    assert order == ["warm", "start", "load"]
+    assert order == ["prepare", "start"]
 
 
 # On a group that the program has set up.

@@ -91,9 +91,9 @@ def test_importing_weft_imports_no_compiler(tmp_path):
     ],
 )
 def test_without_machine_code_the_reference_serves(tmp_path, before, env, reason):
-    body = f"{before}\nwork(); print(jit.is_compiled(), kernels.describe())"
+    body = f"{before}\nwork(); print(kernels.describe())"
     (output,) = forked(1, body, tmp_path, **env)
-    assert f"True torch operations ({reason}" in output
+    assert output.startswith(f"torch operations ({reason}")
 
 
 def test_a_broken_numba_is_like_none(tmp_path):
@@ -117,12 +117,12 @@ assert jit.loops() is None
 
 def test_another_process_loads_what_one_compiled(tmp_path):
     where = {"WEFT_CACHE_DIR": str(tmp_path / "cache")}
-    body = "print(jit.is_compiled()); count(); print(jit.is_compiled(), 'numba' in sys.modules)"
+    body = "count(); print('numba' in sys.modules)"
     words = f"numba {jit.importlib.metadata.version('numba')}, kept in {tmp_path}/cache/kernels;"
     (first,) = forked(1, body, tmp_path, **where)
-    assert first.startswith(f"False\n1 {words}") and first.endswith("True True\n")
+    assert first.startswith(f"1 {words}") and first.endswith("True\n")
     (second,) = forked(1, body, tmp_path, **where)
-    assert second.startswith(f"True\n0 {words}") and second.endswith("True False\n")
+    assert second.startswith(f"0 {words}") and second.endswith("False\n")
 
     (kept,) = (tmp_path / "cache" / "kernels").glob("*.o")
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700

@@ -41,7 +41,6 @@ from torch import Tensor
 
 from . import cpu, jit, meter, reference
 from .codec import IndexCode, decode, encode, expected_bits, index_code
-from .jit import is_compiled
 from .ops import OPS, Op
 from .reference import Distinct, Picked, Shares, Union
 
@@ -65,7 +64,6 @@ __all__ = [
     "hashed",
     "held",
     "index_code",
-    "is_compiled",
     "merge",
     "pick",
     "prepare",
@@ -484,11 +482,7 @@ def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -
         >>> alone(union([torch.tensor([2, 5]), torch.tensor([1, 5, 7])]).slots, [1], 4, most=9)
         [tensor([0, 2], dtype=torch.int32)]
     """
-    slots = [slot.contiguous() for slot in slots]
-    code = _code(slots[0])
-    if code is None:
-        return reference.alone(slots, runs, total, most)
-    return cpu.alone(code, slots, runs, total, most)
+    return reference.alone(slots, runs, total, most)
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:

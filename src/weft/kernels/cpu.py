@@ -23,7 +23,6 @@ from .ops import OPS, Op
 from .reference import Distinct, Picked, Shares, Union
 
 __all__ = [
-    "alone",
     "bitmap",
     "combine",
     "deal",
@@ -415,23 +414,6 @@ def deal(code: Loops, slots: Tensor, shares: Shares) -> list[Tensor]:
     rows = torch.empty(len(slots), dtype=torch.int32)
     code["deal"](*which, starts.data_ptr(), rows.data_ptr())
     return list(torch.split(rows, counts.tolist()))
-
-
-def alone(
-    code: Loops, slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int
-) -> list[Tensor]:
-    """See `weft.kernels.alone`."""
-    marks = torch.zeros(total, dtype=torch.uint8)
-    for slot in slots:
-        code["repeated"](slot.data_ptr(), len(slot), marks.data_ptr())
-
-    def first(slot: Tensor) -> Tensor:
-        room = min(most, len(slot))
-        rows = torch.empty(room, dtype=torch.int32)
-        found = code["alone"](slot.data_ptr(), len(slot), marks.data_ptr(), room, rows.data_ptr())
-        return rows[:found]
-
-    return [first(slots[run]) for run in runs]
 
 
 # Values ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-__all__ = ["Loop", "Loops", "cache_directory", "describe", "is_compiled", "loops", "user_cache"]
+__all__ = ["Loop", "Loops", "cache_directory", "describe", "loops", "user_cache"]
 
 Loop = Callable[..., int]
 Loops = Mapping[str, Loop]
@@ -73,14 +73,6 @@ def loops() -> Loops | None:
             if not _choice.known:
                 _choose()
     return _choice.loops
-
-
-def is_compiled() -> bool:
-    """Whether machine code is there already or only to be loaded, or none is to serve."""
-    if _choice.known or _forbidden():
-        return True
-    path = _file()
-    return path is not None and path.exists()
 
 
 def describe() -> str:
@@ -189,14 +181,10 @@ def _file() -> Path | None:
 
 
 def _cpu() -> str:
-    """What kind this machine's is, as far as the system tells without a compiler's help."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    told = {"model name", "flags", "CPU part", "CPU implementer", "Features"}
-    found = (line.partition(":") for line in lines)
-    return repr(sorted({(name.strip(), what) for name, _, what in found if name.strip() in told}))
+    """What LLVM makes machine code for here."""
+    import llvmlite.binding as llvm
+
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 def _object() -> bytes:

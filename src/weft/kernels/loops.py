@@ -486,28 +486,6 @@ def arrange(keys: int, total: int, many: int, starts: int, order: int, at: int) 
     return 0
 
 
-def repeated(slots: int, count: int, marks: int) -> int:
-    """Mark the places of a run that an earlier run has too: a byte for each place."""
-    for i in range(count):
-        slot = load("i32", slots, i)
-        if slot >= 0:
-            store("u8", marks, slot, 1)
-    return 0
-
-
-def alone(slots: int, count: int, marks: int, most: int, rows: int) -> int:
-    """The first `most` rows of a run whose places no other run has; returns how many there are."""
-    found = 0
-    for i in range(count):
-        if found == most:
-            break
-        slot = load("i32", slots, i)
-        if slot < 0 and load("u8", marks, ~slot) == 0:
-            store("i32", rows, found, i)
-            found += 1
-    return found
-
-
 def deal(slots: int, count: int, keys: int, starts: int, rows: int) -> int:
     """Sort a run's rows by the run that their places were given to, stably.
 
@@ -722,7 +700,7 @@ def combine(type: str) -> Callable[..., int]:
 # What is compiled -----------------------------------------------------------------------------
 
 _BY_KIND = (scan, sort, unpack, ends, mark, place, spread, pair, smallest, encode, decode)
-_PLAIN = (compose, weigh, aim, choose, arrange, repeated, alone, deal, pick)
+_PLAIN = (compose, weigh, aim, choose, arrange, deal, pick)
 
 LOOPS: dict[str, Callable[..., int]] = {
     loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN, scatter)

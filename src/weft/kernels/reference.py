@@ -56,12 +56,6 @@ class Distinct(NamedTuple):
     order: Tensor | None
     starts: Tensor | None
 
-    def part(self, first: int, last: int, begin: int, end: int) -> Distinct:
-        """The distinct indices `first` to `last`, as those of the inputs `begin` to `end` alone."""
-        order = None if self.order is None else self.order[begin:end] - begin
-        starts = None if self.starts is None else self.starts[first : last + 1] - begin
-        return Distinct(self.indices[first:last], order, starts)
-
     def at(self, which: Tensor) -> Distinct:
         """Some of the distinct indices, in any order; their inputs are numbered as before.
 

@@ -23,7 +23,7 @@ from .. import kernels
 from ..errors import WireError
 from ..wire.base import Lease, Pool, Wire, typed
 
-__all__ = ["PREFIX", "bytes_of", "index_bytes", "pack", "packed", "received", "unpack"]
+__all__ = ["PREFIX", "bytes_of", "damaged", "index_bytes", "pack", "packed", "received", "unpack"]
 
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size
@@ -114,9 +114,14 @@ def received(
     try:
         return unpack(message, dtype, last, room)
     except ValueError as error:
-        text = f"the index list that rank {peer} sent cannot be read: {error}"
-        wire.abort(text)
-        raise WireError(f"rank {wire.rank}: {text}", rank=wire.rank, culprit=peer) from None
+        raise damaged(wire, peer, str(error)) from None
+
+
+def damaged(wire: Wire, peer: int, why: str) -> WireError:
+    """What to raise where a peer's index list is none; the wire is aborted."""
+    text = f"the index list that rank {peer} sent cannot be read: {why}"
+    wire.abort(text)
+    return WireError(f"rank {wire.rank}: {text}", rank=wire.rank, culprit=peer)
 
 
 def index_bytes(count: float, places: float, plain: int) -> float:

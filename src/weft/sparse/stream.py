@@ -80,6 +80,7 @@ class IndexLists:
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
         self._last = call.load.places - 1
+        self._most = codec.PREFIX + call.load.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
         packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
         for indices in lists.values():
@@ -101,6 +102,8 @@ class IndexLists:
         rests: dict[int, tuple[Tensor, Pending]] = {}
         for peer, head in heads.items():
             size = codec.bytes_of(head)
+            if not codec.PREFIX <= size <= self._most:
+                raise codec.damaged(self._wire, peer, f"{size} bytes are said to come")
             if size > HEAD:
                 whole = self._room(size)
                 whole[:HEAD] = head
