@@ -7,22 +7,16 @@ receives from whoever sends.
 
 from __future__ import annotations
 
-import functools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .. import kernels
-from ..sparse.api import list_job, table_job
-from ..wire.base import Wire
-from .group import PythonGroup, op_of
+from .group import PythonGroup
 from .space import unused
-from .work import Collective, started
 
-__all__ = ["WeftGroup", "sparse_all_reduce"]
+__all__ = ["WeftGroup"]
 
 
 class WeftGroup(PythonGroup):
@@ -56,38 +50,3 @@ class WeftGroup(PythonGroup):
     def shutdown(self) -> None:
         super().shutdown()
         self._gloo.shutdown()
-
-
-def sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Collective:
-    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
-    _warm()
-    op = op_of(opts)
-
-    def job() -> list[Tensor]:
-        # entries of one index are its summands, which only a sum may take one by one
-        given = [
-            tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
-            for tensor in tensors
-        ]
-        if len(given) == 1:
-            results = [table_job(wire, given[0], op, "auto", None, None)()]
-        else:
-            results = list_job(wire, given, op, "auto", None, None)()
-        for tensor, result in zip(tensors, results, strict=True):
-            tensor.data = result  # the caller's takes over the memory of the result
-        return tensors
-
-    return started(wire, "all_reduce", job, opts)
-
-
-def _in_range(tensor: Tensor) -> bool:
-    """Whether all indices are of the tensor: `coalesce` writes where others point to."""
-    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
-    indices = tensor._indices()
-    return bool(((indices >= 0) & (indices < sizes)).all())
-
-
-@functools.cache
-def _warm() -> None:
-    """Before the first sparse call, make the machine code: nobody's deadline runs yet."""
-    kernels.prepare()

@@ -8,6 +8,7 @@ on the worker's thread unless the caller is going to wait anyway.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import kernels
+from ..sparse.api import list_job, table_job
 from ..sparse.arguments import op_name
 from ..wire import process_group
 from ..wire.base import Wire
@@ -50,9 +53,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         given, op = listed(tensors), op_of(opts)
         if any(tensor.layout != torch.strided for tensor in given):
-            from .gloo import sparse_all_reduce
-
-            return sparse_all_reduce(self.wire, given, opts)
+            return _sparse_all_reduce(self.wire, given, opts)
         return self._start("all_reduce", lambda w: collectives.all_reduce(w, given, op), opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
@@ -150,6 +151,41 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     def _start(self, name: str, job: Callable[[Wire], list[Tensor]], opts: Any) -> Collective:
         wire = self.wire
         return started(wire, name, lambda: job(wire), opts)
+
+
+def _sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Collective:
+    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
+    _warm()
+    op = op_of(opts)
+
+    def job() -> list[Tensor]:
+        # entries of one index are its summands, which only a sum may take one by one
+        given = [
+            tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
+            for tensor in tensors
+        ]
+        if len(given) == 1:
+            results = [table_job(wire, given[0], op, "auto", None, None)()]
+        else:
+            results = list_job(wire, given, op, "auto", None, None)()
+        for tensor, result in zip(tensors, results, strict=True):
+            tensor.data = result  # the caller's takes over the memory of the result
+        return tensors
+
+    return started(wire, "all_reduce", job, opts)
+
+
+def _in_range(tensor: Tensor) -> bool:
+    """Whether all indices are of the tensor: `coalesce` writes where others point to."""
+    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
+    indices = tensor._indices()
+    return bool(((indices >= 0) & (indices < sizes)).all())
+
+
+@functools.cache
+def _warm() -> None:
+    """Before the first sparse call, make the machine code: nobody's deadline runs yet."""
+    kernels.prepare()
 
 
 def listed(tensors: Any) -> list[Tensor]:
