@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bootstrap.launchers import Launch, detect, expand_hosts
+from weft.bootstrap.launchers import Launch, detect
 from weft.errors import WeftError
 
 OF_TWO = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -102,14 +102,19 @@ def test_what_cannot_be(env: dict[str, str], complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("nodes", "first", "several"),
     [
-        ("", []),
-        ("a", ["a"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[099-101],m", ["n099", "n100", "n101", "m"]),
-        ("r1n[1,3]-ib,r2n7-ib", ["r1n1-ib", "r1n3-ib", "r2n7-ib"]),
+        ("a", "a", False),
+        ("n[7]", "n7", False),
+        ("n[1-3]", "n1", True),
+        ("gpu-7", "gpu-7", False),
+        ("n[099-101],m", "n099", True),
+        ("login,node[08-10,12]-ib", "login", True),
+        ("r1n[1,3]-ib,r2n7-ib", "r1n1-ib", True),
+        ("rack[0-1]node[4-7]", "rack0node4", True),
     ],
 )
-def test_node_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text) == hosts
+def test_the_first_node_is_where_rank_0_is(nodes: str, first: str, several: bool) -> None:
+    tasks = {**PART, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes}
+    launch = detect({**tasks, "SLURM_LOCALID": "0"})
+    assert (launch.head, launch.local_size) == (first, 1 if several else 2)

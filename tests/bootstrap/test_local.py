@@ -71,12 +71,6 @@ def counting(count: int) -> None:
         local.send(number)
 
 
-def speaking(text: str) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.write(f"{text} {rank()}\n")  # at once: another rank writes there, too
-        stream.flush()
-
-
 def failing(who: int) -> None:
     if rank() == who:
         raise LookupError("there is no such thing")
@@ -230,15 +224,6 @@ def test_messages_come_in_order() -> None:
 def test_sending_is_for_ranks() -> None:
     with pytest.raises(WeftError, match="not started by"):
         local.send("anything")
-
-
-def test_a_rank_writes_where_its_launcher_does(capfd: pytest.CaptureFixture[str]) -> None:
-    with capfd.disabled():
-        local.launch(1, rank)  # what the ranks come from writes elsewhere
-    local.launch(2, speaking, ["hello from"])
-    captured = capfd.readouterr()
-    for text in captured:
-        assert sorted(text.splitlines()) == ["hello from 0", "hello from 1"]
 
 
 def test_a_launch_needs_a_rank() -> None:

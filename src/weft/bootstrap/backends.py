@@ -2,13 +2,13 @@
 
 A backend is the name that a person gives; its spec is what `init_process_group` is told, in which
 CPU tensors have a backend of their own where the named one is for another device. To add one,
-write a function that returns the spec or raises, and name it in `_BACKENDS`.
+write its spec to `_SPECS`, and what it needs to `_lacking`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ def spec(backend: str) -> str:
         'gloo'
     """
     _check_known(backend)
-    return _BACKENDS[backend]()
+    if lacking := _lacking(backend):
+        raise WeftError(f"backend {backend!r} {lacking}")
+    return _SPECS[backend]
 
 
 def is_in(backend: str, there: str) -> bool:
@@ -50,17 +52,13 @@ def is_in(backend: str, there: str) -> bool:
 
 def known() -> list[str]:
     """The names, all of them."""
-    return list(_BACKENDS)
+    return list(_SPECS)
 
 
 def able() -> tuple[str, ...]:
     """What this process's devices would choose, best first; gloo is always among them."""
-    found = ["gloo"]
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        found.insert(0, "nccl")
-    elif _has_xpu() and dist.is_xccl_available():
-        found.insert(0, "xccl")
-    return tuple(found)
+    found = [name for name in ("nccl", "xccl") if not _lacking(name)]
+    return (*found[:1], "gloo")
 
 
 def best(abilities: Iterable[tuple[str, ...]]) -> str:
@@ -74,77 +72,50 @@ def best(abilities: Iterable[tuple[str, ...]]) -> str:
     return next(name for name in first if all(name in each for each in others))
 
 
-def _gloo() -> str:
-    return "gloo"
-
-
-def _weft() -> str:
-    return f"cpu:{WEFT}"
-
-
-def _nccl() -> str:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise WeftError(
-            "backend 'nccl' needs a GPU and a CUDA build of torch, and there is "
-            f"{'no GPU' if dist.is_nccl_available() else f'torch {torch.version.__version__}'}: "
-            "use gloo, or install torch as pytorch.org says for your CUDA"
+def _lacking(backend: str) -> str:
+    """What a backend needs and this machine has not; empty if nothing."""
+    version = torch.version.__version__
+    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        lacks = "no GPU" if dist.is_nccl_available() else f"torch {version}"
+        return (
+            f"needs a GPU and a CUDA build of torch, and there is {lacks}: use gloo, or install "
+            "torch as pytorch.org says for your CUDA"
         )
-    return "cpu:gloo,cuda:nccl"
-
-
-def _xccl() -> str:
-    if not (_has_xpu() and dist.is_xccl_available()):
-        raise WeftError(
-            "backend 'xccl' needs an Intel GPU and an XPU build of torch, and there is torch "
-            f"{torch.version.__version__}: use gloo, or pip install torch --index-url "
-            "https://download.pytorch.org/whl/xpu"
+    xpu = hasattr(torch, "xpu") and torch.xpu.is_available()
+    if backend == "xccl" and not (xpu and dist.is_xccl_available()):
+        return (
+            f"needs an Intel GPU and an XPU build of torch, and there is torch {version}: use "
+            "gloo, or pip install torch --index-url https://download.pytorch.org/whl/xpu"
         )
-    return "cpu:gloo,xpu:xccl"
+    if backend == "ucc" and not dist.is_ucc_available():
+        return f"is not in this build of torch ({version}): use gloo, or build torch with USE_UCC=1"
+    if backend == "ccl":
+        try:
+            importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend
+        except ImportError:
+            return (
+                "needs oneCCL's bindings, which are not installed: pip install "
+                f"oneccl_bindings_for_pytorch, in the version of this torch ({version}), or use "
+                "gloo"
+            )
+    if backend == "mpi":
+        from ..wire import mpi  # here: `import weft` shall be quick
 
-
-def _ccl() -> str:
-    try:
-        importlib.import_module("oneccl_bindings_for_pytorch")  # registers the backend
-    except ImportError as error:
-        raise WeftError(
-            "backend 'ccl' needs oneCCL's bindings, which are not installed: pip install "
-            "oneccl_bindings_for_pytorch, in the version of this torch "
-            f"({torch.version.__version__}), or use gloo"
-        ) from error
-    return "ccl"
-
-
-def _ucc() -> str:
-    if not dist.is_ucc_available():
-        raise WeftError(
-            f"backend 'ucc' is not in this build of torch ({torch.version.__version__}): use gloo, "
-            "or build torch with USE_UCC=1"
-        )
-    return "ucc"
-
-
-def _mpi() -> str:
-    from ..wire import mpi  # here: `import weft` shall be quick
-
-    mpi.load()  # raises if it cannot; MPI itself is started when all ranks have come
-    return f"cpu:{MPI}"  # "mpi" is torch's own, which its wheels lack
+        mpi.load()  # raises if it cannot; MPI itself is started when all ranks have come
+    return ""
 
 
 def _check_known(backend: str) -> None:
-    if backend not in _BACKENDS:
+    if backend not in _SPECS:
         raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(known())}")
 
 
-_BACKENDS: dict[str, Callable[[], str]] = {
-    "gloo": _gloo,
-    "weft": _weft,
-    "nccl": _nccl,
-    "xccl": _xccl,
-    "ccl": _ccl,
-    "ucc": _ucc,
-    "mpi": _mpi,
+_SPECS = {
+    "gloo": "gloo",
+    "weft": f"cpu:{WEFT}",
+    "nccl": "cpu:gloo,cuda:nccl",
+    "xccl": "cpu:gloo,xpu:xccl",
+    "ccl": "ccl",
+    "ucc": "ucc",
+    "mpi": f"cpu:{MPI}",  # "mpi" is torch's own, which its wheels lack
 }
-
-
-def _has_xpu() -> bool:
-    return hasattr(torch, "xpu") and torch.xpu.is_available()

@@ -51,10 +51,7 @@ class _Running:
 
 _running: _Running | None = None
 _GLOO = "GLOO_SOCKET_IFNAME"
-_LOCAL = (
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-)  # a launcher's, which may not fit
+_LOCAL = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # a launcher's, which may not fit
 _named: list[tuple[str, str | None]] = []  # the interface that weft named to gloo; what was there
 
 

@@ -21,12 +21,11 @@ from pathlib import Path
 
 from ..errors import WeftError
 
-__all__ = ["Launch", "detect", "expand_hosts"]
+__all__ = ["Launch", "detect"]
 
 _log = logging.getLogger("weft")
 _SLURM_SIZES = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"
 _SPECIAL_STEPS = 0xFFFFFFF0  # steps from here on are batch scripts and the like
-_HOSTS = re.compile(r"([^,\[\]]*)\[([^\]]*)\]([^,\[\]]*)|([^,\[\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +92,6 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
-def expand_hosts(text: str) -> list[str]:
-    """The host names of a Slurm node list.
-
-    Example:
-        >>> expand_hosts("login,node[08-10,12]-ib,gpu7")
-        ['login', 'node08-ib', 'node09-ib', 'node10-ib', 'node12-ib', 'gpu7']
-    """
-    hosts: list[str] = []
-    for before, numbers, after, plain in _HOSTS.findall(text):
-        if plain:
-            hosts.append(plain)
-            continue
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            for number in range(int(first), int(last or first) + 1):
-                hosts.append(f"{before}{number:0{len(first)}d}{after}")
-    return hosts
-
-
 def _torchrun(env: Mapping[str, str]) -> Launch | None:
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -171,18 +151,19 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         str(size),
     ):
         return None  # an mpirun that has srun start its daemons, one on each host
-    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    several = re.search(r",|\d-\d+[],]", nodes) is not None
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or ""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or "0"
-    local_rank = _whole(env, "SLURM_LOCALID", rank if len(hosts) < 2 else 0)
+    local_rank = _whole(env, "SLURM_LOCALID", 0 if several else rank)
     return Launch(
         "srun",
         rank,
         size,
         local_rank,
-        _slurm_local_size(env) or (size if len(hosts) < 2 else local_rank + 1),
+        _slurm_local_size(env) or (local_rank + 1 if several else size),
         f"{job}.{step}" if job else "",
-        hosts[0] if hosts else "",
+        re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).partition(",")[0],  # the first of node[08-10,12]
     )
 
 

@@ -15,7 +15,6 @@ launcher is gone, however that died.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,11 +26,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -78,9 +76,9 @@ def launch(
         timeout: seconds that all of it may take; None: no limit.
         env: variables that the ranks have beyond the caller's own.
 
-    The ranks have the caller's environment, working directory and output, and what torchrun would
-    set; `OMP_NUM_THREADS`, unless set, is each one's share of the cores. A `weft.init` that a rank
-    leaves open is shut down for it.
+    The ranks have the caller's environment, working directory and, as far as it was not redirected
+    since the first launch, output, and what torchrun would set; `OMP_NUM_THREADS`, unless set, is
+    each one's share of the cores. A `weft.init` that a rank leaves open is shut down for it.
 
     Raises:
         WireError: a rank was killed, or ended without a result, or the time was up.
@@ -96,16 +94,15 @@ def launch(
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
     store, port = host_store(LOOPBACK)
     environments = [_environment(rank, size, port, env or {}) for rank in range(size)]
-    where = (target.__module__, _file_of(target.__module__))
-    body = pickle.dumps((target, tuple(args)))
+    body = _folder_of(target.__module__), pickle.dumps((target, tuple(args)))
     ranks: list[_Rank] = []
     deadline = None if timeout is None else time.monotonic() + timeout
-    listen = on_message or _unheard
+    listen = on_message or (lambda rank, thing: None)
     try:
         context = multiprocessing.get_context("forkserver")
         start_forkserver(context)
         for number, environment in enumerate(environments):
-            ranks.append(_Rank.start(context, number, environment, where, body))
+            ranks.append(_Rank.start(context, number, environment, body))
         _pump(ranks, listen, deadline, lambda: _decided(ranks))
         if _decided(ranks):
             _pump(ranks, listen, time.monotonic() + _GRACE)
@@ -113,7 +110,7 @@ def launch(
         _end(ranks, listen, ((signal.SIGINT, _GRACE), *_LADDER[1:]))
         raise
     finally:
-        _end(ranks, _unheard, _LADDER)
+        _end(ranks, lambda rank, thing: None, _LADDER)
         for rank in ranks:
             rank.process.close()
             rank.reader.close()
@@ -129,7 +126,7 @@ def send(thing: object) -> None:
     """
     if _launcher is None:
         raise WeftError("send: this process was not started by weft.bootstrap.local.launch")
-    _launcher.tell("message", thing)
+    _tell("message", thing)
 
 
 # The launcher's side.
@@ -154,21 +151,14 @@ class _Rank:
         context: multiprocessing.context.ForkServerContext,
         number: int,
         environment: dict[str, str],
-        where: tuple[str, str | None],
-        body: bytes,
+        body: tuple[str, bytes],
     ) -> _Rank:
         reader, writer = context.Pipe(duplex=False)
-        output = [_Lent(fd) for fd in (1, 2) if _is_open(fd)]
         process = context.Process(
-            target=_run, args=(environment, writer, output, where, body), name=f"rank {number}"
+            target=_run, args=(environment, writer, *body), name=f"rank {number}"
         )
-        try:
+        with writer:
             process.start()
-        except BaseException:
-            reader.close()
-            raise
-        finally:
-            writer.close()
         return cls(number, process, reader)
 
     @property
@@ -177,6 +167,8 @@ class _Rank:
 
     def hear(self, listen: Callable[[int, Any], None]) -> None:
         """Take one message that is there."""
+        if self.reader.closed:
+            return
         try:
             kind, value, where = pickle.loads(self.reader.recv_bytes())
         except (EOFError, OSError):  # the rank is going; the sentinel tells how
@@ -214,23 +206,17 @@ def _pump(
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Hear the ranks until all are gone, the deadline passed, or it is enough."""
-    ranks = list(ranks)
     while not enough():
-        sources: dict[Any, tuple[_Rank, bool]] = {}
-        for rank in ranks:
-            if rank.alive:
-                sources[rank.process.sentinel] = rank, True
-                if not rank.reader.closed:
-                    sources[rank.reader] = rank, False
+        alive = [rank for rank in ranks if rank.alive]
+        sources: dict[Any, Callable[[Callable[[int, Any], None]], None]] = {
+            **{rank.reader: rank.hear for rank in alive if not rank.reader.closed},
+            **{rank.process.sentinel: rank.bury for rank in alive},
+        }
         left = None if deadline is None else deadline - time.monotonic()
-        if not sources or (left is not None and left <= 0):
+        if not alive or (left is not None and left <= 0):
             return
         for source in multiprocessing.connection.wait(list(sources), left):
-            rank, gone = sources[source]
-            if gone:
-                rank.bury(listen)
-            elif not rank.reader.closed:
-                rank.hear(listen)
+            sources[source](listen)
 
 
 def _end(
@@ -296,10 +282,6 @@ def _epitaph(rank: _Rank, size: int) -> str:
     return f"{name} exited with status {rank.value} before it had a result"
 
 
-def _unheard(rank: int, thing: object) -> None:
-    """Nobody listens."""
-
-
 def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
@@ -340,92 +322,63 @@ def start_forkserver(context: multiprocessing.context.ForkServerContext) -> None
             del os.environ[name]
 
 
-def _file_of(module: str) -> str | None:
-    return getattr(sys.modules.get(module), "__file__", None)
+def _folder_of(module: str) -> str:
+    """What a process must have on its path to import a module by its name.
 
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-class _Lent:
-    """A file descriptor of the launcher; unpickled in a rank, it is the number of its copy."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _detach, (reduction.DupFd(self._fd),)
-
-
-def _detach(lent: Any) -> int:
-    fd: int = lent.detach()
-    return fd
+    Some loaders (pytest's) import files that are on no path: then it is the folder that the dotted
+    name counts from.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or file is None:
+        return ""
+    path, depth = Path(file).with_suffix(""), module.count(".") + 1
+    path = path.parent if path.name == "__init__" else path
+    return str(path.parents[depth - 1]) if path.parts[-depth:] == tuple(module.split(".")) else ""
 
 
 # The rank's side.
 
 
-class _Launcher:
-    """The launcher, as a rank sees it: somebody to tell things to."""
-
-    def __init__(self, writer: Connection) -> None:
-        self._writer = writer
-        self._lock = threading.Lock()
-
-    def tell(self, kind: str, value: object, where: str = "") -> None:
-        # plain pickle: multiprocessing's own would pass tensors as shared memory of a process
-        # that is about to end
-        told = pickle.dumps((kind, value, where))
-        with self._lock:
-            self._writer.send_bytes(told)
+_launcher: Connection | None = None  # set in a rank, for the life of the process
+_turn = threading.Lock()
 
 
-_launcher: _Launcher | None = None  # set in a rank, for the life of the process
+def _tell(kind: str, value: object, where: str = "") -> None:
+    # plain pickle: multiprocessing's own would pass tensors as shared memory of a process that is
+    # about to end
+    told = pickle.dumps((kind, value, where))
+    assert _launcher is not None  # this is a rank
+    with _turn:
+        _launcher.send_bytes(told)
 
 
-def _run(
-    environment: dict[str, str],
-    writer: Connection,
-    output: list[int],
-    where: tuple[str, str | None],
-    body: bytes,
-) -> None:
+def _run(environment: dict[str, str], writer: Connection, folder: str, body: bytes) -> None:
     """What a rank's process does."""
     global _launcher
     os.setsid()
     threading.Thread(target=_follow_launcher, name="weft-launcher", daemon=True).start()
-    for fd, lent in zip((1, 2), output, strict=False):
-        os.dup2(lent, fd)
-        os.close(lent)
     os.environ.clear()
     os.environ.update(environment)
-    launcher = _launcher = _Launcher(writer)
+    _launcher = writer
     try:
         torch.set_num_threads(max(1, int(environment["OMP_NUM_THREADS"])))
-        _make_importable(*where)
+        if folder:
+            sys.path.append(folder)
         target, args = pickle.loads(body)
-        launcher.tell("result", target(*args))
+        _tell("result", target(*args))
     except BaseException as error:  # whatever it is, it is raised again in the launcher
         # the program's frames only: not this one
-        text = "".join(traceback.format_exception(error.with_traceback(_below(error))))
-        launcher.tell("error", _picklable(error), text)
+        at = error.__traceback__ and error.__traceback__.tb_next
+        _tell(
+            "error",
+            _picklable(error),
+            "".join(traceback.format_exception(error.with_traceback(at))),
+        )
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; do not disturb the leaving
-        _leave()
-
-
-def _leave() -> None:
-    init = sys.modules.get("weft.bootstrap.init")
-    if init is not None:  # a process of multiprocessing runs no atexit functions
-        init.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
-            stream.flush()
+        init = sys.modules.get("weft.bootstrap.init")
+        if init is not None:  # a process of multiprocessing runs no atexit functions
+            init.shutdown()
 
 
 def _follow_launcher() -> None:
@@ -439,37 +392,9 @@ def _follow_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _make_importable(module: str, file: str | None) -> None:
-    """See to it that a module of the launcher's can be imported here, by the same name.
-
-    Usually it can. Some loaders (pytest's) import files that are on no path: then the folder that
-    the dotted name counts from becomes one.
-    """
-    if module in sys.modules or module == "__main__":
-        return
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError:
-        parts = module.split(".")
-        path = Path(file or "").with_suffix("")
-        if path.name == "__init__":
-            path = path.parent
-        if list(path.parts[-len(parts) :]) != parts:
-            raise
-        sys.path.append(str(path.parents[len(parts) - 1]))
-        importlib.import_module(module)
-
-
 def _picklable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception as reason:
         return RuntimeError(f"{type(error).__name__}: {error} (it cannot be pickled: {reason})")
     return error
-
-
-def _below(error: BaseException) -> Any:
-    """The traceback of an error without the frame of `_run`."""
-    at = error.__traceback__
-    frame: FrameType | None = at.tb_frame if at else None
-    return at.tb_next if at and frame and frame.f_code is _run.__code__ else at

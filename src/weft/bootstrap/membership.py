@@ -415,17 +415,6 @@ def _linger(store: dist.Store, mine: Member, *, whole: bool) -> None:
     members: list[Member] = []
     for _ in pauses(time.monotonic() + _LINGER, last=0.02):
         members += _read(store, store.add("arrived", 0), after=len(members))
-        coming = _coming(members or [mine]) if whole else len(members)
-        if coming and store.add("heard", 0) >= coming - 1:
+        size = max((each.size for each in members), default=mine.size) if whole else 1
+        if size and store.add("heard", 0) >= max(size, len(members)) - 1:
             return
-
-
-def _coming(members: Sequence[Member]) -> int:
-    """How many processes are going to come, as far as is known; 0 if it is not.
-
-    One that came twice is no reason not to wait for another; one without a rank may be any.
-    """
-    size = max(each.size for each in members)
-    numbers = {each.rank for each in members if 0 <= each.rank < size}
-    nameless = sum(not 0 <= each.rank < size for each in members)
-    return size and len(members) + max(0, size - len(numbers) - nameless)

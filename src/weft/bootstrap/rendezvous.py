@@ -37,21 +37,8 @@ from ..errors import WeftError, WireError
 from ..wire.interface import free_address, interfaces, is_own, own_address
 from .launchers import Launch
 
-__all__ = [
-    "LOOPBACK",
-    "Meeting",
-    "MovedError",
-    "Place",
-    "can_host",
-    "connect",
-    "forget",
-    "has",
-    "host",
-    "pauses",
-    "place",
-    "publish",
-    "store_of",
-]
+__all__ = ["LOOPBACK", "Meeting", "MovedError", "Place", "can_host", "connect", "forget", "has"]
+__all__ += ["host", "pauses", "place", "publish", "store_of", "withdraw_published"]
 
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-meeting"  # of the file, where a folder was given
@@ -72,18 +59,6 @@ class MovedError(Exception):
     """Rank 0 is to be found elsewhere now: another one has written the file since."""
 
 
-def _nothing() -> None:
-    pass
-
-
-def _no_end(kept: bool) -> None:
-    pass
-
-
-def _answered() -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """A store that all ranks share.
@@ -101,9 +76,9 @@ class Meeting:
     store: dist.Store
     where: str
     hosts: bool = False
-    close: Callable[[bool], None] = _no_end
-    look: Callable[[], None] = _nothing
-    unanswered: Callable[[], str] = _answered
+    close: Callable[[bool], None] = lambda kept: None
+    look: Callable[[], None] = lambda: None
+    unanswered: Callable[[], str] = lambda: ""
 
 
 # Stores.
@@ -139,7 +114,7 @@ def has(
     key: str,
     deadline: float,
     ranks: int,
-    look: Callable[[], None] = _nothing,
+    look: Callable[[], None] = lambda: None,
 ) -> bool:
     """Wait for a key, and say whether it is there in time.
 
@@ -188,7 +163,7 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def connect(
-    name: str, port: int, timeout: float, look: Callable[[], None] = _nothing
+    name: str, port: int, timeout: float, look: Callable[[], None] = lambda: None
 ) -> dist.TCPStore:
     """The store at a host and a port, once somebody listens there.
 
