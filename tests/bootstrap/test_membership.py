@@ -93,7 +93,7 @@ def test_who_cannot_tell_its_machine_is_where_its_host_is() -> None:
 HIDDEN = """
 import sys, torch, weft
 
-with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=100) as wire:
+with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=180) as wire:
     print(weft.all_reduce(torch.ones(1)).item())
 """
 
@@ -119,7 +119,7 @@ def test_a_rank_from_which_proc_is_hidden_takes_part(tmp_path: Path) -> None:
         for rank, before in enumerate(([], hidden))
     ]
     try:
-        said = [rank.communicate(timeout=100) for rank in ranks]
+        said = [rank.communicate(timeout=180) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -855,7 +855,7 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
             found = read(file)
             if found is not None and found.port:
                 with contextlib.suppress(RuntimeError):
-                    there = connect(found.address, found.port, 0.0)
+                    there = connect(found.address, found.port, _SHORT)
                     if there.check([_SIGN]) and there.get(_SIGN) == found.store.encode():
                         return found.address, found.port
                 why = _old(found)
