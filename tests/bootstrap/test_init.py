@@ -261,10 +261,6 @@ MISFITS = [  # what rank 1 has in its environment, what both say
     ({"VERSION": "9"}, "^the ranks differ in weft version: .*, rank 1 has 9; install the same"),
     ({"BACKEND": "ucc"}, "^rank 1 .*'ucc' is not in this build"),
     ({"FIRST": "ucc"}, "^rank 0 .*'ucc' is not in this build"),
-    (
-        {"WEFT_TRANSPORT": "torch"},
-        "^the ranks differ in transport: rank 0 has tcp, rank 1 has torch",
-    ),
     ({"BACKEND": "gloo"}, "^the ranks differ in backend: rank 0 has none given, rank 1 has gloo"),
 ]
 
