@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
-from weft.bootstrap.rendezvous import Meeting
+from weft.bootstrap.rendezvous import Rendezvous
 from weft.errors import WeftError, WireError
 
 
@@ -154,7 +154,7 @@ def attend(
     def come(number: int, mine: Member) -> None:
         store = connect()
         try:
-            meeting = Meeting(store, "there", hosts=mine.rank == 0)
+            meeting = Rendezvous(store, "there", hosts=mine.rank == 0)
             until = time.monotonic() + timeout
             decision, space = check(meeting, mine, until, None if elastic else 1)
             space.add("after", 1)

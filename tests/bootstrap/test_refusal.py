@@ -1,4 +1,4 @@
-"""A rank that cannot take part, or cannot host the meeting: all hear of it, and at once.
+"""A rank that cannot take part, or cannot host the rendezvous: all hear of it, and at once.
 
 The ranks are processes with their own environments, as somebody would start them by hand; what a
 person sees of them is looked at, too.
@@ -114,7 +114,7 @@ def test_a_port_that_is_taken_is_heard_of_at_once(ranks: Ranks) -> None:
         for rank in ("1", "0"):
             ranks.start(at(port, RANK=rank, WORLD_SIZE="2"))
         expected = (
-            f"WeftError: rank 0 cannot host the meeting at 127.0.0.1:{port}: another program "
+            f"WeftError: rank 0 cannot host the rendezvous at 127.0.0.1:{port}: another program "
             "listens there; choose another port, and let MASTER_ADDR be the host of rank 0\n"
         )
         assert [out for out, _ in ranks.said()] == [expected] * 2

@@ -59,8 +59,8 @@ def soon(seconds: float) -> float:
         (ONE, None, {**MASTER, "MASTER_ADDR": "fd00::7"}, Tcp("fd00::7", 29500, "[fd00::7]:29500")),
         (ONE, "tcp://[fd00::7]:1", {}, Tcp("fd00::7", 1, "tcp://[fd00::7]:1")),
         (SRUN, "file:///nfs/run%207", MASTER, File(Path("/nfs/run 7"))),
-        (ONE, "file:///nfs/", {}, File(Path("/nfs/weft-meeting"))),
-        (ONE, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-meeting")),
+        (ONE, "file:///nfs/", {}, File(Path("/nfs/weft-rendezvous"))),
+        (ONE, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-rendezvous")),
         (Launch("mpirun", 1, 2, 0, 1, "x"), None, {}, Mpi()),
         (Launch("mpirun", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
         (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
@@ -80,7 +80,7 @@ def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
     # MPICH's mpirun has a name of its own on each host
     unnamed = [Launch("mpirun", rank, 2, 0, 1, f"process-{rank}") for rank in (0, 1)]
     found = {place(each, "file:///nfs/", {}) for each in unnamed}
-    assert found == {File(Path("/nfs/weft-meeting"))}
+    assert found == {File(Path("/nfs/weft-rendezvous"))}
 
 
 def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:

@@ -191,10 +191,8 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
         wire = init(backend, rendezvous="env://" if own == (host, str(port)) else url)
     finally:
         for name in ("RANK", "WORLD_SIZE", *_LOCAL):
-            if name in saved:
-                os.environ[name] = saved[name]
-            else:
-                os.environ.pop(name, None)
+            os.environ.pop(name, None)
+            os.environ.update({name: saved[name]} if name in saved else {})
     places.withdraw_published()
     return wire
 
@@ -282,7 +280,7 @@ def _together(
 ) -> None:
     """Meet the other ranks, see that all fit together, and set up the default group."""
     deadline = time.monotonic() + timeout
-    meeting: places.Meeting | None = None
+    meeting: places.Rendezvous | None = None
     try:
         meeting, decision, space = membership.meet(
             place, launch, lambda store: _member(launch, backend, store), deadline
@@ -332,7 +330,7 @@ def _refused(
     place: places.Place,
     timeout: float,
 ) -> WeftError:
-    """Come to the meeting only to say why this rank cannot take part: else the others wait.
+    """Come to the rendezvous only to say why this rank cannot take part: else the others wait.
 
     Returns:
         What all raise; the error itself if nobody came.
@@ -377,7 +375,7 @@ def _agree_on_versions(timeout: float | None) -> None:
     if store is None or size == 1:  # MPI's groups have none
         return
     launch = launchers.Launch("adopted", rank, size, rank, size)
-    meeting = places.Meeting(dist.PrefixStore("weft/adopted", store), "the group's store")
+    meeting = places.Rendezvous(dist.PrefixStore("weft/adopted", store), "the group's store")
     deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
     try:
         times = store.add(f"weft/adopted/{rank}", 1)

@@ -28,7 +28,7 @@ from ..wire.base import names
 from ..wire.interface import is_loopback
 from . import backends, rendezvous
 from .launchers import Launch
-from .rendezvous import Meeting, MovedError, Place, has, pauses
+from .rendezvous import MovedError, Place, Rendezvous, has, pauses
 
 __all__ = ["Decision", "Member", "check", "judge", "meet"]
 
@@ -140,7 +140,7 @@ def meet(
     launch: Launch,
     mine: Callable[[dist.Store], Member],
     deadline: float,
-) -> tuple[Meeting, Decision, dist.Store]:
+) -> tuple[Rendezvous, Decision, dist.Store]:
     """Come to a place, and be checked there; collective.
 
     Args:
@@ -156,7 +156,7 @@ def meet(
         WeftError, WireError, RuntimeError: as `check`, and where the place cannot be used.
     """
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    seen: list[Meeting] = []
+    seen: list[Rendezvous] = []
     fits = False
     try:
         while True:
@@ -180,7 +180,7 @@ def meet(
 
 
 def check(
-    meeting: Meeting, mine: Member, deadline: float, number: int | None
+    meeting: Rendezvous, mine: Member, deadline: float, number: int | None
 ) -> tuple[Decision, dist.Store]:
     """Say what this process is, and wait for what is decided; collective.
 
@@ -352,7 +352,7 @@ def _another_began(store: dist.Store, number: int, deadline: float) -> bool:
 
 
 def _attend(
-    store: dist.Store, mine: Member, deadline: float, meeting: Meeting
+    store: dist.Store, mine: Member, deadline: float, meeting: Rendezvous
 ) -> tuple[int, Decision]:
     """The number of this process among those who came, and what is decided."""
     arrival = store.add("arrived", 1)

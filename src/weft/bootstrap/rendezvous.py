@@ -37,11 +37,11 @@ from ..errors import WeftError, WireError
 from ..wire.interface import free_address, interfaces, is_own, own_address
 from .launchers import Launch
 
-__all__ = ["LOOPBACK", "Meeting", "MovedError", "Place", "can_host", "connect", "forget", "has"]
+__all__ = ["LOOPBACK", "MovedError", "Place", "Rendezvous", "can_host", "connect", "forget", "has"]
 __all__ += ["host", "pauses", "place", "publish", "store_of", "withdraw_published"]
 
 LOOPBACK = "127.0.0.1"
-_NAME = "weft-meeting"  # of the file, where a folder was given
+_NAME = "weft-rendezvous"  # of the file, where a folder was given
 _LARGEST = 65536  # bytes of a file that is read at all
 _SETTLED = 30.0  # seconds after which a folder that is not there is taken for a mistake
 _LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
@@ -60,7 +60,7 @@ class MovedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """A store that all ranks share.
 
     Attributes:
@@ -225,9 +225,9 @@ class Tcp:
     agent: bool = False  # torchrun hosts it already
     space: str = ""  # of the keys, where others' programs may have chosen the same port
 
-    def open(self, launch: Launch, deadline: float, guest: bool) -> Meeting:
+    def open(self, launch: Launch, deadline: float, guest: bool) -> Rendezvous:
         if launch.rank != 0 or self.agent:
-            return Meeting(self.join(launch.rank, _left(deadline)), self.where)
+            return Rendezvous(self.join(launch.rank, _left(deadline)), self.where)
         behind = None
         if not is_here(self.host):
             behind = _led_here(self.host, self.port, _left(deadline))
@@ -247,15 +247,15 @@ class Tcp:
                 if taken:  # by another rank 0, perhaps: then all shall hear of both
                     other = self.join(0, _SHORT)
                     other.wait([_SIGN], timedelta(seconds=_SHORT))
-                    return Meeting(other, self.where)
+                    return Rendezvous(other, self.where)
             why = "another program listens there" if taken else str(error).splitlines()[0]
             raise WeftError(
-                f"rank 0 cannot host the meeting at {self.where}: {why}; choose another port, and "
-                "let MASTER_ADDR be the host of rank 0"
+                f"rank 0 cannot host the rendezvous at {self.where}: {why}; choose another port, "
+                "and let MASTER_ADDR be the host of rank 0"
             ) from error
         store = dist.PrefixStore(self.space, made)
         store.set(_SIGN, "yes")
-        return Meeting(store, self.where, hosts=True)
+        return Rendezvous(store, self.where, hosts=True)
 
     def join(self, rank: int, timeout: float) -> dist.Store:
         try:
@@ -275,7 +275,7 @@ class Tcp:
 class File:
     """A FileStore beside a file that names it, in a folder that all ranks see.
 
-    The FileStore is a new one for each meeting, since torch's reads whatever an earlier run has
+    The FileStore is a new one for each rendezvous, since torch's reads whatever an earlier run has
     left; the file says which, is replaced as a whole by the next rank 0, and goes when all have
     come. A rank that waits at a store to which the file leads no more goes to the new one. So a
     file that a crashed run has left delays nobody, and of two processes that are rank 0 the first
@@ -288,7 +288,7 @@ class File:
     def where(self) -> str:
         return f"file://{self.path}"
 
-    def open(self, launch: Launch, deadline: float, guest: bool) -> Meeting:
+    def open(self, launch: Launch, deadline: float, guest: bool) -> Rendezvous:
         try:
             if launch.rank == 0 and not guest:
                 return self._host()
@@ -302,7 +302,7 @@ class File:
                 f"rank {launch.rank}: {self.path} cannot be used for a rendezvous: {why or error}"
             ) from error
 
-    def _host(self) -> Meeting:
+    def _host(self) -> Rendezvous:
         _sweep(self.path.parent)
         mine = Note.mine()
         name = self.path.parent / mine.store
@@ -326,9 +326,9 @@ class File:
         except BaseException:
             name.unlink()
             raise
-        return Meeting(store, self.where, hosts=True, close=close, look=look)
+        return Rendezvous(store, self.where, hosts=True, close=close, look=look)
 
-    def _join(self, rank: int, deadline: float) -> Meeting:
+    def _join(self, rank: int, deadline: float) -> Rendezvous:
         began = time.monotonic()
         who = f"rank {rank}" if rank >= 0 else "a process without a rank"
         for _ in pauses(deadline):
@@ -337,7 +337,7 @@ class File:
             note = read(self.path)
             if note is not None:
                 why = _old(note)
-                if (note.store, rank) not in _been:  # else it is that of the meeting before
+                if (note.store, rank) not in _been:  # else it is that of the rendezvous before
                     with contextlib.suppress(FileNotFoundError):  # gone with an earlier run
                         return self._at(note, rank, who, began)
             elif not self.path.parent.is_dir():
@@ -346,7 +346,7 @@ class File:
                     raise WeftError(self._waited(who, began, why))
         raise WireError(self._waited(who, began, why), rank=rank, culprit=0)
 
-    def _at(self, note: Note, rank: int, who: str, began: float) -> Meeting:
+    def _at(self, note: Note, rank: int, who: str, began: float) -> Rendezvous:
         name = self.path.parent / note.store
         _check_owner(name, name.lstat())
 
@@ -359,7 +359,7 @@ class File:
 
         store = _file_store(name)
         _been.add((note.store, rank))
-        return Meeting(store, self.where, look=look, unanswered=unanswered)
+        return Rendezvous(store, self.where, look=look, unanswered=unanswered)
 
     def _waited(self, who: str, began: float, why: str) -> str:
         return f"{who}: waited {time.monotonic() - began:.0f} s for rank 0 at {self.where}; {why}"
@@ -371,7 +371,7 @@ class Mpi:
 
     where: str = "the address that rank 0 told over MPI"
 
-    def open(self, launch: Launch, deadline: float, guest: bool) -> Meeting:
+    def open(self, launch: Launch, deadline: float, guest: bool) -> Rendezvous:
         from ..wire import mpi  # here: `import weft` shall be quick
 
         try:
@@ -391,10 +391,12 @@ class Mpi:
         if launch.rank == 0:
             made, port = host(_address())
             world.broadcast(f"{made.host} {port}", _left(deadline))
-            return Meeting(dist.PrefixStore("", made), self.where, hosts=True)
+            return Rendezvous(dist.PrefixStore("", made), self.where, hosts=True)
         name, number = world.broadcast("", _left(deadline)).split()
         where = f"{name} port {number} (mpirun -x WEFT_INTERFACE=... names another interface)"
-        return Meeting(Tcp(name, int(number), where).join(launch.rank, _left(deadline)), self.where)
+        return Rendezvous(
+            Tcp(name, int(number), where).join(launch.rank, _left(deadline)), self.where
+        )
 
 
 Place = Tcp | File | Mpi
@@ -453,13 +455,13 @@ def place(
 
 
 def can_host(where: Place) -> bool:
-    """Whether this process can open the meeting, though it does not know that it is rank 0."""
+    """Whether this process can open the rendezvous, though it does not know that it is rank 0."""
     if isinstance(where, File):
         return True
     return isinstance(where, Tcp) and not where.agent and is_here(where.host)
 
 
-def store_of(where: Place, launch: Launch, deadline: float, guest: bool) -> tuple[Meeting, int]:
+def store_of(where: Place, launch: Launch, deadline: float, guest: bool) -> tuple[Rendezvous, int]:
     """Come to a place: the store there, and how often this process has met others in it.
 
     A process keeps a store that listens, and finds it again: rank 0 may host it, and when it starts
@@ -473,7 +475,7 @@ def store_of(where: Place, launch: Launch, deadline: float, guest: bool) -> tupl
         guest: whether a rank 0 finds another one there, and goes to its store.
 
     Raises:
-        WeftError: rank 0 cannot host the meeting there; it tells the other ranks of its host first.
+        WeftError: rank 0 cannot host it there; it tells the other ranks of its host first.
         WireError: rank 0 was not there in time.
     """
     key = (where.where, os.getpid())
@@ -502,7 +504,7 @@ def forget(where: Place | None = None) -> None:
         _kept[key] = None, times
 
 
-_kept: dict[tuple[str, int], tuple[Meeting | None, int]] = {}
+_kept: dict[tuple[str, int], tuple[Rendezvous | None, int]] = {}
 _been: set[tuple[str, int]] = set()  # the FileStores at which this process was, as which rank
 
 
@@ -773,15 +775,15 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         )
 
 
-# A failure notice: why rank 0 cannot host the meeting, for the other ranks of its host, which wait
-# at a place where nobody will come. It is a file in this user's private folder.
+# A failure notice: why rank 0 cannot host the rendezvous, for the other ranks of its host, which
+# wait at a place where nobody will come. It is a file in this user's private folder.
 
 
 def _notify(where: str, error: str, ranks: int) -> None:
     """Tell the other ranks of this host, until all have heard it or some seconds have passed.
 
     Args:
-        where: the place of the meeting, as every rank names it.
+        where: the place of the rendezvous, as every rank names it.
         error: what they raise.
         ranks: how many there are, on all hosts; 0 if that is not known.
     """
@@ -801,7 +803,7 @@ def _heed(where: str) -> None:
     """Raise what rank 0 says of this place, if it says so on this host.
 
     Raises:
-        WeftError: rank 0 cannot host the meeting there.
+        WeftError: rank 0 cannot host the rendezvous there.
     """
     error = ""
     with contextlib.suppress(OSError, ValueError):  # nothing is said there, or not all of it
