@@ -260,7 +260,7 @@ def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
     host, guest = (where.open(launch, soon(5), False) for launch in (ZERO, ONE))
     host.store.set("there", "yes")
     assert guest.store.get("there") == b"yes"
-    host.close(False)
+    host.close()
 
 
 # At a file.
@@ -316,7 +316,7 @@ def test_a_file_is_for_this_user_alone_and_goes_when_all_have_come(tmp_path: Pat
     modes = [stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()]
     assert modes == [0o600, 0o600]  # the file, and the store
     guest = File(path).open(ONE, soon(5), False)
-    meeting.close(True)
+    meeting.close()
     assert not path.exists()
     meeting.store.set("a", "b")
     assert guest.store.get("a") == b"b"
@@ -355,7 +355,8 @@ def test_what_killed_processes_have_left_is_taken_away(tmp_path: Path) -> None:
     for pid, host in ((gone.pid, name), (os.getpid(), name), (gone.pid, "elsewhere")):
         (tmp_path / f".weft-{host}-{pid}-00").touch()
     meeting = File(tmp_path / "run7").open(ZERO, soon(5), False)
-    meeting.close(False)
+    meeting.close()
+    del meeting  # and with it what is this process's own
     left = {each.name for each in tmp_path.iterdir()}
     assert left == {f".weft-{name}-{os.getpid()}-00", f".weft-elsewhere-{gone.pid}-00"}
 
@@ -373,7 +374,7 @@ def test_a_file_that_another_rank_0_has_taken_away_is_written_again(tmp_path: Pa
     (tmp_path / "run7").unlink()
     meeting.look()
     assert (tmp_path / "run7").exists()
-    meeting.close(False)
+    meeting.close()
 
 
 def rewrite(path: Path, **part: object) -> None:

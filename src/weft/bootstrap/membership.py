@@ -157,7 +157,6 @@ def meet(
     """
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     seen: list[Rendezvous] = []
-    fits = False
     try:
         while True:
             meeting, times = rendezvous.store_of(place, launch, deadline, guest=bool(seen))
@@ -167,7 +166,6 @@ def meet(
                 found = check(meeting, mine(meeting.store), deadline, number)
             except MovedError:
                 continue
-            fits = True
             return meeting, *found
     except WeftError:
         raise  # all have heard it there
@@ -176,7 +174,7 @@ def meet(
         raise
     finally:
         for each in seen:
-            each.close(fits and each is meeting)
+            each.close()
 
 
 def check(

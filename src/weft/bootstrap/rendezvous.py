@@ -67,7 +67,7 @@ class Rendezvous:
         store: that store.
         where: the place, for messages.
         hosts: whether it ends with this process.
-        close: nobody else is let in; `close(False)`: what is on a disk goes, too.
+        close: nobody else is let in.
         look: raises `MovedError` where this store is not the one to wait at any more.
         unanswered: what to say if rank 0 does not read what this rank has said; empty where it
             cannot be that it was there before and has gone.
@@ -76,7 +76,7 @@ class Rendezvous:
     store: dist.Store
     where: str
     hosts: bool = False
-    close: Callable[[bool], None] = lambda kept: None
+    close: Callable[[], None] = lambda: None
     look: Callable[[], None] = lambda: None
     unanswered: Callable[[], str] = lambda: ""
 
@@ -315,18 +315,15 @@ class File:
             elif there != mine:
                 raise MovedError
 
-        def close(kept: bool) -> None:
-            withdraw(self.path, mine)
-            if not kept:
-                name.unlink(missing_ok=True)
-
         try:
             leave(self.path, mine)
             store = _file_store(name)
         except BaseException:
             name.unlink()
             raise
-        return Rendezvous(store, self.where, hosts=True, close=close, look=look)
+        return Rendezvous(
+            store, self.where, hosts=True, look=look, close=lambda: withdraw(self.path, mine)
+        )
 
     def _join(self, rank: int, deadline: float) -> Rendezvous:
         began = time.monotonic()
