@@ -212,3 +212,18 @@ def test_eight_ranks_with_large_messages():
         assert [float(each[-1]) for each in got] == [float(peer) for peer in peers(wire)]
 
     run(8, body)
+
+
+def scribbles(wire):
+    peer = 1 - wire.rank
+    pending = wire.post([(peer, torch.zeros(4))], [(peer, 16)])
+    view = pending.wait()[0]
+    if wire.rank == 1:
+        view.fill_(1)
+        with pytest.raises(WireError, match="rank 1 wrote to bytes that it had received") as caught:
+            pending.release()
+        assert caught.value.culprit == 1
+
+
+def test_who_writes_to_what_it_received_is_told():
+    run(2, scribbles)

@@ -2,8 +2,9 @@
 
 Nothing is sent anywhere; a message is one copy from the sender's tensor into the receiver's. In
 exchange this wire is strict where real transports are silent: memory that a rank must not read
-holds garbage, a tensor that is changed while it is being sent is noticed, ranks that all wait for
-each other are told so at once, and the first rank that fails wakes all others.
+holds garbage, a tensor that is changed while it is being sent is noticed, and so is who writes to
+received bytes that are only his to read; ranks that all wait for each other are told so at once,
+and the first rank that fails wakes all others.
 
 Source of the idea: gloo's own tests run their ranks as threads over an in-memory store.
 """
@@ -290,6 +291,7 @@ class _Exchange(Pending):
     ) -> None:
         self._wire, self._incoming, self._outgoing = wire, incoming, outgoing
         self._results, self._leases = results, leases
+        self._came: list[_Bytes] = []  # what was received in leased memory, for who is strict
 
     def finished(self) -> bool:
         return all(message.done for message in self._incoming + self._outgoing)
@@ -324,9 +326,20 @@ class _Exchange(Pending):
                         f"rank {wire.rank} changed a tensor that it was sending to rank "
                         f"{message.peer}, before it had waited for it",
                     )
+        if self._wire._group.strict and not self._came:
+            self._came = [_memory(lease.tensor).copy() for lease in self._leases]
         return list(self._results)
 
     def release(self) -> None:
+        wire, came, self._came = self._wire, self._came, []
+        for lease, before in zip(self._leases, came, strict=False):
+            if not np.array_equal(before, _memory(lease.tensor)):
+                with wire._group.lock:
+                    raise wire._fail(
+                        wire.rank,
+                        f"rank {wire.rank} wrote to bytes that it had received, which may be the "
+                        "sender's own",
+                    )
         while self._leases:
             self._leases.pop().release()
 
