@@ -19,25 +19,6 @@ from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
 from torch.profiler import record_function
 
-__all__ = [
-    "COMPILER",
-    "at_end_of_backward",
-    "backward_id",
-    "copy_each",
-    "group_named",
-    "in_forward_mode",
-    "in_transform",
-    "is_wrapped",
-    "profiled",
-    "scale_each",
-    "shard_order",
-    "store_of",
-    "timeout_of",
-    "uncompiled",
-    "without_modes",
-    "without_transforms",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

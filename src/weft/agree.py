@@ -30,16 +30,6 @@ from torch import Tensor
 from .errors import WeftError, WireError
 from .wire.base import SMALL, Pending, Wire, peers
 
-__all__ = [
-    "BODY",
-    "CAP",
-    "DIRECT",
-    "Agreement",
-    "agree",
-    "calls_of",
-    "is_direct",
-]
-
 DIRECT = 16
 """Up to this many ranks exchange statements directly."""
 

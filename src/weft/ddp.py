@@ -37,8 +37,6 @@ from .sparse.arguments import wrong_wire_dtype
 from .wire import process_group
 from .wire.base import Wire, Work
 
-__all__ = ["State", "hook", "keep_tables_used", "register"]
-
 _KEPT = 256  # records
 _NAME = "ddp.register"
 

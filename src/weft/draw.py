@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MOST", "Cell", "Frame", "Shown", "drawn", "frames"]
-
 Colours = dict[int, tuple[float, float, float, float]]
 
 _FLAT, _TALL = 0.15, 1.5  # the shapes of tensors that are drawn as they are, height by width

@@ -15,8 +15,6 @@ before `weft.init`, use after `weft.shutdown`) is raised on the calling rank alo
 
 from __future__ import annotations
 
-__all__ = ["Error", "StillRunning", "WeftError", "WireError"]
-
 
 class Error(Exception):
     """Base of everything weft raises on purpose."""

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
-__all__ = ["Box", "Shape", "balanced", "boxes", "cells", "overlap", "ravel", "whole"]
-
 Shape = tuple[int, ...]
 """Extents, indices or offsets: one integer for each dimension."""
 

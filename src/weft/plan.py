@@ -24,8 +24,6 @@ from .grid import Box, Shape, overlap, whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Hint", "Local", "Move", "Piece", "Plan", "Side", "between"]
-
 Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
 """The collectives that a plan may be."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .errors import WeftError
 
-__all__ = ["Rows"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:

@@ -12,8 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import is_wrapped
 
-__all__ = ["has_elements", "is_made_of_others", "is_transformed", "lacking"]
-
 
 def has_elements(tensor: Tensor) -> bool:
     """Whether a tensor lies somewhere, with strides: no sparse, nested, meta or lazy one does.

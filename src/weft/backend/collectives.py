@@ -19,21 +19,6 @@ from ..errors import WeftError
 from ..wire import dense
 from ..wire.base import Wire, as_bytes, flattened, is_plain, peers, plain, typed
 
-__all__ = [
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-]
-
 _SAID = 200  # characters of sizes that are compared as they are; more of them by a digest
 
 Parts = Sequence[Tensor | None]

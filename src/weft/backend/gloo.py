@@ -16,8 +16,6 @@ import torch.distributed as dist
 from .group import PythonGroup
 from .space import unused
 
-__all__ = ["WeftGroup"]
-
 
 class WeftGroup(PythonGroup):
     """One rank's end of a group of backend "weft".

@@ -24,8 +24,6 @@ from ..wire.base import Wire
 from . import collectives
 from .work import Collective, started
 
-__all__ = ["PythonGroup", "listed", "op_of"]
-
 # To mypy it is Any: its stubs are those of the C++ class, whose overloads a method written in
 # Python serves all at once, and whose constructor takes a store, which that of a Python group
 # does not.

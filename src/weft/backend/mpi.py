@@ -18,8 +18,6 @@ from ..wire.base import is_plain, plain
 from .group import PythonGroup, listed
 from .work import Posted
 
-__all__ = ["TRANSPORT", "MpiGroup"]
-
 TRANSPORT = process_group.Transport("mpi", mpi.join)
 
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from ..errors import WireError
 from ..wire.base import names
 
-__all__ = ["unused"]
-
 _FIRST, _LAST = 0.001, 0.02  # seconds between two looks at the store
 _LATE = 1.0  # seconds after the deadline in which rank 0 may still say who is missing
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..wire.base import Pending, Wire, Work
 
-__all__ = ["Collective", "Posted", "started"]
-
 
 def started(
     wire: Wire,

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ..backend import MPI, WEFT
 from ..errors import WeftError
 
-__all__ = ["able", "best", "is_in", "known", "spec"]
-
 
 def spec(backend: str) -> str:
     """What torch.distributed calls a backend.

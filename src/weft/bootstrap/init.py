@@ -27,8 +27,6 @@ from ..wire.interface import interface_of, own_address
 from . import backends, launchers, membership
 from . import rendezvous as places
 
-__all__ = ["init", "init_as", "shutdown"]
-
 _TIMEOUT = 300.0  # seconds, of a group that weft starts
 _TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
 _LATE = 0.5  # seconds after the timeout in which others may find it over by themselves

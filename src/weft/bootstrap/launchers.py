@@ -21,8 +21,6 @@ from pathlib import Path
 
 from ..errors import WeftError
 
-__all__ = ["Launch", "detect"]
-
 _log = logging.getLogger("weft")
 _SLURM_SIZES = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"
 _SPECIAL_STEPS = 0xFFFFFFF0  # steps from here on are batch scripts and the like

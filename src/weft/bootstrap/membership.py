@@ -30,8 +30,6 @@ from . import backends, rendezvous
 from .launchers import Launch
 from .rendezvous import MovedError, Place, Rendezvous, has, pauses
 
-__all__ = ["Decision", "Member", "check", "judge", "meet"]
-
 _log = logging.getLogger("weft")
 _LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts
 _GRACE = 10.0  # seconds in which torchrun's agents start their workers again, one after another

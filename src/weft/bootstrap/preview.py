@@ -12,8 +12,6 @@ from ..wire.shm import Segment
 from . import backends, launchers
 from . import rendezvous as places
 
-__all__ = ["Preview", "look_ahead"]
-
 
 @dataclass(slots=True)
 class Preview:

@@ -37,9 +37,6 @@ from ..errors import WeftError, WireError
 from ..wire.interface import free_address, interfaces, is_own, own_address
 from .launchers import Launch
 
-__all__ = ["LOOPBACK", "MovedError", "Place", "Rendezvous", "can_host", "connect", "forget", "has"]
-__all__ += ["host", "pauses", "place", "publish", "store_of", "withdraw_published"]
-
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
 _LARGEST = 65536  # bytes of a file that is read at all

@@ -29,8 +29,6 @@ import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire
 
-__all__ = ["Finding", "Pair", "doctor", "look", "measure", "slow"]
-
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
 _SLOW = 3.0  # of the median: a pair that much slower than others is pointed out

@@ -10,8 +10,6 @@ from typing import NoReturn
 
 import typer
 
-__all__ = ["launched", "names", "rate", "refuse", "writable"]
-
 
 def refuse(option: str, words: str) -> NoReturn:
     """End with exit status 2 and what is wrong with an option."""

@@ -20,8 +20,6 @@ from weft.testing import launch
 
 from .options import launched, refuse
 
-__all__ = ["tune"]
-
 
 def tune(
     ranks: Annotated[

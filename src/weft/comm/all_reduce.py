@@ -29,8 +29,6 @@ from .opening import Mode, opened
 from .rounding import narrowed, travelling
 from .staging import host, on_host
 
-__all__ = ["all_reduce", "combined"]
-
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 _FAR = 1 << 20  # bytes for which it is worth a round, once, to know who is on which host (`dense`)

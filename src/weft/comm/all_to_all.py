@@ -34,8 +34,6 @@ from .staging import (
     rounds_of,
 )
 
-__all__ = ["Scatter", "all_to_all", "check_round"]
-
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
 _DIMS = 64  # as many as torch's tensors may have
 _CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape, and of a tensor that goes along with it

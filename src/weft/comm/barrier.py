@@ -20,8 +20,6 @@ from ..wire import default
 from ..wire.base import SMALL, Pending, Wire, Work, is_duration, names, peers
 from .opening import opened
 
-__all__ = ["barrier"]
-
 
 @uncompiled
 def barrier(timeout: float | None = None, group: Any = None) -> None:

@@ -22,8 +22,6 @@ from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed
 from .rounding import narrow, travelling
 from .staging import on_host
 
-__all__ = ["reduce_dense"]
-
 _ALONE = 1 << 20  # bytes of a gradient that is reduced where it is
 _BUCKET = 8 << 20  # bytes of gradients that are reduced together
 _UNDER_WAY = 2  # buckets: while the last chunks of one travel, the first of the next do

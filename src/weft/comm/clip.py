@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from .._torch import scale_each
 from ..errors import WeftError
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

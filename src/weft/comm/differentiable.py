@@ -19,8 +19,6 @@ from torch import Tensor
 from ..tensors import has_elements, lacking
 from .opening import Mode
 
-__all__ = ["Linear", "applied", "movable"]
-
 
 class Linear(Protocol):
     """A collective that is linear in its tensors.

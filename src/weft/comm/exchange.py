@@ -21,8 +21,6 @@ from .differentiable import applied
 from .opening import NO_LIMIT
 from .staging import is_movable
 
-__all__ = ["exchange"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
 

@@ -39,8 +39,6 @@ from .named import (
 )
 from .opening import NO_LIMIT, ROOM, Opening, opened
 
-__all__ = ["NAME", "Synchronised", "finish_of", "overlapping", "sync_grads"]
-
 NAME = "sync_grads"
 
 _DENSE = 1

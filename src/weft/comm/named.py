@@ -25,20 +25,6 @@ from .all_to_all import Scatter
 from .opening import Mode
 from .staging import is_movable
 
-__all__ = [
-    "Manifest",
-    "Named",
-    "Parameters",
-    "difference",
-    "digest",
-    "expanded_dims",
-    "local",
-    "manifests_of_all",
-    "of_module",
-    "parameters_of",
-    "shard_of",
-]
-
 Manifest = dict[str, str]
 """What each tensor is, in words, by name."""
 

@@ -22,8 +22,6 @@ from ..agree import BODY, Private, agree
 from ..errors import WeftError
 from ..wire.base import Pending, Wire
 
-__all__ = ["NO_LIMIT", "ROOM", "Mode", "Opening", "opened"]
-
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 

@@ -33,8 +33,6 @@ from .named import difference, manifests_of_all
 from .opening import opened
 from .staging import on_host
 
-__all__ = ["Overlap", "overlap_grads"]
-
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 
 

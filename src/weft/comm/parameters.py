@@ -28,8 +28,6 @@ from .named import difference, digest, expanded_dims, local, manifests_of_all, o
 from .opening import opened
 from .staging import host, on_host
 
-__all__ = ["sync_params"]
-
 _NAME = "sync_params"
 _TOGETHER = 64 << 10  # bytes of a tensor that travels with others
 _BATCH = 256 << 20  # bytes that are staged at once, where memory of the host must be

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .. import kernels
 
-__all__ = ["narrow", "narrowed", "travelling"]
-
 
 def travelling(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which numbers travel: their own if that is no wider, or not of real numbers."""

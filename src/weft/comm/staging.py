@@ -15,16 +15,6 @@ from torch import Tensor
 
 from ..wire.base import Wire, fresh, peers, plain
 
-__all__ = [
-    "STAGED",
-    "empty",
-    "host",
-    "is_movable",
-    "moved",
-    "on_host",
-    "rounds_of",
-]
-
 STAGED = 128 << 20
 """Bytes that a rank whose tensors are on another device sends and receives in one round."""
 

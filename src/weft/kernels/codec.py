@@ -33,8 +33,6 @@ from torch import Tensor
 from . import jit
 from .cpu import kind_of
 
-__all__ = ["IndexCode", "decode", "encode", "expected_bits", "index_code"]
-
 _BLOCK = 256  # gaps that share a width
 _WIDEST = 52  # the greatest width:
 _FARTHEST = 1 << _WIDEST  # from the first index to the last, so that every step below is exact

@@ -22,21 +22,6 @@ from .jit import Loop, Loops
 from .ops import OPS, Op
 from .reference import Distinct, Picked, Shares, Union
 
-__all__ = [
-    "bitmap",
-    "combine",
-    "deal",
-    "distinct",
-    "kind_of",
-    "pick",
-    "put",
-    "reduce",
-    "shares",
-    "sketch",
-    "union",
-    "unite_bitmap",
-]
-
 _KINDS = {
     torch.float32: "f32",
     torch.float64: "f64",

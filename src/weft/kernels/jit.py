@@ -35,8 +35,6 @@ from typing import Any
 import filelock
 import platformdirs
 
-__all__ = ["Loop", "Loops", "cache_directory", "describe", "loops", "user_cache"]
-
 Loop = Callable[..., int]
 Loops = Mapping[str, Loop]
 

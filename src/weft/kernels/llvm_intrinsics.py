@@ -18,21 +18,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
 
-__all__ = [
-    "CODES",
-    "KINDS",
-    "apply",
-    "copy",
-    "count_ones",
-    "inlined",
-    "load",
-    "load_as",
-    "lowest_one",
-    "prefetch",
-    "store",
-    "store_as",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

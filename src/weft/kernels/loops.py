@@ -28,8 +28,6 @@ from .llvm_intrinsics import (
     store_as,
 )
 
-__all__ = ["INSTANCES", "LOOPS"]
-
 # as in `reference`: the factors of the hash, as int64
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
 _LOW, _TOP = 0xFFFFFFFF, -(2**63)

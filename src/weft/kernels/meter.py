@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["CALL", "MARK", "PICK", "PLACE", "PUT", "SHARE", "SPREAD", "metered", "spend"]
-
 PLACE = 48
 """Bytes that could be merged while a row's place is found; benchmarks/kernels.py."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "OPS", "Op"]
-
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 DTYPES = (*_FLOATS, *_INTS, torch.bool)

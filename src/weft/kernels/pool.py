@@ -11,8 +11,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["ranges", "run", "share"]
-
 T = TypeVar("T")
 
 _WORTH = 1 << 20  # bytes for a thread to read or write: 17 µs to hand it over, 100 to do it

@@ -16,27 +16,6 @@ from torch import Tensor
 from ..errors import WeftError
 from .ops import Op
 
-__all__ = [
-    "Distinct",
-    "Picked",
-    "Shares",
-    "Union",
-    "combine",
-    "deal",
-    "distinct",
-    "finish",
-    "hashed",
-    "held",
-    "pick",
-    "put",
-    "quantiles",
-    "reduce",
-    "rounded",
-    "shares",
-    "sketch",
-    "union",
-]
-
 _BLOCK = 1 << 17  # numbers that are divided at once
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64

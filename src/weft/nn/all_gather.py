@@ -20,8 +20,6 @@ from .layer import Layer
 from .partition import Partition
 from .spec import Lengths, SliceSpec, fitting
 
-__all__ = ["AllGather", "AllGatherSpec", "ReduceScatter", "ReduceScatterSpec"]
-
 
 class AllGatherSpec(SliceSpec):
     """Shards to wholes."""

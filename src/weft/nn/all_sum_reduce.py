@@ -16,8 +16,6 @@ from .layer import Layer
 from .partition import Partition
 from .spec import SliceSpec, fitting
 
-__all__ = ["AllSumReduce", "AllSumReduceSpec"]
-
 
 class AllSumReduceSpec(SliceSpec):
     """Tensors of a slice to their sum."""

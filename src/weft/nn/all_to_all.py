@@ -19,8 +19,6 @@ from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
 from .spec import SliceSpec, Spec, checked_lengths, checked_shape, fitting, parts
 
-__all__ = ["AllToAll", "AllToAllSpec"]
-
 
 @dataclass(frozen=True)
 class AllToAllSpec(SliceSpec):

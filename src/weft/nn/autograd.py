@@ -28,8 +28,6 @@ from .executor import assemble, execute, has_addition
 from .handshake import Statement, Terms, handshake, payload_of
 from .spec import Spec, planned
 
-__all__ = ["Agreed", "Call", "anchor_of", "applied"]
-
 
 def applied(spec: Spec, x: Tensor, nothing: Shape = (0,)) -> Tensor:
     """What a layer gives for a tensor; collective among the ranks that it concerns.

@@ -23,8 +23,6 @@ from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
 from .spec import Spec, checked_shape, fitting
 
-__all__ = ["Broadcast", "BroadcastSpec", "SumReduce", "SumReduceSpec", "first_along"]
-
 
 def copies(small: Partition, large: Partition) -> Mapping[int, tuple[int, ...]]:
     """For each rank of the small grid the ranks of the large one that it stands for."""

@@ -27,8 +27,6 @@ from ..grid import Shape
 from .autograd import Call
 from .spec import Spec, planned
 
-__all__ = ["compiled", "number", "spec_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Known:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Cut", "FromDTensorSpec", "Layout", "from_dtensor", "to_dtensor"]
-
 Range = tuple[int, int]
 
 

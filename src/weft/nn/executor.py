@@ -29,8 +29,6 @@ from ..plan import Hint, Local, Plan
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
 from .handshake import among
 
-__all__ = ["assemble", "execute", "has_addition"]
-
 _CHANNEL = 8  # that no other room uses
 _DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 _CHUNK = 512 << 10  # bytes

@@ -26,8 +26,6 @@ from .layer import Layer
 from .partition import Partition, are_grids
 from .spec import Spec, checked_shape, evenly, fitting, shards
 
-__all__ = ["Boundary", "HaloExchange", "HaloSpec"]
-
 Boundary = Literal["zero", "periodic", "reflect"]
 """What lies beyond the edge of the tensor."""
 

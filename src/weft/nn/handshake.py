@@ -22,8 +22,6 @@ from ..wire.base import Wire, as_bytes, plain
 from ..wire.part import Part
 from .spec import Spec
 
-__all__ = ["EAGER", "Statement", "Terms", "among", "handshake", "payload_of"]
-
 EAGER = 4 << 10
 """Bytes of a tensor that may travel in the handshake."""
 

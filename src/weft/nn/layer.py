@@ -14,8 +14,6 @@ from .autograd import applied
 from .partition import lengths_of
 from .spec import Spec, planned
 
-__all__ = ["Layer"]
-
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _number(spec: Spec) -> int:

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import WeftError
 
-__all__ = ["group_named", "mesh", "name_of", "ranks_in"]
-
 
 def mesh(
     device_type: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str] | None

@@ -25,8 +25,6 @@ from ..wire.base import Wire
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Partition", "are_grids", "integers", "lengths_of", "normal_dims", "same_group"]
-
 _NAMED = 16  # ranks that are named in full
 
 

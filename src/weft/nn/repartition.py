@@ -27,8 +27,6 @@ from .spec import (
     shards,
 )
 
-__all__ = ["Repartition", "RepartitionSpec"]
-
 
 @dataclass(frozen=True)
 class RepartitionSpec(Spec):

@@ -16,8 +16,6 @@ from .layer import Layer
 from .partition import Partition
 from .spec import Lengths, SliceSpec
 
-__all__ = ["Gather", "GatherSpec", "Scatter", "ScatterSpec"]
-
 
 class ScatterSpec(SliceSpec):
     """The whole on the first rank to shards on all."""

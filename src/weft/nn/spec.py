@@ -22,20 +22,6 @@ from ..grid import Box, Shape, balanced, cells, whole
 from ..plan import Plan
 from .partition import Partition, are_grids, integers, normal_dims
 
-__all__ = [
-    "Lengths",
-    "SliceSpec",
-    "Spec",
-    "checked_lengths",
-    "checked_shape",
-    "cut",
-    "evenly",
-    "fitting",
-    "parts",
-    "planned",
-    "shards",
-]
-
 Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
 

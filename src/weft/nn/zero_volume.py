@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ZeroVolumeCorrector", "zero_volume_corrector", "zero_volume_tensor"]
-
 
 def zero_volume_tensor(
     *,

@@ -18,8 +18,6 @@ from .choice import Explanation
 from .record import Record, recording, started
 from .request import Request
 
-__all__ = ["explain", "sparse_all_reduce"]
-
 
 @uncompiled
 @without_transforms

@@ -20,19 +20,6 @@ from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
 from ..wire.base import is_plain
 from .call import Out, overlapping, unwritable
 
-__all__ = [
-    "Pair",
-    "WrongError",
-    "op_name",
-    "operation",
-    "outside",
-    "paired",
-    "place",
-    "readable",
-    "unwrapped",
-    "wrong_wire_dtype",
-]
-
 Pair = tuple[Tensor, Tensor]
 """Indices and values of some rows."""
 

@@ -25,17 +25,6 @@ from ..wire.base import Wire, as_bytes, fresh, typed
 from .cost import Load
 from .header import Header
 
-__all__ = [
-    "Allocator",
-    "Call",
-    "Out",
-    "extent",
-    "overlapping",
-    "partial_dtype",
-    "row_bytes",
-    "unwritable",
-]
-
 Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
 """(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
 

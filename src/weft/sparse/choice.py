@@ -22,20 +22,6 @@ from .link import link_of
 from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
 
-__all__ = [
-    "ALONE",
-    "EAGER",
-    "Explanation",
-    "Group",
-    "choose",
-    "explained",
-    "fitted",
-    "packs",
-    "predicted",
-    "together",
-    "workspace",
-]
-
 ALONE = "alone"
 """What "runs" where the group is one rank."""
 

@@ -23,8 +23,6 @@ from .. import kernels
 from ..errors import WireError
 from ..wire.base import Lease, Pool, Wire, typed
 
-__all__ = ["PREFIX", "bytes_of", "damaged", "index_bytes", "pack", "packed", "received", "unpack"]
-
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size
 """Bytes before the indices."""

@@ -22,8 +22,6 @@ from ..kernels.meter import CALL, PLACE
 from ..wire.base import Hosts, Link
 from . import codec
 
-__all__ = ["Cost", "Load"]
-
 _UNEVEN = 0.08  # of the bytes: streams between all pairs share links unevenly
 _CHUNKED = 0.3  # of its time: a stream of chunks keeps a core busy for longer than one message
 _MEMORY = 1 / 1.5e9  # seconds a byte, below which a copy costs as much as a message

@@ -26,12 +26,6 @@ from ..agree import BODY
 from ..wire.base import as_bytes, typed
 from . import sketch
 
-__all__ = [
-    "Header",
-    "RowsInHeader",
-    "of_all",
-]
-
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
 _FIXED = struct.Struct("<9q2?6x16s")  # 96 bytes: what follows stays aligned

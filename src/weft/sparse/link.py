@@ -43,21 +43,6 @@ from ..kernels.ops import OPS
 from ..wire.base import MERGE, Link, Wire, all_gather_bytes
 from .record import apart
 
-__all__ = [
-    "Figures",
-    "Profile",
-    "default_path",
-    "hosts_of",
-    "is_known",
-    "link_of",
-    "measure",
-    "parse",
-    "read",
-    "set_link",
-    "tune",
-    "write",
-]
-
 _log = logging.getLogger("weft")
 
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured

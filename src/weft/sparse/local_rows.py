@@ -16,8 +16,6 @@ from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.base import Lease, Pool, typed
 
-__all__ = ["LocalRows"]
-
 
 class LocalRows:
     """Some rows: canonical indices, and values that are combined and rounded on the way out.

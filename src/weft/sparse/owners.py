@@ -29,8 +29,6 @@ from .header import Header
 from .local_rows import LocalRows
 from .stream import ToOwners, merge_blocks
 
-__all__ = ["cuts", "parts", "reduce_to_owners"]
-
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
 

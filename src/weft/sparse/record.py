@@ -14,8 +14,6 @@ from torch.profiler import record_function
 from ..wire import default
 from ..wire.base import Wire
 
-__all__ = ["Note", "Record", "as_one", "last_call", "recording", "started"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .call import Call
     from .local_rows import LocalRows
 
-__all__ = ["ALGORITHMS", "Algorithm", "Schedule", "algorithm", "find"]
-
 Schedule = Callable[["LocalRows", "Call"], Rows]
 """One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
 

@@ -23,8 +23,6 @@ from ..wire.base import Lease, Pending, typed
 from .call import Call
 from .cost import Load
 
-__all__ = ["HOPS", "LEADS", "Relay", "relay_memory", "relay_rows"]
-
 LEADS = 5
 """Chunks of a rank that may lead: on their way while the rows are shared out."""
 

@@ -32,8 +32,6 @@ from .arguments import (
 )
 from .call import Out
 
-__all__ = ["NOTHING", "Request", "root_in", "take_root"]
-
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 

@@ -28,18 +28,6 @@ from .local_rows import LocalRows
 from .registry import find
 from .request import Request
 
-__all__ = [
-    "Done",
-    "explained",
-    "handed_out",
-    "merge_eager",
-    "opened",
-    "reduced",
-    "settle",
-    "too_small",
-]
-
-
 _Said = Header | RowsInHeader
 
 

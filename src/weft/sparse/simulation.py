@@ -23,8 +23,6 @@ from .link import set_link
 from .registry import find
 from .request import Request
 
-__all__ = ["Simulation", "simulate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:

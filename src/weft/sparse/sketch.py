@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from .. import kernels
 
-__all__ = ["SIZE", "merge", "union_size"]
-
 SIZE = 256
 """Ids in a sketch."""
 

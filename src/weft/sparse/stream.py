@@ -33,26 +33,6 @@ from . import codec
 from .call import Call
 from .cost import Load
 
-__all__ = [
-    "FIRST",
-    "SUMS",
-    "VALUES",
-    "FromRing",
-    "IndexLists",
-    "Inflow",
-    "Own",
-    "Ring",
-    "Source",
-    "ToOwners",
-    "all_lists",
-    "chunks",
-    "list_messages",
-    "merge_blocks",
-    "send_rows",
-    "share",
-    "window",
-]
-
 HEAD = 128 << 10
 """Bytes of the first message of an index list."""
 

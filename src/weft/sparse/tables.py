@@ -37,8 +37,6 @@ from .header import NO_LIMIT
 from .record import Note
 from .request import NOTHING, Request
 
-__all__ = ["explained", "reduced", "requests_of"]
-
 NAME = "sparse_all_reduce of a list"
 
 _MOST = 512  # tables in a statement: of more it might not fit in the opening exchange

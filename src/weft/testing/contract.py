@@ -26,8 +26,6 @@ from ..errors import WireError
 from ..wire.base import Pending, Wire, peers
 from .pace import patient
 
-__all__ = ["WireContract"]
-
 Ranks = Callable[..., list[Any]]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

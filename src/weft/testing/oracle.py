@@ -11,8 +11,6 @@ from torch import Tensor
 from ..kernels.ops import OPS
 from ..rows import Rows
 
-__all__ = ["expected"]
-
 
 def expected(
     parts: Sequence[Rows],

@@ -11,8 +11,6 @@ from typing import Any
 
 from ..errors import WireError
 
-__all__ = ["Outcome", "RankFailure", "place", "results"]
-
 
 class RankFailure(AssertionError):
     """A rank did not end by itself: it hangs, or its process died."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["MOST", "patient"]
-
 MOST = 4.0
 """How many times as long a deadline may become."""
 

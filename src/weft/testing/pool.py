@@ -42,8 +42,6 @@ from ..wire.process_group import TRANSPORTS, connect
 from .outcome import Outcome, RankFailure, place
 from .pace import patient
 
-__all__ = ["on_pool"]
-
 _START = 60.0  # seconds that new processes may take to answer
 _ANSWER = 2.0  # seconds that a rank has to say where it is
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice a death

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from ..bootstrap.local import launch
 from .pace import patient
 
-__all__ = ["processes"]
-
 T = TypeVar("T")
 
 

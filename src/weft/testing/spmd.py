@@ -13,8 +13,6 @@ from .outcome import Outcome, results
 from .pace import patient
 from .threads import on_threads
 
-__all__ = ["run", "spmd"]
-
 TIMEOUT = 90.0  # seconds that one wait on a wire may last: the machine may be busy
 LIMIT = 120.0  # seconds for a whole body, on an idle machine; at most: below the suite's own limit
 

@@ -14,8 +14,6 @@ from ..wire.base import Wire
 from ..wire.threads import group
 from .outcome import Outcome, place
 
-__all__ = ["on_threads", "on_wires"]
-
 
 def on_threads(
     size: int,

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .base import flattened
 
-__all__ = ["OPS", "Reduce", "arithmetic", "cut", "grain", "reduce", "reduce_parts", "refuses"]
-
 _BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts are multiples of
 

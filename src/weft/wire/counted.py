@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["Traffic"]
-
 
 class Traffic:
     """What one rank sent over one wire since it was made or since `reset`.

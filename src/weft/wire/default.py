@@ -14,8 +14,6 @@ from ..errors import WeftError
 from .base import Wire
 from .failure import last_error
 
-__all__ = ["clear", "current", "resolve", "set"]
-
 _local: ContextVar[Wire | None] = ContextVar("weft_wire", default=None)
 _process: Wire | None = None
 _why_none = "call weft.init() first"

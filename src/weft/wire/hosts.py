@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .base import Wire
 
-__all__ = ["Hosts", "digest_of", "host_name", "hosts_of", "known_hosts", "set_hosts"]
-
 _DIGEST = 16  # bytes in which a name travels
 
 

@@ -15,8 +15,6 @@ from ..errors import WeftError, WireError
 from .base import Wire, chosen
 from .failure.verdict import Verdict
 
-__all__ = ["InProcessWire", "Shared"]
-
 
 class Shared(abc.ABC):
     """What the ranks of a group share. Everything is read and written with the lock held.

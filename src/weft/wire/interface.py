@@ -20,17 +20,6 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-__all__ = [
-    "VARIABLES",
-    "Interface",
-    "free_address",
-    "interface_of",
-    "interfaces",
-    "is_loopback",
-    "is_own",
-    "own_address",
-]
-
 VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
 
 _OUT = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody's, so it leads out

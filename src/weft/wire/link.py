@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MERGE", "Link"]
-
 MERGE = 0.125e-9
 """Seconds for a byte of rows merged by one core, its cache shared with others';
 benchmarks/kernels.py."""

@@ -27,18 +27,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .shm import Segment
 
-__all__ = [
-    "PATIENCE",
-    "SPARE",
-    "Lease",
-    "Pool",
-    "Shelf",
-    "fresh",
-    "kept_at_most",
-    "piece_size",
-    "typed",
-]
-
 _log = logging.getLogger("weft")
 
 _SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so

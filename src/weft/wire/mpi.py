@@ -33,8 +33,6 @@ from torch import Tensor
 from ..errors import WeftError, WireError
 from .torchdist import Links
 
-__all__ = ["MpiLinks", "World", "join", "load", "start"]
-
 _YIELDS = 30  # looks with nothing but a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
 _LONG_NAP = 5e-3  # seconds of the longest sleep of a wait that has lasted for seconds

@@ -17,8 +17,6 @@ from . import dense
 from .base import Pending, Recv, Send, Wire, chosen
 from .memory import Lease
 
-__all__ = ["Part"]
-
 
 class Part(Wire):
     """Ranks `ranks` of `wire`, this one among them, numbered in the order given.

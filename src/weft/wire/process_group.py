@@ -25,19 +25,6 @@ from .tcp.endpoint import AbsentError, Connections
 from .tcp.wire import TcpWire
 from .torchdist import Links
 
-__all__ = [
-    "TRANSPORTS",
-    "Transport",
-    "choose",
-    "chosen",
-    "connect",
-    "has_default",
-    "of",
-    "of_group",
-    "of_mesh",
-    "store_of",
-]
-
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
 

@@ -30,8 +30,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["ROOM", "Peer", "Segment", "copy", "exchange"]
-
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""
 

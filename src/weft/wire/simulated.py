@@ -46,8 +46,6 @@ from .link import Link
 from .memory import Pool
 from .simulated_network import Bytes, Channel, End, Exchange, Network
 
-__all__ = ["SimulatedWire", "group", "run"]
-
 T = TypeVar("T")
 
 _BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each

@@ -22,8 +22,6 @@ from .link import Link
 if TYPE_CHECKING:
     from .simulated import SimulatedWire
 
-__all__ = ["Bytes", "Channel", "End", "Exchange", "Network"]
-
 Bytes = NDArray[np.uint8]
 
 _ARENA = 1 << 20  # bytes in which messages of unknown length are kept together

@@ -28,8 +28,6 @@ from .base import Pending, Recv, Send, as_bytes
 from .in_process import InProcessWire, Shared
 from .memory import Lease
 
-__all__ = ["ThreadWire", "group"]
-
 _GARBAGE = 0xA5  # what undefined bytes hold: neither 0 nor -1, NaN-free and huge in no dtype
 
 _HOST = bytes(16)  # the name that this process has for its own threads

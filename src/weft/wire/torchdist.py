@@ -37,8 +37,6 @@ from .interface import interface_of, own_address
 from .memory import Lease, Pool
 from .tcp.engine import Lost
 
-__all__ = ["Links"]
-
 _HEAD = struct.Struct("<qqq")  # of a frame: its channel, its bytes, those of the message after it
 _FIRST = 1024  # bytes of the first part of a frame, head and all
 _INLINE = _FIRST - _HEAD.size

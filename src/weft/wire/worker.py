@@ -28,8 +28,6 @@ from ..errors import Error, StillRunning, WeftError
 if TYPE_CHECKING:
     from .base import Wire
 
-__all__ = ["Work", "Worker"]
-
 T = TypeVar("T")
 
 _Futures = list["torch.futures.Future[Any]"]

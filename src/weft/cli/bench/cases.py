@@ -38,9 +38,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "Answer", "Case", "Distribution", "Dtype", "Op", "Sizes"]
-__all__ += ["answer", "differs", "digest", "indices", "sizes", "values"]
-
 Distribution = Literal["uniform", "zipf", "identical"]
 Dtype = Literal[
     "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"

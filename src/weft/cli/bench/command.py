@@ -24,8 +24,6 @@ from .cases import CASES, Case, Distribution, Dtype, Op
 from .measure import PEERS, Job, run
 from .results import Shown
 
-__all__ = ["bench"]
-
 
 def bench(
     case: Annotated[

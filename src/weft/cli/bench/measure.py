@@ -46,8 +46,6 @@ from weft.wire.base import Wire
 from .cases import Answer, Case, Sizes, answer, differs, digest, indices, sizes, values
 from .results import OWN, Found, Head, Row, summary
 
-__all__ = ["DENSE_LIMIT", "PEERS", "Contender", "Job", "peer", "run", "weft_by"]
-
 DENSE_LIMIT = 64 << 20
 """Bytes of a table up to which the dense way is worth trying."""
 

@@ -23,8 +23,6 @@ from rich.text import Text
 
 from .cases import Case, Sizes
 
-__all__ = ["OWN", "Found", "Head", "Row", "Shown", "summary"]
-
 OWN = "weft:"
 """What the names of weft's own contenders begin with: weft, too, has an algorithm called dense."""
 

@@ -34,8 +34,6 @@ from .text import WINDOW, Corpus, Refused, choose_words, nearest, noise, read, s
 from .text import vector_lines as lines_of
 from .train import NEGATIVES, Job, measure_memory, train
 
-__all__ = ["demo"]
-
 _LIMIT = 210.0  # seconds of training if --steps is left to us, so that all is done in five minutes
 _STEPS = 600
 _WIDTH = 120  # columns of what is printed where there is no terminal

@@ -13,8 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-__all__ = ["COLUMNS", "PARTS", "TOLERANCE", "WAYS", "Run", "Step", "agreement", "ms", "speedups"]
-
 WAYS = {"weft": "weft", "torch": "PyTorch sparse", "dense": "PyTorch dense"}
 """The ways to sum the gradients, in the order of their turns, and how they are called in print."""
 

@@ -16,8 +16,6 @@ from rich.text import Text
 
 from .figures import Run, ms
 
-__all__ = ["Display"]
-
 _COLOURS = {"weft": "cyan", "torch": "yellow", "dense": "magenta"}
 _BARS = "▁▂▃▄▅▆▇█"
 _LATELY = 20  # steps that the loss of the moment is a mean of

@@ -27,8 +27,6 @@ from .figures import COLUMNS, PARTS, TOLERANCE, Run, ms, speedups
 from .text import WINDOW, Corpus
 from .train import NEGATIVES, Job
 
-__all__ = ["table_note", "write_report"]
-
 COLOURS = {"weft": "#0b7285", "torch": "#c2571a", "dense": "#7a4fb5"}
 _OF_PARTS = dict(
     zip(PARTS, ("#c9d1da", "#aab5c2", "#f0a868", "#dfe4ea", "#d9480f", "#8e9bab"), strict=True)

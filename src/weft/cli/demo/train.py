@@ -33,8 +33,6 @@ from weft.wire.base import Wire
 from .figures import Step
 from .text import WINDOW
 
-__all__ = ["NEGATIVES", "Batches", "Job", "SkipGram", "Training", "measure_memory", "train"]
-
 NEGATIVES = 5
 """Random words that each true (word, context) pair is told apart from."""
 

@@ -18,8 +18,6 @@ from ..options import names, rate, refuse, writable
 from .predict import Named, Sizes, Values, drawn, predict, recorded
 from .table import show
 
-__all__ = ["plan"]
-
 _RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _MOST = 1 << 16  # ranks that a prediction is made for
 _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0

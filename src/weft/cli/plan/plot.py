@@ -20,8 +20,6 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodF
 
 from .predict import Prediction, groups_of, predict
 
-__all__ = ["draw"]
-
 _COLOURS = ("#8a8f98", "#2a78b5", "#d9822b", "#2f9e6e", "#b5485d", "#7a5aa8", "#b79b1d", "#3aa6b9",
             "#8c5b3f", "#d46fb0", "#5b7f2a", "#4b4f8f")  # fmt: skip
 _ROWS = tuple(10.0**power for power in np.linspace(1, 6, 41))

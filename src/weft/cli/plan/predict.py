@@ -21,8 +21,6 @@ import torch
 
 import weft
 
-__all__ = ["Named", "Prediction", "Sizes", "Values", "drawn", "groups_of", "predict", "recorded"]
-
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
 
 Floats = npt.NDArray[np.float64]

@@ -10,8 +10,6 @@ from rich.text import Text
 
 from .predict import Prediction, groups_of
 
-__all__ = ["show"]
-
 _WIDE = 200  # columns of output that goes to no terminal, so that nothing is cut off
 
 

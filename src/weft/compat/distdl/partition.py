@@ -26,17 +26,6 @@ from ...nn.partition import Partition
 from ...wire import default
 from ...wire.base import Wire
 
-__all__ = [
-    "MPI",
-    "PROC_NULL",
-    "Communicator",
-    "MPICartesianPartition",
-    "MPIPartition",
-    "Team",
-    "line_of",
-    "set_backend",
-]
-
 PROC_NULL = -1
 """The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
 """

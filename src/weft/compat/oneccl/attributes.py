@@ -19,8 +19,6 @@ from torch import Tensor
 from ...errors import WeftError
 from .buffers import Wrong, seen
 
-__all__ = ["Attributes", "FnContext", "Status", "check_status"]
-
 _LONGEST = 128  # bytes of a match_id: it travels with every call
 _log = logging.getLogger("weft")
 

@@ -34,30 +34,6 @@ from torch import Tensor
 
 from ...sparse.call import overlapping, unwritable
 
-__all__ = [
-    "Address",
-    "Memory",
-    "Place",
-    "Result",
-    "Wrong",
-    "await_device",
-    "counted",
-    "distinct",
-    "dtype_in",
-    "dtype_of",
-    "index_dtype_of",
-    "is_address",
-    "is_dtype",
-    "is_pointer",
-    "is_read_only",
-    "memory_at",
-    "narrowed",
-    "one_integer",
-    "pointed_at",
-    "seen",
-    "widened",
-]
-
 _UNTYPED = (bytes, bytearray, mmap.mmap)
 
 

@@ -23,8 +23,6 @@ from ...errors import WeftError, WireError
 from ...wire import default, process_group
 from ...wire.base import Wire, is_duration
 
-__all__ = ["TIMEOUT", "Communicator", "Kvs", "create_communicator", "create_kvs", "create_main_kvs"]
-
 TIMEOUT = 300.0
 """Seconds, as of a group that weft.init starts."""
 

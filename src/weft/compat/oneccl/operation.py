@@ -52,18 +52,6 @@ from .buffers import (
 from .communicator import Communicator
 from .progress import await_all
 
-__all__ = [
-    "MODES",
-    "ONECCL",
-    "Operation",
-    "Sent",
-    "concatenated",
-    "halves",
-    "reduced",
-    "selected",
-    "start",
-]
-
 _PLAIN = Attributes()
 _SOONER = 0.75  # of the group's timeout: who waits longer than that cannot tell the others in time
 MODES = ("regular", "disable", "keep_precision")

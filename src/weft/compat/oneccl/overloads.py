@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from .buffers import is_dtype
 
-__all__ = ["overloaded"]
-
 T = TypeVar("T")
 
 _BUFFERS = 8  # arguments that all overloads begin with

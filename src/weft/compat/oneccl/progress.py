@@ -14,8 +14,6 @@ from ...errors import StillRunning
 from ...wire.base import Work
 from .buffers import Wrong
 
-__all__ = ["Event", "await_all", "compose"]
-
 
 class Event:
     """Operations under way; of none, it is done.

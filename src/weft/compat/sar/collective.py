@@ -24,20 +24,6 @@ from ...comm.opening import opened
 from ...tensors import has_elements, lacking
 from ...wire import default
 
-__all__ = [
-    "Config",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_rounds",
-    "exchange_single_tensor",
-    "exchange_tensors",
-    "fill",
-    "gather_grads",
-    "sync_params",
-    "unfit",
-    "unwritable",
-]
-
 
 class Config:
     """What a program sets once, on the class itself, alike on every rank.

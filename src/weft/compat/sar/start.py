@@ -22,24 +22,6 @@ from ...wire import default
 from ...wire.base import Wire
 from ...wire.interface import interface_of, own_address
 
-__all__ = [
-    "SocketInfo",
-    "also",
-    "backend",
-    "comm_device",
-    "dump_ip_address",
-    "get_ip_address",
-    "get_socket",
-    "initialize_comms",
-    "is_initialized",
-    "master_ip",
-    "master_port",
-    "nfs_ip_init",
-    "published",
-    "rank",
-    "world_size",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

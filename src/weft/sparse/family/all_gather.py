@@ -39,8 +39,6 @@ from ..request import Request
 from ..run import handed_out, settle, too_small
 from ..stream import LISTS, VALUES, Ring
 
-__all__ = ["Collected", "collected", "gather_now", "sparse_all_gather"]
-
 _NAME = "sparse_all_gather"
 
 

@@ -24,8 +24,6 @@ from ..record import recording, started
 from ..request import NOTHING, Request, root_in, take_root
 from .all_gather import collected
 
-__all__ = ["sparse_broadcast"]
-
 _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
 

@@ -32,8 +32,6 @@ from ..request import Request, root_in, take_root
 from ..run import handed_out, merge_eager, opened, settle
 from ..stream import SUMS, IndexLists, chunks, list_messages
 
-__all__ = ["sparse_reduce"]
-
 _NAME = "sparse_reduce"
 
 

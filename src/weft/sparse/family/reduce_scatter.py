@@ -29,8 +29,6 @@ from ..record import recording, started
 from ..request import Request
 from ..run import handed_out, merge_eager, opened, settle
 
-__all__ = ["own_part", "sparse_reduce_scatter"]
-
 _NAME = "sparse_reduce_scatter"
 _HIGHEST = 2**63 - 1  # index that there can be; bounds may be larger
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest

@@ -29,8 +29,6 @@ from typing import Any, Protocol
 from . import last_error
 from .verdict import Place, Verdict, judge, left
 
-__all__ = ["Detector", "Wait"]
-
 _ANSWER = 0.7  # seconds that ranks get to say where they are
 _LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
 _NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself

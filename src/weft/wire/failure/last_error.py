@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 import time
 
-__all__ = ["note", "note_uncaught", "since"]
-
 _LONGEST = 500  # characters of an error that travel
 
 _last: tuple[float, str] | None = None

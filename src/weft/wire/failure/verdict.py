@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-__all__ = ["Place", "Verdict", "judge", "left", "names"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -33,8 +33,6 @@ from .. import shm
 from ..base import as_bytes
 from ..memory import Lease, Pool
 
-__all__ = ["EAGER", "Block", "Connection", "Receive", "Send", "memory_of"]
-
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
 

@@ -43,8 +43,6 @@ try:
 except ImportError:  # Windows: sockets are no files there
     resource = None  # type: ignore[assignment]  # the module, or that there is none
 
-__all__ = ["AbsentError", "Connections", "Endpoint", "Listener", "make_room"]
-
 _LANES = ("messages", "side")
 _TOKEN = 16  # bytes
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that

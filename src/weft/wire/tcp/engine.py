@@ -29,8 +29,6 @@ from .. import shm
 from ..memory import Pool
 from .connection import Block, Connection, Receive, Send
 
-__all__ = ["Engine", "Lost", "Message"]
-
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 

@@ -27,8 +27,6 @@ from ..hosts import host_name
 from .endpoint import Connections
 from .engine import Lost
 
-__all__ = ["TcpWire"]
-
 _BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
 
 

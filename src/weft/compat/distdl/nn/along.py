@@ -11,8 +11,6 @@ from .... import nn
 from ..partition import MPIPartition
 from .pairing import axes_of, divisor, scaled
 
-__all__ = ["AllGather", "AllSumReduce", "ReduceScatter"]
-
 
 class AllGather(nn.AllGather):
     """Gathers the parts along some axes of a grid, on all its workers.

@@ -11,8 +11,6 @@ from .... import nn
 from ..partition import MPIPartition
 from .pairing import divisor, kept_batch, paired, same, scaled
 
-__all__ = ["Broadcast", "Repartition", "SumReduce"]
-
 
 class Broadcast(nn.Broadcast):
     """Copies the tensors of one grid to all workers of another that they stand for.

@@ -18,8 +18,6 @@ from ....errors import WeftError
 from ....grid import Shape
 from ..partition import MPICartesianPartition
 
-__all__ = ["HaloExchange"]
-
 _UNKNOWN, _WRONG = -1, -2  # in place of a width
 
 

@@ -17,8 +17,6 @@ from ....nn.layer import Layer
 from ....nn.partition import Partition, normal_dims
 from ..partition import MPIPartition
 
-__all__ = ["axes_of", "divisor", "kept_batch", "paired", "same", "scaled"]
-
 
 def axes_of(
     name: str, P_x: MPIPartition, axes: Sequence[int] | None, axes_keep: Sequence[int] | None
