@@ -79,6 +79,9 @@ class WireContract:
     def test_a_receiver_may_be_late(self, ranks: Ranks) -> None:
         ranks(2, late)
 
+    def test_long_and_short_messages_keep_their_order(self, ranks: Ranks) -> None:
+        ranks(2, mixed)
+
     def test_traffic_is_counted(self, ranks: Ranks) -> None:
         ranks(3, traffic)
 
@@ -233,6 +236,32 @@ def late(wire: Wire) -> None:
         time.sleep(0.2)
         got = wire.post((), [(0, torch.empty(100_000, dtype=torch.int64))]).wait()[0]
         assert torch.equal(got, torch.arange(100_000))
+
+
+def mixed(wire: Wire) -> None:
+    """Of any length, asked for before they are sent and after, into tensors and anywhere."""
+    peer, lengths = 1 - wire.rank, (1, 300_000, 7, 140_000, 0, 60_000, 300_000, 2)
+    for early in (True, False):
+        posts = []
+        for turn in ("receive", "send") if early else ("send", "receive"):
+            for number, length in enumerate(lengths):
+                if turn == "send":
+                    with wire.lease(length) as memory:
+                        mine = torch.full((length,), 10 * number + wire.rank, dtype=torch.uint8)
+                        sent = memory.copy_(mine) if number % 3 else mine
+                        if early:
+                            wire.post([(peer, sent)], channel=1).wait()
+                        else:
+                            posts.append(wire.post([(peer, sent.clone())], channel=1))
+                    continue
+                place = torch.empty(length, dtype=torch.uint8)
+                posts.append(wire.post((), [(peer, place if number % 2 else length)], channel=1))
+        got = [view for pending in posts for view in pending.wait()]
+        assert [len(view) for view in got] == list(lengths)
+        for number, view in enumerate(got):
+            assert set(view.tolist()) <= {10 * number + peer}
+        for pending in posts:
+            pending.release()
 
 
 def traffic(wire: Wire) -> None:
