@@ -1,4 +1,4 @@
-"""`weft.wire.failure.detector`: one watcher, whose peers are the test."""
+"""`weft.wire.failure.detector`: one detector, whose peers are the test."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_message_may_come_in_pieces(peers):
 def test_nonsense_breaks_the_wire_and_says_so(peers, caplog):
     three = peers()
     three.ends[1].sendall(b"nonsense\n")
-    assert three.settled().text.startswith("the watcher of rank 0 failed: JSONDecodeError")
-    assert "watcher failed" in caplog.text
+    assert three.settled().text.startswith("the detector of rank 0 failed: JSONDecodeError")
+    assert "detector failed" in caplog.text
 
 
 def test_it_tells_where_it_is(peers):

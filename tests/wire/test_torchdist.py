@@ -80,7 +80,7 @@ def test_ranks_that_differ_are_told_alike(transport, text):
 
 
 def large(wire):
-    """Frames of a long message, and what the watcher says between them."""
+    """Frames of a long message, and what the detector says between them."""
     peer = 1 - wire.rank
     for length in (999, 1000, 1001, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 17):
         sent = (torch.arange(length) + wire.rank).to(torch.uint8)

@@ -33,7 +33,7 @@ _ANSWER = 0.7  # seconds that ranks get to say where they are
 _LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
 _NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself
 _PATIENCE = 5.0  # seconds that the thread gets to end
-_LONGEST = 1 << 16  # bytes of a message between watchers
+_LONGEST = 1 << 16  # bytes of a message between detectors
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 _log = logging.getLogger("weft")
@@ -41,7 +41,7 @@ _made: weakref.WeakSet[Detector] = weakref.WeakSet()
 
 
 class Wait(Protocol):
-    """A wait under way, as far as the watcher cares."""
+    """A wait under way, as far as the detector cares."""
 
     def peer(self) -> int:
         """The rank that is waited for."""
@@ -96,7 +96,7 @@ class Detector:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer, sock in self._mesh.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._thread = threading.Thread(target=self._run, name=f"weft watch {rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"weft detector {rank}", daemon=True)
         _made.add(self)
         self._thread.start()
 
@@ -143,7 +143,7 @@ class Detector:
         """Say bye to all, end the thread, close the sockets. Twice is fine.
 
         A collection of garbage may bring a thread here in the middle of anything: even of what the
-        watcher's own thread does, or waits for (such as a handler of the log). Then that thread
+        detector's own thread does, or waits for (such as a handler of the log). Then that thread
         closes the sockets as it ends.
         """
         with self._lock:
@@ -200,8 +200,8 @@ class Detector:
             while not self._closed:
                 self._turn()
         except Exception as error:  # whatever it is, nobody watches any more
-            _log.exception("rank %d: the watcher failed", self.rank)
-            self.settle(Verdict(self.rank, f"the watcher of rank {self.rank} failed: {error!r}"))
+            _log.exception("rank %d: the detector failed", self.rank)
+            self.settle(Verdict(self.rank, f"the detector of rank {self.rank} failed: {error!r}"))
         with self._lock:
             if self._closed:
                 self._let_go()

@@ -2,7 +2,7 @@
 
 A wrong `group=` cannot be stated to a group: nobody knows which. So it is raised on its rank alone,
 as is whatever a program raises of itself. Who waits for that rank is told what it was: at once if
-it leaves on that account, else when it is asked, at the deadline, where it is (`watch`).
+it leaves on that account, else when it is asked, at the deadline, where it is (`detector`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who is to blame: what ranks say about themselves, and the judgement that follows from it.
 
-Nothing here communicates. `watch` collects the places of the ranks at the deadline of a wait and
+Nothing here communicates. `detector` collects the places of the ranks at the deadline of a wait and
 asks `judge`; the verdict it gives is what every rank raises.
 """
 
