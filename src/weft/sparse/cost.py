@@ -168,13 +168,16 @@ class Load:
         return count if rows * self.row <= self.chunk else 0
 
     def crowded(self, nbytes: float) -> float:
-        """Bytes that could be received in the time by which cores delay a stream of chunks."""
-        idle = 0.0 if self.link is None else 1 - self.link.busy / self.link.beta
-        return 0.0 if self.link is None else nbytes * max(0.0, _CHUNKED - max(0.0, idle))
+        """Bytes that could be received in the time by which cores delay a stream of chunks; within
+        a host a chunk is a frame that says where it lies."""
+        if self.link is None or self.on_one_host:
+            return 0.0
+        idle = max(0.0, 1 - self.link.busy / self.link.beta)
+        return nbytes * max(0.0, _CHUNKED - idle)
 
     def unevenly(self, nbytes: float) -> float:
         """Bytes that could be received while so many that come from all peers wait for links."""
-        return _UNEVEN * nbytes if self.ranks > 2 else 0.0
+        return _UNEVEN * nbytes if self.ranks > 2 and not self.on_one_host else 0.0
 
     # arithmetic
 

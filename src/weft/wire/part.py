@@ -28,6 +28,7 @@ class Part(Wire):
         WeftError: the ranks are not distinct ranks of the wire, or this rank is not among them.
 
     Example:
+        >>> from weft.wire.base import peers
         >>> from weft.wire.threads import group
         >>> wires = group(3)
         >>> upper = [Part(wires[rank], [1, 2]) for rank in (1, 2)]
