@@ -187,6 +187,32 @@ def read(out: Path) -> dict[str, list[list[Row]]]:
     return runs
 
 
+def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
+    """Draw torch's time over weft's, the median of the runs, a bar for each case and link."""
+    from matplotlib.figure import Figure as Canvas
+
+    links = [name for name in ("one-host", "4x1gbit") if name in runs]
+    axes = (canvas := Canvas(figsize=(8, 3.2), layout="constrained")).subplots()
+    for number, link in enumerate(links):
+        of = {row["case"]: [] for run in runs[link] for row in run if row["name"] == "weft:auto"}
+        for run in runs[link]:
+            for row in run:
+                if row["name"] == "weft:auto" and "torch" in row["times"]:
+                    of[row["case"]].append(row["times"]["torch"])
+        cases = [case for case in CASES if of.get(case)]
+        heights = [statistics.median(of[case]) for case in cases]
+        places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
+        words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]
+        bars = axes.bar(places, heights, 0.38, label=words)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.axhline(1, color="0.4", linewidth=0.8)
+    axes.set_xticks(range(len(CASES)), CASES)
+    axes.set_ylabel("torch.distributed.all_reduce / weft")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    canvas.savefig(file)
+
+
 def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:
     """The names in --link and --case; ends the tool if there is one that it does not know."""
     links, cases = link.split(","), case.split(",")
@@ -204,6 +230,7 @@ def main(
     runs: Annotated[int, typer.Option(help="How often each link is measured.")] = 3,
     size: Annotated[float, typer.Option(help="Times the rows and heights; goals are for 1.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/goals"),
+    drawn: Annotated[Path | None, typer.Option("--picture", help="Draw them to a file.")] = None,
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
 ) -> None:
     """Say which of the project's goals of speed are reached."""
@@ -218,6 +245,8 @@ def main(
                 measure(LINKS[name], cases, run, out, size)
     found = {name: rows for name, rows in read(out).items() if name in links}
     verdicts = [verdict for verdict in judge(found) if verdict.goal.case in cases]
+    if drawn is not None:
+        picture(found, drawn)
     print(f"{'link':10} {'case':10} {'figure':18} {'goal':8} {'median (range)':24} verdict")
     for verdict in verdicts:
         print(verdict.line())
