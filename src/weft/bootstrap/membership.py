@@ -31,6 +31,7 @@ from .launchers import Launch
 from .rendezvous import MovedError, Place, Rendezvous, has, pauses
 
 _log = logging.getLogger("weft")
+_OPEN = 2.0  # seconds for which rank 0 leaves the file of a rendezvous that failed
 _LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts
 _GRACE = 10.0  # seconds in which torchrun's agents start their workers again, one after another
 _LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
@@ -165,8 +166,10 @@ def meet(
             except MovedError:
                 continue
             return meeting, *found
-    except WeftError:
-        raise  # all have heard it there
+    except WeftError:  # all that came have heard it there
+        if isinstance(place, rendezvous.File) and any(each.hosts for each in seen):
+            time.sleep(_OPEN)  # before the file goes: who comes in a moment hears it, too
+        raise
     except BaseException:
         rendezvous.forget(place)
         raise
