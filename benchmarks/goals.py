@@ -194,12 +194,11 @@ def picture(runs: dict[str, list[list[Row]]], file: Path) -> None:
     links = [name for name in ("one-host", "4x1gbit") if name in runs]
     axes = (canvas := Canvas(figsize=(8, 3.2), layout="constrained")).subplots()
     for number, link in enumerate(links):
-        of = {row["case"]: [] for run in runs[link] for row in run if row["name"] == "weft:auto"}
-        for run in runs[link]:
-            for row in run:
-                if row["name"] == "weft:auto" and "torch" in row["times"]:
-                    of[row["case"]].append(row["times"]["torch"])
-        cases = [case for case in CASES if of.get(case)]
+        of: dict[str, list[float]] = {}
+        for row in (row for run in runs[link] for row in run if row["name"] == "weft:auto"):
+            if "torch" in row["times"]:
+                of.setdefault(row["case"], []).append(row["times"]["torch"])
+        cases = [case for case in CASES if case in of]
         heights = [statistics.median(of[case]) for case in cases]
         places = [CASES.index(case) + 0.4 * (number - (len(links) - 1) / 2) for case in cases]
         words = {"one-host": "4 ranks of one host", "4x1gbit": "4 hosts, 1 Gbit/s"}[link]

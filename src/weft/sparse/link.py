@@ -75,11 +75,6 @@ def link_of(wire: Wire) -> Link:
     return _links[wire]
 
 
-def is_known(wire: Wire) -> bool:
-    """Whether the group has found its figures; the same on every rank."""
-    return wire in _links
-
-
 def set_link(wire: Wire, link: Link) -> None:
     """Have a group go by these figures; every rank gives the same."""
     _links[wire] = link
