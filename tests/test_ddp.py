@@ -275,16 +275,16 @@ def test_hook_and_state_for_trainers() -> None:
 
 @trained(2)
 def test_a_result_is_not_copied_into_its_gradient() -> None:
-    table_job, results = ddp.table_job, []
+    job_of, results = ddp.job_of, []
 
     def remember(*args: Any) -> Any:
-        job = table_job(*args)
+        job = job_of(*args)
         return lambda: results.append(job()) or results[-1]
 
     model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     ddp.register(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "table_job", remember)
+        patch.setattr(ddp, "job_of", remember)
         for _ in range(2):
             model.zero_grad()
             model(words(0)).sum().backward()

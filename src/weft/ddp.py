@@ -32,7 +32,7 @@ from .comm.buckets import reduce_dense
 from .comm.opening import opened
 from .errors import WeftError
 from .sparse import Record, last_call
-from .sparse.api import list_job, table_job
+from .sparse.api import job_of
 from .sparse.arguments import wrong_wire_dtype
 from .wire import process_group
 from .wire.base import Wire, Work
@@ -273,9 +273,9 @@ def _start(state: State, tables: list[_Table]) -> Work[None]:
 
     def job() -> None:
         if len(given) == 1:
-            results = [table_job(wire, given[0], "avg", *like, None)()]
+            results = [job_of(wire, given[0], "avg", *like)()]
         else:
-            results = list_job(wire, given, "avg", *like, None)()
+            results = job_of(wire, given, "avg", *like)()
         record = last_call(wire)
         if record is not None:
             state.calls.append(record)

@@ -14,6 +14,7 @@ import weft
 from weft.sparse import link
 from weft.sparse.link import Figures, Profile, link_of, measure, read, write
 from weft.testing import run, spmd
+from weft.wire.hosts import Hosts, set_hosts
 from weft.wire.link import MERGE, Link
 
 HERE = socket.gethostname()
@@ -89,27 +90,21 @@ def test_one_that_does_not_serve_is_refused_alike_on_every_rank(file, spoil, wor
     assert words in texts[0]
 
 
-def test_ranks_with_different_profiles_are_refused(file, tmp_path, monkeypatch):
-    """On processes the environment may differ; here each rank reads another file by that name."""
-    other = iter([GOOD, GOOD, Profile((HERE,), 2, FAR, NEAR, MERGE)])
-    texts = {}
-
-    def text(path):
-        return texts.setdefault(threading.current_thread(), json.dumps(_written(next(other))))
-
-    monkeypatch.setattr(link, "_text", text)
+def test_ranks_with_different_profiles_are_refused(file, monkeypatch):
+    """On processes the environment may differ; here one rank reads another file by that name."""
+    read = link.read
 
     def program(wire):
-        with pytest.raises(
-            weft.WeftError, match=r"has link profile .* give every rank the same file"
-        ):
+        found = dataclasses.replace(read(file), ranks=4 - wire.rank // 2)
+        monkeypatch.setitem(PROFILES, threading.current_thread(), found)
+        with pytest.raises(weft.WeftError, match=r"link profile: ranks 0, 1 have .* rank"):
             link_of(wire)
 
+    monkeypatch.setattr(link, "read", lambda path: PROFILES[threading.current_thread()])
     run(3, program)
 
 
-def _written(profile):
-    return {"format": "weft link profile", "version": 1} | dataclasses.asdict(profile)
+PROFILES = {}
 
 
 def test_any_host_and_several(file):
@@ -138,13 +133,9 @@ def test_tune_measures_all_ranks_alike():
     assert first.within.alpha > 0 and first.within.beta > 0 and first.merge > 0
 
 
-def test_virtual_hosts_are_told_apart(monkeypatch):
-    def place():
-        return {"host": HERE, "place": f"box {threading.current_thread().name[-1]}"}
-
-    monkeypatch.setattr(link, "_place", place)
-
+def test_virtual_hosts_are_told_apart():
     def program(wire):
+        set_hosts(wire, Hosts.named(range(wire.size)))
         return link.tune(wire), link.hosts_of(wire)
 
     (found, (names, first)), *_ = run(2, program)
@@ -164,17 +155,27 @@ def test_all_ranks_measure_the_same_figures(wire):
     assert min(figures) > 0
 
 
-def test_a_group_measures_once(monkeypatch):
+def test_a_busy_moment_is_no_link(monkeypatch):
+    """The first two calls measure, and each figure is the better of theirs, on all ranks."""
     monkeypatch.delenv("WEFT_LINK", raising=False)
     monkeypatch.delenv("WEFT_PROFILE", raising=False)
     monkeypatch.setenv("WEFT_CACHE_DIR", "/nonexistent")
 
     def program(wire):
-        found = link_of(wire)
+        seen = iter([1e-4, 1e-9, 1e-3])
+        monkeypatch.setitem(RATES, threading.current_thread(), seen)
+        first, second = link_of(wire), link_of(wire)
         before = wire.traffic.messages
-        return link_of(wire) is found and wire.traffic.messages == before
+        assert link_of(wire) == second and wire.traffic.messages == before
+        assert next(seen) == 1e-3  # nobody measured a third time
+        return first.beta, second.beta
 
-    assert all(run(3, program))
+    monkeypatch.setattr(link, "_rate", lambda _: (next(RATES[threading.current_thread()]), 0.0))
+    for first, second in run(3, program):
+        assert first == pytest.approx(1e-4, rel=0.15) and second == pytest.approx(1e-9, rel=0.15)
+
+
+RATES = {}
 
 
 @pytest.mark.parametrize(("burst", "latency"), [(0, 0.0), (1 << 19, 0.0), (0, 2e-3)])

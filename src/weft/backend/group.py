@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..sparse.api import list_job, table_job
+from ..sparse.api import job_of
 from ..sparse.arguments import op_name
 from ..wire import process_group
 from ..wire.base import Wire
@@ -162,10 +162,10 @@ def _sparse_all_reduce(wire: Wire, tensors: list[Tensor], opts: Any) -> Collecti
             tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
             for tensor in tensors
         ]
-        if len(given) == 1:
-            results = [table_job(wire, given[0], op, "auto", None, None)()]
+        if len(given) == 1:  # without the exchange that opens a list
+            results = [job_of(wire, given[0], op, "auto", None)()]
         else:
-            results = list_job(wire, given, op, "auto", None, None)()
+            results = job_of(wire, given, op, "auto", None)()
         for tensor, result in zip(tensors, results, strict=True):
             tensor.data = result  # the caller's takes over the memory of the result
         return tensors

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from .._torch import uncompiled
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
-from ..sparse.api import list_job
+from ..sparse.api import job_of
 from ..sparse.arguments import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
@@ -269,7 +269,7 @@ class Synchronised:
         for wire_dtype, tables in calls.items():
             given = list(tables.values())
             try:
-                results = list_job(self._wire, given, self._op, "auto", wire_dtype, None)()
+                results = job_of(self._wire, given, self._op, "auto", wire_dtype)()
             except WeftError as error:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):

@@ -72,10 +72,7 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     wire = default.resolve(group)
-    if isinstance(rows, list):
-        job = list_job(wire, rows, op, algorithm, wire_dtype, out)
-    else:
-        job = table_job(wire, rows, op, algorithm, wire_dtype, out)
+    job = job_of(wire, rows, op, algorithm, wire_dtype, out)
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
@@ -111,18 +108,13 @@ def explain(
     return wire.worker.call("explain", lambda: run.explained(wire, request))
 
 
-def table_job(
-    wire: Wire, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any
+def job_of(
+    wire: Wire, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any = None
 ) -> Callable[[], Any]:
-    """What reduces one table when its turn has come."""
-    request = Request.of(rows, op, algorithm, wire_dtype, out)
-    return lambda: reduce_now(wire, request)[0]
-
-
-def list_job(
-    wire: Wire, rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
-) -> Callable[[], list[Any]]:
-    """What reduces a list of tables when its turn has come."""
+    """What reduces a table, or a list of them, when its turn has come."""
+    if not isinstance(rows, list):
+        request = Request.of(rows, op, algorithm, wire_dtype, out)
+        return lambda: reduce_now(wire, request)[0]
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:

@@ -8,12 +8,12 @@ measured by all ranks together, so every rank chooses alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..agree import DIRECT, is_direct
+from ..agree import DIRECT
 from ..errors import WeftError
 from ..wire.base import Link, Wire, hosts_of
 from .cost import Cost, Load
@@ -47,6 +47,12 @@ class _Line:
     of_bound: float
     verdict: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.algorithm:12}  {self.messages:8}  {self.bytes:10.0f}  {self.milliseconds:8.2f}"
+            f"  {self.of_bound:8.2f}  {self.verdict}"
+        ).rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -75,7 +81,6 @@ class Explanation:
     Attributes:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
         load: the sizes it was chosen by.
-        link: the network's figures; None where they were not needed.
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
             (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
             why not).
@@ -85,45 +90,29 @@ class Explanation:
 
     chosen: str
     load: Load
-    link: Link | None
     lines: tuple[_Line, ...]
     groups: tuple[Group, ...] = ()
     calls: tuple[Explanation, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(self._text())
+    @property
+    def link(self) -> Link | None:
+        """The network's figures; None where they were not needed."""
+        return self.load.link
 
-    def _text(self) -> Iterator[str]:
+    def __str__(self) -> str:
         load = self.load
-        yield (
+        text = [
             f"{load.ranks} ranks, {load.total} rows in all (most {load.most}, fewest "
             f"{load.fewest}), about {load.union} in the result, {load.row} bytes each; "
             f"bound {load.bound:.0f} bytes a rank"
-        )
-        if self.link:
-            yield f"link: {self.link}"
-        if self.calls:
-            yield f"{len(self.calls)} calls, one after the other:"
-            yield from map(str, self.calls)
-            return
-        yield from map(str, self.groups)
-        table: list[tuple[str, ...]]
-        table = [("algorithm", "messages", "bytes", "ms", "of bound", "")]
-        table += [
-            (
-                line.algorithm,
-                f"{line.messages}",
-                f"{line.bytes:.0f}",
-                f"{line.milliseconds:.2f}",
-                f"{line.of_bound:.2f}",
-                line.verdict,
-            )
-            for line in self.lines
         ]
-        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
-        for name, *cells, verdict in table:
-            numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            yield "  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip()
+        if self.link:
+            text.append(f"link: {self.link}")
+        if self.calls:
+            calls = f"{len(self.calls)} calls, one after the other:"
+            return "\n".join([*text, calls, *map(str, self.calls)])
+        heads = f"{'algorithm':12}  {'messages':>8}  {'bytes':>10}  {'ms':>8}  of bound"
+        return "\n".join([*text, *map(str, self.groups), heads, *map(str, self.lines)])
 
 
 def with_link(wire: Wire, load: Load) -> Load:
@@ -161,101 +150,63 @@ def packs(link: Link) -> bool:
     return link.beta > _GAPS_PAY * link.gamma
 
 
-def is_eager(wire: Wire, load: Load, index: torch.dtype) -> bool:
-    """Whether all ranks' rows fit in the opening exchange."""
-    return is_direct(wire) and RowsInHeader.fit(load.most, index.itemsize, load.row)
+def is_eager(load: Load, index: torch.dtype) -> bool:
+    """Whether all ranks' rows, with indices of that dtype, fit in the opening exchange."""
+    return load.ranks <= DIRECT and RowsInHeader.fit(load.most, index.itemsize, load.row)
 
 
-def choose(wire: Wire, load: Load, algorithm: str) -> str:
+def choose(load: Load, algorithm: str) -> str:
     """The name of the algorithm for a load that was not served eagerly.
 
     Raises:
         WeftError: the algorithm that was asked for cannot serve this load; on every rank.
     """
-    if wire.size == 1:
+    if load.ranks == 1:
         return ALONE
     if algorithm != "auto":
         if reason := find(algorithm).applies(load):
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
-    serve = _serving(load)
-    pay = [found for found in serve if found.pays(load) is None]
-    if fits := [line for line in _lines(load, link_of(wire), pay) if not line.verdict]:
+    serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
+    if fits := [line for line in _lines(load, serve) if not line.verdict]:
         return fits[0].algorithm
-    return _smallest(load, serve)
-
-
-def _serving(load: Load) -> list[Algorithm]:
-    return [found for found in ALGORITHMS.values() if found.applies(load) is None]
-
-
-def _smallest(load: Load, serve: Iterable[Algorithm]) -> str:
-    """What needs least, where so much is asked for that nothing keeps within what is allowed."""
+    # so much is asked for that nothing keeps within what is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
 def predicted(load: Load, link: Link) -> Explanation:
     """What `auto` would choose for a load on a link that need not be here; communicates nothing."""
-    load = fitted(load, link)
-    lines = list(_lines(load, link))
     index = torch.int32 if load.index == 4 else torch.int64
-    if load.ranks <= DIRECT and RowsInHeader.fit(load.most, index.itemsize, load.row):
-        lines.insert(0, _eager(load, link, index))
-        best = lines[0]
-    else:
-        fits = [line.algorithm for line in lines if not line.verdict]
-        name = fits[0] if fits else _smallest(load, _serving(load))
-        best = next(line for line in lines if line.algorithm == name)
-    judged = (
-        replace(line, verdict="chosen" if line is best else line.verdict
-                or _slower(line, best.milliseconds, "auto"))
-        for line in lines
-    )  # fmt: skip
-    return Explanation(best.algorithm, load, link, tuple(judged))
+    return explained(fitted(load, link), "auto", index)
 
 
-def _eager(load: Load, link: Link, index: torch.dtype) -> _Line:
-    others = load.ranks - 1
-    size = load.mean * (load.row + index.itemsize)
-    milliseconds = 1e3 * (link.alpha + others * (link.work + size * link.beta))
-    return _line(EAGER, Cost(1, others, others * size, 0.0), milliseconds, load, "")
-
-
-def explained(
-    wire: Wire,
-    load: Load,
-    algorithm: str,
-    index: torch.dtype,
-    *,
-    eager: bool,
-) -> Explanation:
+def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
     Args:
-        wire: among whom.
-        load: what all together said.
+        load: what all together said, fitted to the link.
         algorithm: that was asked for, or "auto".
         index: dtype of indices in the opening exchange.
-        eager: all ranks' rows travel in that.
     """
-    if wire.size == 1:
-        return Explanation(ALONE, load, None, ())
-    link = link_of(wire)
-    lines = list(_lines(load, link))
-    if eager:
-        chosen = EAGER
-        lines.insert(0, _eager(load, link, index))
+    if load.ranks == 1:
+        return Explanation(ALONE, load, ())
+    lines = _lines(load, ALGORITHMS.values())
+    if algorithm == "auto" and is_eager(load, index):
+        chosen, others = EAGER, load.ranks - 1
+        received = others * load.mean * (load.row + index.itemsize)
+        lines.insert(0, _line(EAGER, Cost(1, others, received), load))
     else:
-        chosen = choose(wire, load, algorithm)
-    best = next(line for line in lines if line.algorithm == chosen).milliseconds
+        chosen = choose(load, algorithm)
+    best = next(line for line in lines if line.algorithm == chosen)
+    slower = (
+        "predicted {:.2f}x of the time" if algorithm == "auto" else f"{algorithm} was asked for"
+    )
 
     def verdict(line: _Line) -> str:
-        if line.algorithm == chosen:
-            return "chosen"
-        return line.verdict or _slower(line, best, algorithm)
+        times = line.milliseconds / max(best.milliseconds, 1e-9)
+        return "chosen" if line is best else line.verdict or slower.format(times)
 
-    lines = [replace(line, verdict=verdict(line)) for line in lines]
-    return Explanation(chosen, load, link, tuple(lines))
+    return Explanation(chosen, load, tuple(replace(line, verdict=verdict(line)) for line in lines))
 
 
 def together(calls: Sequence[Explanation]) -> Explanation:
@@ -271,7 +222,7 @@ def together(calls: Sequence[Explanation]) -> Explanation:
         row=sum(load.total * load.row for load in loads) // max(1, total),
     )
     groups = tuple(group for call in calls for group in call.groups)
-    return Explanation(chosen, load, calls[0].link, (), groups, tuple(calls))
+    return Explanation(chosen, load, (), groups, tuple(calls))
 
 
 def workspace(load: Load) -> int:
@@ -279,30 +230,22 @@ def workspace(load: Load) -> int:
     return 3 * load.fewest * (load.row + load.index) + _SPARE
 
 
-def _lines(
-    load: Load, link: Link, algorithms: Iterable[Algorithm] = ALGORITHMS.values()
-) -> Iterator[_Line]:
+def _lines(load: Load, algorithms: Iterable[Algorithm]) -> list[_Line]:
     """These algorithms, quickest first; the verdict says why one cannot be chosen."""
-    found = []
+    found, allowed = [], workspace(load)
     for algorithm in algorithms:
         cost = algorithm.cost(load)
         reason = algorithm.applies(load) or algorithm.pays(load)
-        allowed = workspace(load)
         needed = cost.memory + load.fewest * (load.row + _SORTING) + _CODE
         if reason is None and needed > allowed:
             reason = f"needs {needed / 2**20:.0f} MiB of workspace, {allowed / 2**20:.0f} allowed"
-        milliseconds = 1e3 * cost.seconds(link)
-        found.append(_line(algorithm.name, cost, milliseconds, load, reason or ""))
+        found.append(_line(algorithm.name, cost, load, reason or ""))
     # microseconds decide, and then the name: every machine rounds these alike
-    return iter(sorted(found, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm)))
+    return sorted(found, key=lambda line: (round(1e3 * line.milliseconds), line.algorithm))
 
 
-def _line(name: str, cost: Cost, milliseconds: float, load: Load, verdict: str) -> _Line:
+def _line(name: str, cost: Cost, load: Load, verdict: str = "") -> _Line:
+    assert load.link is not None
     of_bound = cost.bytes / load.bound if load.bound > 0 else 1.0
-    return _Line(*(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict))
-
-
-def _slower(line: _Line, best: float, algorithm: str) -> str:
-    if algorithm != "auto":
-        return f"{algorithm} was asked for"
-    return f"predicted {line.milliseconds / best:.2f}x of the time" if best > 0 else "not needed"
+    milliseconds = 1e3 * cost.seconds(load.link)
+    return _Line(name, cost.messages, cost.bytes, milliseconds, of_bound, verdict)

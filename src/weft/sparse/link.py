@@ -1,23 +1,24 @@
-"""The figures of a group's network: read from a link profile, or measured once.
+"""The figures of a group's network: read from a link profile, or measured.
 
 The first call of a group that needs them finds them, all ranks together. The first of these holds:
 
 * `WEFT_LINK=latency_us,gbit` in the environment, the same on every rank, says them;
 * `WEFT_PROFILE` names a link profile;
 * the user's cache directory has the profile that `weft tune` left for these hosts;
-* moving bytes round the ring of ranks, for a few tens of milliseconds, measures them.
+* moving bytes round the ring of ranks, for a few tens of milliseconds, measures them. The next call
+  that needs them measures them once more, and the better ones hold: a machine that was busy while
+  ranks started would else seem slow for as long as the group lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
 
-Figures decide what is communicated, so all ranks use the same profile or none: they compare what
+Figures decide what is communicated, so all ranks use the same profile or none: they agree on what
 they read. A file that was named and does not serve is an error, the same on every rank; one
 that was only found is passed over, which the log says, and the link is measured.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -27,9 +28,8 @@ import socket
 import statistics
 import struct
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,9 +37,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import kernels
+from ..agree import agree
 from ..errors import WeftError
 from ..kernels.jit import user_cache
 from ..kernels.ops import OPS
+from ..wire import base
 from ..wire.base import MERGE, Link, Wire, all_gather_bytes
 from .record import apart
 
@@ -48,17 +50,16 @@ _log = logging.getLogger("weft")
 _WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
-_PASSES = 3  # the quickest pass counts: other work on a machine only ever slows one down
-_FIGURES = struct.Struct("<5q")  # steps of alpha, beta, work, carry; cores
-_HOST = 64  # bytes of a host's name that are compared
+_MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
+_EXCHANGES, _PASSES = 12, 2  # of which the quickest counts
+_FIGURES = struct.Struct("<5q64s")  # steps of alpha, beta, work, carry; cores, whose
+_NAME = struct.Struct("<?255s")  # whether a profile was named; the host's name
 
 _FORMAT, _VERSION = "weft link profile", 1
-_CAP = 16 << 10  # bytes of what a rank says of its profile
-_TEXT = 400  # characters of a name or a sentence in it
-_LENGTH = struct.Struct("<q")
 _RUNS, _ROWS, _WIDTH = 4, 20_000, 64  # of what is merged to measure a core
 
-_links: WeakKeyDictionary[Wire, Link] = WeakKeyDictionary()
+_links: WeakKeyDictionary[Wire, tuple[Link, int]] = WeakKeyDictionary()
+"""The figures that hold now, and how many calls are still to measure them."""
 
 
 def link_of(wire: Wire) -> Link:
@@ -68,40 +69,62 @@ def link_of(wire: Wire) -> Link:
         WeftError: WEFT_LINK, or the file that WEFT_PROFILE names, does not say them; on every
             rank.
     """
-    if wire not in _links:
+    known, more = _links.get(wire, (None, _MEASURED))
+    if known is None or more:
         with apart(wire):  # which is no part of the call that wants to know
-            _links[wire] = _found(wire)
+            found = _said(wire) if known is None else None
+            if found is not None:
+                more = 0
+            else:
+                found, more = measure(wire), more - 1
+            if known is not None:
+                found = Link(*map(min, astuple(known), astuple(found)))
+        known = found
+        _links[wire] = found, more
         wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
-    return _links[wire]
+    return known
 
 
 def set_link(wire: Wire, link: Link) -> None:
     """Have a group go by these figures; every rank gives the same."""
-    _links[wire] = link
+    _links[wire] = link, 0
 
 
-def _found(wire: Wire) -> Link:
+def _said(wire: Wire) -> Link | None:
+    """What the environment or a profile says; None where neither does."""
     said = os.environ.get("WEFT_LINK")
     if said is not None:
         return _agreed(wire, *parse(said), _WORK)
-    profile = _profile(wire)
-    if profile is None:
-        return measure(wire)
-    figures, merge = profile
-    return _agreed(wire, figures.alpha, figures.beta, figures.work, merge)
+    hosts, named = _hosts(wire, "WEFT_PROFILE" in os.environ)
+    try:
+        profile = _profile(wire, hosts, named)
+    except WeftError as error:
+        if named:
+            raise
+        _log.warning("%s: the link is measured instead", error)
+        return None
+    figures = None if profile is None else profile.of(len(hosts))
+    if profile is None or figures is None:
+        return None
+    return _agreed(wire, figures.alpha, figures.beta, figures.work, profile.merge)
 
 
 def parse(text: str) -> tuple[float, float]:
     """Latency in seconds and seconds a byte, from what WEFT_LINK says."""
     try:
-        latency, rate = (float(part) for part in text.split(","))
-        if not (0 < latency < math.inf and 0 < rate < math.inf):
-            raise ValueError
+        latency, rate = (_positive(float(part)) for part in text.split(","))
     except ValueError:
         raise WeftError(
             f"WEFT_LINK={text!r} is not 'latency in µs,rate in Gbit/s': e.g. 50,10"
         ) from None
     return latency * 1e-6, 8e-9 / rate
+
+
+def _positive(figure: Any) -> float:
+    """Raises ValueError where that is no number above 0."""
+    if isinstance(figure, bool) or not 0 < float(figure) < math.inf:
+        raise ValueError(f"{figure!r}, which is no time in seconds")
+    return float(figure)
 
 
 # measuring
@@ -125,11 +148,10 @@ def _agreed(
         merge: seconds in which a core alone merges a byte; the same on every rank.
         carry: seconds of a core for each byte that this rank receives.
     """
-    host = wire.host.encode()[:_HOST].ljust(_HOST, b"\0")
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
-    heard = all_gather_bytes(wire, _FIGURES.pack(*steps, os.cpu_count() or 1) + host)
-    hosts = [text[_FIGURES.size :] for text in heard]
-    *steps_of, cores = zip(*map(_FIGURES.unpack_from, heard), strict=True)
+    message = _FIGURES.pack(*steps, os.cpu_count() or 1, wire.host.encode())
+    heard = map(_FIGURES.unpack, all_gather_bytes(wire, message))
+    *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks to a core, where they are closest together
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
     alpha, beta, work, carry = (2.0 ** (max(steps) / 4) for steps in steps_of)
@@ -139,12 +161,10 @@ def _agreed(
 
 def _latency(wire: Wire) -> tuple[float, float]:
     """Seconds that a small exchange with everybody takes, and a core's for a message of it."""
-    message, best, busy = torch.zeros(256, dtype=torch.uint8), math.inf, []
-    for _ in range(4 * _PASSES):
+    message, best, busy = bytes(256), math.inf, []
+    for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        pending = wire.small_all_gather(message, 256)
-        pending.wait()
-        pending.release()
+        all_gather_bytes(wire, message)
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
     return best, statistics.median(busy) / max(1, wire.size - 1)
@@ -162,11 +182,8 @@ def _rate(wire: Wire) -> tuple[float, float]:
         return 1e-10, 0.0
     nbytes, before = 1 << 19, (0, 0.0)
     while True:
-        # twice, since one hiccup would be believed for as long as the wire lives
-        quickest, carry = min(_round(wire, nbytes), _round(wire, nbytes))
+        quickest, carry = min(_round(wire, nbytes) for _ in range(_PASSES))
         if quickest >= _ENOUGH or nbytes >= _LARGEST:
-            passes = range(2, _PASSES if quickest < 4 * _ENOUGH else 2)
-            quickest, carry = min([(quickest, carry), *(_round(wire, nbytes) for _ in passes)])
             more = (quickest - before[1]) / (nbytes - before[0])
             return max(quickest / nbytes, more), carry / nbytes
         nbytes, before = 4 * nbytes, (nbytes, quickest)
@@ -239,7 +256,34 @@ def read(path: Path) -> Profile:
     Raises:
         WeftError: there is none, it is broken, or it is another version's.
     """
-    return _parsed(_text(path), str(path))
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except OSError as error:
+        raise WeftError(f"link profile {path} cannot be read: {error.strerror}") from None
+    except (RecursionError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise WeftError(f"{path} is no link profile: write one with weft tune")
+    if found.get("version") != _VERSION:
+        raise WeftError(
+            f"link profile {path} has version {found.get('version')!r}, this weft reads "
+            f"{_VERSION}: run weft tune again"
+        )
+    try:
+        between, within = (
+            None if found[part] is None else Figures(*(_positive(found[part][f]) for f in _PARTS))
+            for part in ("between", "within")
+        )
+        hosts = found["hosts"]
+        if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+            raise ValueError("hosts")
+        merge = _positive(found["merge"])
+        return Profile(tuple(hosts), int(found["ranks"]), between, within, merge)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise WeftError(f"link profile {path} is broken at {error}: run weft tune again") from None
+
+
+_PARTS = ("alpha", "beta", "work")
 
 
 def write(path: Path, profile: Profile) -> None:
@@ -267,13 +311,11 @@ def tune(wire: Wire) -> Profile:
 
     Takes some tenths of a second. WEFT_LINK and WEFT_PROFILE change nothing here.
     """
-    said = _places(wire)
-    places = [one["place"] for one in said]
-    members = [[r for r in range(wire.size) if places[r] == place] for place in Counter(places)]
+    members = base.hosts_of(wire).ranks
     found = torch.zeros(7, dtype=torch.float64)
     parts = [(0, ranks) for ranks in members if len(ranks) > 1]
     if len(members) > 1:
-        parts.append((3, [ranks[0] for ranks in members]))
+        parts.append((3, tuple(ranks[0] for ranks in members)))
     for at, ranks in parts:
         part = wire.sub(ranks)
         if part is not None:
@@ -286,7 +328,7 @@ def tune(wire: Wire) -> Profile:
     wire.dense_all_reduce(found, "max").wait()
     within, between = (Figures(*found[at : at + 3].tolist()) for at in (0, 3))
     return Profile(
-        tuple(sorted(set(_hosts(said)))),
+        tuple(sorted(set(hosts_of(wire)[0]))),
         wire.size,
         between if between.beta else None,
         within if within.beta else None,
@@ -296,9 +338,15 @@ def tune(wire: Wire) -> Profile:
 
 def hosts_of(wire: Wire) -> tuple[list[str], bool]:
     """The names of a group's hosts, and whether this rank is the first of its own; collective."""
-    said = _places(wire)
-    places = [one["place"] for one in said]
-    return _hosts(said), places.index(places[wire.rank]) == wire.rank
+    return _hosts(wire, False)[0], wire.rank in [ranks[0] for ranks in base.hosts_of(wire).ranks]
+
+
+def _hosts(wire: Wire, named: bool) -> tuple[list[str], bool]:
+    """The name of each host, which virtual ones of a machine share; whether any rank says so."""
+    message = _NAME.pack(named, socket.gethostname().encode())
+    said = list(map(_NAME.unpack, all_gather_bytes(wire, message)))
+    names = [said[ranks[0]][1].rstrip(b"\0").decode() for ranks in base.hosts_of(wire).ranks]
+    return sorted(names), any(one[0] for one in said)
 
 
 def _merging() -> float:
@@ -311,7 +359,7 @@ def _merging() -> float:
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
-        for _ in range(_PASSES):
+        for _ in range(3):
             seen.clear()
             start = time.perf_counter()
             with kernels.meter.metered(seen.append):
@@ -323,125 +371,28 @@ def _merging() -> float:
     return min(times) / sum(seen)
 
 
-def _profile(wire: Wire) -> tuple[Figures, float] | None:
-    """What a profile says of the link, and of merging; collective, the same on every rank."""
-    said = _everybody(wire, _place() | _file(os.environ.get("WEFT_PROFILE")))
-    hosts, named = _hosts(said), any(one["named"] for one in said)
-    if not named:
-        said = _everybody(wire, _file(default_path(hosts)))
-    try:
-        profile = _agreed_profile(said, hosts)
-    except WeftError as error:
-        if named:
-            raise
-        _log.warning("%s: the link is measured instead", error)
-        return None
-    here = None if profile is None else profile.of(len(hosts))
-    return None if profile is None or here is None else (here, profile.merge)
+def _profile(wire: Wire, hosts: list[str], named: bool) -> Profile | None:
+    """The profile that every rank has, None if none has any; collective.
 
-
-def _agreed_profile(said: list[dict[str, Any]], hosts: list[str]) -> Profile | None:
-    """The profile that every rank has, None if none has any.
+    Args:
+        wire: among whom.
+        hosts: names of the group's hosts.
+        named: some rank's environment names a file: those that are only found do not count.
 
     Raises:
         WeftError: ranks could not read theirs, have different ones, or it does not serve.
     """
-    for rank, one in enumerate(said):
-        if one["error"]:
-            raise WeftError(f"rank {rank}: {one['error']}")
-    texts = [one["text"] for one in said]
-    digests = [hashlib.sha256(text.encode()).hexdigest()[:12] if text else "none" for text in texts]
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-    if other is not None:
-        raise WeftError(
-            f"rank 0 has link profile {digests[0]}, rank {other} {digests[other]}: give every rank "
-            "the same file"
-        )
-    if not texts[0]:
-        return None
-    profile = _parsed(texts[0], said[0]["named"])
-    if why := profile.serves(hosts):
-        raise WeftError(f"link profile {digests[0]} {why}: run weft tune on this group")
+    given = os.environ.get("WEFT_PROFILE")
+    path = default_path(hosts) if not named else None if given is None else Path(given)
+    profile, digest, error = None, "none", None
+    try:
+        if path is not None and (named or path.exists()):
+            profile = read(path)
+            digest = hashlib.sha256(repr(profile).encode()).hexdigest()[:12]
+            if why := profile.serves(hosts):
+                error = f"link profile {digest} {why}: run weft tune on this group"
+    except WeftError as wrong:
+        error = str(wrong)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    agree(wire, "link", {"link profile": digest}, error, nothing, lambda a, b: a).release()
     return profile
-
-
-def _file(path: str | Path | None) -> dict[str, Any]:
-    """What this rank says of the profile in a file."""
-    said: dict[str, Any] = {"named": "" if path is None else str(path)[-_TEXT:]}
-    text = error = ""
-    if isinstance(path, str) or (path is not None and path.exists()):
-        try:
-            text = _text(Path(path))
-            _parsed(text, str(path))
-        except WeftError as wrong:
-            text, error = "", str(wrong)[:_TEXT]
-    return said | {"text": text, "error": error}
-
-
-def _places(wire: Wire) -> list[dict[str, Any]]:
-    return _everybody(wire, _place())
-
-
-def _everybody(wire: Wire, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What all ranks say, in rank order; collective."""
-    text = json.dumps(mine).encode()
-    heard = all_gather_bytes(wire, _LENGTH.pack(len(text)) + text, _CAP)
-    start = _LENGTH.size
-    return [json.loads(each[start : start + _LENGTH.unpack_from(each)[0]]) for each in heard]
-
-
-def _hosts(said: list[dict[str, Any]]) -> list[str]:
-    """The name of each host, once; hosts of a virtual network may share one."""
-    return sorted({one["place"]: one["host"] for one in said}.values())
-
-
-@functools.cache
-def _place() -> dict[str, Any]:
-    """This rank's host, and its place on the network: virtual hosts of a machine are several."""
-    host, namespace = socket.gethostname()[:_TEXT], "/proc/self/ns/net"
-    network = os.readlink(namespace) if os.path.exists(namespace) else ""
-    return {"host": host, "place": f"{host} {network}"}
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            text = file.read(_CAP // 2 + 1)
-    except OSError as error:
-        raise WeftError(f"link profile {path} cannot be read: {error.strerror}") from None
-    return text.decode(errors="replace") if len(text) <= _CAP // 2 else "too long"
-
-
-def _parsed(text: str, name: str) -> Profile:
-    try:
-        found = json.loads(text)
-    except (RecursionError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise WeftError(f"{name} is no link profile: write one with weft tune")
-    if found.get("version") != _VERSION:
-        raise WeftError(
-            f"link profile {name} has version {found.get('version')!r}, this weft reads "
-            f"{_VERSION}: run weft tune again"
-        )
-    try:
-        between, within = (
-            None if found[part] is None else Figures(*(_time(found[part][f]) for f in _PARTS))
-            for part in ("between", "within")
-        )
-        hosts = found["hosts"]
-        if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-            raise ValueError("hosts")
-        return Profile(tuple(hosts), int(found["ranks"]), between, within, _time(found["merge"]))
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise WeftError(f"link profile {name} is broken at {error}: run weft tune again") from None
-
-
-_PARTS = ("alpha", "beta", "work")
-
-
-def _time(given: object) -> float:
-    """Seconds, as a profile may say them."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1e3:
-        raise ValueError(f"{given!r}, which is no time in seconds")
-    return float(given)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from ..wire import default
@@ -19,8 +22,8 @@ from ..wire.base import Wire
 class Record:
     """What one call did, on this rank; for a list of tables, all of them together.
 
-    Measuring the link, which a group does once, in its first call that needs to know, is in none
-    of the figures.
+    Measuring the link, which a group does in the first calls that need to know, is in none of the
+    figures.
 
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
@@ -46,10 +49,8 @@ class Record:
     ranges: tuple[int, ...] | None = None
 
 
-_Counters = tuple[int, int, float]  # messages and bytes sent, seconds
-
 _records: WeakKeyDictionary[Wire, Record] = WeakKeyDictionary()
-_apart: WeakKeyDictionary[Wire, _Counters] = WeakKeyDictionary()  # what no call is to count
+_starts: WeakKeyDictionary[Wire, NDArray[np.float64]] = WeakKeyDictionary()
 
 
 def last_call(group: Any = None) -> Record | None:
@@ -60,49 +61,20 @@ def last_call(group: Any = None) -> Record | None:
 def as_one(wire: Wire, first: Record, second: Record) -> None:
     """Have two calls, of which this group's last is the second, recorded as one."""
     names = dict.fromkeys((first.algorithm, second.algorithm))
-    _records[wire] = Record(
-        " and ".join(names),
-        first.rows + second.rows,
-        first.total + second.total,
-        first.union + second.union,
-        first.messages + second.messages,
-        first.sent_bytes + second.sent_bytes,
-        first.bound_bytes + second.bound_bytes,
-        first.seconds + second.seconds,
-    )
-
-
-class Note(Protocol):
-    def __call__(
-        self,
-        algorithm: str,
-        *,
-        rows: int,
-        total: int,
-        union: int,
-        bound: float,
-        ranges: tuple[int, ...] | None = None,
-    ) -> Record: ...
+    sums = map(operator.add, astuple(first)[1:-1], astuple(second)[1:-1])
+    _records[wire] = Record(" and ".join(names), *sums)
 
 
 @contextmanager
-def recording(wire: Wire, name: str) -> Iterator[Note]:
-    """A call as a range of the profiler; gives the function that notes what it did."""
-    start = _counters(wire)
+def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
+    """A call as a range of the profiler; gives what notes the figures that a wire does not know."""
+    start = _starts[wire] = _counters(wire)
 
-    def note(
-        algorithm: str,
-        *,
-        rows: int,
-        total: int,
-        union: int,
-        bound: float,
-        ranges: tuple[int, ...] | None = None,
-    ) -> Record:
-        messages, sent, seconds = _since(start, wire)
-        record = _records[wire] = Record(
-            algorithm, rows, total, union, messages, sent, round(bound), seconds, ranges
-        )
+    def note(algorithm: str, *, bound: float, **figures: Any) -> Record:
+        messages, sent, seconds = (_counters(wire) - start).tolist()
+        spent = {"messages": int(messages), "sent_bytes": int(sent), "seconds": seconds}
+        record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
+        _records[wire] = record
         return record
 
     with record_function(f"weft::{name}"):
@@ -112,22 +84,15 @@ def recording(wire: Wire, name: str) -> Iterator[Note]:
 @contextmanager
 def apart(wire: Wire) -> Iterator[None]:
     """What is done in here is no part of the call that is recorded."""
-    start = _counters(wire)
+    before = _counters(wire)
     yield
-    messages, sent, seconds = _since(start, wire)
-    before = _apart.get(wire, (0, 0, 0.0))
-    _apart[wire] = (before[0] + messages, before[1] + sent, before[2] + seconds)
+    if wire in _starts:
+        _starts[wire] += _counters(wire) - before
 
 
-def _counters(wire: Wire) -> _Counters:
-    messages, sent, seconds = _apart.get(wire, (0, 0, 0.0))
-    traffic = wire.traffic
-    return traffic.messages - messages, traffic.bytes - sent, time.perf_counter() - seconds
-
-
-def _since(start: _Counters, wire: Wire) -> _Counters:
-    messages, sent, seconds = _counters(wire)
-    return messages - start[0], sent - start[1], seconds - start[2]
+def _counters(wire: Wire) -> NDArray[np.float64]:
+    """Messages and bytes sent, seconds."""
+    return np.array([wire.traffic.messages, wire.traffic.bytes, time.perf_counter()])
 
 
 def started(wire: Wire, name: str, job: Callable[[], Any], async_op: bool) -> Any:

@@ -90,7 +90,7 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         own.row_shape = call.row_shape
         load = _load(wire, request, said, call)
         everyone = None
-        if eager and is_eager(wire, load, given.indices.dtype):
+        if eager and is_eager(load, given.indices.dtype):
             everyone = [one for one in said if isinstance(one, RowsInHeader)]
         elif wire.size > 1:
             call.load = with_link(wire, load)
@@ -108,7 +108,7 @@ def reduced(wire: Wire, request: Request) -> Done:
         if opening.everyone is not None:
             name, result = EAGER, merge_eager(opening.everyone, call)
         else:
-            name = choose(wire, call.load, request.algorithm)
+            name = choose(call.load, request.algorithm)
             run = _alone if name == ALONE else find(name).run
             result = run(opening.own, call)
     settle(wire, "sparse_all_reduce", call)
@@ -140,9 +140,7 @@ def explained(wire: Wire, request: Request) -> Explanation:
         agreement.release()
     if wire.size > 1:
         load = with_link(wire, load)
-    index = request.rows.indices.dtype
-    eager = request.algorithm == "auto" and wire.size > 1 and is_eager(wire, load, index)
-    return explained_choice(wire, load, request.algorithm, index, eager=eager)
+    return explained_choice(load, request.algorithm, request.rows.indices.dtype)
 
 
 def _open(wire: Wire, request: Request, name: str, rows: LocalRows | None = None) -> Agreement:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -34,7 +34,6 @@ from . import choice, run
 from .call import Call, extent, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
 from .header import NO_LIMIT
-from .record import Note
 from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"
@@ -93,7 +92,9 @@ def _shared(places: list[Any]) -> str | None:
     return None
 
 
-def reduced(wire: Wire, requests: Sequence[Request], error: str | None, note: Note) -> list[Any]:
+def reduced(
+    wire: Wire, requests: Sequence[Request], error: str | None, note: Callable[..., object]
+) -> list[Any]:
     """Run one call, and note what it did; collective.
 
     Args:

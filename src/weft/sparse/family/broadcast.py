@@ -16,10 +16,8 @@ from ..._torch import uncompiled, without_transforms
 from ...rows import Rows
 from ...tensors import has_elements
 from ...wire import default
-from ...wire.base import Wire
 from ..call import shape_in
 from ..cost import Load
-from ..link import link_of
 from ..record import recording, started
 from ..request import NOTHING, Request, root_in, take_root
 from .all_gather import collected
@@ -85,7 +83,7 @@ def sparse_broadcast(
 
     def job() -> Any:
         with recording(wire, _NAME) as note:
-            all_ = collected(wire, request, _NAME, lambda load: _chunk(wire, load))
+            all_ = collected(wire, request, _NAME, _chunk)
         total = all_.load.total
         note(
             all_.algorithm,
@@ -138,11 +136,12 @@ def _listener(out: Any, wire_dtype: object) -> Request:
     return request
 
 
-def _chunk(wire: Wire, load: Load) -> int:
+def _chunk(load: Load) -> int:
     """Bytes of a chunk: small ones fill the chain sooner, large ones are fewer."""
     if load.ranks < 3:
         return load.chunk
-    link = link_of(wire)
+    link = load.link
+    assert link is not None
     size = load.total * (load.row + load.index)
     best = math.sqrt(size * link.work / ((load.ranks - 2) * link.beta))
     return max(min(_CHUNK, load.chunk), min(1 << max(0, round(best)).bit_length(), load.chunk))

@@ -24,7 +24,6 @@ from ...wire.base import Lease, Wire, peers, typed
 from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
-from ..link import link_of
 from ..local_rows import LocalRows
 from ..owners import cuts, reduce_to_owners
 from ..record import recording, started
@@ -111,7 +110,7 @@ def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
         if opening.everyone is not None:
             name = EAGER
             result = merge_eager(opening.everyone, call) if here else _nothing(call)
-        elif wire.size == 1 or _is_direct_quicker(wire, call.load):
+        elif wire.size == 1 or _is_direct_quicker(call.load):
             name = ALONE if wire.size == 1 else "direct"
             result = reduce_to_owners(opening.own, call, all_his)
         else:
@@ -125,8 +124,9 @@ def _nothing(call: Call) -> Rows:
     return Rows(torch.empty(0, dtype=call.index), torch.empty(0, *call.row_shape, dtype=call.dtype))
 
 
-def _is_direct_quicker(wire: Wire, load: Load) -> bool:
-    link = link_of(wire)
+def _is_direct_quicker(load: Load) -> bool:
+    link = load.link
+    assert link is not None
     # in microseconds: every machine rounds these alike
     direct, owners = (round(1e6 * cost(load).seconds(link)) for cost in (_to_one, _through_owners))
     return direct <= owners
