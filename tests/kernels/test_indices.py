@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -11,17 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu, jit, pool, reference
+from weft.kernels import cpu, jit, reference
 
 DTYPES = [torch.int32, torch.int64]
 CODE = jit.loops()
 assert CODE is not None, jit.describe()
 SOME = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=[1, 3, 8])
-def threads(request, monkeypatch):
-    monkeypatch.setattr(pool, "share", lambda nbytes: request.param)
 
 
 def heights(dtype):
@@ -36,7 +30,7 @@ def ids_of(generator, count, height, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @SOME
 @given(data=st.data(), count=st.integers(0, 300), seed=st.integers(0, 2**32))
-def test_distinct(threads, dtype, data, count, seed):
+def test_distinct(dtype, data, count, seed):
     ids = ids_of(random.Random(seed), count, data.draw(heights(dtype)), dtype)
     shape = data.draw(st.sampled_from(["any", "sorted", "unique", "shuffled", "negative"]))
     if shape == "sorted":
@@ -79,7 +73,7 @@ def check_distinct(ids, found):
 @pytest.mark.parametrize("dtype", DTYPES)
 @SOME
 @given(data=st.data(), runs=st.integers(1, 9), seed=st.integers(0, 2**32))
-def test_union(threads, dtype, data, runs, seed):
+def test_union(dtype, data, runs, seed):
     generator = random.Random(seed)
     height = data.draw(heights(dtype))
     counts = [generator.choice([0, 1, 5, 60]) for _ in range(runs)]
@@ -91,7 +85,7 @@ def test_union(threads, dtype, data, runs, seed):
 @pytest.mark.parametrize("way", ["by a bitmap", "in pairs"])
 @SOME
 @given(runs=st.integers(2, 9), height=st.integers(1, 500), seed=st.integers(0, 2**32))
-def test_all_ways_to_unite(threads, monkeypatch, way, runs, height, seed):
+def test_all_ways_to_unite(monkeypatch, way, runs, height, seed):
     monkeypatch.setattr(cpu, "_dense", lambda words, total, runs: way == "by a bitmap")
     generator = random.Random(seed)
     several = [ids_of(generator, 40, height, torch.int64).unique() for _ in range(runs)]
@@ -119,21 +113,17 @@ def test_a_union_by_bitmaps(dtype, runs, places, seed):
         for count in (generator.randint(0, places) for _ in range(runs))
     ]
     together = torch.tensor(sorted(set().union(*(run.tolist() for run in several))), dtype=dtype)
-    for bitmap, unite_bitmap in (
-        (reference.bitmap, reference.unite_bitmap),
-        (partial(cpu.bitmap, CODE), partial(cpu.unite_bitmap, CODE)),
-    ):
-        bits = torch.zeros(-(-places // 64), dtype=torch.int64)
-        for run in several:
-            mine = bitmap(run, places)
-            assert [i for i in range(places) if int(mine[i // 64]) >> i % 64 & 1] == run.tolist()
-            bits |= mine
-        for run in several:
-            found = unite_bitmap(bits, run)
-            assert torch.equal(found.indices, together) and found.indices.dtype == dtype
-            (slots,) = found.slots
-            assert slots.dtype == torch.int32 and bool((slots < 0).all())
-            assert torch.equal(found.indices[~slots], run)
+    bits = torch.zeros(-(-places // 64), dtype=torch.int64)
+    for run in several:
+        mine = kernels.bitmap(run, places)
+        assert [i for i in range(places) if int(mine[i // 64]) >> i % 64 & 1] == run.tolist()
+        bits |= mine
+    for run in several:
+        found = kernels.unite_bitmap(bits, run)
+        assert torch.equal(found.indices, together) and found.indices.dtype == dtype
+        (slots,) = found.slots
+        assert slots.dtype == torch.int32 and bool((slots < 0).all())
+        assert torch.equal(found.indices[~slots], run)
 
 
 @pytest.mark.parametrize("index", [-1, 128])
@@ -155,26 +145,18 @@ def test_an_unsorted_run_is_named():
         kernels.union(runs)
 
 
-@pytest.mark.parametrize("threads_of_torch", [1, 4])
-def test_large_inputs_agree(threads_of_torch):
-    """Large enough to be cut for threads without being told to."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_of_torch)
-    try:
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(10**6, (400_000,), generator=generator)
-        ours, expected = cpu.distinct(CODE, ids), reference.distinct(ids)
+def test_large_inputs_agree():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(10**6, (400_000,), generator=generator)
+    skewed = (ids.double() / 10**6).pow(12).mul(10**6).long()
+    for some in (ids, skewed):
+        ours, expected = cpu.distinct(CODE, some), reference.distinct(some)
         assert all(map(torch.equal, ours, expected))
-        skewed = (ids.double() / 10**6).pow(12).mul(10**6).long()
-        ours, expected = cpu.distinct(CODE, skewed), reference.distinct(skewed)
-        assert all(map(torch.equal, ours, expected))
-        runs = list(map(torch.unique, ids.split(100_000)))
-        for some in (runs, [run * 1000 for run in runs]):
-            ours, expected = cpu.union(CODE, some), reference.union(some)
-            assert torch.equal(ours.indices, expected.indices)
-            assert all(map(torch.equal, ours.slots, expected.slots))
-    finally:
-        torch.set_num_threads(before)
+    runs = list(map(torch.unique, ids.split(100_000)))
+    for some in (runs, [run * 1000 for run in runs]):
+        ours, expected = cpu.union(CODE, some), reference.union(some)
+        assert torch.equal(ours.indices, expected.indices)
+        assert all(map(torch.equal, ours.slots, expected.slots))
 
 
 def test_indices_that_are_not_contiguous():

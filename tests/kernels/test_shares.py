@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu, jit, pool, reference
+from weft.kernels import cpu, jit, reference
 from weft.kernels.ops import DTYPES
 
 CODE = jit.loops()
@@ -138,13 +138,9 @@ def test_weights_out_of_range(weights):
         kernels.shares(slots, 3, weights)
 
 
-@pytest.mark.parametrize("machine", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (64,), (0,)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_put(monkeypatch, dtype, shape, machine):
-    monkeypatch.setattr(pool, "share", lambda nbytes: 3)
-    if not machine:
-        monkeypatch.setattr(jit, "loops", lambda: None)
+def test_put(dtype, shape):
     generator = torch.Generator().manual_seed(1)
     places = torch.randperm(50, generator=generator)[:20].int()
     values = torch.randint(2, (20, *shape), generator=generator).to(dtype)
@@ -162,7 +158,7 @@ def test_put_checks_places_and_shapes():
         (torch.zeros(3), torch.ones(2)),
     ):
         for wrong in ([0, 3], [-1, 0]):
-            with pytest.raises(IndexError, match="1 of 2 rows"):
+            with pytest.raises(IndexError):
                 kernels.put(out, torch.tensor(wrong, dtype=torch.int32), values)
     for places, rows in (([0], values), ([0, 1], values.double()), ([0, 1], values[:, None])):
         with pytest.raises(ValueError, match="do not fit"):

@@ -40,45 +40,23 @@ import torch
 from torch import Tensor
 
 from . import cpu, jit, meter, reference
-from .codec import IndexCode, decode, encode, expected_bits, index_code
-from .ops import OPS, Op
-from .reference import Distinct, Picked, Shares, Union
-
-__all__ = [
-    "OPS",
-    "Distinct",
-    "IndexCode",
-    "Picked",
-    "Shares",
-    "Union",
-    "alone",
-    "bitmap",
-    "combine",
-    "deal",
-    "decode",
-    "describe",
-    "distinct",
-    "encode",
-    "expected_bits",
-    "finish",
-    "hashed",
-    "held",
-    "index_code",
-    "merge",
-    "pick",
-    "prepare",
-    "put",
-    "quantiles",
-    "reduce",
-    "shares",
-    "sketch",
-    "take",
-    "union",
-    "unite_bitmap",
-]
+from .codec import IndexCode as IndexCode
+from .codec import decode as decode
+from .codec import encode as encode
+from .codec import expected_bits as expected_bits
+from .codec import index_code as index_code
+from .ops import OPS as OPS
+from .ops import Op
+from .reference import Distinct as Distinct
+from .reference import Picked as Picked
+from .reference import Shares as Shares
+from .reference import Union as Union
+from .reference import alone as alone
+from .reference import hashed as hashed
+from .reference import held as held
+from .reference import quantiles as quantiles
 
 _ALL = slice(None)
-_PIECE = 1 << 15  # numbers
 
 
 def prepare() -> None:
@@ -200,14 +178,11 @@ def _reduce(
 def _reduce_and_round(
     values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, which: Tensor | None
 ) -> None:
-    """Through torch.float64, in pieces that stay in the cache."""
+    """Through torch.float64: reduce, then round once."""
     meter.spend(out.numel() * values.element_size())
-    step = max(1, _PIECE // max(1, out[:1].numel()))
-    for start in range(0, len(out), step):
-        piece, begin = out[start : start + step], first + start
-        space = values.new_empty(piece.shape)
-        _reduce(values, distinct, op, space, begin, begin + len(piece), which)
-        reference.finish(space, piece, 1)
+    wide = values.new_empty(out.shape)
+    _reduce(values, distinct, op, wide, first, first + len(out), which)
+    reference.finish(wide, out, 1)
 
 
 def union(runs: Sequence[Tensor]) -> Union:
@@ -242,12 +217,10 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
         >>> bitmap(torch.tensor([0, 2, 65]), 100)
         tensor([5, 2])
     """
-    indices = indices.contiguous()
     meter.spend(meter.MARK * indices.numel() + places / 8)
-    code = _code(indices)
-    if code is None:
-        return reference.bitmap(indices, places)
-    return cpu.bitmap(code, indices, places)
+    if len(indices) and (indices[0] < 0 or indices[-1] >= places):
+        raise ValueError(f"an index is not below {places}, or negative")
+    return reference.bitmap(indices, places)
 
 
 def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
@@ -264,12 +237,7 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
         >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
         Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)])
     """
-    indices = indices.contiguous()
-    code = _code(indices)
-    if code is None:
-        found = reference.unite_bitmap(bits, indices)
-    else:
-        found = cpu.unite_bitmap(code, bits, indices)
+    found = reference.unite_bitmap(bits, indices)
     spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
     meter.spend(spread + meter.MARK * indices.numel())
     return found
@@ -460,47 +428,8 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         )
     if values.numel() == 0:
         return
-    places, values, code = places.contiguous(), _detached(values), _code(values)
     meter.spend(meter.CALL + meter.PUT * values.nbytes)
-    if code is None or not cpu.put(code, out, places, values):
-        reference.put(out, places, values)
-
-
-def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
-    """For some runs the first rows that no other run has.
-
-    Args:
-        slots: of all runs, as `union` gives them.
-        runs: which runs.
-        total: U, the places of the union.
-        most: how many rows of each to look for.
-
-    Returns:
-        For each of `runs` int32: positions in the run, ascending.
-
-    Example:
-        >>> alone(union([torch.tensor([2, 5]), torch.tensor([1, 5, 7])]).slots, [1], 4, most=9)
-        [tensor([0, 2], dtype=torch.int32)]
-    """
-    return reference.alone(slots, runs, total, most)
-
-
-def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
-    """Which runs have some places of their union.
-
-    Args:
-        slots: of all runs, as `union` gives them.
-        places: int64 `[n]`, ascending.
-
-    Returns:
-        int64 `[n, runs]`: 1 where the run has the place, else 0.
-
-    Example:
-        >>> held(union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots, torch.tensor([0, 2]))
-        tensor([[0, 1],
-                [1, 1]])
-    """
-    return reference.held(slots, places)
+    out.index_copy_(0, places.long(), _detached(values))
 
 
 def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
@@ -518,20 +447,6 @@ def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor
     return taken
 
 
-def quantiles(indices: Tensor, count: int) -> Tensor:
-    """Indices that cut sorted unique ones in `count` parts of equal length.
-
-    Returns:
-        int64 `[count + 1]`: entry j is `indices[min(k - 1, j * k // count)]`, the last one the
-        greatest index; zeros if there are none.
-
-    Example:
-        >>> quantiles(torch.tensor([1, 2, 4, 8]), 2)
-        tensor([1, 4, 8])
-    """
-    return reference.quantiles(indices, count)
-
-
 def sketch(indices: Tensor, count: int) -> Tensor:
     """A sample of a set that can be united with the samples of others.
 
@@ -544,15 +459,3 @@ def sketch(indices: Tensor, count: int) -> Tensor:
     if code is None or not 0 < count < len(indices):
         return reference.sketch(indices, count)
     return cpu.sketch(code, indices, count)
-
-
-def hashed(ids: Tensor) -> Tensor:
-    """The hashes by which `sketch` samples: of int64 ids, as int64 that order like the hashes.
-
-    A bijection; add 2**63 for the hash as a number from 0 up.
-
-    Example:
-        >>> hashed(torch.tensor([0])).item() + 2**63
-        0
-    """
-    return reference.hashed(ids)

@@ -11,8 +11,6 @@ import math
 import threading
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,82 +60,25 @@ def distinct(code: Loops, indices: Tensor) -> Distinct | None:
     position_bits = (count - 1).bit_length()
     if position_bits + (high - low).bit_length() > 63:
         return None  # hashes as ids: an index and its position do not fit one word
-    parts = _cut(indices, low, high, pool.share(8 * count))
-    pairs, order = _workspace(count), torch.empty(count, dtype=torch.int64)
-    different = pool.run(_sort, [(code, indices, part, pairs, order) for part in parts])
-    places = [0, *accumulate(different)]
-    total = places.pop()
-    unique, starts = indices.new_empty(total), None
-    if total < count:
-        starts = torch.empty(total + 1, dtype=torch.int64)
-        starts[total] = count
-
-    def unpack(part: _Part, different: int, place: int) -> None:
-        code[f"unpack.{kind}"](
-            pairs.data_ptr() + 8 * part.first,
-            part.holds,
-            different,
-            position_bits,
-            part.low,
-            part.first,
-            unique.data_ptr() + unique.element_size() * place,
-            order.data_ptr() + 8 * part.first,
-            0 if starts is None else starts.data_ptr() + 8 * place,
-        )
-
-    pool.run(unpack, zip(parts, different, places, strict=True))
-    return Distinct(unique, order, starts)
-
-
-class _Part(NamedTuple):
-    """A range of keys, for one thread: where it begins, how wide it is, what lies in it."""
-
-    low: int
-    span: int
-    first: int
-    holds: int
-
-
-def _cut(indices: Tensor, low: int, high: int, parts: int) -> list[_Part]:
-    """Ranges of keys that hold about as many of the indices each, none of them empty."""
-    count = len(indices)
-    if parts == 1:
-        return [_Part(low, high - low + 1, 0, count)]
-    shift = max(0, (high - low).bit_length() - 10)
-    boxes = 1 + ((high - low) >> shift)
-    counts = torch.bincount((indices.long() - low) >> shift, minlength=boxes)
-    below = [0, *counts.cumsum(0).tolist()]
-    goals = torch.tensor([count * part // parts for part in range(1, parts)])
-    cuts = torch.searchsorted(torch.tensor(below), goals).tolist()
-    return [
-        _Part(low + (start << shift), (stop - start) << shift, below[start], holds)
-        for start, stop in pairwise(sorted({0, *cuts, boxes}))
-        if (holds := below[stop] - below[start])
-    ]
-
-
-def _sort(code: Loops, indices: Tensor, part: _Part, pairs: Tensor, order: Tensor) -> int:
-    """Leave the part's pairs of index and position sorted; returns how many indices differ."""
-    key_bits = max(1, (part.span - 1).bit_length())
+    key_bits = max(1, (high - low).bit_length())
     passes = -(-key_bits // _DIGIT)
     digit_bits = -(-key_bits // passes)
     counts = torch.empty(passes << digit_bits, dtype=torch.int32)
-    found = code[f"sort.{kind_of(indices.dtype)}"](
-        indices.data_ptr(),
-        len(indices),
-        part.low,
-        part.span,
-        part.holds,
-        (len(indices) - 1).bit_length(),
-        digit_bits,
-        passes,
-        pairs.data_ptr() + 8 * part.first,
-        order.data_ptr() + 8 * part.first,
-        counts.data_ptr(),
-    )
-    if found < 0:
+    pairs, order = _workspace(count), torch.empty(count, dtype=torch.int64)
+    digits = position_bits, digit_bits, passes
+    addresses = pairs.data_ptr(), order.data_ptr(), counts.data_ptr()
+    different = code[f"sort.{kind}"](indices.data_ptr(), count, low, high, *digits, *addresses)
+    if different < 0:
         raise ValueError("indices changed while they were being sorted: wait for their writer")
-    return found
+    unique, starts = indices.new_empty(different), None
+    if different < count:
+        starts = torch.empty(different + 1, dtype=torch.int64)
+        starts[different] = count
+    code[f"unpack.{kind}"](
+        *(pairs.data_ptr(), count, different, position_bits, low),
+        *(unique.data_ptr(), order.data_ptr(), 0 if starts is None else starts.data_ptr()),
+    )
+    return Distinct(unique, order, starts)
 
 
 _local = threading.local()
@@ -175,14 +116,23 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     slots = list(torch.split(torch.empty(total, dtype=torch.int32), lengths))
     if total == 0:
         return Union(runs[0].new_empty(0), slots)
-    found, table = array("q", bytes(16)), _table(runs, slots)
-    code[f"ends.{kind_of(runs[0].dtype)}"](
-        table.buffer_info()[0], len(runs), found.buffer_info()[0]
-    )
+    found, table = array("q", bytes(16)), array("q")
+    for run, slot in zip(runs, slots, strict=True):
+        table.extend((run.data_ptr(), run.numel(), slot.data_ptr()))
+    kind = kind_of(runs[0].dtype)
+    code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found
-    parts = _key_ranges(runs, slots, low, high, pool.share(12 * total))
-    unite = _by_bitmap if _dense((high - low) // 64, total, len(runs)) else _in_pairs
-    return Union(unite(code, parts), slots)
+    if not _dense((high - low) // 64, total, len(runs)):
+        return Union(_in_pairs(code, runs, slots), slots)
+    words = max(0, high - low) // 64 + 1
+    bits, ranks = torch.empty(words, dtype=torch.int64), torch.empty(words, dtype=torch.int32)
+    given = table.buffer_info()[0], len(runs), low, words, bits.data_ptr()
+    united = code[f"mark.{kind}"](*given)
+    if united < 0:
+        _name_unsorted(runs)
+    indices = runs[0].new_empty(united)
+    code[f"place.{kind}"](*given, ranks.data_ptr(), indices.data_ptr())
+    return Union(indices, slots)
 
 
 def _dense(words: int, total: int, runs: int) -> bool:
@@ -192,130 +142,29 @@ def _dense(words: int, total: int, runs: int) -> bool:
     return words <= total or (runs > 2 and words <= min(8 * total, _SMALL))
 
 
-class _Keys(NamedTuple):
-    """The pieces of all runs that lie in one range of keys, and their slots."""
-
-    low: int
-    high: int
-    runs: Sequence[Tensor]
-    slots: Sequence[Tensor]
-
-
-def _key_ranges(
-    runs: Sequence[Tensor], slots: Sequence[Tensor], low: int, high: int, parts: int
-) -> list[_Keys]:
-    if parts == 1:
-        return [_Keys(low, high, runs, slots)]
-    longest = max(runs, key=len)
-    goals = sorted({int(longest[len(longest) * part // parts]) for part in range(1, parts)})
-    bounds = torch.tensor(goals, dtype=longest.dtype)
-    edges = [[0, *torch.searchsorted(run, bounds).tolist(), len(run)] for run in runs]
-    lows, highs = [low, *goals], [*(goal - 1 for goal in goals), high]
-    return [
-        _Keys(
-            lows[part],
-            highs[part],
-            [run[edge[part] : edge[part + 1]] for run, edge in zip(runs, edges, strict=True)],
-            [slot[edge[part] : edge[part + 1]] for slot, edge in zip(slots, edges, strict=True)],
-        )
-        for part in range(len(lows))
-    ]
-
-
-def _table(runs: Sequence[Tensor], slots: Sequence[Tensor]) -> array[int]:
-    table = array("q")
-    for run, slot in zip(runs, slots, strict=True):
-        table.extend((run.data_ptr(), run.numel(), slot.data_ptr()))
-    return table
-
-
-class _Bitmap(NamedTuple):
-    """A bit for every key of a range, and room for the rank of every word."""
-
-    keys: _Keys
-    table: array[int]
-    bits: Tensor
-    ranks: Tensor
-
-
-def _by_bitmap(code: Loops, parts: list[_Keys]) -> Tensor:
-    """Unite by setting bits; places are counts of the bits below."""
-    bitmaps, kind = [], kind_of(parts[0].runs[0].dtype)
-    for part in parts:
-        words = max(0, part.high - part.low) // 64 + 1
-        bits, ranks = torch.empty(words, dtype=torch.int64), torch.empty(words, dtype=torch.int32)
-        bitmaps.append(_Bitmap(part, _table(part.runs, part.slots), bits, ranks))
-
-    def mark(bitmap: _Bitmap) -> int:
-        keys, table, bits, _ = bitmap
-        address = table.buffer_info()[0]
-        return code[f"mark.{kind}"](address, len(keys.runs), keys.low, len(bits), bits.data_ptr())
-
-    found = pool.run(mark, zip(bitmaps))
-    if min(found) < 0:
-        _name_unsorted(parts)
-    places = [0, *accumulate(found)]
-    indices = parts[0].runs[0].new_empty(places.pop())
-
-    def place(bitmap: _Bitmap, base: int) -> None:
-        keys, table, bits, ranks = bitmap
-        code[f"place.{kind}"](
-            table.buffer_info()[0],
-            len(keys.runs),
-            keys.low,
-            len(bits),
-            bits.data_ptr(),
-            ranks.data_ptr(),
-            base,
-            indices.data_ptr(),
-        )
-
-    pool.run(place, zip(bitmaps, places, strict=True))
-    return indices
-
-
-def _name_unsorted(parts: list[_Keys]) -> None:
-    pieces = list(zip(*(part.runs for part in parts), strict=True))
-    for number, some in enumerate(pieces):
-        run = torch.cat(some)
+def _name_unsorted(runs: Sequence[Tensor]) -> None:
+    for number, run in enumerate(runs):
         if not bool((run[1:] > run[:-1]).all()):
-            raise ValueError(f"run {number} of {len(pieces)} is not sorted and unique: sort it")
+            raise ValueError(f"run {number} of {len(runs)} is not sorted and unique: sort it")
     raise ValueError("indices changed while they were being united: wait for their writer")
 
 
-def _in_pairs(code: Loops, parts: list[_Keys]) -> Tensor:
+def _in_pairs(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:
     """Unite two and two, then the unions, and so on; the slots are carried along."""
-    united = pool.run(_tree, [(code, part.runs, part.slots) for part in parts])
-    base = len(united[0])
-    for part, indices in zip(parts[1:], united[1:], strict=True):
-        for slot in part.slots:
-            code["compose"](slot.data_ptr(), len(slot), 0, base)
-        base += len(indices)
-    return united[0] if len(united) == 1 else torch.cat(united)
-
-
-def _tree(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:
-    """The union of the runs; of a single run a copy."""
     if len(runs) == 1:
         torch.arange(-1, -runs[0].numel() - 1, -1, dtype=torch.int32, out=slots[0])
         return runs[0].clone()
     half = len(runs) // 2
     left, left_slots = _side(code, runs[:half], slots[:half])
     right, right_slots = _side(code, runs[half:], slots[half:])
-    left_count, right_count = left.numel(), right.numel()
-    out = left.new_empty(left_count + right_count)
+    out = left.new_empty(left.numel() + right.numel())
     count = code[f"pair.{kind_of(left.dtype)}"](
-        left.data_ptr(),
-        left_count,
-        right.data_ptr(),
-        right_count,
-        out.data_ptr(),
-        left_slots.data_ptr(),
-        right_slots.data_ptr(),
+        *(left.data_ptr(), left.numel(), right.data_ptr(), right.numel()),
+        *(out.data_ptr(), left_slots.data_ptr(), right_slots.data_ptr()),
     )
     for some, outer in ((slots[:half], left_slots), (slots[half:], right_slots)):
         for slot in some if len(some) > 1 else ():
-            code["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr(), 0)
+            code["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr())
     return out[:count]
 
 
@@ -323,33 +172,8 @@ def _side(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> tuple
     """One side of a pair, and where its slots go: for a single run where they belong."""
     if len(runs) == 1:
         return runs[0], slots[0]
-    union = _tree(code, runs, slots)
+    union = _in_pairs(code, runs, slots)
     return union, torch.empty(union.numel(), dtype=torch.int32)
-
-
-def bitmap(code: Loops, indices: Tensor, places: int) -> Tensor:
-    """See `weft.kernels.bitmap`."""
-    bits = torch.empty(-(-places // 64), dtype=torch.int64)
-    slots = torch.empty(indices.numel(), dtype=torch.int32)
-    address = (table := _table([indices], [slots])).buffer_info()[0]
-    kind = kind_of(indices.dtype)
-    if code[f"mark.{kind}"](address, len(table) // 3, 0, len(bits), bits.data_ptr()) < 0:
-        raise ValueError(f"an index is not below {places}")
-    return bits
-
-
-def unite_bitmap(code: Loops, bits: Tensor, indices: Tensor) -> Union:
-    """See `weft.kernels.unite_bitmap`."""
-    kind, words, address = kind_of(indices.dtype), len(bits), bits.data_ptr()
-    united = indices.new_empty(code[f"spread.{kind}"](words, address, 0))
-    code[f"spread.{kind}"](words, address, united.data_ptr())
-    slots = torch.full((indices.numel(),), -1, dtype=torch.int32)
-    ranks = torch.empty(words, dtype=torch.int32)
-    table = _table([indices], [slots])
-    code[f"place.{kind}"](
-        *(table.buffer_info()[0], 1, 0, words, address, ranks.data_ptr(), 0, united.data_ptr())
-    )
-    return Union(united, [slots])
 
 
 # Sharing places out ---------------------------------------------------------------------------
@@ -377,15 +201,9 @@ def pick(code: Loops, slots: Tensor, shares: Shares, run: int, to: int) -> Picke
     room = min(len(slots), shares.count(to))
     rows, there = torch.empty(2, room, dtype=torch.int32)
     found = code["pick"](
-        slots.data_ptr(),
-        len(slots),
-        shares.keys.data_ptr(),
-        to,
-        shares.at.data_ptr(),
-        shares.starts[2 * to],
-        shares.alone(to) if run == to else 0,
-        rows.data_ptr(),
-        there.data_ptr(),
+        *(slots.data_ptr(), len(slots), shares.keys.data_ptr(), to),
+        *(shares.at.data_ptr(), shares.starts[2 * to], shares.alone(to) if run == to else 0),
+        *(rows.data_ptr(), there.data_ptr()),
     )
     return Picked(rows[:found], there[:found])
 
@@ -442,11 +260,7 @@ def reduce(
     size, wider = out.stride(0) * out.element_size(), out.element_size() == 2
     cuts = pool.ranges(first, last, pool.share(2 * (last - first) * size))
     order = 0 if distinct.order is None else distinct.order.data_ptr()
-    starts = 0
-    if distinct.starts is not None:
-        starts = distinct.starts.data_ptr()
-        if len(cuts) > 1 and which is None:
-            cuts = _balanced(distinct.starts, first, last, len(cuts))
+    starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
     from_, to = values.data_ptr(), out.data_ptr()
     chosen, many = 0 if which is None else which.data_ptr(), distinct.indices.numel()
 
@@ -461,14 +275,6 @@ def reduce(
     if outside := sum(pool.run(part, cuts)):
         raise IndexError(f"{outside} of {last - first} rows are not among the {many} distinct ones")
     return True
-
-
-def _balanced(starts: Tensor, first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges of segments with about as many rows of the input each."""
-    begin, end = int(starts[first]), int(starts[last])
-    goals = [start for start, _ in pool.ranges(begin, end, parts)][1:]
-    inner = torch.searchsorted(starts[first : last + 1], torch.tensor(goals)) + first
-    return list(pairwise([first, *inner.tolist(), last]))
 
 
 def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:
@@ -488,28 +294,6 @@ def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, bas
         raise IndexError(
             f"{outside} of {count} rows belong outside of places {base} to {base + height - 1}: "
             "pass the slots of those places only"
-        )
-    return True
-
-
-def put(code: Loops, out: Tensor, places: Tensor, values: Tensor) -> bool:
-    """See `weft.kernels.put`."""
-    if not out.is_contiguous():
-        return False
-    values = values.resolve_neg().contiguous()
-    size = out.element_size() * math.prod(out.shape[1:])
-    word, kind = next((w, k) for w, k in ((8, "i64"), (4, "i32"), (1, "u8")) if size % w == 0)
-    count, height, loop = places.numel(), out.shape[0], code[f"scatter.{kind}"]
-    to, where, from_ = out.data_ptr(), places.data_ptr(), values.data_ptr()
-
-    def part(start: int, stop: int) -> int:
-        return loop(to, height, where, from_, size, start, stop, size // word)
-
-    cuts = pool.ranges(0, count, pool.share(2 * count * size))
-    if outside := sum(pool.run(part, cuts)):
-        raise IndexError(
-            f"{outside} of {count} rows belong outside of places 0 to {height - 1}: "
-            "pass places of the result only"
         )
     return True
 

@@ -17,7 +17,6 @@ from .llvm_intrinsics import (
     CODES,
     KINDS,
     apply,
-    copy,
     count_ones,
     inlined,
     load,
@@ -36,7 +35,6 @@ _BLOCK = 256  # as in `codec`
 _WIDEST = 52  # as in `codec`: the greatest Rice parameter
 _NARROW = KINDS["i32"]
 _AHEAD = 4096  # bytes of rows that are asked for before they are read
-_PLACES_AHEAD = 8  # rows whose places are asked for before they are written to
 
 
 # Indices --------------------------------------------------------------------------------------
@@ -70,8 +68,7 @@ def sort(
     indices: int,
     count: int,
     low: int,
-    span: int,
-    expected: int,
+    high: int,
     position_bits: int,
     digit_bits: int,
     passes: int,
@@ -79,35 +76,22 @@ def sort(
     spare: int,
     counts: int,
 ) -> int:
-    """Sort those of `count` indices that are `low <= index < low + span`, with their positions.
+    """Sort indices, all of them from `low` to `high`, with their positions.
 
-    Leaves `(index - low) << position_bits | position` in `target`, sorted, which has room for
-    `expected` of them like `spare`. Returns how many different indices there are, or -1 if
-    there are not as many as expected.
+    Leaves `(index - low) << position_bits | position` in `target`, sorted; `spare` is as large.
+    Returns how many different indices there are, or -1 if one is out of that range.
     """
     mask = (1 << digit_bits) - 1
     for bin in range(passes << digit_bits):
         store("i32", counts, bin, 0)
-    found = 0
-    whole = expected == count
     source, goal = (target, spare) if passes & 1 == 0 else (spare, target)
     for i in range(count):
-        key = load(kind, indices, i) - low
-        if whole:
-            if key < 0 or key >= span:
-                return -1
-        else:  # the stores of those out of range are overwritten by the next in range
-            inside = key >= 0 and key < span
-            if found < expected:
-                store("i64", source, found, (key << position_bits) | i)
-            found += inside
-            if not inside:
-                continue
+        index = load(kind, indices, i)
+        if index < low or index > high:
+            return -1
         for digit in range(passes):
-            bin = (digit << digit_bits) + ((key >> (digit * digit_bits)) & mask)
+            bin = (digit << digit_bits) + (((index - low) >> (digit * digit_bits)) & mask)
             store("i32", counts, bin, load("i32", counts, bin) + 1)
-    if not whole and found != expected:
-        return -1
     for digit in range(passes):
         row = counts + 4 * (digit << digit_bits)
         before = 0
@@ -118,8 +102,8 @@ def sort(
     for digit in range(passes):
         row = counts + 4 * (digit << digit_bits)
         shift = position_bits + digit * digit_bits
-        for i in range(expected):
-            if whole and digit == 0:
+        for i in range(count):
+            if digit == 0:
                 pair = ((load(kind, indices, i) - low) << position_bits) | i
             else:
                 pair = load("i64", source, i)
@@ -129,7 +113,7 @@ def sort(
             store("i64", goal, at, pair)
         source, goal = goal, source
     different = 1
-    for i in range(1, expected):
+    for i in range(1, count):
         now, before = load("i64", target, i), load("i64", target, i - 1)
         different += (now >> position_bits) != (before >> position_bits)
     return different
@@ -142,14 +126,13 @@ def unpack(
     different: int,
     position_bits: int,
     low: int,
-    base: int,
     indices: int,
     order: int,
     starts: int,
 ) -> int:
     """Take apart what `sort` left: the distinct indices, the order, and where segments start.
 
-    `base` is the place of the first pair among all; `starts` may be 0 if there are no duplicates.
+    `starts` may be 0 if there are no duplicates.
     """
     mask = (1 << position_bits) - 1
     if starts == 0:
@@ -167,7 +150,7 @@ def unpack(
         after = key
         store("i64", order, i, pair & mask)
         store(kind, indices, segment, key + low)
-        store("i64", starts, segment, base + i)
+        store("i64", starts, segment, i)
     return 0
 
 
@@ -210,14 +193,13 @@ def mark(kind: int, table: int, runs: int, low: int, words: int, bitmap: int) ->
 
 
 def place(
-    kind: int, table: int, runs: int, low: int, words: int, bitmap: int, ranks: int, base: int,
-    out: int,
-) -> int:  # fmt: skip
-    """After `mark`: every slot becomes the place of its index, `base` being that of the first.
+    kind: int, table: int, runs: int, low: int, words: int, bitmap: int, ranks: int, out: int
+) -> int:
+    """After `mark`: every slot becomes the place of its index, and the united indices go to `out`.
 
-    Writes the united indices to `out` from place `base` on; `ranks` is scratch, int32 per word.
+    `ranks` is scratch, int32 per word.
     """
-    before = base
+    before = 0
     for word in range(words):
         store("i32", ranks, word, before)
         before += count_ones(load("i64", bitmap, word))
@@ -231,21 +213,6 @@ def place(
             store("i32", slots, i, here ^ load("i32", slots, i))
             store(kind, out, here, index)
     return 0
-
-
-def spread(kind: int, words: int, bitmap: int, out: int) -> int:
-    """Write the indices of a bitmap that begins at 0 to `out`, unless that is 0; how many."""
-    found = 0
-    for at in range(words):
-        word = load("i64", bitmap, at)
-        if out == 0:
-            found += count_ones(word)
-            continue
-        while word != 0:
-            store(kind, out, found, (at << 6) + lowest_one(word))
-            word &= word - 1
-            found += 1
-    return found
 
 
 def pair(
@@ -283,21 +250,13 @@ def pair(
     return n
 
 
-def compose(slots: int, count: int, outer: int, base: int) -> int:
-    """Slots in a part of a union become slots in the whole: `outer` has those of the part.
-
-    `outer` may be 0 for the identity; `base` is added to the places.
-    """
+def compose(slots: int, count: int, outer: int) -> int:
+    """Slots in a part of a union become slots in the whole: `outer` has those of the part."""
     for i in range(count):
         slot = load("i32", slots, i)
         first = slot >> 63  # -1 where the part brings the index first, else 0
-        if outer:
-            slot = load("i32", outer, slot ^ first)
-            first &= slot >> 63
-            slot ^= slot >> 63
-        else:
-            slot ^= first
-        store("i32", slots, i, (slot + base) ^ first)
+        slot = load("i32", outer, slot ^ first)
+        store("i32", slots, i, slot ^ (slot >> 63) ^ (first & (slot >> 63)))
     return 0
 
 
@@ -533,37 +492,6 @@ def pick(
     return shared
 
 
-def scatter(
-    kind: int,
-    out: int,
-    height: int,
-    places: int,
-    values: int,
-    size: int,
-    first: int,
-    last: int,
-    width: int,
-) -> int:
-    """Copy rows `first` to `last` of `size` bytes, `width` words of a kind, to their places.
-
-    Returns how many have none of `height`.
-    """
-    outside = 0
-    for i in range(first, last):
-        place = load("i32", places, i)
-        if place < 0 or place >= height:
-            outside += 1
-            continue
-        if i + _PLACES_AHEAD < last:
-            prefetch(out + load("i32", places, i + _PLACES_AHEAD) * size, min(size, 1024))
-        target, row = out + place * size, values + i * size
-        if width == 1:
-            store(kind, target, 0, load(kind, row, 0))
-        else:
-            copy(target, row, size)
-    return outside
-
-
 # Values ---------------------------------------------------------------------------------------
 # `type` is what they are computed in. The inner loop runs over the numbers of a row, in order, so
 # it vectorises and never reorders additions.
@@ -697,12 +625,10 @@ def combine(type: str) -> Callable[..., int]:
 
 # What is compiled -----------------------------------------------------------------------------
 
-_BY_KIND = (scan, sort, unpack, ends, mark, place, spread, pair, smallest, encode, decode)
+_BY_KIND = (scan, sort, unpack, ends, mark, place, pair, smallest, encode, decode)
 _PLAIN = (compose, weigh, aim, choose, arrange, deal, pick)
 
-LOOPS: dict[str, Callable[..., int]] = {
-    loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN, scatter)
-} | {
+LOOPS: dict[str, Callable[..., int]] = {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)} | {
     f"{make.__name__}_{type}": make(type)
     for make in (reduce, combine)
     for type in ("f32", "f64", "i64")
@@ -730,7 +656,6 @@ def _instances() -> dict[str, tuple[str, tuple[int, ...]]]:
         for kind in ("i32", "i64")
     }
     made |= {loop.__name__: (loop.__name__, ()) for loop in _PLAIN}
-    made |= {f"scatter.{kind}": ("scatter", (KINDS[kind],)) for kind in ("u8", "i32", "i64")}
     for src, dst, op in VALUES:
         type = "f64" if dst == "f64" else "i64" if dst[0] == "i" else "f32"
         total = "f32" if dst in ("f16", "bf16") else dst

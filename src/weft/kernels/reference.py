@@ -234,14 +234,41 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
 
 
 def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
-    """See `weft.kernels.alone`."""
+    """For some runs the first rows that no other run has.
+
+    Args:
+        slots: of all runs, as `union` gives them.
+        runs: which runs.
+        total: U, the places of the union.
+        most: how many rows of each to look for.
+
+    Returns:
+        For each of `runs` int32: positions in the run, ascending.
+
+    Example:
+        >>> alone(union([torch.tensor([2, 5]), torch.tensor([1, 5, 7])]).slots, [1], 4, most=9)
+        [tensor([0, 2], dtype=torch.int32)]
+    """
     holders = torch.bincount(torch.cat([_places(slot) for slot in slots]), minlength=total)
     single = [torch.nonzero(holders[_places(slots[run])] == 1).view(-1) for run in runs]
     return [rows[:most].int() for rows in single]
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
-    """See `weft.kernels.held`."""
+    """Which runs have some places of their union.
+
+    Args:
+        slots: of all runs, as `union` gives them.
+        places: int64 `[n]`, ascending.
+
+    Returns:
+        int64 `[n, runs]`: 1 where the run has the place, else 0.
+
+    Example:
+        >>> held(union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots, torch.tensor([0, 2]))
+        tensor([[0, 1],
+                [1, 1]])
+    """
     found = torch.zeros(len(places), len(slots), dtype=torch.int64, device=places.device)
     for run, slot in enumerate(slots):
         if len(slot):
@@ -249,11 +276,6 @@ def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
             at = torch.searchsorted(its, places).clamp_(max=len(its) - 1)
             found[:, run] = its[at] == places
     return found
-
-
-def put(out: Tensor, places: Tensor, values: Tensor) -> None:
-    """`out[places[i]] = values[i]`: see `weft.kernels.put`."""
-    out[places.long()] = values
 
 
 def _places(slots: Tensor) -> Tensor:
@@ -306,7 +328,16 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def quantiles(indices: Tensor, count: int) -> Tensor:
-    """See `weft.kernels.quantiles`."""
+    """Indices that cut sorted unique ones in `count` parts of equal length.
+
+    Returns:
+        int64 `[count + 1]`: entry j is `indices[min(k - 1, j * k // count)]`, the last one the
+        greatest index; zeros if there are none.
+
+    Example:
+        >>> quantiles(torch.tensor([1, 2, 4, 8]), 2)
+        tensor([1, 4, 8])
+    """
     k = len(indices)
     if k == 0:
         return torch.zeros(count + 1, dtype=torch.int64, device=indices.device)
@@ -323,9 +354,14 @@ def sketch(indices: Tensor, count: int) -> Tensor:
 
 
 def hashed(ids: Tensor) -> Tensor:
-    """A bijective 64-bit hash of int64 ids: the uint64 minus 2**63, so int64 in the same order.
+    """The hashes by which `sketch` samples: of int64 ids, as int64 that order like the hashes.
 
-    Two rounds of multiply and xor-shift, as the mixers of Vigna's generators.
+    A bijection, two rounds of multiply and xor-shift as the mixers of Vigna's generators; add 2**63
+    for the hash as a number from 0 up.
+
+    Example:
+        >>> hashed(torch.tensor([0])).item() + 2**63
+        0
     """
     word = ids * _FIRST
     word = (word ^ (word >> 32 & 0xFFFFFFFF)) * _SECOND
