@@ -79,11 +79,6 @@ class Side:
             found.setdefault(piece.rank, []).append(piece)
         return found
 
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest piece."""
-        return max((piece.box.volume for piece in self.pieces), default=0)
-
     def tiles(self, rank: int) -> list[Piece] | None:
         """The pieces that a rank's tensor consists of, if it is of one tensor."""
         pieces, everything = self.by_rank.get(rank, []), whole(self.shapes[rank])

@@ -167,7 +167,6 @@ WAYS = {
         (handshake, "EAGER"): -1,
         (executor, "_DIRECT"): -1,
         (executor, "_CHUNK"): 16,
-        (executor, "_AHEAD"): 1,
     },
 }
 """How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""

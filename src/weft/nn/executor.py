@@ -6,33 +6,30 @@ stays on a rank is copied. Nothing is padded, and no zeros travel.
 
 A plan that is a well-known collective, of much data, takes a schedule of its own:
 
-* all_gather: round a ring. Each rank hears its left neighbour and tells its right one; a chunk is
-  sent on as soon as it is there, so one stream fills each link.
 * broadcast and sum_reduce: along a chain, chunk by chunk. Every link carries the tensor once,
   however many ranks there are; a sum grows on its way to the root.
 * all_reduce: the wire's own.
 
-Ring and chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009); the
-pipelined chain is folklore of MPI libraries.
+The chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), pipelined as
+in MPI libraries.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..grid import Box
-from ..plan import Hint, Local, Plan
+from ..grid import Box, whole
+from ..plan import Local, Plan
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
 _DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 _CHUNK = 512 << 10  # bytes
-_AHEAD = 4  # chunks of a sum that a chain is ahead at the most
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What unsigned integers are seen as: torch cannot add these, but to the same bits."""
@@ -58,7 +55,7 @@ def has_addition(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
 
 
-def execute(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor:
+def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     """This rank's result, fresh; collective among the ranks of the plan.
 
     Args:
@@ -66,24 +63,24 @@ def execute(plan: Plan, x: Tensor, wire: Wire, *, hinted: bool = True) -> Tensor
         x: this rank's tensor on the CPU, of the shape that the plan has for it; ignored, but for
             its dtype, if that has none.
         wire: of the group.
-        hinted: whether the plan's hint may be followed.
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
-    # only `_Result` adds complex32
-    hint = plan.hint if hinted and dtype is not torch.complex32 else None
-    schedule = _SCHEDULES.get(hint) if hint is not None else None
-    if hint == "all_reduce":
-        y = fresh(tuple(x.shape), x.dtype).copy_(x)
-        among(wire, tuple(plan.ranks)).dense_all_reduce(y, "sum").wait()
-    elif schedule is not None and plan.have.largest * x.element_size() > _DIRECT:
-        shape = plan.local(wire.rank).result
-        result = None if shape is None else fresh(shape, x.dtype)
-        schedule(plan, x, result, wire)
-        y = x.new_empty(0) if result is None else result
+    if plan.hint == "all_reduce":
+        wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
+        total = fresh(tuple(x.shape), wide).copy_(x)
+        among(wire, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
+        y = total.to(x.dtype)
+    elif plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT:
+        y = _along_a_chain(plan, x, wire)
     else:
         y = _directly(plan, x, wire)
     return y.view(dtype)
+
+
+def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
+    """Bytes of a tensor of a plan in which all have the same shape."""
+    return math.prod(next(iter(plan.have.shapes.values()))) * dtype.itemsize
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
@@ -108,33 +105,23 @@ class _Result:
         """Room for a result; `first` is the box that is written first, if that is known."""
         assert local.result is not None
         self._adds = local.adds
-        self._copies_next = first is not None
         self.tensor = fresh(local.result, _WIDE.get(dtype, dtype) if self._adds else dtype)
-        if self._adds or not local.fills:
-            _clear_around(self.tensor, first)
+        self._is_empty = first == whole(local.result)
+        if not self._is_empty and (self._adds or not local.fills):
+            self.tensor.zero_()
 
     def write(self, put: Box, values: Tensor) -> None:
         place = self.tensor[put.slices]
-        if self._adds and not self._copies_next:
+        if self._adds and not self._is_empty:
             place.add_(values)
         else:
             place.copy_(values)
-        self._copies_next = False
+        self._is_empty = False
 
     def done(self, dtype: torch.dtype) -> Tensor:
         if self.tensor.dtype == dtype:
             return self.tensor
         return self.tensor.view(dtype) if dtype in _BITS else self.tensor.to(dtype)
-
-
-def _clear_around(tensor: Tensor, box: Box | None) -> None:
-    """Fill a tensor with zeros, but for a box of it."""
-    if box is None:
-        tensor.zero_()
-        return
-    for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
-        tensor.narrow(dim, 0, start).zero_()
-        tensor.narrow(dim, stop, tensor.shape[dim] - stop).zero_()
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
@@ -197,106 +184,40 @@ def _split(
         at += box.volume * dtype.itemsize
 
 
-# The schedules of plans that are a well-known collective
+def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
+    """A tensor from its root to all others, or their sum to the root.
 
-
-def _chunks(tensor: Tensor) -> list[Tensor]:
-    """The chunks of a contiguous tensor; one at least."""
-    flat, step = tensor.view(-1), max(1, _CHUNK // tensor.element_size())
-    return [flat[start : start + step] for start in range(0, max(1, len(flat)), step)]
-
-
-def _after(root: int, ranks: Iterable[int]) -> list[int]:
-    """The other ranks, from the one after the root on."""
-    return sorted((rank for rank in ranks if rank != root), key=lambda rank: (rank < root, rank))
-
-
-def _all_gather(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
-    have, want = plan.have.whole, plan.want.whole
-    assert have is not None and want is not None and y is not None
-    ranks = [wire.rank, *_after(wire.rank, plan.ranks)]
-    left, right = ranks[-1], ranks[1]
-    places = {rank: y[have[rank].seen_from(want[wire.rank].start).slices] for rank in ranks}
-    parts, leases = dict(places), []
-    for rank, place in places.items():
-        if not place.is_contiguous():  # it is put together elsewhere
-            leases.append(wire.lease(place.numel() * place.element_size()))
-            parts[rank] = typed(leases[-1].tensor, tuple(place.shape), place.dtype)
-    before = [rank for rank in reversed(ranks[1:]) if parts[rank].numel()]  # as they come
-    chunks = {rank: _chunks(parts[rank]) for rank in (wire.rank, *before)}
-    coming = {
-        rank: [wire.post((), [(left, chunk)], _CHANNEL) for chunk in chunks[rank]]
-        for rank in before
-    }
-    parts[wire.rank].copy_(x)
-    going = []
-    for rank in (wire.rank, *before):
-        for number, chunk in enumerate(chunks[rank]):
-            if rank != wire.rank:
-                coming[rank][number].wait()
-            if rank != right and chunk.numel():
-                going.append(wire.post([(right, chunk)], (), _CHANNEL))
-        if parts[rank] is not places[rank]:
-            places[rank].copy_(parts[rank])
-    _finish(going, leases)
-
-
-def _broadcast(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
-    (root,) = plan.have.shapes
-    chain = [root, *(rank for rank in _after(root, plan.ranks) if rank in plan.want.shapes)]
+    Each rank hears the one before it, and tells the next a chunk as soon as that is there.
+    """
+    summing = plan.hint == "sum_reduce"
+    (root,) = (plan.want if summing else plan.have).shapes
+    others = sorted({*plan.ranks} - {root}, key=lambda rank: (rank < root, rank))
+    chain = [*others, root] if summing else [root, *others]
     at = chain.index(wire.rank)
-    then = chain[at + 1 : at + 2]
-    if not at and y is not None:
-        y.copy_(x)
-    chunks = _chunks(x.contiguous() if y is None else y)
-    coming = [wire.post((), [(chain[at - 1], each)], _CHANNEL) for each in chunks] if at else []
+    shape = next(iter(plan.have.shapes.values()))
+    wide = _WIDE.get(x.dtype, x.dtype) if summing else x.dtype
+    y = fresh(shape, x.dtype) if wire.rank in plan.want.shapes else None
+    leases = []
+    total = y
+    if total is None or total.dtype != wide:
+        leases.append(wire.lease(math.prod(shape) * wide.itemsize))
+        total = typed(leases[0].tensor, shape, wide)
+    step = max(1, _CHUNK // wide.itemsize)
+    carried = torch.split(total.view(-1), step)
+    own = torch.split(x.reshape(-1), step) if wire.rank in plan.have.shapes else ()
+    coming = [wire.post((), [(chain[at - 1], each)], _CHANNEL) for each in carried] if at else []
     going = []
-    for number, chunk in enumerate(chunks):
+    for number, chunk in enumerate(carried):
         if at:
             coming[number].wait()
-        if then:
-            going.append(wire.post([(then[0], chunk)], (), _CHANNEL))
-    _finish(going, [])
-
-
-def _sum_reduce(plan: Plan, x: Tensor, y: Tensor | None, wire: Wire) -> None:
-    (root,) = plan.want.shapes
-    chain = [*(rank for rank in _after(root, plan.ranks) if rank in plan.have.shapes), root]
-    at = chain.index(wire.rank)
-    wide = _WIDE.get(x.dtype, x.dtype)
-    mine = _chunks(x.contiguous()) if wire.rank in plan.have.shapes else None
-    into = [] if y is None else _chunks(y)
-    sizes = [len(chunk) for chunk in mine or into]
-    coming: deque[Pending] = deque()
-    going: deque[tuple[Pending, Lease]] = deque()
-
-    def expect(number: int) -> None:
-        if at and number < len(sizes):
-            recv = (chain[at - 1], sizes[number] * wide.itemsize)
-            coming.append(wire.post((), [recv], _CHANNEL))
-
-    for number in range(_AHEAD):
-        expect(number)
-    for number, size in enumerate(sizes):
-        lease = wire.lease(size * wide.itemsize)
-        total = typed(lease.tensor, (size,), wide)
-        if at:
-            pending = coming.popleft()
-            total.copy_(typed(pending.wait()[0], (size,), wide))
-            pending.release()
-            expect(number + _AHEAD)
-        if mine is not None:
-            (total.add_ if at else total.copy_)(mine[number])
-        if wire.rank == root:
-            into[number].copy_(total)
-            lease.release()
-            continue
-        going.append((wire.post([(chain[at + 1], total)], (), _CHANNEL), lease))
-        if len(going) > _AHEAD:
-            pending, lease = going.popleft()
-            _finish([pending], [lease])
-    for pending, lease in going:
-        _finish([pending], [lease])
+        if own:
+            (chunk.add_ if at else chunk.copy_)(own[number])
+        if wire.rank != chain[-1]:
+            going.append(wire.post([(chain[at + 1], chunk)], (), _CHANNEL))
+    if y is not None and y is not total:
+        y.copy_(total)
+    _finish(going, leases)
+    return x.new_empty(0) if y is None else y
 
 
 def _finish(going: Iterable[Pending], leases: Iterable[Lease]) -> None:
@@ -304,13 +225,3 @@ def _finish(going: Iterable[Pending], leases: Iterable[Lease]) -> None:
         pending.wait()
     for lease in leases:
         lease.release()
-
-
-_Schedule = Callable[[Plan, Tensor, Tensor | None, Wire], None]
-"""(plan, this rank's tensor, its result to be written, the wire of the group)"""
-
-_SCHEDULES: dict[Hint, _Schedule] = {
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-    "sum_reduce": _sum_reduce,
-}
