@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable, forward_ad
 from torch.distributed import distributed_c10d
-from torch.profiler import record_function
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,36 +186,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     cast(Any, _engine).queue_callback(callback)
 
 
-# The profiler --------------------------------------------------------------------------------
-
-try:
-    from torch._C._profiler import _RecordFunctionFast
-except ImportError:
-    _RecordFunctionFast = None  # type: ignore[assignment, misc]
-
-
-def profiled(name: str) -> AbstractContextManager[object]:
-    """A range of this name in torch.profiler's traces.
-
-    As `torch.profiler.record_function`, which serves without the private name, in a fiftieth of
-    the time: it is entered in every call.
-    """
-    if _RecordFunctionFast is None:
-        return record_function(name)
-    return cast(AbstractContextManager[object], _RecordFunctionFast(name))
-
-
 # Many tensors in one call --------------------------------------------------------------------
-
-
-def copy_each(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """`copy_` for each, in one call where torch has one."""
-    together = _private("_foreach_copy_")
-    if together is not None:
-        together(places, values)
-        return
-    for place, value in zip(places, values, strict=True):
-        place.copy_(value)
 
 
 def scale_each(tensors: Sequence[Tensor], by: Tensor) -> None:

@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from .._torch import profiled, uncompiled
+from .._torch import uncompiled
 from ..agree import is_direct
 from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
@@ -130,7 +131,7 @@ class _Reduction:
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
-            with profiled("weft::all_reduce"):
+            with record_function("weft::all_reduce"):
                 result, recorded = self._run(tensors[0].detach(), mode)
                 return [result], recorded
 

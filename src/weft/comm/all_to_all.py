@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from .._torch import profiled, uncompiled
+from .._torch import uncompiled
 from ..agree import is_direct
 from ..tensors import has_elements, lacking
 from ..wire import default
@@ -155,7 +156,7 @@ class Scatter:
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         def job() -> tuple[list[Tensor], bool]:
-            with profiled(f"weft::{self.name.partition(' ')[0]}"):
+            with record_function(f"weft::{self.name.partition(' ')[0]}"):
                 return self.now([plain(tensor.detach()) for tensor in tensors], mode)
 
         return self.wire.worker.call(self.name, job)

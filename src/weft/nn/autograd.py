@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.profiler import record_function
 
-from .._torch import in_forward_mode, is_wrapped, profiled, without_modes
+from .._torch import in_forward_mode, is_wrapped, without_modes
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
@@ -199,7 +200,7 @@ class Agreed:
         call, plan, wire = self.call, self.plan, self.call.wire
         dtype = self.terms.dtype
         tensors = self.terms.tensors(plan.have.shapes)
-        with profiled(f"weft::{call.name}"):
+        with record_function(f"weft::{call.name}"):
             if tensors is not None:
                 y = assemble(plan, tensors, wire.rank, dtype)
             else:
