@@ -9,14 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from weft.cli.bench import bench, command
+from weft.cli.bench import command
 from weft.cli.bench.cases import CASES, Case
 from weft.cli.bench.measure import Job
-from weft.cli.bench.results import Shown
 from weft.testing import launch
 
 APP = typer.Typer()
-APP.command()(bench)
+APP.command()(command.bench)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +33,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
     """The jobs that would have been launched, and on how many ranks."""
     jobs: list[tuple[Job, int]] = []
 
-    def launched(job: Job, ranks: int, shown: Shown) -> bool:
-        jobs.append((job, ranks))
-        return True
+    def launched(
+        ranks: int, target: object, args: tuple[Job, object], **more: object
+    ) -> list[bool]:
+        jobs.append((args[0], ranks))
+        return [True] * ranks
 
-    monkeypatch.setattr(command, "_launch", launched)
+    monkeypatch.setattr(command, "launch", launched)
     return jobs
 
 
@@ -83,7 +84,7 @@ def test_the_usual_job(asked: list[tuple[Job, int]]) -> None:
     [(job, ranks)] = asked
     assert job.cases == tuple(CASES.values()) and ranks == 1
     assert job.algorithms == ("auto",) and job.peers == ("torch", "horovod", "dense")
-    assert job.check and job.link is None and job.iters == 10
+    assert job.checked and job.link is None and job.iters == 10
 
 
 def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
@@ -97,7 +98,7 @@ def test_options_reach_the_job(asked: list[tuple[Job, int]]) -> None:
     assert all(case.ids == "shuffled" and case.op == "avg" for case in job.cases)
     assert {"auto", "gather", "split", "doubling", "mask"} <= set(job.algorithms)
     assert (job.link, job.seed, job.iters, job.warmup, job.timeout) == (250e6, 5, 2, 0, 9.0)
-    assert not job.check
+    assert not job.checked
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_own_sizes(given: str, expected: Case, asked: list[tuple[Job, int]]) -> 
 
 
 def test_wrong_results_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_launch", lambda *_: False)
+    monkeypatch.setattr(command, "launch", lambda *_, **__: [True, False])
     assert invoke().exit_code == 1
 
 

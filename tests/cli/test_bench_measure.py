@@ -5,8 +5,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
-from weft.cli.bench.measure import DENSE_LIMIT, Job, peer, run, weft_by
-from weft.cli.bench.results import Found, Head, Row
+from weft.cli.bench.measure import DENSE_LIMIT, Job, contender, fault, parts, run
+from weft.cli.bench.results import Found, Row, head_lines
 from weft.testing import processes
 from weft.testing import run as in_pool
 from weft.wire.base import Wire
@@ -46,7 +48,7 @@ def found_by(job: Job) -> tuple[bool, list[Found]]:
 
 
 def the_rows(found: list[Found]) -> dict[tuple[str, str], Row]:
-    return {(row.case, row.name): row for row in found if isinstance(row, Row)}
+    return {(row["case"], row["name"]): row for kind, row in found if kind == "row"}
 
 
 def test_all_contenders_are_right_and_timed() -> None:
@@ -56,46 +58,54 @@ def test_all_contenders_are_right_and_timed() -> None:
     assert [right for right, _ in results] == [True] * 3
     assert [found for _, found in results[1:]] == [[], []]  # only rank 0 speaks
     found = results[0][1]
-    head = found[0]
-    assert isinstance(head, Head)
-    assert (head.ranks, head.hosts, head.link) == (3, 1, 1e9)
+    kind, head = found[0]
+    assert (kind, head["ranks"], head["hosts"], head["link"]) == ("head", 3, 1, 1e9)
     rows = the_rows(found)
     assert len(rows) == len(cases) * 6
     for case in cases:
         counted = sizes(case, 3, 0)
         for (name, who), row in rows.items():
             if name == case.name:
-                assert row.status == "ok", row.why
-                assert len(row.seconds) == 3 and min(row.seconds) > 0
-                assert (row.total, row.union) == (counted.total, counted.union)
-                assert set(row.times) == set(PEERS) - {who}
-                assert row.bound_seconds == pytest.approx(row.bound_bytes * 8e-9)
+                assert row["status"] == "ok", row["why"]
+                assert len(row["seconds"]) == 3 and min(row["seconds"]) > 0
+                assert (row["total"], row["union"]) == (counted.total, counted.union)
+                assert set(row["times"]) == set(PEERS) - {who}
+                assert row["bound_seconds"] == pytest.approx(row["bound_bytes"] * 8e-9)
         split = rows[case.name, "weft:split"]
-        assert split.chosen == "split" and split.sent_bytes and split.messages
-        assert rows[case.name, "torch"].sent_bytes is None
+        assert split["chosen"] == "split" and split["sent_bytes"] and split["messages"]
+        assert rows[case.name, "torch"]["sent_bytes"] is None
         # the bound is what has to be received; the whole group sends what it receives
-        assert split.bytes_ratio is not None and split.bytes_ratio >= 1
+        assert split["bytes_ratio"] >= 1
 
 
-def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]]:
-    """As `found_by`, where weft adds 1 to a value on that rank (None: all) from a call on."""
+@contextmanager
+def changed_calls(change: Callable[[int, Any], object]) -> Iterator[None]:
+    """weft's calls do something more: `change(number of the call, its result)`."""
     import weft
 
     real: Callable[..., Any] = weft.sparse_all_reduce
-    calls = 0
+    numbers = count(1)
 
     def faulty(*given: Any, **named: Any) -> Any:
-        nonlocal calls
         result = real(*given, **named)
-        calls += 1
-        if calls >= since and rank in (None, dist.get_rank()):
-            result.values[0] += 1
+        change(next(numbers), result)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weft, "sparse_all_reduce", faulty)
+        yield
+
+
+def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]]:
+    """As `found_by`, where weft adds 1 to a value on that rank (None: all) from a call on."""
+
+    def fault(number: int, result: Any) -> None:
+        if number >= since and rank in (None, dist.get_rank()):
+            result.values[0] += 1
+
+    with changed_calls(fault):
         right, found = found_by(job)
-    return right, [row for row in found if isinstance(row, Row)]
+    return right, list(the_rows(found).values())
 
 
 @pytest.mark.parametrize(
@@ -111,31 +121,21 @@ def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> Non
     results = on(2, with_faults, job, rank, since)
     assert [right for right, _ in results] == [False, False]  # all exit with the same status
     weft_row, torch_row = results[0][1]
-    assert weft_row.status == "wrong" and words in weft_row.why
-    assert weft_row.median is None and torch_row.status == "ok"
-    assert torch_row.times == {}
+    assert weft_row["status"] == "wrong" and words in weft_row["why"]
+    assert weft_row["median"] is None and torch_row["status"] == "ok"
+    assert torch_row["times"] == {}
 
 
 def with_a_slow_rank(job: Job) -> tuple[bool, list[Found]]:
     """As `found_by`, where weft's calls take rank 1 a while longer than the others."""
-    import weft
-
-    real: Callable[..., Any] = weft.sparse_all_reduce
-
-    def slow(*given: Any, **named: Any) -> Any:
-        result = real(*given, **named)
-        time.sleep(0.3 * (dist.get_rank() == 1))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weft, "sparse_all_reduce", slow)
+    with changed_calls(lambda calls, result: time.sleep(0.3 * (dist.get_rank() == 1))):
         return found_by(job)
 
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
     rows = the_rows(on(2, with_a_slow_rank, job)[0][1])
-    assert min(rows["tiny", "weft:gather"].seconds) >= 0.3
+    assert min(rows["tiny", "weft:gather"]["seconds"]) >= 0.3
 
 
 def ordinary(job: Job) -> tuple[bool, list[Found]]:
@@ -150,15 +150,14 @@ def ordinary(job: Job) -> tuple[bool, list[Found]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_ranks_run_as_an_ordinary_users_do() -> None:
     job = Job((TINY,), ("gather",), (), iters=1, warmup=0, unprivileged=True)
-    (right, (head, *_)), (_, silent) = processes(2, ordinary, job)
-    assert right and isinstance(head, Head) and silent == []
-    assert "as an ordinary user's" in head.lines()[1]
+    (right, ((_, head), *_)), (_, silent) = processes(2, ordinary, job)
+    assert right and silent == [] and "as an ordinary user's" in head_lines(head)[1]
 
 
 def test_no_check_means_no_check() -> None:
-    job = Job((TINY,), ("gather",), (), iters=1, warmup=0, check=False)
+    job = Job((TINY,), ("gather",), (), iters=1, warmup=0, checked=False)
     [(right, rows)] = on(1, with_faults, job, None, 1)
-    assert right and rows[0].status == "ok"
+    assert right and rows[0]["status"] == "ok"
 
 
 def test_every_kind_of_data() -> None:
@@ -174,12 +173,12 @@ def test_every_kind_of_data() -> None:
     rows = the_rows(on(2, found_by, job)[0][1])
     for case in cases:
         for name in ("weft:auto", "weft:split"):
-            assert rows[case.name, name].status == "ok", rows[case.name, name].why
+            assert rows[case.name, name]["status"] == "ok", rows[case.name, name]["why"]
         sums = case.op in ("sum", "avg")
         for name in PEERS:
             row = rows[case.name, name]
-            assert row.status == ("ok" if sums else "refused"), row.why
-            assert sums or f"{name} has no {case.op}" in row.why
+            assert row["status"] == ("ok" if sums else "refused"), row["why"]
+            assert sums or f"{name} has no {case.op}" in row["why"]
 
 
 def test_what_does_not_serve_is_refused_with_the_reason() -> None:
@@ -191,10 +190,9 @@ def test_what_does_not_serve_is_refused_with_the_reason() -> None:
     right, found = on(2, found_by, job)[0]
     rows = the_rows(found)
     assert right  # refusing is not being wrong
-    assert rows["tiny", "weft:gather"].status == "ok"
-    assert rows["tiny", "torch"].status == "refused" and rows["tiny", "torch"].why
-    assert rows["tall", "dense"].status == "refused" and "MiB" in rows["tall", "dense"].why
-    assert rows["tall", "torch"].status == "ok"
+    assert rows["tiny", "weft:gather"]["status"] == rows["tall", "torch"]["status"] == "ok"
+    assert rows["tiny", "torch"]["status"] == "refused" and rows["tiny", "torch"]["why"]
+    assert rows["tall", "dense"]["status"] == "refused" and "MiB" in rows["tall", "dense"]["why"]
 
 
 def unchanged(case: Case) -> bool:
@@ -204,12 +202,12 @@ def unchanged(case: Case) -> bool:
     with weft.init():
         own = indices(case, dist.get_rank(), 0), values(case, dist.get_rank(), 0)
         before = own[0].clone(), own[1].clone()
-        right = answer(case, dist.get_world_size(), 0, rounds=False)
-        for contender in (weft_by("auto", case, *own), *(peer(name, case, *own) for name in PEERS)):
-            assert not isinstance(contender, str)
+        right = answer(case, dist.get_world_size(), 0)
+        for name in ("weft:auto", *PEERS):
+            one = contender(name, case, *own)
+            assert not isinstance(one, str)
             for _ in range(2):
-                parts = contender.parts(contender.call(contender.prepare()))
-                assert contender.fault(parts, right) is None
+                assert fault(parts(one.call(one.prepare())), right) is None
         return torch.equal(own[0], before[0]) and torch.equal(own[1], before[1])
 
 
@@ -224,9 +222,9 @@ def uneven(case: Case) -> str | None:
     with weft.init():
         rank = dist.get_rank()
         own = torch.arange(rank), torch.full((rank, 5), float(rank + 1))
-        contender = peer("horovod", case, *own)
-        assert not isinstance(contender, str)
-        got = contender.parts(contender.call(contender.prepare()))
+        horovod = contender("horovod", case, *own)
+        assert not isinstance(horovod, str)
+        got = parts(horovod.call(horovod.prepare()))
         dense = torch.zeros(3, 5)
         for other in range(dist.get_world_size()):
             dense[:other] += other + 1

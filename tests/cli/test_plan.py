@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from weft.cli.plan import plan
-from weft.cli.plan.predict import Values, drawn, recorded
+from weft.cli.bench.cases import Case
+from weft.cli.plan.command import plan
+from weft.cli.plan.predict import Sizes, drawn, recorded
 from weft.sparse import ALGORITHMS
 from weft.sparse.link import Figures, Profile, write
 
-SCALAR = Values(4, 4)
 APP = typer.Typer()
 APP.command()(plan)
 
@@ -99,40 +100,43 @@ def test_figures_and_a_plot_are_written(tmp_path: Path) -> None:
         assert all(chosen["milliseconds"] <= line["milliseconds"] for line in serving)
 
 
+def of(distribution: str, rows: int, height: int) -> Sizes:
+    return drawn(Case("own", rows, height, width=1, distribution=distribution))
+
+
 def test_expected_unions() -> None:
-    uniform = drawn("uniform", 100, 1000, SCALAR, "uniform")
+    uniform = of("uniform", 100, 1000)
     assert uniform.union(1) == pytest.approx(100)
     assert uniform.union(2) == pytest.approx(190)
-    same = drawn("same", 100, 1000, SCALAR, "identical")
+    same = of("identical", 100, 1000)
     assert same.union(64) == 100
-    text = drawn("zipf", 100, 1000, SCALAR, "zipf")
+    text = of("zipf", 100, 1000)
     assert text.rows < 100  # duplicates
     assert text.rows < text.union(4) < 4 * text.rows
     assert text.union(100_000) == pytest.approx(1000, rel=0.01)
-    two = drawn("zipf", 2, 2, SCALAR, "zipf")  # of chances 2/3 and 1/3
+    two = of("zipf", 2, 2)  # of chances 2/3 and 1/3
     assert two.rows == pytest.approx(1 - 1 / 9 + 1 - 4 / 9)
     chances = 1 / torch.arange(1, 3_000_001, dtype=torch.float64)
     chances = -torch.log1p(-chances / chances.sum())
     for draws in (1000, 3_000_000):  # rare rows are put together: a table may be larger than memory
-        large = drawn("zipf", draws, 3_000_000, SCALAR, "zipf")
+        large = of("zipf", draws, 3_000_000)
         for ranks in (1, 64):
             exact = -torch.expm1(-draws * ranks * chances).sum().item()
             assert large.union(ranks) == pytest.approx(exact, rel=1e-6)
-    assert 900 < drawn("zipf", 1000, 1 << 62, SCALAR, "zipf").rows < 1000
+    assert 900 < of("zipf", 1000, 1 << 62).rows < 1000
     load = text.load(8)
     assert load.most <= load.union <= load.total == 8 * load.most
 
 
-def row(case: str, **more: object) -> dict[str, object]:
-    setting = {"dtype": "bfloat16", "width": 8, "height": 5000, "op": "sum"}
-    return {"case": case, "distinct": 400.0, "total": 1600, "union": 1000, "setting": setting}
+MINE = asdict(Case("mine", 400, 5000, width=8, dtype="bfloat16"))
+ROW = {"case": "mine", "distinct": 400.0, "total": 1600, "union": 1000, "setting": MINE}
 
 
 def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [row("mine"), row("mine")]}))
+    file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [ROW, ROW]}))
     [sizes] = recorded(file)
-    assert sizes.values == (16, 32) and sizes.rows == 400.0
+    assert (sizes.row, sizes.partial, sizes.rows) == (16, 32, 400.0)
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
     assert 400 < sizes.union(2) < 1000 < sizes.union(16)
     result = invoke("--record", str(file), "--ranks", "4,32")
@@ -149,10 +153,10 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
         ({"total": 100_000}, "do not go together"),
         ({"distinct": float("nan")}, "do not go together"),
         ({"distinct": None}, "TypeError"),
-        ({"setting": {"dtype": "nope", "width": 8, "height": 5000, "op": "sum"}}, "nope"),
-        ({"setting": {"dtype": "Tensor", "width": 8, "height": 5000, "op": "sum"}}, "TypeError"),
-        ({"setting": {"dtype": "float32", "width": 8, "height": 5000, "op": "nope"}}, "nope"),
-        ({"setting": {"dtype": "float32", "width": 0, "height": 5000, "op": "sum"}}, "0 bytes"),
+        ({"setting": MINE | {"dtype": "nope", "width": 8, "op": "sum"}}, "nope"),
+        ({"setting": MINE | {"dtype": "Tensor", "width": 8, "op": "sum"}}, "TypeError"),
+        ({"setting": MINE | {"dtype": "float32", "width": 8, "op": "nope"}}, "nope"),
+        ({"setting": MINE | {"dtype": "float32", "width": 0, "op": "sum"}}, "do not go together"),
         ({"union": 10**400}, "do not go together"),
         ({"distinct": 10**400}, "OverflowError"),
         ({"ranks": 0}, "of 0 ranks"),
@@ -165,7 +169,7 @@ def test_a_record_that_makes_no_sense_is_refused(
 ) -> None:
     file = tmp_path / "found.json"
     head = {"ranks": changed.pop("ranks", 4)}
-    rows = changed.pop("rows", [row("mine") | changed])
+    rows = changed.pop("rows", [ROW | changed])
     file.write_text(json.dumps({"head": head, "rows": rows}))
     result = invoke("--record", str(file))
     assert result.exit_code == 2, result.output
@@ -208,7 +212,7 @@ def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
         (["--ranks", "many"], "many: numbers"),
         (["--per-host", "0"], "--per-host"),
         (["--link", "fast"], "'fast' is no speed"),
-        (["--latency", "0"], "microseconds, above 0"),
+        (["--latency", "0"], "--latency"),
         (["--distribution", "flat"], "--distribution"),
         (["--dtype", "float"], "--dtype"),
         (["--rows", "9", "--height", "4"], "9 distinct rows do not fit"),

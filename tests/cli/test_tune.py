@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from weft.cli.plan import plan
+from weft.cli.plan.command import plan
 from weft.cli.tune import tune
 from weft.sparse.link import default_path, read
 from weft.testing import launch

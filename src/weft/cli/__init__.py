@@ -5,17 +5,15 @@ Commands use what any user can import, and of that nothing heavy before they run
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
-import weft
-
-from .bench import bench
-from .demo import demo
+from . import show
+from .bench.command import bench
+from .demo.command import demo
 from .doctor import doctor
-from .plan import plan
+from .plan.command import plan
 from .tune import tune
 
 __all__ = ["app", "main"]
@@ -27,17 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Sparse and partitioned collectives for PyTorch.",
 )
-app.command()(demo)
-app.command()(bench)
-app.command()(tune)
-app.command()(plan)
-app.command()(doctor)
+for command in (demo, bench, tune, plan, doctor):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        torch, kernels = metadata.version("torch"), weft.kernels.describe()
-        typer.echo(f"weft {weft.__version__}, torch {torch}, kernels: {kernels}")
+        typer.echo(show.listed(show.versions()))
         raise typer.Exit
 
 

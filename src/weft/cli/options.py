@@ -1,14 +1,55 @@
-"""What several commands read from the command line, and what a launcher says."""
+"""What several commands read from the command line, what a launcher says, and how they fail."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Option
+
+import weft
+
+from .bench.cases import CASES, Case
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written: better now than after the work."""
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
+Rows = Annotated[int | None, Option(max=1 << 62, help="Indices of a rank.")]
+Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tensor.")]
+Width = Annotated[int | None, Option(max=1 << 40, help="Values of a row; 1 means plain numbers.")]
+Timeout = Annotated[
+    float | None, Option(help="Seconds that any wait may last.", show_default="300")
+]
+Json = Annotated[
+    Path | None, Option(callback=_writable, help="Also write all figures to this file.")
+]
+
+
+def picture(path: Path | None) -> Path | None:
+    """A file that a picture can be drawn into."""
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{path}: the file's name ends in .png or .svg")
+    if path is not None and (missing := missing_extra()):
+        raise typer.BadParameter(missing)
+    return _writable(path)
+
+
+def missing_extra() -> str:
+    """What to install if pictures and reports cannot be made here; empty if they can."""
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    return f"it needs {' and '.join(missing)}: pip install 'weft[report]'" if missing else ""
 
 
 def refuse(option: str, words: str) -> NoReturn:
@@ -35,26 +76,54 @@ def names(option: str, given: str, there_is: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def rate(option: str, given: str) -> float:
+def rate(given: str) -> float:
     """Bits a second of a speed.
 
     Example:
-        >>> rate("--link", "250mbit")
+        >>> rate("250mbit")
         250000000.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", given.strip().lower())
     if match is None or float(match[1]) == 0:
-        refuse(option, f"{given!r} is no speed: write it as 1gbit or 250mbit")
+        refuse("--link", f"{given!r} is no speed: write it as 1gbit or 250mbit")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
-def writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written: better now than after the work."""
-    try:
-        if path is not None:
-            path.open("a").close()
-    except OSError as error:
-        refuse(option, f"{path} cannot be written: {error.strerror}")
+def cases_of(
+    given: str | None,
+    default: str,
+    own: dict[str, Any],
+    kind: dict[str, Any],
+    size: float = 1.0,
+    density: float | None = None,
+) -> tuple[Case, ...]:
+    """The cases that options ask for.
+
+    Args:
+        given: names of cases, or None: the case "own" if there are sizes of one's own, else those
+            of `default`.
+        own: sizes; those that are None are not given.
+        kind: what else all cases are to have.
+        size: times the rows and the height of a case.
+        density: rows over height, which gives the one of them that is not given.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    if density is not None and "rows" in own and "height" in own:
+        refuse("--density", "it is --rows over --height: give two of the three")
+    cases = [CASES[name] for name in names("--case", given or default, CASES)]
+    if given is None and (own or density is not None):
+        cases = [replace(CASES["uniform"], name="own")]
+    made = []
+    for case in cases:
+        case = replace(case.scaled(size), **own, **kind)
+        if density is not None and "rows" in own:
+            case = replace(case, height=max(1, round(case.rows / density)))
+        elif density is not None:
+            case = replace(case, rows=max(1, round(case.height * density)))
+        if (fault := case.fault()) is not None:
+            refuse(f"case {case.name}", fault)
+        made.append(case)
+    return tuple(made)
 
 
 def launched(ranks: int | None) -> bool:
@@ -68,3 +137,13 @@ def launched(ranks: int | None) -> bool:
     if ranks not in (None, int(size)):
         refuse("--ranks", f"{ranks} under a launcher that started {size}: leave --ranks out")
     return True
+
+
+@contextmanager
+def failing(command: str, status: int) -> Iterator[None]:
+    """An error of weft or of the system is one line, and that exit status."""
+    try:
+        yield
+    except (weft.Error, OSError) as error:
+        typer.echo(f"weft {command}: {error}", err=True)
+        raise typer.Exit(status) from None

@@ -3,7 +3,3 @@
 `cases` draws the data and knows the right answer, `measure` is one rank's program and those that
 are measured, `results` what it found and how it is shown, `command` the command line.
 """
-
-from .command import bench
-
-__all__ = ["bench"]

@@ -38,10 +38,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import weft
+
 Distribution = Literal["uniform", "zipf", "identical"]
 Dtype = Literal[
     "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"
 ]  # fmt: skip
+Ids = Literal["frequency", "shuffled"]
+Numbers = Literal["integers", "normal"]
+IndexDtype = Literal["int32", "int64"]
 Op = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
 _EVERYBODY = 1 << 32  # in the place of a rank: a stream that all ranks share
 
@@ -84,8 +89,14 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{self.dtype} is no dtype of values")
         return dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rounding enters, of weft or of a peer, so that ranks and orders may differ."""
+        return self.values == "normal" or self.torch_dtype.itemsize == 2
 
     def scaled(self, size: float) -> Case:
         """The same case with `size` times the rows and the height.
@@ -150,16 +161,12 @@ def values(case: Case, rank: int, seed: int) -> Tensor:
     """What that rank's rows hold: `[rows, *row_shape]`."""
     stream = _stream(case, seed, rank, "values")
     shape = (case.rows, *case.row_shape)
-    drawn: npt.NDArray[np.generic]
     if case.values == "normal":
-        drawn = stream.standard_normal(shape, dtype=np.float32)
-    elif case.dtype == "bool":
-        drawn = stream.integers(0, 2, shape, dtype=np.int8)
-    elif case.op == "prod":
-        drawn = stream.integers(0, 2, shape, dtype=np.int8) * np.int8(2) - np.int8(1)
+        drawn = torch.from_numpy(stream.standard_normal(shape, dtype=np.float32))
     else:
-        drawn = stream.integers(-8, 9, shape, dtype=np.int8)
-    return torch.from_numpy(drawn).to(case.torch_dtype)
+        several = [0, 1] if case.dtype == "bool" else [-1, 1] if case.op == "prod" else range(-8, 9)
+        drawn = torch.from_numpy(stream.choice(np.array(several, np.int8), shape))
+    return drawn.to(case.torch_dtype)
 
 
 def _stream(case: Case, seed: int, rank: int, part: str) -> np.random.Generator:
@@ -175,9 +182,9 @@ def _zipf(height: int) -> npt.NDArray[np.float64]:
     return sums
 
 
-_INDEX_BYTES = 4  # of the bound, as everywhere in weft
-
-_REDUCE = {
+_REDUCE: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
     "min": np.minimum,
     "max": np.maximum,
     "prod": np.multiply,
@@ -188,36 +195,13 @@ _REDUCE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much there is to move.
-
-    Attributes:
-        ranks: P.
-        total: K, the distinct rows of each rank, added up.
-        union: U, the rows that any rank has.
-        bound_bytes: what the average rank must receive at least, [K + (P-2)U]/P rows with an index
-            of 4 bytes each (design, "The bound").
-    """
-
-    ranks: int
-    total: int
-    union: int
-    bound_bytes: float
-
-    @property
-    def mean(self) -> float:
-        """Distinct rows of the average rank."""
-        return self.total / self.ranks
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What every rank should hold after a call.
 
     Attributes:
         indices: the union, sorted, int64, `[union]`.
         exact: the reduced values in float64 or int64, `[union, *row_shape]`.
-        slack: how far an element may be off where adding rounds, float64, the same shape.
+        slack: how far an element may be off where the case rounds, the same shape; else None.
     """
 
     case: Case
@@ -225,51 +209,41 @@ class Answer:
     exact: Tensor
     slack: Tensor | None
 
-    @property
-    def values(self) -> Tensor:
-        """The reduced values, rounded once to the dtype of the case."""
-        return self.exact.to(self.case.torch_dtype)
 
-    def dense(self) -> tuple[Tensor, Tensor | None]:
-        """Values and slack as dense tensors of the case's height, zeros where nobody has a row."""
-        shape = (self.case.height, *self.case.row_shape)
-        exact = self.exact.new_zeros(shape).index_copy_(0, self.indices, self.exact)
-        if self.slack is None:
-            return exact, None
-        return exact, self.slack.new_zeros(shape).index_copy_(0, self.indices, self.slack)
-
-
-def sizes(case: Case, ranks: int, seed: int) -> Sizes:
-    """Count rows, distinct and united, from the indices of all ranks."""
+def sizes(case: Case, ranks: int, seed: int) -> weft.sparse.Load:
+    """Rows, distinct and united, counted from the indices of all ranks."""
     distinct = [np.unique(indices(case, rank, seed).numpy()) for rank in range(ranks)]
-    total = sum(len(run) for run in distinct)
-    union = len(np.unique(np.concatenate(distinct)))
-    received = max(0.0, (total + (ranks - 2) * union) / ranks)  # a rank alone receives nothing
-    return Sizes(ranks, total, union, received * (case.row_bytes + _INDEX_BYTES))
+    counts = [len(run) for run in distinct]
+    return weft.sparse.Load(
+        ranks=ranks,
+        total=sum(counts),
+        most=max(counts),
+        fewest=min(counts),
+        union=len(np.unique(np.concatenate(distinct))),
+        height=case.height,
+        row=case.row_bytes,
+        partial=case.row_bytes,
+        index=4,
+    )
 
 
-def answer(case: Case, ranks: int, seed: int, *, rounds: bool) -> Answer:
-    """The right answer, from the rows of all ranks; `rounds` says that the slack is wanted."""
-    wide = torch.float64 if case.torch_dtype.is_floating_point else torch.int64
+def answer(case: Case, ranks: int, seed: int) -> Answer:
+    """The right answer, from the rows of all ranks."""
+    floating = case.torch_dtype.is_floating_point
+    wide = torch.float64 if floating else torch.int64
     everybody = torch.cat([indices(case, rank, seed) for rank in range(ranks)]).long()
-    union, place = (torch.from_numpy(a) for a in np.unique(everybody.numpy(), return_inverse=True))
-    addends = torch.cat([values(case, rank, seed) for rank in range(ranks)]).to(wide)
-    if case.op not in ("sum", "avg"):
-        order = torch.argsort(place, stable=True)
-        begins = torch.searchsorted(place[order], torch.arange(len(union)))
-        reduce = _REDUCE[case.op].reduceat
-        exact = torch.from_numpy(reduce(addends[order].numpy(), begins.numpy(), axis=0))
-        return Answer(case, union, exact, torch.zeros(exact.shape) if rounds else None)
-    share = ranks if case.op == "avg" else 1
-    exact = addends.new_zeros((len(union), *case.row_shape)).index_add_(0, place, addends)
-    exact = exact / share if share > 1 else exact
-    if not rounds:
-        return Answer(case, union, exact, None)
-    slack = torch.zeros(exact.shape, dtype=torch.float64)
-    slack.index_add_(0, place, addends.abs().double())
-    count = torch.bincount(place, minlength=len(union)).view(-1, *(1 for _ in case.row_shape))
-    eps = torch.finfo(case.torch_dtype).eps if case.torch_dtype.is_floating_point else 0.0
-    return Answer(case, union, exact, slack.mul_(count * (eps / share)))
+    order = everybody.argsort(stable=True)
+    addends = torch.cat([values(case, rank, seed) for rank in range(ranks)]).to(wide)[order].numpy()
+    union, begins, counts = np.unique(everybody[order], return_index=True, return_counts=True)
+    exact = torch.from_numpy(_REDUCE[case.op].reduceat(addends, begins))
+    slack = None
+    if case.rounds:
+        eps = torch.finfo(case.torch_dtype).eps if floating and case.op in ("sum", "avg") else 0.0
+        slack = torch.from_numpy(np.add.reduceat(np.abs(addends), begins))
+        slack = slack * (torch.from_numpy(counts) * eps).view(-1, *(1 for _ in case.row_shape))
+    if case.op == "avg":
+        exact, slack = exact / ranks, None if slack is None else slack / ranks
+    return Answer(case, torch.from_numpy(union), exact, slack)
 
 
 def digest(parts: Sequence[Tensor]) -> str:
@@ -280,13 +254,13 @@ def digest(parts: Sequence[Tensor]) -> str:
         if whole.dtype is torch.int32:
             whole = whole.long()
         state.update(str((tuple(whole.shape), whole.dtype)).encode())
-        if whole.numel():
-            state.update(whole.view(-1).view(torch.uint8).numpy().data)
+        state.update(whole.view(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 
-def differs(case: Case, got: Tensor, exact: Tensor, slack: Tensor | None) -> str | None:
-    """In what a tensor of values differs from the answer, or None if it does not."""
+def differs(got: Tensor, answer: Answer) -> str | None:
+    """In what the values of a result differ from the answer, or None if they do not."""
+    case, exact, slack = answer.case, answer.exact, answer.slack
     if got.dtype != case.torch_dtype:
         return f"the values are {got.dtype}, not {case.torch_dtype}"
     if got.shape != exact.shape:

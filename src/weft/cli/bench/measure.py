@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -43,32 +42,32 @@ from torch import Tensor
 import weft
 from weft.wire.base import Wire
 
-from .cases import Answer, Case, Sizes, answer, differs, digest, indices, sizes, values
-from .results import OWN, Found, Head, Row, summary
+from ..show import versions
+from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
+from .results import OWN, Found, compare, summary
 
 DENSE_LIMIT = 64 << 20
 """Bytes of a table up to which the dense way is worth trying."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
+Status = tuple[str, str]
+"""What became of a contender: "ok", "refused" or "wrong", and why."""
+
+_OK: Status = ("ok", "")
+
+
+class Contender(NamedTuple):
     """One way to do the job.
 
     Attributes:
         name: `weft:` and the algorithm asked for, or the peer's.
         prepare: brings the rows into the form that `call` takes; before every call, not timed.
         call: does it.
-        parts: the result as tensors, canonical; not timed.
-        fault: in what those differ from the answer, or None.
-        record: what weft noted of its last call, None for peers.
     """
 
     name: str
     prepare: Callable[[], Any]
-    call: Callable[[Any], Any]
-    parts: Callable[[Any], Sequence[Tensor]]
-    fault: Callable[[Sequence[Tensor], Answer], str | None]
-    record: Callable[[], Any] = lambda: None
+    call: Callable[[Any], weft.Rows | Tensor]
 
     @property
     def own(self) -> bool:
@@ -76,45 +75,48 @@ class Contender:
         return self.name.startswith(OWN)
 
 
-def weft_by(algorithm: str, case: Case, indices: Tensor, values: Tensor) -> Contender:
-    """weft, by one algorithm or `"auto"`."""
-    rows = weft.Rows(indices, values, case.height)
+def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+    """Who has that name, or why it cannot take part in this case."""
 
-    def call(rows: weft.Rows) -> Any:
-        return weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
+    def by_weft(rows: weft.Rows) -> weft.Rows:
+        algorithm = name.removeprefix(OWN)
+        found: weft.Rows = weft.sparse_all_reduce(rows, case.op, algorithm=algorithm)
+        return found
 
-    def parts(result: weft.Rows) -> Sequence[Tensor]:
-        return result.indices, result.values
+    def by_peer(coo: Tensor) -> Tensor:
+        total = PEERS[name](coo)
+        return total.div_(dist.get_world_size()) if case.op == "avg" else total
 
-    def fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
-        # half precision is added in fp32 and rounded once, so whole numbers come out exact
-        exact = case.values == "integers" and case.op != "avg"
-        return _sparse_fault(parts, replace(answer, slack=None) if exact else answer)
+    def coo() -> Tensor:
+        """A new one each time, since `all_reduce` changes the one it is given."""
+        shape = (case.height, *case.row_shape)
+        return torch.sparse_coo_tensor(indices[None].long(), values, shape, check_invariants=False)
 
-    return Contender(OWN + algorithm, lambda: rows, call, parts, fault, weft.sparse.last_call)
-
-
-def peer(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender | str:
-    """A peer by name, or why it cannot take part in this case."""
+    if name not in PEERS:
+        rows = weft.Rows(indices, values, case.height)
+        return Contender(name, lambda: rows, by_weft)
     if case.op not in ("sum", "avg"):
         return f"{name} has no {case.op} of sparse tensors"
-    return PEERS[name](case, indices, values)
+    nbytes = case.height * case.row_bytes
+    if name == "dense" and nbytes > DENSE_LIMIT:
+        return f"the table has {nbytes / 2**20:.0f} MiB, dense takes up to {DENSE_LIMIT >> 20}"
+    return Contender(name, coo, by_peer)
 
 
-def _torch(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
-    def call(coo: Tensor) -> Tensor:
-        dist.all_reduce(coo)
-        return _mean(coo, case)
-
-    return Contender("torch", lambda: _coo(case, indices, values), call, _coalesced, _sparse_fault)
+def _torch(coo: Tensor) -> Tensor:
+    dist.all_reduce(coo)
+    return coo
 
 
-def _horovod(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
+def _horovod(coo: Tensor) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     size = dist.get_world_size()
+    lengths = torch.empty(size, dtype=torch.int64)
+    gather(lengths, torch.tensor([coo._nnz()]))
+    counts: list[int] = lengths.tolist()
+    longest = max(counts)
 
-    def gathered(tensor: Tensor, counts: list[int]) -> Tensor:
-        longest = max(counts)
+    def gathered(tensor: Tensor) -> Tensor:
         if len(tensor) < longest:
             padding = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
             tensor = torch.cat([tensor, padding])
@@ -124,67 +126,48 @@ def _horovod(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
             return out
         return torch.cat([out[r * longest :][:count] for r, count in enumerate(counts)])
 
-    def call(coo: Tensor) -> Tensor:
-        mine = coo._values()
-        lengths = torch.empty(size, dtype=torch.int64)
-        gather(lengths, torch.tensor([len(mine)]))
-        counts: list[int] = lengths.tolist()
-        everybody = gathered(mine, counts)
-        where = gathered(coo._indices().t().contiguous(), counts).t()
-        total = torch.sparse_coo_tensor(where, everybody, coo.shape, check_invariants=False)
-        return _mean(total.coalesce(), case)
-
-    return Contender(
-        "horovod", lambda: _coo(case, indices, values), call, _coalesced, _sparse_fault
-    )
+    everybody, where = gathered(coo._values()), gathered(coo._indices()[0])
+    total = torch.sparse_coo_tensor(where[None], everybody, coo.shape, check_invariants=False)
+    return total.coalesce()
 
 
-def _dense(case: Case, indices: Tensor, values: Tensor) -> Contender | str:
-    nbytes = case.height * case.row_bytes
-    if nbytes > DENSE_LIMIT:
-        return f"the table has {nbytes / 2**20:.0f} MiB, dense takes up to {DENSE_LIMIT >> 20}"
-
-    def call(rows: tuple[Tensor, Tensor]) -> Tensor:
-        where, what = rows
-        table = what.new_zeros((case.height, *case.row_shape)).index_add_(0, where, what)
-        dist.all_reduce(table)
-        return table.div_(dist.get_world_size()) if case.op == "avg" else table
-
-    def fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
-        return differs(case, parts[0], *answer.dense())
-
-    return Contender("dense", lambda: (indices, values), call, lambda table: (table,), fault)
+def _dense(coo: Tensor) -> Tensor:
+    table = torch.zeros(coo.shape, dtype=coo.dtype)
+    table.index_add_(0, coo._indices()[0], coo._values())
+    dist.all_reduce(table)
+    return table
 
 
-PEERS: dict[str, Callable[[Case, Tensor, Tensor], Contender | str]] = {
+PEERS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch": _torch,
     "horovod": _horovod,
     "dense": _dense,
 }
-"""What a user would call instead of weft, by name."""
+"""What a user would call instead of weft, by name: a COO tensor in, the sum out."""
 
 
-def _coo(case: Case, indices: Tensor, values: Tensor) -> Tensor:
-    """A new COO tensor each time, since `all_reduce` changes the one it is given."""
-    shape = (case.height, *case.row_shape)
-    return torch.sparse_coo_tensor(indices[None].long(), values, shape, check_invariants=False)
-
-
-def _mean(total: Tensor, case: Case) -> Tensor:
-    return total.div_(dist.get_world_size()) if case.op == "avg" else total
-
-
-def _coalesced(total: Tensor) -> Sequence[Tensor]:
-    whole = total.coalesce()
+def parts(result: weft.Rows | Tensor) -> tuple[Tensor, ...]:
+    """A result as tensors that can be compared: indices and values, or a dense table."""
+    if isinstance(result, weft.Rows):
+        return result.indices, result.values
+    if not result.is_sparse:
+        return (result,)
+    whole = result.coalesce()
     return whole.indices()[0], whole.values()
 
 
-def _sparse_fault(parts: Sequence[Tensor], answer: Answer) -> str | None:
+def fault(parts: tuple[Tensor, ...], answer: Answer) -> str | None:
+    """In what a result differs from the answer, or None if it does not."""
+    if len(parts) == 1:
+        (table,) = parts
+        if table.index_fill(0, answer.indices, 0).any():
+            return "rows that no rank has are not zero"
+        return differs(table[answer.indices], answer)
     indices, values = parts
     if not torch.equal(indices.long(), answer.indices):
         count = len(answer.indices)
         return f"the {len(indices)} indices of the result are not the {count} of the union, sorted"
-    return differs(answer.case, values, answer.exact, answer.slack)
+    return differs(values, answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +179,7 @@ class Job:
         algorithms: of weft, `"auto"` among them or not.
         peers: names of peers.
         iters, warmup: timed and untimed calls of each contender.
-        check: compare results with the oracle.
+        checked: compare results with the oracle.
         seed: of the data.
         link: bits per second of a rank's link, None if unknown.
         timeout: seconds that any wait may last, None for the group's own.
@@ -209,7 +192,7 @@ class Job:
     peers: tuple[str, ...]
     iters: int = 10
     warmup: int = 2
-    check: bool = True
+    checked: bool = True
     seed: int = 0
     link: float | None = None
     timeout: float | None = None
@@ -225,15 +208,10 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
         _keep_others_out()
     with weft.init(timeout=job.timeout) as wire:
         head = _head(job, wire)
-        speak = emit if dist.get_rank() == 0 else lambda found: None
-        speak(head)
-        right = True
-        for case in job.cases:
-            rows = _measure(job, case, speak)
-            for row in rows:
-                speak(row)
-            right = right and all(row.status != "wrong" for row in rows)
-        return right
+        speak = emit if wire.rank == 0 else lambda found: None
+        speak(("head", head))
+        right = [_measure(job, case, speak) for case in job.cases]
+        return all(right)
 
 
 def _keep_others_out() -> None:
@@ -242,141 +220,130 @@ def _keep_others_out() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
-def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> list[Row]:
+def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> bool:
+    """Check and time all contenders in one case; True, on every rank, if no result was wrong."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    speak(f"{case.name}: making the data")
-    own = indices(case, rank, job.seed), values(case, rank, job.seed)
-    entered: list[Contender] = [weft_by(name, case, *own) for name in job.algorithms]
-    faults: dict[str, tuple[str, str]] = {}  # status and why
-    for name in job.peers:
-        entrant = peer(name, case, *own)
-        if isinstance(entrant, str):
-            faults[name] = "refused", entrant
-        else:
-            entered.append(entrant)
 
-    speak(f"{case.name}: checking the results")
+    def doing(words: str) -> None:
+        speak(("doing", f"{case.name}: {words}"))
+
+    doing("making the data")
+    own = indices(case, rank, job.seed), values(case, rank, job.seed)
+    asked = [*(OWN + name for name in job.algorithms), *job.peers]
+
+    doing("checking the results")
     # where rounding enters, ranks may differ, so that everyone must look for itself
-    rounds = case.values == "normal" or case.torch_dtype.itemsize == 2
-    looks = job.check and (rank == 0 or rounds)
-    right = answer(case, ranks, job.seed, rounds=rounds) if looks else None
-    digests = {}
-    for one in entered:
-        status, why, digests[one.name] = _try(one, right, job.check and (one.own or not rounds))
-        if status != "ok":
-            faults[one.name] = status, why
+    looks = job.checked and (rank == 0 or case.rounds)
+    right = answer(case, ranks, job.seed) if looks else None
+    starters, digests = [], {}
+    status: dict[str, Status] = {}
+    for name in asked:
+        one = contender(name, case, *own)
+        if isinstance(one, str):
+            status[name] = "refused", one
+            continue
+        status[name], digests[name] = _try(job, case, one, right)
+        if status[name] == _OK:
+            starters.append(one)
     del right
 
-    starters = [one for one in entered if one.name not in faults]
-    local = _times(job, starters, lambda words: speak(f"{case.name}: {words}"))
+    seen = [_times(job, starters, digests, doing)] * ranks
+    dist.all_gather_object(seen, seen[rank])
     for one in starters:
-        if _any(job.check and local.digests[one.name] != digests[one.name]):
+        if any(one.name in times.changed for times in seen):
             why = "the result of the last iteration differs from that of the first"
-            faults[one.name] = "wrong", why
-    everybody: list[_Times] = [local] * ranks
-    dist.all_gather_object(everybody, local)
-    counted = sizes(case, ranks, job.seed) if rank == 0 else Sizes(ranks, 0, 0, 0.0)
-    rows = []
-    for name in (*(OWN + algorithm for algorithm in job.algorithms), *job.peers):
-        status, why = faults.get(name, ("ok", ""))
-        timed = [] if name in faults else everybody
-        seconds = [max(each) for each in zip(*(t.seconds[name] for t in timed), strict=True)]
-        records = [t.records[name] for t in timed]
-        rows.append(summary(case, counted, name, status, why, seconds, records, link=job.link))
-    return [row.beside(rows) for row in rows]
+            status[one.name] = "wrong", why
+    if rank == 0:
+        load = sizes(case, ranks, job.seed)
+        rows = []
+        for name in asked:
+            timed = seen if status[name] == _OK else []
+            seconds = [max(each) for each in zip(*(t.seconds[name] for t in timed), strict=True)]
+            records = [t.records[name] for t in timed if name in t.records]
+            rows.append(summary(case, load, name, status[name], seconds, records, job.link))
+        compare(rows)
+        for row in rows:
+            speak(("row", row))
+    return all(what != "wrong" for what, _ in status.values())
 
 
-def _try(contender: Contender, right: Answer | None, compare: bool) -> tuple[str, str, str]:
-    """One call: status and why, the same on every rank, and the digest of this rank's result."""
-    mine, words = "", ""
-    status = "ok"
-    _any(False)  # not a barrier: gloo's may raise what the contender before was refused with
+def _try(job: Job, case: Case, one: Contender, right: Answer | None) -> tuple[Status, str]:
+    """One call: its status, the same on every rank, and the digest of this rank's result."""
+    if right is not None and one.own and case.values == "integers" and case.op != "avg":
+        # half precision is added in fp32 and rounded once, so whole numbers come out exact
+        right = replace(right, slack=None)
+    status, mine = _OK, ""
     try:
-        parts = contender.parts(contender.call(contender.prepare()))
+        found = parts(one.call(one.prepare()))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # a peer's death lands here too, and then in the exchange below, which raises
-        status, words = "refused", " ".join(str(error).split())
+        status = "refused", " ".join(str(error).split())
     else:
-        mine = digest(parts)
-        fault = contender.fault(parts, right) if right is not None else None
-        if fault is not None:
-            status, words = "wrong", f"rank {dist.get_rank()}: {fault}"
-    everybody: list[tuple[str, str, str]] = [("", "", "")] * dist.get_world_size()
-    dist.all_gather_object(everybody, (status, words, mine))
+        mine = digest(found)
+        if right is not None and (why := fault(found, right)) is not None:
+            status = "wrong", f"rank {dist.get_rank()}: {why}"
+    everybody = [(status, mine)] * dist.get_world_size()
+    dist.all_gather_object(everybody, (status, mine))
     for worst in ("refused", "wrong"):
-        for each, why, _ in everybody:
-            if each == worst:
-                return worst, why, mine
-    others = [rank for rank, each in enumerate(everybody) if each[2] != everybody[0][2]]
-    if compare and others:
-        return "wrong", f"the bits on ranks {others} are not those on rank 0", mine
-    return "ok", "", mine
+        for each, _ in everybody:
+            if each[0] == worst:
+                return each, mine
+    others = [rank for rank, (_, seen) in enumerate(everybody) if seen != everybody[0][1]]
+    if others and job.checked and (one.own or not case.rounds):
+        return ("wrong", f"the bits on ranks {others} are not those on rank 0"), mine
+    return _OK, mine
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """What one rank saw: seconds of each iteration, the last record, the last result's digest."""
+    """What one rank saw: seconds of each iteration, the last record, whose result changed."""
 
     seconds: dict[str, list[float]]
     records: dict[str, Any]
-    digests: dict[str, str]
+    changed: set[str]
 
 
-def _times(job: Job, starters: list[Contender], speak: Callable[[str], None]) -> _Times:
-    seconds: dict[str, list[float]] = {c.name: [] for c in starters}
-    seen = _Times(seconds, {}, {})
+def _times(
+    job: Job,
+    starters: list[Contender],
+    digests: dict[str, str],
+    speak: Callable[[str], None],
+) -> _Times:
+    seen = _Times({one.name: [] for one in starters}, {}, set())
     gc.collect()
     gc.disable()  # a collection would hit one contender and not the others
     try:
         for turn in range(-job.warmup, job.iters):
             speak(f"iteration {turn + 1} of {job.iters}" if turn >= 0 else "warming up")
-            for contender in _drawn(starters, job.seed, turn):
-                given = contender.prepare()
+            # in an order that is the same on all ranks
+            for one in random.Random(f"{job.seed} {turn}").sample(starters, len(starters)):
+                given = one.prepare()
                 dist.barrier()
                 begin = time.perf_counter()
-                result = contender.call(given)
+                result = one.call(given)
                 took = time.perf_counter() - begin
                 if turn >= 0:
-                    seconds[contender.name].append(took)
+                    seen.seconds[one.name].append(took)
                 if turn == job.iters - 1:
-                    seen.records[contender.name] = contender.record()
-                    if job.check:
-                        seen.digests[contender.name] = digest(contender.parts(result))
+                    if one.own:
+                        seen.records[one.name] = weft.sparse.last_call()
+                    if job.checked and digest(parts(result)) != digests[one.name]:
+                        seen.changed.add(one.name)
                 del result, given  # its pages go back before the next one's clock runs
     finally:
         gc.enable()
     return seen
 
 
-def _drawn(starters: list[Contender], seed: int, turn: int) -> list[Contender]:
-    """All of them, in an order that is the same on all ranks."""
-    return random.Random(f"{seed} {turn}").sample(starters, len(starters))
-
-
-def _any(mine: bool) -> bool:
-    """Whether it is so on any rank."""
-    flag = torch.tensor([int(mine)])
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
-def _head(job: Job, wire: Wire) -> Head:
+def _head(job: Job, wire: Wire) -> dict[str, Any]:
     """What the table is headed with; collective, since it counts the hosts."""
     hosts = [wire.host] * wire.size
     dist.all_gather_object(hosts, wire.host)
-    return Head(
-        weft=weft.__version__,
-        torch=torch.version.__version__,
-        python=platform.python_version(),
-        kernels=weft.kernels.describe(),
-        ranks=dist.get_world_size(),
-        hosts=len(set(hosts)),
-        threads=torch.get_num_threads(),
-        cores=len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
-        iters=job.iters,
-        warmup=job.warmup,
-        checked=job.check,
-        seed=job.seed,
-        link=job.link,
-        unprivileged=job.unprivileged,
-    )
+    here = {
+        "ranks": wire.size,
+        "hosts": len(set(hosts)),
+        "threads": torch.get_num_threads(),
+        "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
+    }
+    told = ("iters", "warmup", "checked", "seed", "link", "unprivileged")
+    return versions() | here | {name: getattr(job, name) for name in told}

@@ -1,212 +1,140 @@
 """What was found: one row for each contender and case, and how it is shown and written.
 
-The table has plain columns for pipes and files, rich ones for a terminal. Plain output is one row a
-line, columns split by white space, `-` where there is nothing to say, and lines that begin with `#`
-around it; so `grep -v '^#'`, awk and a spreadsheet read it.
+The output is columns for people and for programs alike: one row a line, split by white space, `-`
+where there is nothing to say, and lines that begin with `#` around it; so `grep -v '^#'`, awk and a
+spreadsheet read it. A terminal also shows colours, and what goes on at the moment.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import numpy as np
-from rich.console import Console, Group
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from .cases import Case, Sizes
+import weft
+
+from ..show import listed, number
+from .cases import Case
 
 OWN = "weft:"
 """What the names of weft's own contenders begin with: weft, too, has an algorithm called dense."""
 
+Found = tuple[str, Any]
+"""What rank 0 tells: ("head", a dictionary) once, ("row", a `Row`), and ("doing", words)."""
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """With what, on what and how it was measured."""
+Row = dict[str, Any]
+"""What one contender did in one case, as it is written to a file; None: not known.
 
-    weft: str
-    torch: str
-    python: str
-    kernels: str
-    ranks: int
-    hosts: int
-    threads: int
-    cores: int | None
-    iters: int
-    warmup: int
-    checked: bool
-    seed: int
-    link: float | None
-    unprivileged: bool = False
+* case: its name; setting: all of it; distinct: rows of the average rank; total, union: K and U;
+* name: who was asked: `weft:` and the algorithm given, or a peer; chosen: the algorithm that ran;
+* status: "ok", "refused" (does not serve this case) or "wrong"; why: of those that are not ok;
+* seconds: of each iteration, the slowest rank's; median, quartiles: the first and the third;
+* sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
+* bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
+* bytes_ratio: bytes sent over the bound's; time_ratio: median over bound_seconds;
+* times: for each peer, the peer's median over this one's: above 1, this one is faster.
+"""
 
-    def lines(self) -> list[str]:
-        """The head in words, one fact or a few on each line."""
-        link = "not given" if self.link is None else f"{self.link / 1e6:g} Mbit/s a rank"
-        check = "results checked" if self.checked else "results not checked"
-        ordinary = ", ranks as an ordinary user's" if self.unprivileged else ""
-        lines = [
-            f"weft {self.weft}, torch {self.torch}, python {self.python}, kernels: {self.kernels}",
-            f"ranks {self.ranks}{ordinary}, hosts {self.hosts}, cores of this host {self.cores}, "
-            f"link {link}",
-            f"{self.iters} iterations after {self.warmup} to warm up, {check}, seed {self.seed}",
-            "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average "
-            "rank",
-            "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on "
-            "the link; peer/x: the peer's time / this time, above 1 this is faster",
-            "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
-        ]
-        if self.ranks == 1:
-            lines.append("one rank alone communicates nothing: --ranks 4 starts four")
-        return lines
+_WIDTHS = {"case": -10, "by": -14, "algorithm": -9, "spread": 15, "horovod/x": 9}
+"""Of columns, where it is not 8; negative: to the left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one contender did in one case.
-
-    Attributes:
-        case: name of the case; `setting` has all of it.
-        distinct: mean over ranks of the distinct rows of a rank.
-        total, union: K and U.
-        name: who was asked: `weft:` and the algorithm given, or a peer.
-        chosen: the algorithm of weft that ran, None for peers.
-        status: "ok", "refused" (does not serve this case) or "wrong".
-        why: of a status that is not ok.
-        seconds: of each iteration, the slowest rank's.
-        median, quartiles: of these, the first and the third; None without any.
-        sent_bytes: by the average rank; None for peers, which do not count.
-        most_bytes: by the rank that sent most.
-        messages: by the average rank.
-        bound_bytes: that the average rank must receive.
-        bound_seconds: what those take on the link, None if no link is given.
-        bytes_ratio: bytes sent over the bound's.
-        time_ratio: the median over what the bound's bytes take on the link.
-        times: for each peer, the peer's median over this one's: above 1, this one is faster.
-    """
-
-    case: str
-    distinct: float
-    total: int
-    union: int
-    name: str
-    chosen: str | None
-    status: str
-    why: str
-    seconds: list[float]
-    median: float | None
-    quartiles: tuple[float, float] | None
-    sent_bytes: float | None
-    most_bytes: int | None
-    messages: float | None
-    bound_bytes: float
-    bound_seconds: float | None
-    bytes_ratio: float | None
-    time_ratio: float | None
-    setting: dict[str, Any]
-    times: dict[str, float] = field(default_factory=dict)
-
-    def beside(self, rows: Sequence[Row]) -> Row:
-        """This row with its ratios to the peers among the rows of its case."""
-        if not self.median:
-            return self
-        peers = [row for row in rows if not row.name.startswith(OWN) and row.name != self.name]
-        return replace(
-            self, times={row.name: row.median / self.median for row in peers if row.median}
-        )
-
-
-Found = Head | Row | str
-"""What rank 0 tells: the head once, rows, and words on what goes on."""
+def head_lines(head: dict[str, Any]) -> list[str]:
+    """With what, on what and how it was measured, in words."""
+    link = "not given" if head["link"] is None else f"{head['link'] / 1e6:g} Mbit/s a rank"
+    ordinary = ", ranks as an ordinary user's" if head["unprivileged"] else ""
+    lines = [
+        listed({name: head[name] for name in ("weft", "torch", "python", "kernels")}),
+        f"ranks {head['ranks']}{ordinary}, hosts {head['hosts']}, cores of this host "
+        f"{head['cores']}, threads {head['threads']}, link {link}",
+        f"{head['iters']} iterations after {head['warmup']} to warm up, "
+        f"results {'checked' if head['checked'] else 'not checked'}, seed {head['seed']}",
+        "ms: median of the slowest rank's time; spread: its quartiles; MB: of the average rank",
+        "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on "
+        "the link; peer/x: the peer's time / this time, above 1 this is faster",
+        "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
+    ]
+    if head["ranks"] == 1:
+        lines.append("one rank alone communicates nothing: --ranks 4 starts four")
+    return lines
 
 
 def summary(
     case: Case,
-    counted: Sizes,
+    load: weft.sparse.Load,
     name: str,
-    status: str,
-    why: str,
-    seconds: Sequence[float] = (),
-    records: Sequence[Any] = (),
-    *,
+    status: tuple[str, str],
+    seconds: Sequence[float],
+    records: Sequence[Any],
     link: float | None,
 ) -> Row:
-    """The row of one contender; `records` are what weft noted on each rank, Nones for a peer."""
-    noted = [record for record in records if record is not None]
-    sent = [int(record.sent_bytes) for record in noted]
-    mean = statistics.fmean(sent) if sent else None
-    bound = counted.bound_bytes * 8 / link if link else None
-    median, quartiles = None, None
-    if seconds:
-        median = statistics.median(seconds)
-        first, third = np.quantile(seconds, [0.25, 0.75]).tolist()
-        quartiles = first, third
-    return Row(
-        case=case.name,
-        distinct=counted.mean,
-        total=counted.total,
-        union=counted.union,
-        name=name,
-        chosen=str(noted[0].algorithm) if noted else None,
-        status=status,
-        why=why,
-        seconds=list(seconds),
-        median=median,
-        quartiles=quartiles,
-        sent_bytes=mean,
-        most_bytes=max(sent, default=None),
-        messages=statistics.fmean(record.messages for record in noted) if noted else None,
-        bound_bytes=counted.bound_bytes,
-        bound_seconds=bound,
-        bytes_ratio=mean / counted.bound_bytes if mean and counted.bound_bytes else None,
-        time_ratio=median / bound if median and bound else None,
-        setting=asdict(case),
+    """The row of one contender; `records` are what weft noted on each rank, none for a peer."""
+    sent = [int(record.sent_bytes) for record in records]
+    mean = fmean(sent) if sent else None
+    first, median, third = (
+        np.quantile(seconds, [0.25, 0.5, 0.75]).tolist() if seconds else [None] * 3
     )
+    bound = load.bound * 8 / link if link else None
+    return {
+        "case": case.name,
+        "distinct": load.mean,
+        "total": load.total,
+        "union": load.union,
+        "name": name,
+        "chosen": records[0].algorithm if records else None,
+        "status": status[0],
+        "why": status[1],
+        "seconds": list(seconds),
+        "median": median,
+        "quartiles": [first, third] if seconds else None,
+        "sent_bytes": mean,
+        "most_bytes": max(sent, default=None),
+        "messages": fmean(record.messages for record in records) if records else None,
+        "bound_bytes": load.bound,
+        "bound_seconds": bound,
+        "bytes_ratio": _ratio(mean, load.bound),
+        "time_ratio": _ratio(median, bound),
+        "setting": asdict(case),
+        "times": {},
+    }
 
 
-Column = tuple[str, int, Callable[[Row], str]]
-"""Title, width (negative: to the left), and the cell of a row."""
+def compare(rows: Sequence[Row]) -> None:
+    """Note in each row of a case how much longer each peer took."""
+    peers = [row for row in rows if row["median"] and not row["name"].startswith(OWN)]
+    for row in rows:
+        others = {peer["name"]: peer["median"] for peer in peers if peer is not row}
+        if row["median"]:
+            row["times"] = {name: median / row["median"] for name, median in others.items()}
 
 
-def _columns(peers: Sequence[str], link: bool) -> list[Column]:
-    columns: list[Column] = [
-        ("case", -10, lambda row: row.case),
-        ("k", 8, lambda row: _number(row.distinct, 0)),
-        ("union", 8, lambda row: str(row.union)),
-        ("by", -14, lambda row: row.name),
-        ("algorithm", -9, lambda row: row.chosen or "-"),
-        ("ms", 9, lambda row: _ms(row.median) if row.status == "ok" else row.status.upper()),
-        ("spread", 15, lambda row: "..".join(map(_ms, row.quartiles)) if row.quartiles else "-"),
-        ("MB", 8, lambda row: _number(row.sent_bytes, 2, 1e-6)),
-        ("xbound", 7, lambda row: _number(row.bytes_ratio, 2)),
-    ]
-    if link:
-        columns.append(("xlink", 7, lambda row: _number(row.time_ratio, 2)))
-    for peer in peers:
-        columns.append((f"{peer}/x", max(8, len(peer) + 2), _versus(peer)))
-    return columns
+def _ratio(value: float | None, least: float | None) -> float | None:
+    return value / least if value and least else None
 
 
-def _versus(peer: str) -> Callable[[Row], str]:
-    return lambda row: _number(row.times.get(peer), 2)
-
-
-def _ms(seconds: float | None) -> str:
-    return _number(seconds, 2, 1e3)
-
-
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
-    """At most `digits` decimals, fewer for large numbers: four figures are enough."""
-    if value is None:
-        return "-"
-    value *= scale
-    return f"{value:.{0 if value >= 1000 else min(digits, 1) if value >= 100 else digits}f}"
+def _cells(row: Row) -> dict[str, str]:
+    """What is shown of a row, by title."""
+    quartiles = [number(seconds, 1e3) for seconds in row["quartiles"] or ()]
+    return {
+        "case": row["case"],
+        "k": number(row["distinct"]),
+        "union": str(row["union"]),
+        "by": row["name"],
+        "algorithm": row["chosen"] or "-",
+        "ms": number(row["median"], 1e3) if row["status"] == "ok" else row["status"].upper(),
+        "spread": "..".join(quartiles) or "-",
+        "MB": number(row["sent_bytes"], 1e-6),
+        "xbound": number(row["bytes_ratio"]),
+        "xlink": number(row["time_ratio"]),
+        **{f"{peer}/x": number(ratio) for peer, ratio in row["times"].items()},
+    }
 
 
 class Shown:
@@ -219,76 +147,44 @@ class Shown:
         self, console: Console, peers: Sequence[str], link: bool, file: Path | None = None
     ) -> None:
         self._console, self._file = console, file
-        self._columns = _columns(peers, link)
-        self._head: Head | None = None
-        self._rows: list[Row] = []
-        self._doing: Spinner | None = Spinner("dots", "starting the ranks", style="dim")
-        needed = sum(abs(width) + 1 for _, width, _ in self._columns)
-        self._live: Live | None = None
-        if console.is_terminal and console.width >= needed:
-            self._live = Live(console=console, get_renderable=self._view, refresh_per_second=8)
+        self._titles = ["case", "k", "union", "by", "algorithm", "ms", "spread", "MB", "xbound"]
+        self._titles += ["xlink"] * link + [f"{peer}/x" for peer in peers]
+        self._found: dict[str, Any] = {"rows": []}
+        self._status = console.status("starting the ranks")
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._doing = None
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-        if self._file is not None and self._head is not None:
-            found = {"head": asdict(self._head), "rows": [asdict(row) for row in self._rows]}
-            self._file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        self._status.stop()
+        if self._file is not None and "head" in self._found:
+            self._file.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
 
     def show(self, found: Found) -> None:
         """Take the next thing that rank 0 has told."""
-        if isinstance(found, Row):
-            self._rows.append(found)
-            self._line(" ", [cell(found) for _, _, cell in self._columns])
-            if found.why:
-                self._plain(f"# {_why(found)}")
-        elif isinstance(found, Head):
-            self._head = found
-            for line in found.lines():
-                if self._live is not None:
-                    self._console.print(Text(line, style="dim"))
-                self._plain(f"# {line}")
-            self._line("#", [title for title, _, _ in self._columns])
-        elif self._doing is not None:
-            self._doing.update(text=found)
+        kind, what = found
+        if kind == "doing":
+            self._status.start()
+            self._status.update(what)
+        elif kind == "head":
+            self._found["head"] = what
+            for line in head_lines(what):
+                self._line(f"# {line}", "dim")
+            self._columns("#", {title: title for title in self._titles}, "bold")
+        else:
+            self._found["rows"].append(what)
+            own = what["name"].startswith(OWN)
+            style = "bold red" if what["status"] == "wrong" else "bold" if own else "dim"
+            self._columns(" ", _cells(what), style)
+            if what["why"]:
+                self._line(f"# {what['case']} {what['name']} {what['status']}: {what['why']}")
 
-    def _line(self, mark: str, cells: Sequence[str]) -> None:
-        widths = [width for _, width, _ in self._columns]
-        padded = [
-            cell.rjust(width) if width > 0 else cell.ljust(-width)
-            for cell, width in zip(cells, widths, strict=True)
-        ]
-        self._plain(mark + " ".join(padded).rstrip())
+    def _columns(self, mark: str, cells: dict[str, str], style: str) -> None:
+        padded = []
+        for title in self._titles:
+            width, cell = _WIDTHS.get(title, 8), cells.get(title, "-")
+            padded.append(cell.rjust(width) if width > 0 else cell.ljust(-width))
+        self._line(mark + " ".join(padded).rstrip(), style)
 
-    def _plain(self, line: str) -> None:
-        if self._live is None:
-            print(line, file=self._console.file, flush=True)
-
-    def _view(self) -> Group:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title, width, _ in self._columns:
-            table.add_column(title, justify="right" if width > 0 else "left", no_wrap=True)
-        last = ""
-        for row in self._rows:
-            if last not in ("", row.case):
-                table.add_row()
-            cells = [cell(row) for _, _, cell in self._columns]
-            if row.case == last:
-                cells[:3] = ["", "", ""]
-            last = row.case
-            own = row.name.startswith(OWN) and row.status == "ok"
-            table.add_row(
-                *cells, style="bold red" if row.status == "wrong" else "bold" if own else "dim"
-            )
-        notes = [Text(_why(row), style="yellow") for row in self._rows if row.why]
-        return Group(*([table] if self._rows else []), *notes, *filter(None, [self._doing]))
-
-
-def _why(row: Row) -> str:
-    return f"{row.case} {row.name} {row.status}: {row.why}"
+    def _line(self, text: str, style: str = "yellow") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)

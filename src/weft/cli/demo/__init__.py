@@ -5,7 +5,3 @@ Reads text (`text`), trains word vectors on several processes with each way to s
 and a report (`report`). `command` is what the command line calls; it imports the rest when it
 runs, so that `weft --help` is quick.
 """
-
-from .command import demo
-
-__all__ = ["demo"]

@@ -9,39 +9,23 @@ same number of places were filled independently.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 import weft
+
+from ..bench.cases import Case
 
 _HEAD, _BINS = 1 << 20, 1 << 13  # probabilities of their own, and shared ones
 
 Floats = npt.NDArray[np.float64]
-
-
-class Values(NamedTuple):
-    """The values of a row.
-
-    Attributes:
-        row: their bytes.
-        partial: their bytes while only some ranks' are added.
-    """
-
-    row: int
-    partial: int
-
-    @classmethod
-    def of(cls, width: int, dtype: torch.dtype, op: str) -> Values:
-        """So many values, which are reduced by one of weft's own operations."""
-        wider = weft.kernels.OPS[op].accumulator(dtype)
-        return cls(width * dtype.itemsize, width * wider.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +35,29 @@ class Sizes:
     Attributes:
         name: what it is called.
         rows: rows of a rank, its duplicates removed.
-        height: rows of the dense tensor, None if unknown.
-        values: of a row.
+        height: rows of the dense tensor.
+        row: bytes of a row's values.
+        partial: their bytes while only some ranks' are added.
         union: rows in the union of so many ranks.
     """
 
     name: str
     rows: float
-    height: int | None
-    values: Values
+    height: int
+    row: int
+    partial: int
     union: Callable[[int], float]
+
+    @classmethod
+    def of(cls, case: Case, rows: float, union: Callable[[int], float]) -> Sizes:
+        """Those of a case, which says its values; for one of weft's own operations."""
+        wider = weft.kernels.OPS[case.op].accumulator(case.torch_dtype)
+        partial = case.width * wider.itemsize
+        return cls(case.name, rows, case.height, case.row_bytes, partial, union)
 
     def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
         """The load of a call of so many ranks, some of which share a host."""
         rows = round(self.rows)
-        highest = self.height or round(self.union(ranks))
         return weft.sparse.Load(
             ranks=ranks,
             total=rows * ranks,
@@ -73,31 +65,35 @@ class Sizes:
             fewest=rows,
             union=min(rows * ranks, max(rows, round(self.union(ranks)))),
             height=self.height,
-            index=4 if highest <= 2**31 else 8,
-            places=highest,
+            row=self.row,
+            partial=self.partial,
+            index=4 if self.height <= 2**31 else 8,
+            places=self.height,
             hosts=weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks))),
-            **self.values._asdict(),
         )
 
-    def times(self, factor: float) -> Sizes:
-        """Ranks that bring so many times the rows, of as many as there are, independently."""
-        places = self.height or 1 << 62
-        rows = min(self.rows * factor, float(places))
-        return replace(self, rows=rows, union=_independent(rows, float(places)))
+    def with_rows(self, rows: float) -> Sizes:
+        """Ranks that bring so many rows, drawn independently."""
+        return replace(self, rows=rows, union=_independent(rows, self.height))
 
 
-def drawn(name: str, rows: int, height: int, values: Values, distribution: str) -> Sizes:
-    """Rows drawn as `weft bench` draws them: uniform, zipf or identical."""
-    if distribution == "identical":
-        return Sizes(name, rows, height, values, lambda ranks: float(rows))
-    if distribution == "zipf":
-        chances, places = _zipf(height)
+def drawn(case: Case) -> Sizes:
+    """Rows drawn as `weft bench` draws them."""
+    if case.distribution == "identical":
+        return Sizes.of(case, case.rows, lambda ranks: case.rows)
+    if case.distribution == "uniform":
+        return Sizes.of(case, case.rows, _independent(case.rows, case.height))
+    chances, places = _zipf(case.height)
 
-        def union(ranks: int) -> float:
-            return float(-(places * np.expm1(rows * ranks * np.log1p(-chances))).sum())
+    @lru_cache
+    def union(ranks: int) -> float:
+        return float(-(places * np.expm1(case.rows * ranks * np.log1p(-chances))).sum())
 
-        return Sizes(name, union(1), height, values, lru_cache(union))
-    return Sizes(name, rows, height, values, _independent(float(rows), float(height)))
+    return Sizes.of(case, union(1), union)
+
+
+def _independent(rows: float, places: int) -> Callable[[int], float]:
+    return lambda ranks: float(-places * np.expm1(ranks * np.log1p(-min(rows / places, 1 - 1e-15))))
 
 
 def recorded(path: Path) -> list[Sizes]:
@@ -108,41 +104,34 @@ def recorded(path: Path) -> list[Sizes]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        ranks = int(found["head"]["ranks"])
         rows = {row["case"]: row for row in found["rows"]}
-        cases = [_of_record(row, ranks) for row in rows.values()]
+        cases = [_of_record(row, int(found["head"]["ranks"])) for row in rows.values()]
     except OSError as error:
         raise weft.WeftError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise weft.WeftError(
-            f"{path} is no record of weft bench --json: {type(error).__name__} {error}"
-        ) from None
+        why = f"{type(error).__name__} {error}"
+        raise weft.WeftError(f"{path} is no record of weft bench --json: {why}") from None
     if not cases:
         raise weft.WeftError(f"{path} is a record without a case")
     return cases
 
 
 def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
-    setting = row["setting"]
-    height, dtype = int(setting["height"]), getattr(torch, setting["dtype"])
-    values = Values.of(int(setting["width"]), dtype, setting["op"])
+    case = Case(**row["setting"])
     mean, total, union = float(row["distinct"]), int(row["total"]), int(row["union"])
     if ranks < 2:
         raise ValueError(f"of {ranks} ranks, which says nothing of how several overlap")
-    if not (0 < mean <= union <= min(total, height) and total <= ranks * union and values.row > 0):
+    most = min(total, case.height)
+    if case.fault() or not (0 < mean <= union <= most and total <= ranks * union):
         raise ValueError(
-            f"{row['case']}: {mean} rows a rank, {total} in all, {union} in the union, height "
-            f"{height}, {values.row} bytes each, which do not go together"
+            f"{case}: {mean} rows a rank, {total} in all, {union} in the union: these do not go "
+            "together"
         )
     seen = weft.sparse.Load(
-        *(ranks, total, round(mean), round(mean), union, height),
-        *(values.row, values.partial, 4),
+        *(ranks, total, round(mean), round(mean), union, case.height),
+        *(case.row_bytes, case.row_bytes, 4),
     )
-    return Sizes(row["case"], mean, height, values, seen.union_of)
-
-
-def _independent(rows: float, places: float) -> Callable[[int], float]:
-    return lambda ranks: float(-places * np.expm1(ranks * np.log1p(-min(rows / places, 1 - 1e-15))))
+    return Sizes.of(case, mean, seen.union_of)
 
 
 @lru_cache(maxsize=2)
@@ -161,21 +150,12 @@ def _zipf(height: int) -> tuple[Floats, Floats]:
     return np.minimum(chances, 1 - 1e-12), places
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A link with what it is called.
-
-    Attributes:
-        within: it is that of ranks on one host.
-    """
+class Named(NamedTuple):
+    """A link, what it is called, and whether it is that of ranks on one host."""
 
     name: str
     link: weft.sparse.Link
     within: bool = False
-
-    def per_host(self, ranks: int, per_host: int) -> int:
-        """Of so many ranks, those that share a host."""
-        return ranks if self.within else per_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +167,15 @@ class Prediction:
     ranks: int
     per_host: int
     answer: weft.sparse.Explanation
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Milliseconds of each algorithm that serves."""
+        return {
+            line.algorithm: line.milliseconds
+            for line in self.answer.lines
+            if line.verdict == "chosen" or line.verdict.startswith("predicted")
+        }
 
     def json(self) -> dict[str, Any]:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
@@ -206,25 +195,13 @@ class Prediction:
 
 def predict(
     sizes: Sequence[Sizes], links: Sequence[Named], ranks: Sequence[int], per_host: int = 1
-) -> list[Prediction]:
+) -> Iterator[Prediction]:
     """All combinations, the number of ranks changing quickest; neighbours share a host.
 
     Those that would all be on one host, whose link they do not use, are left out.
     """
-    return [
-        Prediction(
-            *(one, link, count, shared), weft.sparse.predicted(one.load(count, shared), link.link)
-        )
-        for one in sizes
-        for link in links
-        for count in ranks
-        if (shared := link.per_host(count, per_host)) < count or link.within
-    ]
-
-
-def groups_of(found: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Those of one case and link together."""
-    groups: dict[tuple[str, str], list[Prediction]] = {}
-    for one in found:
-        groups.setdefault((one.sizes.name, one.link.name), []).append(one)
-    return list(groups.values())
+    for one, link, count in product(sizes, links, ranks):
+        shared = count if link.within else per_host
+        if shared < count or link.within:
+            answer = weft.sparse.predicted(one.load(count, shared), link.link)
+            yield Prediction(one, link, count, shared, answer)
