@@ -10,8 +10,8 @@ import torch
 
 import weft
 from weft import Partition, WeftError
-from weft.nn.all_gather import AllGatherSpec
 from weft.nn.compiled import number, spec_of
+from weft.nn.slices import SliceSpec
 from weft.testing import run, spmd
 
 
@@ -34,9 +34,9 @@ def test_what_is_kept_of_layers_keeps_no_wire():
 
 def test_equal_layers_of_different_groups_share_a_plan(monkeypatch):
     made = []
-    plan = AllGatherSpec.plan
+    plan = SliceSpec.plan
     monkeypatch.setattr(
-        AllGatherSpec, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
+        SliceSpec, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
     )
     for _ in range(2):
         run(1, lambda wire: weft.nn.AllGather(Partition(1, group=wire), 0)(torch.ones(29)))

@@ -11,43 +11,10 @@ parallelism in deep learning", arXiv:2006.03108), there along one dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
-
-from ..grid import Shape, whole
-from ..plan import Plan, between
-from .layer import Layer
-from .partition import Partition
-from .spec import Lengths, SliceSpec, fitting
+from .slices import CuttingLayer, Movement, SliceLayer
 
 
-class AllGatherSpec(SliceSpec):
-    """Shards to wholes."""
-
-    name: ClassVar[str] = "AllGather"
-    sharded: ClassVar[bool] = True
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        parts, everything = self.joined(shapes)
-        return between(parts, dict.fromkeys(parts, everything))
-
-
-class ReduceScatterSpec(SliceSpec):
-    """Sums of wholes to shards."""
-
-    name: ClassVar[str] = "ReduceScatter"
-    summing: ClassVar[bool] = True
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        return self.divided([rank], shape)[rank].shape
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        fitting(self.name, self.cells(shapes), shapes, ())
-        shape = next(iter(shapes.values()))
-        return between(dict.fromkeys(shapes, whole(shape)), self.divided(shapes, shape))
-
-
-class AllGather(Layer):
+class AllGather(SliceLayer):
     """Gathers the shards along some dimensions of a grid, on all ranks.
 
     Input: the rank's shard; any lengths, also 0, that fit together. Output: the whole along
@@ -72,13 +39,10 @@ class AllGather(Layer):
         tensor([1, 2, 2])
     """
 
-    def __init__(
-        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(AllGatherSpec.along(partition, dims, shape))
+    movement = Movement("AllGather", "shards", "wholes")
 
 
-class ReduceScatter(Layer):
+class ReduceScatter(CuttingLayer):
     """Adds up the tensors of a slice of a grid, and gives each of its ranks a part of the sum.
 
     Input: the whole along `dims`, of the same shape on all ranks of a slice. Output: the rank's
@@ -104,12 +68,4 @@ class ReduceScatter(Layer):
         [tensor([0., 2.]), tensor([4.])]
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        dims: Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-        lengths: Lengths = None,
-    ) -> None:
-        super().__init__(ReduceScatterSpec.along(partition, dims, shape, lengths))
+    movement = Movement("ReduceScatter", "wholes", "shards")

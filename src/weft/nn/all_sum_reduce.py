@@ -7,32 +7,10 @@ arXiv:2006.03108); there it is SumReduce followed by Broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
-
-from ..grid import Shape, whole
-from ..plan import Plan, between
-from .layer import Layer
-from .partition import Partition
-from .spec import SliceSpec, fitting
+from .slices import Movement, SliceLayer
 
 
-class AllSumReduceSpec(SliceSpec):
-    """Tensors of a slice to their sum."""
-
-    name: ClassVar[str] = "AllSumReduce"
-    summing: ClassVar[bool] = True
-
-    def output(self, rank: int, shape: Shape) -> Shape | None:
-        return shape
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        fitting(self.name, dict.fromkeys(shapes, ()), shapes, ())
-        everything = dict.fromkeys(shapes, whole(next(iter(shapes.values()))))
-        return between(everything, everything)
-
-
-class AllSumReduce(Layer):
+class AllSumReduce(SliceLayer):
     """Adds up the tensors of each slice of a grid, and gives the sum to all its ranks.
 
     Input: a tensor of the same shape on all ranks of a slice. Output: their sum, bit for bit the
@@ -54,7 +32,4 @@ class AllSumReduce(Layer):
         [tensor([2., 2.]), tensor([2., 2.])]
     """
 
-    def __init__(
-        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(AllSumReduceSpec.along(partition, dims, shape))
+    movement = Movement("AllSumReduce", "wholes", "wholes")

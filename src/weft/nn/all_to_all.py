@@ -8,16 +8,16 @@ arXiv:2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Box, Shape, balanced, boxes
+from ..grid import Shape, balanced
 from ..plan import Plan, between
 from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
-from .spec import SliceSpec, Spec, checked_lengths, checked_shape, fitting, parts
+from .slices import Movement, SliceSpec
+from .spec import Spec, checked_lengths, checked_shape, fitting, parts, shards
 
 
 @dataclass(frozen=True)
@@ -27,39 +27,30 @@ class AllToAllSpec(SliceSpec):
     gathered: int = 0
     scattered: int = 1
 
-    name: ClassVar[str] = "AllToAll"
-
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
         cut = "" if self.lengths is None else f", lengths={self.lengths[0]}"
         return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{told}{cut}"
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
-        cells = self.cells(self.groups[rank])
-        both = self._from_first(len(shape))
-        if both is None:
-            return None  # the plan says what is wrong
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
+        gathered, _ = self._from_first(len(shape))
+        places = self._places(self.groups[rank], gathered)
         lengths: list[Shape] = [(extent,) for extent in shape]
-        lengths[both[0]] = balanced(shape[both[0]], len(cells))
-        return {r: box.shape for r, box in self._along(cells, lengths).items()}
+        lengths[gathered] = balanced(shape[gathered], len(places))
+        return {r: box.shape for r, box in shards(places, lengths, (gathered,)).items()}
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        cells = self.cells(list(shapes))
-        ndim = len(shapes[min(shapes)])
-        both = self._from_first(ndim)
-        if both is None:
-            raise WeftError(
-                f"{self.name}: dims is {(self.gathered, self.scattered)}, and the tensor has "
-                f"{ndim} dimensions: pass two different ones of these"
-            )
-        gathered, scattered = both
-        places = {r: (0,) * gathered + (cell[self.dims[0]],) for r, cell in cells.items()}
+        gathered, scattered = self._from_first(len(shapes[min(shapes)]))
+        places = self._places(shapes, gathered)
         lengths = fitting(self.name, places, shapes, (gathered,))
         there: list[Shape] = [(sum(each),) for each in lengths]
         (extent,) = there[scattered]
         given = None if self.lengths is None else self.lengths[0]
-        there[scattered] = parts(self.name, extent, len(cells), given, scattered)
-        return between(self._along(cells, lengths), self._along(cells, there))
+        there[scattered] = parts(self.name, extent, len(places), given, scattered)
+        return between(
+            shards(places, lengths, (gathered,)),
+            shards(self._places(shapes, scattered), there, (scattered,)),
+        )
 
     def batched(self, extent: int) -> Spec:
         """What is batched comes behind the other dimensions, so the last of these moves on."""
@@ -70,17 +61,24 @@ class AllToAllSpec(SliceSpec):
         )
         return super(AllToAllSpec, further).batched(extent)
 
-    def _from_first(self, ndim: int) -> Shape | None:
-        """The two dimensions counted from the first of so many; None: they are not two of these."""
+    def _from_first(self, ndim: int) -> Shape:
+        """The two dimensions counted from the first of so many.
+
+        Raises:
+            WeftError: they are not two of these.
+        """
         both = self.gathered, self.scattered
         if any(not -ndim <= dim < ndim for dim in both) or (both[0] - both[1]) % ndim == 0:
-            return None
+            raise WeftError(
+                f"{self.name}: dims is {both}, and the tensor has {ndim} dimensions: pass two "
+                "different ones of these"
+            )
         return both[0] % ndim, both[1] % ndim
 
-    def _along(self, cells: Mapping[int, Shape], lengths: Sequence[Shape]) -> dict[int, Box]:
-        """The box of each rank, where one dimension has a part for each of them."""
-        found = boxes(lengths)
-        return {rank: found[cell[self.dims[0]]] for rank, cell in cells.items()}
+    def _places(self, ranks: Iterable[int], dim: int) -> dict[int, Shape]:
+        """Where each rank is, in a grid that cuts this dimension of the tensor alone."""
+        (along,) = self.dims
+        return {rank: (*(0,) * dim, self.partition.cells[rank][along]) for rank in ranks}
 
 
 class AllToAll(Layer):
@@ -130,4 +128,6 @@ class AllToAll(Layer):
             )
         axis = normal_dims(both[0] if along is None else along, partition.dim)
         cut = None if lengths is None else checked_lengths([lengths])
-        super().__init__(AllToAllSpec(partition, axis, cut, *both, shape=checked_shape(shape)))
+        movement = Movement("AllToAll", "shards", "shards")
+        told = checked_shape(shape)
+        super().__init__(AllToAllSpec(movement, partition, axis, cut, *both, shape=told))

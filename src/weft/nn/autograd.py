@@ -99,7 +99,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        return self.spec.names[self.order % 2]
+        return f"{self.spec.name} backward" if self.order % 2 else self.spec.name
 
     def agree(self, x: Any, mode: str = "", needs: bool | None = None) -> Agreed:
         """Hear what all bring; collective.

@@ -10,37 +10,27 @@ Source: DistDL (Hewett and Grady, arXiv:2006.03108).
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Shape, cells, ravel, whole
+from ..grid import Shape, ravel, whole
 from ..plan import Plan, Side, between
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
 from .spec import Spec, checked_shape, fitting
 
 
-def copies(small: Partition, large: Partition) -> Mapping[int, tuple[int, ...]]:
+def copies(small: Partition, large: Partition) -> Mapping[int, list[int]]:
     """For each rank of the small grid the ranks of the large one that it stands for."""
-    return _copies(small.shape, small.ranks, large.shape, large.ranks)
-
-
-@functools.lru_cache(maxsize=256)  # by integers: a partition would keep its wire open
-def _copies(
-    small: Shape, small_ranks: tuple[int, ...], large: Shape, large_ranks: tuple[int, ...]
-) -> Mapping[int, tuple[int, ...]]:
-    extra = len(large) - len(small)
-    found: dict[int, list[int]] = {rank: [] for rank in small_ranks}
-    for rank, cell in zip(large_ranks, cells(large), strict=True):
-        at = [
-            0 if extent == 1 else place for place, extent in zip(cell[extra:], small, strict=True)
-        ]
-        found[small_ranks[ravel(at, small)]].append(rank)
-    return {rank: tuple(each) for rank, each in found.items()}
+    found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
+    for rank, cell in large.cells.items():
+        places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
+        at = [0 if extent == 1 else place for place, extent in places]
+        found[small.ranks[ravel(at, small.shape)]].append(rank)
+    return found
 
 
 def check_grids(name: str, small: Partition, large: Partition) -> None:
@@ -68,73 +58,53 @@ def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
     return partition.subset([partition.ranks.index(rank) for rank in ranks]).reshape(shape)
 
 
-class _BetweenGrids(Spec):
-    """Ranks of a small grid, each of which stands for some ranks of a large one."""
+@dataclass(frozen=True)
+class BroadcastSpec(Spec):
+    """From the small grid to the large one."""
 
-    @property
-    @abc.abstractmethod
-    def copies(self) -> Mapping[int, tuple[int, ...]]:
+    source: Partition
+    target: Partition
+
+    name = "Broadcast"
+
+    @functools.cached_property
+    def copies(self) -> Mapping[int, list[int]]:
         """For each rank of the small grid the ranks of the large one that it stands for."""
+        return copies(self.source, self.target)
 
     def _connected(self) -> Iterable[Sequence[int]]:
         return [(rank, *each) for rank, each in self.copies.items()]
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
         return dict.fromkeys(self.sources, shape)
 
     def output(self, rank: int, shape: Shape) -> Shape | None:
         return shape if rank in self.copies.get(rank, ()) else None
 
-    def _here(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """The part of `copies` that concerns the group that these ranks are in."""
-        group = {other for rank in ranks for other in self.groups[rank]}
-        return {rank: each for rank, each in self.copies.items() if rank in group}
-
-
-@dataclass(frozen=True)
-class BroadcastSpec(_BetweenGrids):
-    """From the small grid to the large one."""
-
-    small: Partition
-    large: Partition
-
-    name: ClassVar[str] = "Broadcast"
-
-    @property
-    def copies(self) -> Mapping[int, tuple[int, ...]]:
-        return copies(self.small, self.large)
-
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        have, want = [], []
-        for rank, each in self._here(shapes).items():
-            box = whole(shapes[rank])
-            have.append(Side.of({rank: box}, sheet=rank))
-            want.append(Side.of(dict.fromkeys(each, box), sheet=rank))
-        return between(_together(have), _together(want))
+        few, many = [], []
+        for rank, each in self.copies.items():
+            brings = each if self.summing else [rank]
+            if brings[0] not in shapes:
+                continue  # in another group of ranks
+            fitting(self.name, dict.fromkeys(brings, ()), {r: shapes[r] for r in brings}, ())
+            box = whole(shapes[brings[0]])
+            few.append(Side.of({rank: box}, sheet=rank))
+            many.append(Side.of(dict.fromkeys(each, box), sheet=rank))
+        plan = between(_together(few), _together(many))
+        return plan.T if self.summing else plan
 
 
 @dataclass(frozen=True)
-class SumReduceSpec(_BetweenGrids):
+class SumReduceSpec(BroadcastSpec):
     """From the large grid to the small one."""
 
-    large: Partition
-    small: Partition
+    name = "SumReduce"
+    summing = True
 
-    name: ClassVar[str] = "SumReduce"
-    summing: ClassVar[bool] = True
-
-    @property
-    def copies(self) -> Mapping[int, tuple[int, ...]]:
-        return copies(self.small, self.large)
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        have, want = [], []
-        for rank, each in self._here(shapes).items():
-            fitting(self.name, dict.fromkeys(each, ()), {r: shapes[r] for r in each}, ())
-            box = whole(shapes[each[0]])
-            have.append(Side.of(dict.fromkeys(each, box), sheet=rank))
-            want.append(Side.of({rank: box}, sheet=rank))
-        return between(_together(have), _together(want))
+    @functools.cached_property
+    def copies(self) -> Mapping[int, list[int]]:
+        return copies(self.target, self.source)
 
 
 def _together(sides: Sequence[Side]) -> Side:
@@ -144,7 +114,30 @@ def _together(sides: Sequence[Side]) -> Side:
     )
 
 
-class Broadcast(Layer):
+class _BetweenGrids(Layer):
+    """A layer between a small grid and a large one that it broadcasts to."""
+
+    spec_type: ClassVar[type[BroadcastSpec]]
+
+    def __init__(
+        self,
+        partition: Partition,
+        target: Partition | Sequence[int] | int,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        name, summing = self.spec_type.name, self.spec_type is SumReduceSpec
+        are_grids(name, partition)
+        if isinstance(target, Partition):
+            grids = partition, target
+        else:
+            first = first_along(partition, target)
+            grids = (partition, first) if summing else (first, partition)
+        check_grids(name, *(grids[::-1] if summing else grids))
+        super().__init__(self.spec_type(*grids, shape=checked_shape(shape)))
+
+
+class Broadcast(_BetweenGrids):
     """Copies tensors from the cells of a grid to more cells.
 
     Input: a tensor on each rank of the source, none elsewhere (`zero_volume_tensor()`). Output: a
@@ -170,23 +163,10 @@ class Broadcast(Layer):
         tensor([2., 5.])
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        target: Partition | Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-    ) -> None:
-        are_grids("Broadcast", partition)
-        if isinstance(target, Partition):
-            small, large = partition, target
-        else:
-            small, large = first_along(partition, target), partition
-        check_grids("Broadcast", small, large)
-        super().__init__(BroadcastSpec(small, large, shape=checked_shape(shape)))
+    spec_type = BroadcastSpec
 
 
-class SumReduce(Layer):
+class SumReduce(_BetweenGrids):
     """Adds up the tensors of the cells of a grid on fewer cells.
 
     Input: a tensor on each rank of the source, of the same shape wherever they are added up.
@@ -209,17 +189,4 @@ class SumReduce(Layer):
         [tensor([3., 3.]), tensor([]), tensor([])]
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        target: Partition | Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-    ) -> None:
-        are_grids("SumReduce", partition)
-        if isinstance(target, Partition):
-            large, small = partition, target
-        else:
-            large, small = partition, first_along(partition, target)
-        check_grids("SumReduce", small, large)
-        super().__init__(SumReduceSpec(large, small, shape=checked_shape(shape)))
+    spec_type = SumReduceSpec

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -227,7 +227,11 @@ class FromDTensorSpec(Spec):
     target: Partition
     lengths: CheckedLengths = None
 
-    name: ClassVar[str] = "from_dtensor"
+    name = "from_dtensor"
+
+    @property
+    def summing(self) -> bool:
+        return bool(self.layout.partial)
 
     def settings(self) -> str:
         lengths = "" if self.lengths is None else f", lengths={self.lengths}"
@@ -271,12 +275,6 @@ class FromDTensorSpec(Spec):
         return rank % self.layout.replicas if cell is None else self.layout.replica(cell)
 
 
-class FromPartialSpec(FromDTensorSpec):
-    """The same for a DTensor that is Partial, so that values add up."""
-
-    summing: ClassVar[bool] = True
-
-
 @dataclass(frozen=True)
 class ToDTensorSpec(Spec):
     """Shards on a grid to shards of a DTensor."""
@@ -285,7 +283,7 @@ class ToDTensorSpec(Spec):
     mesh: Partition
     layout: Layout
 
-    name: ClassVar[str] = "to_dtensor"
+    name = "to_dtensor"
 
     def settings(self) -> str:
         return str(self.layout)
@@ -365,8 +363,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, x.placements, x.ndim, shard_order(x))
     mesh = _grid(x.device_mesh, partition)
-    kind = FromPartialSpec if layout.reductions else FromDTensorSpec
-    spec = kind(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
+    spec = FromDTensorSpec(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
     local = _local(x)
     ranks = spec.groups.get(wire.rank)
     if ranks is None:

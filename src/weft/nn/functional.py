@@ -5,7 +5,8 @@ A layer that is called more than once is better made once; these make it anew on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -34,69 +35,58 @@ __all__ = [
     "zero_volume_corrector",
 ]
 
+P = ParamSpec("P")
 
-def _applied(kind: type[Layer], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-    if torch.compiler.is_compiling():
-        from .compiled import compiled
 
-        return compiled(_made(kind, *args, **kwargs), x)
-    result: Tensor = kind(*args, **kwargs)(x)
-    return result
+def _function(kind: Callable[P, Layer]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """A layer as a function: of the tensor, then of what the layer is made of."""
+
+    def applied(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if torch.compiler.is_compiling():
+            from .compiled import compiled
+
+            return compiled(_made(kind, *args, **kwargs), x)
+        result: Tensor = kind(*args, **kwargs)(x)
+        return result
+
+    applied.__doc__ = f"`weft.nn.{kind.__name__}` of these arguments, applied to `x`."
+    return applied  # type: ignore[return-value]  # whose tensor may be named, too
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _made(kind: type[Layer], *args: Any, **kwargs: Any) -> int:
+def _made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
     """The number of a layer that is made while code is compiled, and not again by that code."""
     from .compiled import number
 
     return number(kind(*args, **kwargs).spec)
 
 
-def all_gather(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.AllGather` of these arguments, applied to `x`."""
-    return _applied(AllGather, x, args, kwargs)
+all_gather = _function(AllGather)
+"""`weft.nn.AllGather` of these arguments, applied to `x`."""
 
+reduce_scatter = _function(ReduceScatter)
+"""`weft.nn.ReduceScatter` of these arguments, applied to `x`."""
 
-def reduce_scatter(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.ReduceScatter` of these arguments, applied to `x`."""
-    return _applied(ReduceScatter, x, args, kwargs)
+all_sum_reduce = _function(AllSumReduce)
+"""`weft.nn.AllSumReduce` of these arguments, applied to `x`."""
 
+all_to_all = _function(AllToAll)
+"""`weft.nn.AllToAll` of these arguments, applied to `x`."""
 
-def all_sum_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.AllSumReduce` of these arguments, applied to `x`."""
-    return _applied(AllSumReduce, x, args, kwargs)
+broadcast = _function(Broadcast)
+"""`weft.nn.Broadcast` of these arguments, applied to `x`."""
 
+sum_reduce = _function(SumReduce)
+"""`weft.nn.SumReduce` of these arguments, applied to `x`."""
 
-def all_to_all(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.AllToAll` of these arguments, applied to `x`."""
-    return _applied(AllToAll, x, args, kwargs)
+scatter = _function(Scatter)
+"""`weft.nn.Scatter` of these arguments, applied to `x`."""
 
+gather = _function(Gather)
+"""`weft.nn.Gather` of these arguments, applied to `x`."""
 
-def broadcast(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.Broadcast` of these arguments, applied to `x`."""
-    return _applied(Broadcast, x, args, kwargs)
+repartition = _function(Repartition)
+"""`weft.nn.Repartition` of these arguments, applied to `x`."""
 
-
-def sum_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.SumReduce` of these arguments, applied to `x`."""
-    return _applied(SumReduce, x, args, kwargs)
-
-
-def scatter(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.Scatter` of these arguments, applied to `x`."""
-    return _applied(Scatter, x, args, kwargs)
-
-
-def gather(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.Gather` of these arguments, applied to `x`."""
-    return _applied(Gather, x, args, kwargs)
-
-
-def repartition(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.Repartition` of these arguments, applied to `x`."""
-    return _applied(Repartition, x, args, kwargs)
-
-
-def halo_exchange(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`weft.nn.HaloExchange` of these arguments, applied to `x`."""
-    return _applied(HaloExchange, x, args, kwargs)
+halo_exchange = _function(HaloExchange)
+"""`weft.nn.HaloExchange` of these arguments, applied to `x`."""

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from ..errors import WeftError
 from ..grid import Box, Shape
@@ -50,14 +50,14 @@ class HaloSpec(Spec):
     boundary: Boundary
     padded: bool = False
 
-    name: ClassVar[str] = "HaloExchange"
+    name = "HaloExchange"
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
         width = f"{self.width[0]}" if len(self.width) == 1 else f"{self.width} by cell"
         return f"width={width}, boundary={self.boundary}{told}{', padded' * self.padded}"
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
         found = evenly(self.partition, range(self.partition.dim), shape)
         if not self.padded:
             return found

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError
-from ..grid import Shape
 from ..plan import Plan
 from .autograd import applied
 from .partition import lengths_of
@@ -71,7 +70,7 @@ class Layer(torch.nn.Module):
                 f"rank {rank}: {spec.name} does not concern this rank, which has no plan"
             )
         if not isinstance(shapes, Mapping):
-            shapes = self._evenly(rank, lengths_of(spec.name, "shapes", shapes))
+            shapes = spec.inputs(rank, lengths_of(spec.name, "shapes", shapes))
         sources = [each for each in ranks if each in spec.sources]
         if missing := [each for each in sources if each not in shapes]:
             raise WeftError(
@@ -80,16 +79,6 @@ class Layer(torch.nn.Module):
             )
         found = {each: lengths_of(spec.name, f"shapes[{each}]", shapes[each]) for each in sources}
         return planned(spec, tuple(found.items()))
-
-    def _evenly(self, rank: int, shape: Shape) -> Mapping[int, Sequence[int]]:
-        """What each rank brings of a tensor that is cut evenly."""
-        found = self.spec.inputs(rank, tuple(shape))
-        if found is None:
-            raise WeftError(
-                f"rank {rank}: {self.spec.name} does not tell what ranks have from the whole "
-                "tensor's shape: pass the shapes by rank"
-            )
-        return found
 
     def extra_repr(self) -> str:
         settings = self.spec.settings()

@@ -399,7 +399,7 @@ def same_group(name: str, one: Partition, other: Partition) -> None:
         raise WeftError(f"{name}: the two grids count ranks in different groups")
 
 
-def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid") -> Shape:
+def normal_dims(dims: Sequence[int] | int, count: int) -> Shape:
     """Dimensions as non-negative numbers.
 
     Raises:
@@ -408,7 +408,7 @@ def normal_dims(dims: Sequence[int] | int, count: int, *, what: str = "the grid"
     given = integers("dims", "dims", dims)
     for dim in given:
         if not -count <= dim < count:
-            raise WeftError(f"dim {dim} is out of range: {what} has {count} dimensions")
+            raise WeftError(f"dim {dim} is out of range: the grid has {count} dimensions")
     found = tuple(dim % count for dim in given)
     if len(set(found)) < len(found):
         raise WeftError(f"dims {given} name a dimension twice: name each once")
@@ -441,5 +441,7 @@ def lengths_of(who: str, what: str, given: Any) -> Shape:
     """
     found = integers(who, what, given)
     if any(length < 0 for length in found):
-        raise WeftError(f"{who}: {what} is {given!r}: lengths are at least 0")
+        raise WeftError(
+            f"{who}: {what} is {given!r}: lengths are at least 0, and none may be left open"
+        )
     return found

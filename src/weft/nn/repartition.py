@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..grid import Shape
 from ..plan import Plan, between
@@ -36,9 +35,9 @@ class RepartitionSpec(Spec):
     target: Partition
     lengths: CheckedLengths = None
 
-    name: ClassVar[str] = "Repartition"
+    name = "Repartition"
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
         return evenly(self.source, range(self.source.dim), shape)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:

@@ -6,48 +6,10 @@ together there. Each is the other's adjoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
-
-from ..grid import Shape, whole
-from ..plan import Plan, between
-from .broadcast import first_along
-from .layer import Layer
-from .partition import Partition
-from .spec import Lengths, SliceSpec
+from .slices import CuttingLayer, Movement, SliceLayer
 
 
-class ScatterSpec(SliceSpec):
-    """The whole on the first rank to shards on all."""
-
-    name: ClassVar[str] = "Scatter"
-
-    def _sources(self) -> Iterable[int]:
-        return first_along(self.partition, self.dims).ranks
-
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
-        wholes = super().inputs(rank, shape) or {}
-        return {source: wholes[source] for source in self.sources}
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        ((root, shape),) = shapes.items()
-        return between({root: whole(shape)}, self.divided(self.groups[root], shape))
-
-
-class GatherSpec(SliceSpec):
-    """Shards on all ranks to the whole on the first."""
-
-    name: ClassVar[str] = "Gather"
-    sharded: ClassVar[bool] = True
-
-    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        parts, everything = self.joined(shapes)
-        cells = self.cells(shapes).items()
-        (root,) = (rank for rank, cell in cells if not any(cell[dim] for dim in self.dims))
-        return between(parts, {root: everything})
-
-
-class Scatter(Layer):
+class Scatter(CuttingLayer):
     """Cuts the tensor of the first rank of each slice, and gives each rank its part.
 
     Input: the whole along `dims` on the ranks that are first along them, nothing elsewhere.
@@ -73,18 +35,10 @@ class Scatter(Layer):
         [tensor([0, 1]), tensor([2])]
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        dims: Sequence[int] | int,
-        *,
-        shape: Sequence[int] | None = None,
-        lengths: Lengths = None,
-    ) -> None:
-        super().__init__(ScatterSpec.along(partition, dims, shape, lengths))
+    movement = Movement("Scatter", "first", "shards")
 
 
-class Gather(Layer):
+class Gather(SliceLayer):
     """Puts the shards of each slice together on its first rank.
 
     Input: each rank's shard; any lengths, also 0, that fit together. Output: the whole along
@@ -108,7 +62,4 @@ class Gather(Layer):
         [tensor([0, 1]), tensor([], dtype=torch.int64)]
     """
 
-    def __init__(
-        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(GatherSpec.along(partition, dims, shape))
+    movement = Movement("Gather", "shards", "first")

@@ -4,8 +4,8 @@ A spec knows its partitions and its arguments. From the shapes that the ranks tu
 makes a plan, in integers alone, so every rank makes the same plan or finds the same fault. A layer
 is a spec with a face of torch.nn.Module; its adjoint is the plan's transpose.
 
-To add a layer: subclass `Spec` (or `SliceSpec`, for a layer that works within the slices of one
-grid), say how the plan follows from the shapes, and put a `Layer` around it.
+To add a layer: subclass `Spec`, say how the plan follows from the shapes, and put a `Layer` around
+it. A layer that works within the slices of one grid is a `Movement` (`slices`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
 
 from ..errors import WeftError
-from ..grid import Box, Shape, balanced, cells, whole
+from ..grid import Box, Shape, balanced
 from ..plan import Plan
-from .partition import Partition, are_grids, integers, normal_dims
+from .partition import Partition, lengths_of
 
 Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
@@ -33,15 +32,20 @@ class Spec(abc.ABC):
     """What moves where, but for the sizes.
 
     Attributes:
-        name: as errors and traces call it.
-        summing: whether values of several ranks add up on the way forward.
         shape: the shape of the whole tensor, if the caller told; it is checked.
     """
 
-    name: ClassVar[str]
-    summing: ClassVar[bool] = False
-
     shape: Shape | None = field(default=None, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """As errors and traces call it."""
+
+    @property
+    def summing(self) -> bool:
+        """Whether values of several ranks add up on the way forward."""
+        return False
 
     @abc.abstractmethod
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
@@ -51,9 +55,9 @@ class Spec(abc.ABC):
             WeftError: the shapes do not fit together.
         """
 
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
-        """What the ranks of a rank's group bring of a whole tensor of that shape, if it tells."""
-        return None
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
+        """What the ranks of a rank's group bring of a whole tensor of that shape."""
+        raise NotImplementedError
 
     def output(self, rank: int, shape: Shape) -> Shape | None:
         """The shape of a rank's result, from that of its own tensor; None if that does not tell."""
@@ -69,12 +73,8 @@ class Spec(abc.ABC):
 
     def settings(self) -> str:
         """The arguments besides the partitions, for comparing them across ranks."""
-        shape, *own = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return ", ".join(
-            f"{name}={value}"
-            for name, value in (*own, shape)
-            if value is not None and not isinstance(value, Partition)
-        )
+        told = {name: getattr(self, name, None) for name in ("dims", "lengths", "shape")}
+        return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
     def batched(self, extent: int) -> Spec:
         """The same for tensors with one more dimension of that extent, at the end."""
@@ -83,30 +83,24 @@ class Spec(abc.ABC):
     # what follows from that
 
     @functools.cached_property
+    def _grids(self) -> dict[str, Partition]:
+        own = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: value for name, value in own if isinstance(value, Partition)}
+
+    @functools.cached_property
     def partitions(self) -> tuple[Partition, ...]:
         """The grids it is about; the ranks of the first bring a tensor."""
-        own = (getattr(self, each.name) for each in fields(self))
-        return tuple(each for each in own if isinstance(each, Partition))
+        return tuple(self._grids.values())
 
     @functools.cached_property
     def groups(self) -> Mapping[int, tuple[int, ...]]:
         """For each rank that takes part: all ranks that must hear of each other, ascending."""
-        group: dict[int, set[int]] = {}
-        for ranks in self._connected():
-            together = set(ranks).union(*(group.get(rank, ()) for rank in ranks))
-            group.update(dict.fromkeys(together, together))
-        ascending = {id(each): tuple(sorted(each)) for each in group.values()}
-        return {rank: ascending[id(each)] for rank, each in group.items()}
+        return _groups(self.integers)
 
     @functools.cached_property
     def sources(self) -> frozenset[int]:
         """The ranks that bring a tensor; what others bring has no volume."""
         return frozenset(self._sources())
-
-    @functools.cached_property
-    def names(self) -> tuple[str, str]:
-        """What its calls are called, on the way forward and backward."""
-        return self.name, f"{self.name} backward"
 
     @functools.cached_property
     def arguments(self) -> str:
@@ -121,11 +115,8 @@ class Spec(abc.ABC):
 
     def within(self, group: object) -> Spec:
         """The same in another group, whose ranks count alike."""
-        own = ((each.name, getattr(self, each.name)) for each in fields(self))
-        grids: dict[str, Any] = {
-            name: value.within(group) for name, value in own if isinstance(value, Partition)
-        }
-        return replace(self, **grids)
+        grids = {name: each.within(group) for name, each in self._grids.items()}
+        return replace(self, **grids)  # type: ignore[arg-type]  # each of its own field
 
     @functools.cached_property
     def integers(self) -> Spec:
@@ -135,6 +126,16 @@ class Spec(abc.ABC):
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
         """The shapes in this rank's group, if the caller told the whole; else None."""
         return None if self.shape is None else self.inputs(rank, self.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(spec: Spec) -> Mapping[int, tuple[int, ...]]:
+    group: dict[int, set[int]] = {}
+    for ranks in spec._connected():
+        together = set(ranks).union(*(group.get(rank, ()) for rank in ranks))
+        group.update(dict.fromkeys(together, together))
+    ascending = {id(each): tuple(sorted(each)) for each in group.values()}
+    return {rank: ascending[id(each)] for rank, each in group.items()}
 
 
 def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
@@ -157,79 +158,6 @@ def _planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
                 f"{told[rank]}, and it brings {shape}: pass that, or another shape="
             )
     return spec.plan(found)
-
-
-# Layers within the slices of one grid
-
-
-@dataclass(frozen=True)
-class SliceSpec(Spec):
-    """What moves within the slices of one grid along some dimensions.
-
-    A slice is the ranks whose cells differ in nothing but their place along `dims`.
-
-    Attributes:
-        partition: the grid.
-        dims: of the grid.
-        lengths: of the parts that tensors are cut into, for each dimension; None: balanced.
-        sharded: whether ranks bring shards along all dimensions; else they bring the whole along
-            `dims`.
-    """
-
-    sharded: ClassVar[bool] = False
-
-    partition: Partition
-    dims: Shape
-    lengths: CheckedLengths = None
-
-    @classmethod
-    def along(
-        cls,
-        partition: Partition,
-        dims: Sequence[int] | int,
-        shape: Sequence[int] | None,
-        lengths: Lengths = None,
-    ) -> Self:
-        """The spec of what a layer was given.
-
-        Raises:
-            WeftError: that is no grid, or not what it has or takes.
-        """
-        are_grids(cls.name, partition)
-        found = normal_dims(dims, partition.dim)
-        return cls(partition, found, checked_lengths(lengths), shape=checked_shape(shape))
-
-    def _connected(self) -> Iterable[Sequence[int]]:
-        return _slices(self.partition.shape, self.partition.ranks, self.dims)
-
-    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape] | None:
-        dims = range(self.partition.dim)
-        along = dims if self.sharded else [dim for dim in dims if dim not in self.dims]
-        return evenly(self.partition, along, shape)
-
-    def cells(self, ranks: Iterable[int]) -> dict[int, Shape]:
-        """The cells of some ranks."""
-        return {rank: self.partition.cells[rank] for rank in ranks}
-
-    def joined(self, shapes: Mapping[int, Shape]) -> tuple[dict[int, Box], Box]:
-        """The box of each rank's shard in the tensor of its slice, and all of that."""
-        cells = self.cells(shapes)
-        lengths = fitting(self.name, cells, shapes, self.dims)
-        return shards(cells, lengths, self.dims), whole([sum(each) for each in lengths])
-
-    def divided(self, ranks: Iterable[int], shape: Shape) -> dict[int, Box]:
-        """The boxes of the parts into which a tensor is cut for some ranks of a slice."""
-        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
-        return shards(self.cells(ranks), lengths, self.dims)
-
-
-@functools.lru_cache(maxsize=256)  # by integers: a partition would keep its wire open
-def _slices(shape: Shape, ranks: tuple[int, ...], dims: Shape) -> tuple[tuple[int, ...], ...]:
-    found: dict[Shape, list[int]] = {}
-    for rank, index in zip(ranks, cells(shape), strict=True):
-        rest = tuple(at for dim, at in enumerate(index) if dim not in dims)
-        found.setdefault(rest, []).append(rank)
-    return tuple(map(tuple, found.values()))
 
 
 # How tensors are cut
@@ -376,7 +304,4 @@ def _extents(what: str, found: Sequence[int]) -> Shape:
         raise WeftError(
             f"{what} has {found!r} where it needs several integers: pass a tuple of them"
         )
-    extents = integers(what, what, found)
-    if min(extents, default=0) < 0:
-        raise WeftError(f"{what} is {extents}: pass integers of at least 0; none may be left open")
-    return extents
+    return lengths_of(what, what, found)

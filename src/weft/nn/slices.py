@@ -1,0 +1,155 @@
+"""What layers within the slices of one grid have in common: a slice's tensor changes its form.
+
+A slice is the ranks whose cells differ in nothing but their place along `dims`. Its ranks hold one
+tensor in one of three forms: a shard each, the whole each, or the whole on the first alone. A layer
+is a `Movement` from one form to another; where all bring a whole, they are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from ..grid import Box, Shape, whole
+from ..plan import Plan, between
+from .layer import Layer
+from .partition import Partition, are_grids, normal_dims
+from .spec import (
+    CheckedLengths,
+    Lengths,
+    Spec,
+    checked_lengths,
+    checked_shape,
+    cut,
+    evenly,
+    fitting,
+    shards,
+)
+
+Form = Literal["shards", "wholes", "first"]
+"""Who holds what of a slice's tensor."""
+
+
+class Movement(NamedTuple):
+    """What a layer does.
+
+    Attributes:
+        name: as errors and traces call it.
+        brings: the form of the tensor before.
+        gets: the form of it afterwards.
+    """
+
+    name: str
+    brings: Form
+    gets: Form
+
+
+@dataclass(frozen=True)
+class SliceSpec(Spec):
+    """What moves within the slices of one grid along some dimensions.
+
+    Attributes:
+        movement: from which form to which.
+        partition: the grid.
+        dims: of the grid.
+        lengths: of the parts that tensors are cut into, for each dimension; None: balanced.
+    """
+
+    movement: Movement
+    partition: Partition
+    dims: Shape
+    lengths: CheckedLengths = None
+
+    @property
+    def name(self) -> str:
+        return self.movement.name
+
+    @property
+    def summing(self) -> bool:
+        return self.movement.brings == "wholes"
+
+    def _connected(self) -> Iterable[Sequence[int]]:
+        found: dict[Shape, list[int]] = {}
+        for rank, cell in self.partition.cells.items():
+            rest = tuple(at for dim, at in enumerate(cell) if dim not in self.dims)
+            found.setdefault(rest, []).append(rank)
+        return found.values()
+
+    def _sources(self) -> Iterable[int]:
+        ranks = self.partition.ranks
+        return self._first(ranks) if self.movement.brings == "first" else ranks
+
+    def _first(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks that are first along `dims`."""
+        cells = self.partition.cells
+        return [rank for rank in ranks if not any(cells[rank][dim] for dim in self.dims)]
+
+    def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
+        sharded = self.movement.brings == "shards"
+        dims = [dim for dim in range(self.partition.dim) if sharded or dim not in self.dims]
+        found = evenly(self.partition, dims, shape)
+        return {each: found[each] for each in self.sources}
+
+    def output(self, rank: int, shape: Shape) -> Shape | None:
+        if not self.summing:
+            return None
+        return shape if self.movement.gets == "wholes" else self._parts([rank], shape)[rank].shape
+
+    def _parts(self, ranks: Iterable[int], shape: Shape) -> dict[int, Box]:
+        """The boxes of the parts into which a tensor is cut for some ranks of a slice."""
+        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
+        return shards({rank: self.partition.cells[rank] for rank in ranks}, lengths, self.dims)
+
+    def plan(self, shapes: Mapping[int, Shape]) -> Plan:
+        ranks = self.groups[next(iter(shapes))]
+        sharded = self.movement.brings == "shards"
+        cells = {rank: self.partition.cells[rank] for rank in shapes}
+        lengths = fitting(self.name, cells, shapes, self.dims if sharded else ())
+        shape = tuple(map(sum, lengths))
+
+        def held(form: Form) -> dict[int, Box]:
+            if form != "shards":
+                holders = ranks if form == "wholes" else self._first(ranks)
+                return dict.fromkeys(holders, whole(shape))
+            return shards(cells, lengths, self.dims) if sharded else self._parts(ranks, shape)
+
+        return between(held(self.movement.brings), held(self.movement.gets))
+
+
+class SliceLayer(Layer):
+    """A layer within the slices of one grid."""
+
+    movement: ClassVar[Movement]
+
+    def __init__(
+        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
+    ) -> None:
+        self._move(partition, dims, shape)
+
+    def _move(
+        self,
+        partition: Partition,
+        dims: Sequence[int] | int,
+        shape: Sequence[int] | None,
+        lengths: Lengths = None,
+    ) -> None:
+        are_grids(self.movement.name, partition)
+        found = normal_dims(dims, partition.dim)
+        checked = checked_lengths(lengths)
+        spec = SliceSpec(self.movement, partition, found, checked, shape=checked_shape(shape))
+        super().__init__(spec)
+
+
+class CuttingLayer(SliceLayer):
+    """A layer within the slices of one grid that cuts tensors, and may be told how."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        dims: Sequence[int] | int,
+        *,
+        shape: Sequence[int] | None = None,
+        lengths: Lengths = None,
+    ) -> None:
+        self._move(partition, dims, shape, lengths)
