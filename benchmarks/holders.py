@@ -25,7 +25,7 @@ from torch import Tensor
 import weft
 from weft.sparse import codec
 from weft.sparse.link import set_link
-from weft.sparse.stream import FIRST, SUMS, VALUES
+from weft.sparse.stream import SUMS, VALUES
 from weft.testing import run
 from weft.wire.base import Pending, Recv, Send, Wire
 from weft.wire.link import MERGE, Link
@@ -90,7 +90,7 @@ def moved(wire: Wire, indices: Tensor) -> tuple[int, int, int]:
     values, post = [0, 0], wire._post
 
     def posted(sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        if channel in (FIRST, SUMS, VALUES):
+        if channel in (SUMS, VALUES):
             values[0] += sum(tensor.nbytes for _, tensor in sends)
             values[1] += sum(one if isinstance(one, int) else one.nbytes for _, one in recvs)
         return post(sends, recvs, channel)

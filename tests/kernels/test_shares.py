@@ -107,17 +107,6 @@ def test_who_holds_a_place(case, data):
         assert found == [int(index in one) for one in sets]
 
 
-@SOME
-@given(case=unions(), most=st.sampled_from([0, 1, 7, 1000]))
-def test_the_first_rows_that_no_other_run_has(case, most):
-    runs, union, _ = case
-    which, total = [len(runs) - 1, 0], len(union.indices)
-    for run, one in zip(which, kernels.alone(union.slots, which, total, most), strict=True):
-        others = set(torch.cat([runs[run][:0], *runs[:run], *runs[run + 1 :]]).tolist())
-        alone = [row for row, index in enumerate(runs[run].tolist()) if index not in others]
-        assert one.tolist() == alone[:most] and one.dtype == torch.int32
-
-
 @pytest.mark.parametrize("shared", [reference.shares, partial(cpu.shares, CODE)])
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_equal_weights_are_equal_shares(shared, runs):

@@ -49,6 +49,7 @@ def rows_of(rank, kind, *, shape=(3,), dtype=torch.float32, index=torch.int64):
         "skew": (10_000, 300 if rank == 1 else 3),
         "some empty": (50, 20 * (rank % 2)),
         "all empty": (50, 0),
+        "wide": (3000, 4000),
         "long": (60_000, 20_000),
         "long and far": (3 * 2**31, 20_000),
         "far apart": (3 * 2**31 if index is torch.int64 else 2**31 - 1, 30),
@@ -164,6 +165,16 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
         run(size, program, kind)
         if kind == "long and far" or (kind == "long" and name != "mask"):  # which has a bitmap
             assert bool(packed) is (name not in PLAIN), kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+@spmd(2, 3, 4, on=("threads",))
+def test_rows_of_many_chunks(wire, name):
+    set_link(wire, Link(1e-4, 8e-9, MERGE, 1e-5))
+    for dtype in (torch.float32, torch.bfloat16):
+        parts, want = world(wire.size, "wide", shape=(512,), dtype=dtype)
+        total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
+        assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
 
 
 @pytest.mark.parametrize("op", OPS)

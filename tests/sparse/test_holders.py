@@ -19,8 +19,8 @@ from weft.sparse.algorithms.holders import busiest, weights
 from weft.sparse.choice import fitted
 from weft.sparse.link import set_link
 from weft.sparse.local_rows import LocalRows
-from weft.sparse.relay import HOPS, LEADS, relay_memory, relay_rows
-from weft.sparse.stream import FIRST, SUMS, VALUES
+from weft.sparse.relay import relay_memory, relay_rows
+from weft.sparse.stream import SUMS, VALUES
 from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
@@ -68,7 +68,7 @@ def values_moved(wire, rows, **arguments):
     moved, post = [0, 0], wire._post
 
     def counting(sends, recvs, channel):
-        if channel in (VALUES, SUMS, FIRST):
+        if channel in (VALUES, SUMS):
             for way, messages in enumerate((sends, recvs)):
                 moved[way] += sum(
                     what if isinstance(what, int) else what.nbytes for _, what in messages
@@ -151,7 +151,7 @@ def test_the_result_is_asked_for_before_a_value_moves(wire):
     post = wire._post
 
     def watched(sends, recvs, channel):
-        moved_before.append(channel in (VALUES, SUMS, FIRST))
+        moved_before.append(channel in (VALUES, SUMS))
         return post(sends, recvs, channel)
 
     def allocate(count, row_shape, dtypes):
@@ -175,7 +175,7 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
         def ordered(sends, recvs, channel):
             if channel == VALUES and sends and wire.rank == 1:  # what rank 0 needs for a sum
                 assert started.wait(20), "rank 0 does nothing until it comes"
-            if channel in (FIRST, SUMS) and sends and wire.rank == 0:
+            if channel == SUMS and sends and wire.rank == 0:
                 started.set()
             return post(sends, recvs, channel)
 
@@ -192,84 +192,35 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
         assert (total.values[:3] == 2).all() and (total.values[3:] == 1).all()
 
 
-def in_order(kind, ranks, row):
-    """The channels on which each rank sends values, in order; and the steps before any sum."""
-    sets = parts_of(kind, ranks)
-
-    def body(wire):
-        set_link(wire, SLOW)
-        said, post = [], wire._post
-
-        def watched(sends, recvs, channel):
-            said.extend(channel for _ in sends if channel in (VALUES, SUMS, FIRST))
-            return post(sends, recvs, channel)
-
-        indices = sets[wire.rank]
-        rows = weft.Rows(indices, torch.ones(len(indices), row))
-        wire._post = watched
-        weft.sparse_all_reduce(rows, algorithm="holders")
-        wire._post = post
-        return said
-
-    holders = torch.cat(sets).unique(return_counts=True)[1]
-    alone = int((holders == 1).sum()) // ranks
-    return run(ranks, body), alone // (SLOW_CHUNK // (4 * row))
-
-
 SLOW_CHUNK = 1 << 18
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_rows_for_others_go_between_the_first_chunks(ranks):
-    """Some chunks of what one has alone are on their way before anything is made ready for sums."""
-    said, steps = in_order("uniform", ranks, 256)
-    assert steps > 8
-    for channels in said:
-        first, last = channels.index(VALUES), len(channels) - channels[::-1].index(VALUES)
-        passed = channels[:first].count(FIRST) - LEADS  # those of the left neighbour
-        assert channels[:first] == [FIRST] * (LEADS + passed) and passed == 2 * (ranks > 2)
-        assert channels.count(FIRST) == LEADS * min(ranks - 1, HOPS)
-        assert channels[first:last].count(SUMS) < (ranks - 1) * (steps - 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_lead_by_as_many_chunks_as_they_have_alone(ranks):
-    """None, some, or more than may go ahead; each in turn is the neighbour of each, which sends
-    them on ahead, too."""
-    alone = [0, 9, 1, 3, 0, 2, 0, 5]  # chunks of 32 rows, and some rows more
-
-    def part(rank):
-        many = 32 * alone[rank] + 17
-        own = 1000 * (rank + 1) + torch.arange(many)
-        indices = torch.cat([torch.arange(300), own])
-        return weft.Rows(indices, (indices[:, None] + torch.arange(2048)).float() % 64)
+@pytest.mark.parametrize("kind, ranks", [("uniform", 2), ("uniform", 8), ("identical", 4)])
+def test_rows_for_others_go_between_chunks_of_what_one_has_alone(kind, ranks):
+    """First where nobody has rows alone; else all are on their way before any sum is made."""
+    sets, row = parts_of(kind, ranks), 256
+    alone = int((torch.cat(sets).unique(return_counts=True)[1] == 1).sum()) // ranks
+    steps = alone // (SLOW_CHUNK // (4 * row))
+    assert steps > 8 or kind == "identical"
 
     def body(wire):
         set_link(wire, SLOW)
         said, post = [], wire._post
 
         def watched(sends, recvs, channel):
-            said.extend(channel for _ in sends)
+            said.extend(channel for _ in sends if channel in (VALUES, SUMS))
             return post(sends, recvs, channel)
 
+        indices = sets[wire.rank]
         wire._post = watched
-        total = weft.sparse_all_reduce(part(wire.rank), algorithm="holders")
+        weft.sparse_all_reduce((indices, torch.ones(len(indices), row)), algorithm="holders")
         wire._post = post
-        return total, said.count(FIRST)
+        return said
 
-    want = expected([part(rank) for rank in range(ranks)])
-    for rank, (total, leads) in enumerate(run(ranks, body)):
-        assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
-        lefts = alone[(rank - 1) % ranks] if ranks > 2 else 0
-        assert leads == min(alone[rank], LEADS) + min(lefts, LEADS)
-
-
-def test_rows_for_others_go_first_where_nobody_has_rows_alone():
-    said, steps = in_order("identical", 4, 256)
-    assert steps == 0
-    for channels in said:
-        count = channels.count(VALUES)
-        assert count and set(channels[:count]) == {VALUES}
+    for channels in run(ranks, body):
+        last = len(channels) - channels[::-1].index(VALUES)
+        between = channels[:last].count(SUMS)
+        assert between < (ranks - 1) * (steps - 1) if steps else between == 0
 
 
 def test_chunks_do_not_jump_with_what_was_measured():

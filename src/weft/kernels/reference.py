@@ -233,27 +233,6 @@ def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
     return list(torch.split(torch.argsort(to, stable=True).int(), counts.tolist()))
 
 
-def alone(slots: Sequence[Tensor], runs: Sequence[int], total: int, most: int) -> list[Tensor]:
-    """For some runs the first rows that no other run has.
-
-    Args:
-        slots: of all runs, as `union` gives them.
-        runs: which runs.
-        total: U, the places of the union.
-        most: how many rows of each to look for.
-
-    Returns:
-        For each of `runs` int32: positions in the run, ascending.
-
-    Example:
-        >>> alone(union([torch.tensor([2, 5]), torch.tensor([1, 5, 7])]).slots, [1], 4, most=9)
-        [tensor([0, 2], dtype=torch.int32)]
-    """
-    holders = torch.bincount(torch.cat([_places(slot) for slot in slots]), minlength=total)
-    single = [torch.nonzero(holders[_places(slots[run])] == 1).view(-1) for run in runs]
-    return [rows[:most].int() for rows in single]
-
-
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
     """Which runs have some places of their union.
 

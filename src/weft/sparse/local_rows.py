@@ -1,7 +1,7 @@
 """This rank's rows, as a schedule gets them: canonical, their duplicates combined when asked for.
 
 Most schedules want all of a rank's rows at once: `values`. One that sends each row to one place, in
-parts, combines the duplicates of a part while it puts the part together (`piece`, `take`): no row
+parts, combines the duplicates of a part while it puts the part together (`take`): no row
 is copied twice, and what goes out first is ready that much earlier.
 """
 
@@ -50,7 +50,8 @@ class LocalRows:
         """`[k, *row_shape]`, in the order of the indices; good until `release()`."""
         if self._values is None:
             given, distinct = self._given, self._distinct
-            if self._ready or not len(self):
+            ready = distinct.order is None and distinct.starts is None
+            if (ready and given.dtype == self._dtype) or not len(self):
                 self._values = given.contiguous()
             else:
                 size = given[:1].numel() * self._dtype.itemsize
@@ -58,19 +59,6 @@ class LocalRows:
                 space = typed(self._lease.tensor, (len(self), *given.shape[1:]), self._dtype)
                 self._values = kernels.reduce(given, distinct, self._op, out=space)
         return self._values.view(len(self), *self.row_shape)
-
-    @property
-    def _ready(self) -> bool:
-        """Whether the rows were given as they are wanted."""
-        distinct = self._distinct
-        unique = distinct.order is None and distinct.starts is None
-        return unique and self._given.dtype == self._dtype
-
-    def piece(self, rows: slice, out: Tensor) -> Tensor:
-        """A range of the rows: written to `out`, or where they lie ready, a view of them."""
-        if self._values is None and not self._ready and self._given.is_contiguous():
-            return kernels.reduce(self._given, self._distinct, self._op, out=out, rows=rows)
-        return self.values[rows]
 
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""

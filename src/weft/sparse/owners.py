@@ -6,7 +6,7 @@ equal numbers of input rows are not equal work: at the head of a Zipf distributi
 the same few rows. Both numbers are estimated from the points in the combined header, bin by bin, in
 integers or in operations that every machine rounds alike.
 
-`reduce_to_owners` brings all rows to their owners, each of which sums its range: the reduce-scatter
+`ToOwners` brings all rows to their owners, each of which sums its range: the reduce-scatter
 of "SSAR_Split_allgather" in Renggli et al., "SparCML" (SC'19), section 5.3. Index sets go first,
 with as many values behind them as keep the link busy; an owner merges chunk by chunk while later
 ones are on the wire. Workspace is bounded, whatever P is. Ranks that own nothing are sent nothing.
@@ -14,20 +14,20 @@ ones are on the wire. Workspace is bounded, whatever P is. Ranks that own nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor, searchsorted
+from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import peers
+from ..wire.base import Pending, peers
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
-from .stream import ToOwners, merge_blocks
+from .stream import IndexLists, Inflow, Source, at_hand, merge_blocks, send_rows
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -72,10 +72,84 @@ def cuts(header: Header, ranks: int) -> list[int]:
     return result
 
 
-def parts(indices: Tensor, header: Header, ranks: int) -> list[slice]:
-    """Of sorted indices, for each owner those that lie in its range."""
-    ends = searchsorted(indices, indices.new_tensor(cuts(header, ranks))).tolist()
-    return [slice(a, b) for a, b in zip([0, *ends], [*ends, len(indices)], strict=True)]
+def balanced(header: Header, ranks: int) -> list[int]:
+    """The cuts with both ends: rank r owns the indices from bound r up to, not including, r + 1."""
+    return [0, *cuts(header, ranks), header.highest + 1]
+
+
+def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
+    """Of sorted indices, those from each bound up to the next; bounds may be too large for int64.
+
+    Args:
+        indices: sorted, unique; none is above `highest`.
+        bounds: ascending.
+        highest: what fits in the dtype of the indices.
+    """
+    keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
+    found = torch.searchsorted(indices, keys).tolist()
+    ends = [
+        indices.numel() if bound > highest else end
+        for bound, end in zip(bounds, found, strict=True)
+    ]
+    return [slice(low, high) for low, high in pairwise(ends)]
+
+
+class ToOwners:
+    """Rows on their way to the ranks that own them, and those that this rank owns on theirs here.
+
+    Index sets go first, and enough values to keep the link busy behind them; `send_rest` sends the
+    bulk, so that what the caller sends before that is not held up by it.
+
+    Attributes:
+        union: of the indices that are owned here.
+    """
+
+    def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
+        """Send all others what they own.
+
+        Args:
+            call: the call this is for.
+            rows: this rank's.
+            bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices
+                from `bounds[r]` up to, not including, `bounds[r + 1]`.
+        """
+        self._call, me, highest = call, call.wire.rank, call.header.highest
+        owns = [low < high and low <= highest for low, high in pairwise(bounds)]
+        others = [peer for peer in peers(call.wire) if owns[peer]]
+        sources = peers(call.wire) if owns[me] else []
+        indices = rows.indices.to(call.wire_index)
+        part = within(indices, bounds, highest)
+        self._values = [rows.values[each] for each in part]
+        self._lists = IndexLists(call, {peer: indices[part[peer]] for peer in others}, sources)
+        step = call.chunk_rows
+        self._lead = {peer: step * -(-len(self._values[peer]) // (4 * step)) for peer in others}
+        self._sent: list[Pending] = []
+        for peer, lead in self._lead.items():
+            self._sent += send_rows(call, peer, self._values[peer][:lead])
+        found = self._lists.wait() | {me: indices[part[me]]}
+        self._runs = [found[rank] for rank in sorted(found)]
+        self._inflows = {peer: Inflow(call, peer, found[peer].numel()) for peer in sources}
+        self.union = kernels.union(self._runs)
+
+    def send_rest(self) -> None:
+        """Send all values that are not under way yet."""
+        for peer, lead in self._lead.items():
+            self._sent += send_rows(self._call, peer, self._values[peer][lead:])
+
+    def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
+        """Merge the rows that are owned here, in rank order: see `merge_blocks`."""
+        streams: dict[int, Source] = {r: inflow.pieces for r, inflow in self._inflows.items()}
+        streams[self._call.wire.rank] = at_hand(self._values[self._call.wire.rank])
+        sources = [streams[rank] for rank in sorted(streams)]
+        return merge_blocks(call, self._runs, sources, union, out)
+
+    def finish(self) -> None:
+        """Wait until all is sent, and give back the memory; everything must have been read."""
+        for pending in self._sent:
+            pending.wait()
+        self._lists.release()
+        for inflow in self._inflows.values():
+            inflow.release()
 
 
 def reduce_to_owners(
@@ -86,38 +160,14 @@ def reduce_to_owners(
     Args:
         rows: this rank's, canonical.
         call: the call this is for.
-        bounds: size + 1 integers, ascending, the same on every rank: rank r owns the indices from
-            `bounds[r]` up to, not including, `bounds[r + 1]`.
+        bounds: see `ToOwners`.
         place: memory for a result of so many rows; by default where the caller wants it.
     """
-    wire, me = call.wire, call.wire.rank
-    highest = call.header.highest
-    owners = [
-        rank for rank, (low, high) in enumerate(pairwise(bounds)) if low < high and low <= highest
-    ]
-    indices = rows.indices.to(call.wire_index)
-    ends = [_first(indices, bound, highest) for bound in bounds]
-    part = [slice(low, high) for low, high in pairwise(ends)]
-    others = [peer for peer in peers(wire) if peer in owners]
-    sources = peers(wire) if me in owners else []
-
-    moving = ToOwners(call, indices, rows.values, part, others, sources)
-    order = sorted(moving.runs)
-    runs = [moving.runs[rank] for rank in order]
-    union = kernels.union(runs)
+    moving = ToOwners(call, rows, bounds)
     moving.send_rest()
-
-    result = (place or call.result)(union.indices.numel())
-    result.indices.copy_(union.indices)
-    streams = [moving.source(rank) for rank in order]
-    for _ in merge_blocks(call, runs, streams, union, result.values):
+    result = (place or call.result)(moving.union.indices.numel())
+    result.indices.copy_(moving.union.indices)
+    for _ in moving.sums(call, moving.union, result.values):
         pass
     moving.finish()
     return result
-
-
-def _first(indices: Tensor, bound: int, highest: int) -> int:
-    """How many indices are below a bound, which may be too large for their dtype."""
-    if bound > highest:
-        return indices.numel()
-    return int(torch.searchsorted(indices, bound))

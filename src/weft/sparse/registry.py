@@ -71,8 +71,8 @@ def algorithm(
     The schedule is given:
 
     * `rows`: this rank's. `rows.indices` are sorted and unique; `rows.values`, `[k, *row_shape]`,
-      are combined, and rounded to what travels, when they are first asked for. `rows.piece` and
-      `rows.take` give a part of them without the rest.
+      are combined, and rounded to what travels, when they are first asked for. `rows.take` gives
+      some of them without the rest.
     * `call`: `wire` (among whom), `op`, `row_shape`, `dtype` of values, `wire_index` of indices as
       they travel, `partial` of sums that are not complete, `header` and `load` (what all ranks
       said when the call opened), `chunk_rows`. `call.result(count)` is memory for a result of so

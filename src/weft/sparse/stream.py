@@ -3,13 +3,12 @@
 * `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
   fixed cap and says the length; what does not fit in it follows in one message of known size.
   `all_lists`: those of all ranks at all ranks.
-* `send_rows` and `Inflow`: one rank's rows on their way to another, in chunks; `ToOwners`: all
-  ranks' rows on their way to those that own them.
+* `send_rows` and `Inflow`: one rank's rows on their way to another, in chunks.
 * `Ring`: everybody's rows on their way to everybody, each rank hearing its left neighbour and
   telling its right one. One stream into each host and one out of it share its link evenly, where
   streams between all pairs do not: measured at 4 hosts of 1 Gbit/s, 1.1 against 1.6 of the limit.
   Where links are as quick as memory, each rank tells all others directly.
-* `share`: the sums of all owners of index ranges on their way to everybody.
+* `laid_out` and `share`: the sums of all owners of index ranges in one result.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later
   chunks are still on the wire.
 
@@ -19,9 +18,9 @@ go on channels of their own, so that each may be posted as soon as its own lengt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +35,13 @@ from .cost import Load
 HEAD = 128 << 10
 """Bytes of the first message of an index list."""
 
-LISTS, VALUES, SUMS, FIRST = range(4)
+LISTS, VALUES, SUMS = range(3)
 """The channels."""
 
+Source = Callable[[int, int], Iterable[Tensor]]
+"""The values of one rank's rows from one number up to another, in pieces; asked for in order."""
+
+_Queue = deque[tuple[int, Tensor, Pending]]  # whose rows they are, and where they come to
 _SLOTS = 8  # chunks that an inflow is ahead at the most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank are ahead, unless two chunks each are more
 
@@ -127,22 +130,9 @@ def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
     return [found[rank] for rank in range(wire.size)], lists
 
 
-class Source(Protocol):
-    """Rows of one rank, to be read once, in order."""
-
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The values of rows `start` to `stop`, in one or several pieces."""
-
-
-class Own:
-    """This rank's own rows, as a source."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        if stop > start:
-            yield self._values[start:stop]
+def at_hand(values: Tensor) -> Source:
+    """Rows that lie here, as a source."""
+    return lambda start, stop: (values[start:stop],)
 
 
 class Inflow:
@@ -153,111 +143,59 @@ class Inflow:
     """
 
     def __init__(self, call: Call, peer: int, count: int) -> None:
-        self._call, self._peer, self._count = call, peer, count
-        self._step = call.chunk_rows
-        self._chunks = -(-count // self._step) if call.load.row else 0
-        self._ahead = window(call.load)
-        self._posted: list[Pending] = []
-        self._read = 0  # chunks that were given back
-        self._post_until(self._ahead)
+        self._call, self._peer = call, peer
+        self._to_post = count if call.load.row else 0  # rows; those without bytes do not travel
+        self._posted: deque[tuple[int, Pending]] = deque()
+        self._reading: Pending | None = None
+        self._chunk, self._end = torch.empty(0), 0  # what is read, and the row behind it
+        for _ in range(window(call.load)):
+            self._post()
 
-    def _post_until(self, chunk: int) -> None:
-        for index in range(len(self._posted), min(chunk, self._chunks)):
-            size = self._rows(index) * self._call.load.row
-            self._posted.append(self._call.wire.post((), [(self._peer, size)], VALUES))
+    def _post(self) -> None:
+        count = min(self._call.chunk_rows, self._to_post)
+        if count:
+            size = count * self._call.load.row
+            self._posted.append((count, self._call.wire.post((), [(self._peer, size)], VALUES)))
+            self._to_post -= count
 
-    def _rows(self, chunk: int) -> int:
-        return min(self._step, self._count - chunk * self._step)
-
-    def _give_back(self, until: int) -> None:
-        for pending in self._posted[self._read : until]:
-            pending.release()
-        self._read = max(self._read, until)
+    def _next(self) -> None:
+        if self._reading is not None:
+            self._reading.release()
+            self._post()
+        count, self._reading = self._posted.popleft()
+        memory = self._reading.wait()[0]
+        self._chunk = typed(memory, (count, *self._call.row_shape), self._call.dtype)
+        self._end += count
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        shape, dtype = self._call.row_shape, self._call.dtype
-        if not self._chunks:  # rows without bytes
-            if stop > start:
-                yield torch.empty((stop - start, *shape), dtype=dtype)
+        """The source: each piece is good until the next is asked for."""
+        if not self._call.load.row:
+            yield torch.empty((stop - start, *self._call.row_shape), dtype=self._call.dtype)
             return
         while start < stop:
-            chunk = start // self._step
-            self._give_back(chunk)
-            self._post_until(chunk + self._ahead)
-            memory = self._posted[chunk].wait()[0]
-            first = start - chunk * self._step
-            last = min(stop - chunk * self._step, self._step)
-            yield typed(memory, (self._rows(chunk), *shape), dtype)[first:last]
-            start = chunk * self._step + last
+            if start == self._end:
+                self._next()
+            first, last = self._end - len(self._chunk), min(stop, self._end)
+            yield self._chunk[start - first : last - first]
+            start = last
 
     def release(self) -> None:
-        """Give back what is left; everything must have been read."""
-        self._give_back(self._chunks)
+        """Give back what was read."""
+        if self._reading is not None:
+            self._reading.release()
 
 
-def chunks(call: Call, values: Tensor) -> list[Tensor]:
+def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
-    step = call.chunk_rows
-    count = values.shape[0] if call.load.row else 0
-    if count <= step:
-        rows = [values] * bool(count)
-    else:
-        rows = [values[start : start + step] for start in range(0, count, step)]
-    return rows
+    if not values.numel():
+        return ()
+    row = values.nbytes // len(values)
+    return torch.split(values, max(1, call.load.chunk // row))
 
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
     """Post all of `values` to a peer, in chunks."""
     return [call.wire.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
-
-
-class ToOwners:
-    """Rows on their way to the ranks that own them, and those that this rank owns on theirs here.
-
-    Index sets go first, and enough values to keep the link busy behind them; `send_rest` sends the
-    bulk, so that what the caller sends before that is not held up by it.
-
-    Attributes:
-        runs: the sorted indices of the rows that are owned here, by the rank they are of.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        indices: Tensor,
-        values: Tensor,
-        part: Sequence[slice],
-        owners: Sequence[int],
-        sources: Sequence[int],
-    ) -> None:
-        """Send each other owner its part of the rows, indices as on the wire; hear `sources`."""
-        self._call = call
-        self._values = [values[each] for each in part]
-        me, step = call.wire.rank, call.chunk_rows
-        self._lists = IndexLists(call, {peer: indices[part[peer]] for peer in owners}, sources)
-        self._lead = {peer: step * -(-len(self._values[peer]) // (4 * step)) for peer in owners}
-        self._sent: list[Pending] = []
-        for peer, lead in self._lead.items():
-            self._sent += send_rows(call, peer, self._values[peer][:lead])
-        self.runs = self._lists.wait() | {me: indices[part[me]]}
-        self._inflows = {peer: Inflow(call, peer, self.runs[peer].numel()) for peer in sources}
-
-    def send_rest(self) -> None:
-        """Send all values that are not under way yet."""
-        for peer, lead in self._lead.items():
-            self._sent += send_rows(self._call, peer, self._values[peer][lead:])
-
-    def source(self, rank: int) -> Source:
-        """The values that belong to `runs[rank]`."""
-        return self._inflows.get(rank) or Own(self._values[rank])
-
-    def finish(self) -> None:
-        """Wait until all is sent, and give back the memory; everything must have been read."""
-        for pending in self._sent:
-            pending.wait()
-        self._lists.release()
-        for inflow in self._inflows.values():
-            inflow.release()
 
 
 class Ring:
@@ -269,25 +207,22 @@ class Ring:
     that takes fewer copies, and is for links that are about as quick as memory (`Load.direct`).
     """
 
-    def __init__(self, call: Call, memory: Mapping[int, Tensor], channel: int) -> None:
+    def __init__(self, call: Call, memory: Sequence[Tensor], channel: int) -> None:
         """Post the receives: into `memory[origin]`, which has exactly origin's rows."""
-        self._call, self._channel = call, channel
-        self._step = call.chunk_rows
+        self._call, self._channel, self._memory = call, channel, memory
         wire = call.wire
-        left, self._right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-        self._direct = call.load.direct
+        self._right, self._direct = (wire.rank + 1) % wire.size, call.load.direct
         self._to = peers(wire) if self._direct else [self._right][: wire.size - 1]
-        self._coming: list[tuple[int, Tensor, Pending]] = []
-        self._first: dict[int, int] = {}  # of each origin, the number of its first chunk
-        self._here = 0  # chunks that have come, and gone on
+        in_turn: _Queue = deque()
+        self._coming: dict[int, _Queue] = {}  # by origin; round the ring all are in one
+        self._here = [0] * wire.size  # rows of each origin that have come, and gone on
         self._sent: list[Pending] = []
         for distance in range(1, wire.size):
             origin = (wire.rank - distance) % wire.size
-            source = origin if self._direct else left
-            self._first[origin] = len(self._coming)
+            source = origin if self._direct else (wire.rank - 1) % wire.size
+            queue = self._coming[origin] = deque() if self._direct else in_turn
             for chunk in chunks(call, memory[origin]):
-                pending = wire.post((), [(source, chunk)], channel)
-                self._coming.append((origin, chunk, pending))
+                queue.append((origin, chunk, wire.post((), [(source, chunk)], channel)))
 
     def send(self, values: Tensor) -> None:
         """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
@@ -298,42 +233,42 @@ class Ring:
         sends = [(peer, chunk) for peer in self._to]
         self._sent.append(self._call.wire.post(sends, (), self._channel))
 
-    def come(self, origin: int, rows: int) -> None:
-        """Wait until so many of an origin's rows are here."""
-        if not self._call.load.row:
-            return
-        first = self._first[origin]
-        last = first + -(-rows // self._step)
-        if self._direct:
-            for _, _, pending in self._coming[first:last]:
-                pending.wait()
-        else:
-            self._advance(last)
+    def source(self, origin: int) -> Source:
+        """An origin's rows, which are awaited when they are asked for."""
 
-    def _advance(self, count: int) -> None:
-        for origin, chunk, pending in self._coming[self._here : count]:
-            pending.wait()
-            if not self._direct and origin != self._right:
-                self._send(chunk)
-        self._here = max(self._here, count)
+        def pieces(start: int, stop: int) -> Iterator[Tensor]:
+            while self._here[origin] < stop and self._coming[origin]:
+                self._next(self._coming[origin])
+            yield self._memory[origin][start:stop]
+
+        return pieces
+
+    def _next(self, queue: _Queue) -> None:
+        origin, chunk, pending = queue.popleft()
+        pending.wait()
+        if not self._direct and origin != self._right:
+            self._send(chunk)
+        self._here[origin] += len(chunk)
 
     def finish(self) -> None:
         """Wait until everything is here, and sent on."""
-        self._advance(len(self._coming))
+        for queue in self._coming.values():
+            while queue:
+                self._next(queue)
         for pending in self._sent:
             pending.wait()
 
 
-class FromRing:
-    """One origin's rows in a ring, as a source."""
+def parts(counts: Iterable[int]) -> list[slice]:
+    """The places of so many rows each, one behind the other."""
+    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
-    def __init__(self, ring: Ring, origin: int, values: Tensor) -> None:
-        self._ring, self._origin, self._values = ring, origin, values
 
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        if stop > start:
-            self._ring.come(self._origin, stop)
-            yield self._values[start:stop]
+def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
+    """The result of which these are the indices, rank by rank; and the values of each rank's."""
+    result = call.result(sum(map(len, summed)))
+    torch.cat(list(summed), out=result.indices)
+    return result, [result.values[part] for part in parts(map(len, summed))]
 
 
 def share(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, Tensor, Ring]:
@@ -343,12 +278,7 @@ def share(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, Tensor, Ring]:
         The result, whose indices are there; the part of its values that this rank sums; and the
         ring that brings the others' sums to their places, and takes this rank's once sent.
     """
-    offsets = [0, *accumulate(indices.numel() for indices in summed)]
-    result = call.result(offsets[-1])
-    place = [slice(a, b) for a, b in pairwise(offsets)]
-    for part, indices in zip(place, summed, strict=True):
-        result.indices[part] = indices
-    values = {rank: result.values[part] for rank, part in enumerate(place)}
+    result, values = laid_out(call, summed)
     return result, values[call.wire.rank], Ring(call, values, SUMS)
 
 
@@ -383,7 +313,7 @@ def merge_blocks(
             sums = final if direct else typed(memory, tuple(final.shape), call.partial)
             for run, source in enumerate(sources):
                 row, last = bounds[run][block], bounds[run][block + 1]
-                for piece in source.pieces(row, last):
+                for piece in source(row, last) if row < last else ():
                     end = row + piece.shape[0]
                     kernels.combine(sums, union.slots[run][row:end], piece, call.op, start)
                     row = end

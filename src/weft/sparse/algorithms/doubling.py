@@ -6,8 +6,7 @@ ranks meet, the lower block always on the left, so every rank computes the same 
 operation needs only be associative. Where P is no power of two, the first ranks pair up before
 and hear the answer after.
 
-Large rows are first sent from where they are, apart from their indices, and the last merge writes
-to the result: so rows are copied where they meet others, and nowhere else.
+The last merge writes to the result.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
 (IJHPCA 2005), section 4.1; "SSAR_Recursive_double" of Renggli et al., "SparCML" (SC'19).
@@ -23,13 +22,11 @@ from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import flattened, typed
+from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-
-_WORTH = 1 << 20  # bytes of a rank's rows that take longer to copy than a message more to send
 
 
 def cost(load: Load) -> Cost:
@@ -49,12 +46,11 @@ def cost(load: Load) -> Cost:
     slowest = _swaps(load, [load.mean, *longer, load.union], load.union)
     # the average rank's share of the fold: one message in before, one result out after
     voices, pairs = core / load.ranks, folded / load.ranks
-    apart = _apart(load) * (1 - pairs)
+    row = load.partial + load.index
     return replace(
         cost,
-        messages=round(voices * rounds + 2 * pairs + apart),
-        bytes=voices * sum(carried) * (load.partial + load.index)
-        + pairs * (load.mean + load.union) * (load.partial + load.index),
+        messages=round(voices * rounds + 2 * pairs),
+        bytes=(voices * sum(carried) + pairs * (load.mean + load.union)) * row,
         slowest=slowest,
     )
 
@@ -64,7 +60,7 @@ def _swaps(load: Load, carried: Sequence[float], rounded: float) -> Cost:
     received = sum(carried) * (load.partial + load.index)
     return Cost(
         rounds=len(carried),
-        messages=len(carried) + _apart(load),
+        messages=len(carried),
         bytes=received,
         merged=load.merging(2 * sum(carried) + rounded, 2 * len(carried)),
         delayed=load.queue * received,
@@ -76,15 +72,15 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
     wire, rank = call.wire, call.wire.rank
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
-    mine = _Message.of(rows, call)
+    mine = _Message.of(call, rows.indices)
+    mine.values.copy_(rows.values)
 
     if rank < paired and rank % 2:
-        wire.post([(rank - 1, part) for part in mine.parts]).wait()
+        wire.post([(rank - 1, mine.bytes)]).wait()
         mine.release()
         return _Message.hear(call, rank - 1, wire.size)().result(call)
     if rank < paired:
-        heard = _Message.hear(call, rank + 1, 1)
-        mine = _merged(call, mine, heard())
+        mine = _merged(call, mine, _Message.hear(call, rank + 1, 1)())
 
     block = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
@@ -94,7 +90,7 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
         first = other // distance * distance  # of the blocks whose sum the peer has
         held = distance + min(distance, max(0, paired // 2 - first))
         heard = _Message.hear(call, peer, held)
-        wire.post([(peer, part) for part in mine.parts]).wait()
+        wire.post([(peer, mine.bytes)]).wait()
         theirs = heard()
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
         distance *= 2
@@ -103,71 +99,50 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
         mine = _merged(call, lower, upper)
 
     if rank < paired:
-        wire.post([(rank + 1, part) for part in mine.parts]).wait()
+        wire.post([(rank + 1, mine.bytes)]).wait()
     return mine.result(call)
-
-
-def _apart(load: Load) -> bool:
-    """Whether the rows of one rank travel apart from their indices, from where they are."""
-    return load.partial == load.row and load.total * load.row >= load.ranks * _WORTH
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Rows as they travel: how many and the indices, then the values; in one part or in two.
+    """Rows as they travel: how many, the indices, then the values.
 
     Attributes:
-        parts: as numbers of the dtype of the values, where these lie among them, or as bytes.
-        indices, values: in those.
+        bytes: the message.
+        indices, values: views of it.
         release: gives back the memory.
     """
 
-    parts: tuple[Tensor, ...]
+    bytes: Tensor
     indices: Tensor
     values: Tensor
     release: Callable[[], None]
 
     @classmethod
-    def of(cls, rows: LocalRows, call: Call) -> _Message:
-        """This rank's own rows."""
-        if not _apart(call.load):
-            mine = cls.room(call, len(rows))
-            mine.indices.copy_(rows.indices)
-            mine.values.copy_(rows.values)
-            return mine
-        lease = call.wire.lease(_head(call, len(rows)))
-        typed(lease.tensor, (1,), torch.int64)[0] = len(rows)
-        indices = typed(lease.tensor, (len(rows),), call.wire_index, 8)
-        indices.copy_(rows.indices)
-        return cls((lease.tensor, flattened(rows.values)), indices, rows.values, lease.release)
-
-    @classmethod
-    def room(cls, call: Call, count: int) -> _Message:
-        """A message of so many rows, to be filled."""
+    def of(cls, call: Call, indices: Tensor) -> _Message:
+        """A message of rows with these indices, whose values are to be filled in."""
+        count = indices.numel()
         lease = call.wire.lease(_size(call, count))
         typed(lease.tensor, (1,), torch.int64)[0] = count
-        return cls._read(call, [lease.tensor], lease.release)
+        mine = cls._read(call, lease.tensor, lease.release)
+        mine.indices.copy_(indices)
+        return mine
 
     @classmethod
     def hear(cls, call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
         """Await the rows of so many ranks from a peer."""
         load = call.load
         most = min(ranks * load.most, load.total if load.height is None else load.height)
-        sizes = [_size(call, most)]
-        if ranks == 1 and _apart(load):
-            sizes = [_head(call, most), most * load.partial]
-        pending = call.wire.post((), [(peer, size) for size in sizes])
-        return lambda: cls._read(call, pending.wait(), pending.release)
+        pending = call.wire.post((), [(peer, _size(call, most))])
+        return lambda: cls._read(call, pending.wait()[0], pending.release)
 
     @classmethod
-    def _read(cls, call: Call, memory: list[Tensor], release: Callable[[], None]) -> _Message:
-        count = int(typed(memory[0], (1,), torch.int64)[0])
-        head, size = _head(call, count), _size(call, count)
-        rest = memory[1] if len(memory) > 1 else memory[0][head:size]
+    def _read(cls, call: Call, memory: Tensor, release: Callable[[], None]) -> _Message:
+        count = int(typed(memory, (1,), torch.int64)[0])
         return cls(
-            (memory[0][:size].view(call.partial if call.partial.itemsize <= 8 else torch.uint8),),
-            typed(memory[0], (count,), call.wire_index, 8),
-            typed(rest, (count, *call.row_shape), call.partial),
+            memory[: _size(call, count)],
+            typed(memory, (count,), call.wire_index, 8),
+            typed(memory, (count, *call.row_shape), call.partial, _head(call, count)),
             release,
         )
 
@@ -193,8 +168,7 @@ def _size(call: Call, count: int) -> int:
 def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
     """The sum of two messages, whose memory goes back."""
     union = kernels.union([lower.indices, upper.indices])
-    both = _Message.room(call, union.indices.numel())
-    both.indices.copy_(union.indices)
+    both = _Message.of(call, union.indices)
     _add(call, union, lower, upper, both.values)
     return both
 

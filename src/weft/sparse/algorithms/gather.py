@@ -24,7 +24,7 @@ from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..stream import VALUES, FromRing, Own, Ring, Source, all_lists, list_messages, merge_blocks
+from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_blocks
 
 
 def cost(load: Load) -> Cost:
@@ -47,21 +47,16 @@ def cost(load: Load) -> Cost:
 def gather(rows: LocalRows, call: Call) -> Rows:
     wire = call.wire
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))
-
     counts = [run.numel() * (rank != wire.rank) for rank, run in enumerate(runs)]
     with wire.lease(sum(counts) * call.load.row) as memory:
         space = typed(memory, (sum(counts), *call.row_shape), call.dtype)
-        values = dict(enumerate(torch.split(space, counts)))
-        ring = Ring(call, values, VALUES)
+        ring = Ring(call, torch.split(space, counts), VALUES)
         ring.send(rows.values)
-
         union = kernels.union(runs)
         result = call.result(union.indices.numel())
         result.indices.copy_(union.indices)
-        sources: list[Source] = [
-            Own(rows.values) if rank == wire.rank else FromRing(ring, rank, values[rank])
-            for rank in range(wire.size)
-        ]
+        sources = [ring.source(rank) for rank in range(wire.size)]
+        sources[wire.rank] = at_hand(rows.values)
         for _ in merge_blocks(call, runs, sources, union, result.values):
             pass
         ring.finish()

@@ -16,34 +16,23 @@ Two levels, as in the all-reduce of Goyal et al., "Accurate, Large Minibatch SGD
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
 
-from ... import kernels
 from ...agree import DIRECT, agree
 from ...rows import Rows
-from ...wire.base import Hosts, Pending, hosts_of, typed
+from ...wire.base import Hosts, hosts_of, peers, typed
 from ...wire.part import Part
 from ..call import Call
 from ..choice import workspace
 from ..cost import Cost, Load
 from ..header import Header
 from ..local_rows import LocalRows
+from ..owners import ToOwners
 from ..registry import ALGORITHMS, Algorithm, algorithm
-from ..stream import (
-    VALUES,
-    IndexLists,
-    Inflow,
-    Own,
-    Source,
-    chunks,
-    list_messages,
-    merge_blocks,
-    send_rows,
-    window,
-)
+from ..stream import SUMS, IndexLists, Ring, list_messages, window
 
 _OPENING = 4608  # bytes of a statement of the leaders'
 _COMBINED = 11_000  # of one that says what many of them have
@@ -106,72 +95,30 @@ def pays(load: Load) -> str | None:
 @algorithm(cost=cost, applies=applies, pays=pays)
 def hierarchical(rows: LocalRows, call: Call) -> Rows:
     hosts = hosts_of(call.wire)
-    leader, *members = hosts.ranks[hosts.of[call.wire.rank]]
-    if call.wire.rank != leader:
-        return _member(rows, call, leader, members)
-    return _leader(rows, call, members, [ranks[0] for ranks in hosts.ranks])
+    ranks, host = hosts.ranks[hosts.of[call.wire.rank]], copy(call)
+    host.wire = Part(call.wire, ranks)
+    leads = host.wire.rank == 0
+
+    # all rows of the host to its leader, who owns everything there
+    end = call.header.highest + 1
+    moving = ToOwners(host, rows, [0] + [end] * len(ranks))
+    moving.send_rest()
+    result = None
+    if leads and len(hosts.ranks) == 1:
+        result = call.result(moving.union.indices.numel())
+        result.indices.copy_(moving.union.indices)
+        for _ in moving.sums(call, moving.union, result.values):
+            pass
+    elif leads:
+        result = _among_leaders(call, moving, [ranks[0] for ranks in hosts.ranks])
+    moving.finish()
+    return _hand_out(host, call, result)
 
 
-def _member(rows: LocalRows, call: Call, leader: int, members: Sequence[int]) -> Rows:
-    """Give the leader all rows; get the result from the rank before, and pass it on."""
-    wire = call.wire
-    at = members.index(wire.rank)
-    before, after = [leader, *members][at], members[at + 1 : at + 2]
-    given = IndexLists(call, {leader: rows.indices.to(call.wire_index)}, [])
-    given.wait()
-    under_way = send_rows(call, leader, rows.values)
-    told = IndexLists(call, {}, [leader])
-    indices = told.wait()[leader]
-    result = call.result(indices.numel())
-    result.indices.copy_(indices)
-    parts = chunks(call, result.values)
-    coming = [wire.post((), [(before, chunk)], VALUES) for chunk in parts]
-    for chunk, pending in zip(parts, coming, strict=True):
-        pending.wait()
-        under_way += [wire.post([(each, chunk)], (), VALUES) for each in after]
-    for pending in under_way:
-        pending.wait()
-    given.release()
-    told.release()
-    return result
-
-
-def _leader(rows: LocalRows, call: Call, members: Sequence[int], leaders: Sequence[int]) -> Rows:
-    """Merge the rows of this host, reduce its sums with the other leaders', hand out the result."""
-    wire = call.wire
-    lists = IndexLists(call, {}, members)
-    came = lists.wait()
-    runs = [rows.indices.to(call.wire_index), *(came[member] for member in members)]
-    inflows = [Inflow(call, member, came[member].numel()) for member in members]
-    sources: list[Source] = [Own(rows.values), *inflows]
-    union = kernels.union(runs)
-    count = union.indices.numel()
-
-    if len(leaders) == 1:
-        result = call.result(count)
-        result.indices.copy_(union.indices)
-        blocks = merge_blocks(call, runs, sources, union, result.values)
-        _hand_out(result, call, members, blocks)
-    else:
-        inner = call.of_partials()
-        inner.wire = Part(wire, leaders)
-        with wire.lease(count * inner.load.row) as memory:
-            sums = typed(memory, (count, *call.row_shape), inner.dtype)
-            for _ in merge_blocks(inner, runs, sources, union, sums):
-                pass
-            result = _reduced(Rows(union.indices, sums, call.height), inner, call)
-        _hand_out(result, call, members, [(0, len(result))])
-
-    lists.release()
-    for inflow in inflows:
-        inflow.release()
-    return result
-
-
-def _reduced(sums: Rows, inner: Call, call: Call) -> Rows:
-    """The result, from the sums of each host; `inner` is the leaders' own call."""
-    _open(sums.indices, inner)
-    result: list[Rows] = []
+def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
+    """Merge the rows of this host; the result of its sums and the other leaders'."""
+    inner, union, result = call.of_partials(), moving.union, list[Rows]()
+    inner.wire = Part(call.wire, leaders)
 
     def space(count: int, *_: object) -> tuple[Tensor, Tensor]:
         result.append(call.result(count))
@@ -179,7 +126,14 @@ def _reduced(sums: Rows, inner: Call, call: Call) -> Rows:
 
     if call.partial == call.dtype:  # then the sums are received where the result is wanted
         inner.out = space
-    total = _flat(inner.load).run(LocalRows.of(sums), inner)
+    count = union.indices.numel()
+    with call.wire.lease(count * inner.load.row) as memory:
+        sums = typed(memory, (count, *call.row_shape), inner.dtype)
+        for _ in moving.sums(inner, union, sums):
+            pass
+        _open(union.indices, inner)
+        own = LocalRows.of(Rows(union.indices, sums, call.height))
+        total = _flat(inner.load).run(own, inner)
     if not result:
         space(len(total))[0].copy_(total.indices)
     call.finish(total.values, result[0].values)
@@ -207,21 +161,24 @@ def _open(indices: Tensor, inner: Call) -> None:
     )
 
 
-def _hand_out(
-    result: Rows, call: Call, members: Sequence[int], blocks: Iterable[tuple[int, int]]
-) -> None:
-    """Tell the members where rows are, and send values down the chain as they become final."""
-    wire = call.wire
-    indices = result.indices.to(call.wire_index)
-    told = IndexLists(call, dict.fromkeys(members, indices), [])
-    told.wait()
-    under_way: list[Pending] = []
-    for start, stop in blocks:
-        for chunk in chunks(call, result.values[start:stop]):
-            under_way += [wire.post([(member, chunk)], (), VALUES) for member in members[:1]]
-    for pending in under_way:
-        pending.wait()
+def _hand_out(host: Call, call: Call, result: Rows | None) -> Rows:
+    """The leader's result on all ranks of the host, down the chain in which they stand."""
+    sources, lists = [0], {}
+    if result is not None:
+        indices = result.indices.to(host.wire_index)
+        sources, lists = [], dict.fromkeys(peers(host.wire), indices)
+    told = IndexLists(host, lists, sources)
+    found = told.wait()
+    if result is None:
+        result = call.result(found[0].numel())
+        result.indices.copy_(found[0])
+    nothing = result.values[:0]
+    ring = Ring(host, [result.values] + [nothing] * (host.wire.size - 1), SUMS)
+    if not sources:
+        ring.send(result.values)
+    ring.finish()
     told.release()
+    return result
 
 
 def _hosts(load: Load) -> Hosts:

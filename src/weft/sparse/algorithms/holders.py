@@ -47,8 +47,8 @@ from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..relay import HOPS, LEADS, Relay, relay_memory, relay_rows
-from ..stream import FIRST, SUMS, Inflow, Source, all_lists, list_messages, send_rows, window
+from ..relay import Relay, relay_memory, relay_rows
+from ..stream import Inflow, Source, all_lists, list_messages, send_rows, window
 
 
 def cost(load: Load) -> Cost:
@@ -86,51 +86,30 @@ def holders(own: LocalRows, call: Call) -> Rows:
     union = kernels.union(runs)
     total = union.indices.numel()
     result = call.result(total)
+    result.indices.copy_(union.indices)
     if not call.load.row:  # rows without bytes
-        result.indices.copy_(union.indices)
         lists.release()
         return result
-
-    relay = Relay(call, SUMS, FIRST)
-    _lead(relay, call, own, union.slots, total)
 
     # who sums what: the same on every rank
     shares = kernels.shares(union.slots, total, weights(union.slots, total))
     places = [shares.of(rank) for rank in order]
-
-    def put(rank: int, first: int, sums: Tensor) -> None:
-        kernels.put(result.values, places[rank][first : first + len(sums)], sums)
-
-    relay.pass_on(1)
-    relay.start([shares.count(rank) for rank in order])
+    relay = Relay(call, [len(each) for each in places])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
     # Before this step nobody sums: all send what they alone hold. So what others sum goes out
     # between chunks.
     until = min(shares.alone(rank) for rank in order) // relay.rows
-    outflow = _Outflow(call, own, until)
-
-    def to_others(step: int) -> None:
-        if step == 0:
-            sums.expect()
-            outflow.deal(kernels.deal(union.slots[me], shares))
-            relay.pass_on(2)
-        outflow.send()
-        if step == 0:
-            result.indices.copy_(union.indices)
-
+    outflow = _Outflow(call, own, kernels.deal(union.slots[me], shares), until)
     for step in range(relay.steps):
-        if until == 0:
-            to_others(step)
+        outflow.send()
         chunk = relay.own(step)
-        if chunk is not None and not relay.led(step):
+        if chunk is not None:
             sums.write(step, chunk)
             relay.send(step)
-        if until:
-            to_others(step)
-        if chunk is not None:
-            put(me, step * relay.rows, chunk)
+            first = step * relay.rows
+            kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
         for origin, first, some in relay.turn(step):
-            put(origin, first, some)
+            kernels.put(result.values, places[origin][first : first + len(some)], some)
 
     relay.finish()
     outflow.finish()
@@ -139,44 +118,19 @@ def holders(own: LocalRows, call: Call) -> Rows:
     return result
 
 
-def _lead(relay: Relay, call: Call, own: LocalRows, slots: Sequence[Tensor], total: int) -> None:
-    """Send the first chunks of what this rank alone holds: it sums that, whoever sums the rest."""
-    me, size, step = call.wire.rank, call.wire.size, relay_rows(call.load, math.inf)
-    ranks = [(me - distance) % size for distance in range(min(HOPS + 1, size))]
-    alone = kernels.alone(slots, ranks, total, LEADS * step)
-    mine, *others = (len(rows) // step for rows in alone)
-
-    def write(number: int, out: Tensor) -> None:
-        _write_alone(call, own, alone[0][number * step : (number + 1) * step], out)
-
-    if mine or any(others):
-        relay.lead(mine, write, others)
-
-
-def _write_alone(call: Call, own: LocalRows, rows: Tensor, out: Tensor) -> None:
-    """Write rows that nobody else holds: nothing is added, so nothing has to be widened."""
-    own.take(rows, out)
-    call.finish(out, out)
-
-
 class _Outflow:
     """Rows of this rank on their way to those who sum them, some in each step."""
 
-    def __init__(self, call: Call, own: LocalRows, until: int) -> None:
-        """Send all before step `until`, or in step 0."""
-        self._call, self._own, self._steps = call, own, max(1, until // 2)
-        self._parts: deque[tuple[int, Tensor]] = deque()
-        self._at_once = 0
-        self._leases: list[Lease] = []
-        self._sent: list[Pending] = []
-
-    def deal(self, dealt: Sequence[Tensor]) -> None:
-        """Say which rows go to each peer: their positions."""
-        step, others = self._call.chunk_rows, peers(self._call.wire)
+    def __init__(self, call: Call, own: LocalRows, dealt: Sequence[Tensor], until: int) -> None:
+        """Send the rows at the positions that each peer was dealt before step `until`, or in
+        step 0."""
+        self._call, self._own, step, others = call, own, call.chunk_rows, peers(call.wire)
         starts = range(0, max(len(dealt[peer]) for peer in others), step)
         parts = [(peer, dealt[peer][start : start + step]) for start in starts for peer in others]
-        self._parts.extend(part for part in parts if len(part[1]))
-        self._at_once = -(-len(self._parts) // self._steps)
+        self._parts = deque(part for part in parts if len(part[1]))
+        self._at_once = -(-len(self._parts) // max(1, until // 2))
+        self._leases: list[Lease] = []
+        self._sent: list[Pending] = []
 
     def send(self) -> None:
         """Send what is due in a step: copied together, since a message is one piece of memory."""
@@ -196,72 +150,56 @@ class _Outflow:
             lease.release()
 
 
-class _Chosen:
-    """Some of this rank's own rows, as a source."""
-
-    def __init__(self, call: Call, own: LocalRows, rows: Tensor) -> None:
-        self._call, self._own, self._rows = call, own, rows
-
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        if stop > start:
-            piece = torch.empty(stop - start, *self._call.row_shape, dtype=self._call.dtype)
-            self._own.take(self._rows[start:stop], piece)
-            yield piece
-
-
 class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
         self, call: Call, own: LocalRows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
-        """Chunks have `step` rows; those come first that this rank alone holds."""
+        """Begin to receive the rows of others. Chunks have `step` rows; those come first that this
+        rank alone holds."""
         me = call.wire.rank
-        self._call, self._slots, self._shares, self._step = call, slots, shares, step
-        self._picked = {me: kernels.pick(slots[me], shares, me, me)}
-        self._mine, self._own = own, _Chosen(call, own, self._picked[me].rows)
-        self._alone = shares.alone(me)
-        self._inflows: dict[int, Inflow] = {}
+        self._call, self._own, self._step, self._alone = call, own, step, shares.alone(me)
+        self._inflows: list[Inflow] = []
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
+        edges = torch.arange(0, shares.count(me) + step, step, dtype=torch.int32)
+        for rank in range(call.wire.size):
+            rows, places = kernels.pick(slots[rank], shares, rank, me)
+            if rank == me:
+                self._rows, source = rows, self._pieces
+            else:
+                self._inflows.append(Inflow(call, rank, len(rows)))
+                source = self._inflows[-1].pieces
+            bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
+            self._runs.append((places, source, bounds))
         self._direct = call.partial == call.dtype
         self._lease = call.wire.lease(0 if self._direct else step * call.load.partial)
 
-    def expect(self) -> None:
-        """Begin to receive the rows of others; before the first chunk with a sum is written."""
-        call, me = self._call, self._call.wire.rank
-        for peer in peers(call.wire):
-            picked = kernels.pick(self._slots[peer], self._shares, peer, me)
-            self._inflows[peer] = Inflow(call, peer, len(picked.rows))
-            self._picked[peer] = picked
-
-    def _cut(self) -> None:
-        """Find where the chunks begin in the rows of each rank."""
-        count = self._shares.count(self._call.wire.rank)
-        edges = torch.arange(0, count + self._step, self._step, dtype=torch.int32)
-        for rank, (_, slots) in sorted(self._picked.items()):
-            bounds = torch.searchsorted(slots ^ (slots >> 31), edges).tolist()
-            self._runs.append((slots, self._inflows.get(rank, self._own), bounds))
+    def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """This rank's own rows, as a source."""
+        piece = torch.empty(stop - start, *self._call.row_shape, dtype=self._call.dtype)
+        self._own.take(self._rows[start:stop], piece)
+        yield piece
 
     def write(self, number: int, out: Tensor) -> None:
         """Write chunk `number`; they are to be asked for in their order."""
-        call, me, first = self._call, self._call.wire.rank, number * self._step
-        if first + len(out) <= self._alone:
-            _write_alone(call, self._mine, self._picked[me].rows[first : first + len(out)], out)
+        call, first = self._call, number * self._step
+        if first + len(out) <= self._alone:  # nothing is added, so nothing has to be widened
+            self._own.take(self._rows[first : first + len(out)], out)
+            call.finish(out, out)
             return
-        if not self._runs:
-            self._cut()
         sums = out if self._direct else typed(self._lease.tensor, tuple(out.shape), call.partial)
-        for slots, source, bounds in self._runs:
-            row = bounds[number]
-            for piece in source.pieces(row, bounds[number + 1]):
-                kernels.combine(sums, slots[row : row + len(piece)], piece, call.op, first)
+        for places, source, bounds in self._runs:
+            row, last = bounds[number : number + 2]
+            for piece in source(row, last) if row < last else ():
+                kernels.combine(sums, places[row : row + len(piece)], piece, call.op, first)
                 row += len(piece)
         call.finish(sums, out)
 
     def release(self) -> None:
         """Give back the workspace."""
         self._lease.release()
-        for inflow in self._inflows.values():
+        for inflow in self._inflows:
             inflow.release()
 
 

@@ -20,8 +20,7 @@ algorithms for clusters of workstations" (JPDC 2009), section 3, on sorted runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -31,20 +30,18 @@ from ...wire.base import Pending, peers, typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import parts
+from ..owners import balanced, within
 from ..registry import algorithm
 from ..stream import (
     IndexLists,
     Inflow,
-    Source,
+    at_hand,
     list_messages,
     merge_blocks,
     send_rows,
     share,
     window,
 )
-
-_LEAD = 3  # chunks of a rank's own rows that are combined ahead of what the link has sent
 
 
 def cost(load: Load) -> Cost:
@@ -80,7 +77,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     left, right = (me - 1) % size, (me + 1) % size
     indices = own.indices.to(call.wire_index)
-    part = parts(indices, call.header, size)
+    part = within(indices, balanced(call.header, size), call.header.highest)
     passing = [(me - step) % size for step in range(1, size + 1)]  # the last range is its own
 
     # round the ring with the index sets
@@ -100,118 +97,32 @@ def ring(own: LocalRows, call: Call) -> Rows:
     # now everybody's sums are known, and their places in the result
     summed = _everybodys(call, run, indices, part)
     passed = call.of_partials()
-    first = part[passing[0]]
-    most = max([first.stop - first.start, *(len(union.indices) for union in unions[:-1])])
-    with (
-        wire.lease(2 * most * passed.load.row) as memory,
-        wire.lease(call.chunk_rows * call.load.row) as chunk,
-    ):
+    result, mine, sharing = share(call, summed)
+    most = max((len(union.indices) for union in unions[:-1]), default=0)
+    with wire.lease(2 * most * passed.load.row) as memory:
         space = typed(memory, (2, most, *call.row_shape), call.partial)
-        combined = typed(chunk, (call.chunk_rows, *call.row_shape), call.dtype)
-        onward = _Onward(passed, own, first, combined, space[1])
-        result, mine, sharing = share(call, summed)
 
         # and with the values
+        going = [send_rows(passed, right, own.values[part[passing[0]]].to(call.partial))]
         for step, owner in enumerate(passing[1:]):
             inflow = Inflow(passed, left, came[step].numel())
             runs = [came[step], indices[part[owner]]]
-            sources: list[Source] = [inflow, _Mine(own, part[owner], combined)]
+            sources = [inflow.pieces, at_hand(own.values[part[owner]])]
             if owner == me:
-                onward.send_first()
                 for start, stop in merge_blocks(call, runs, sources, unions[step], mine):
                     sharing.send(mine[start:stop])
             else:
-                onward.next_step()
+                if step:  # what went out two steps before must have left its memory
+                    _finish(going[step - 1])
                 out = space[step % 2][: unions[step].indices.numel()]
+                going.append([])
                 for start, stop in merge_blocks(passed, runs, sources, unions[step], out):
-                    onward.send(out[start:stop])
-            onward.send_first()
+                    going[-1] += send_rows(passed, right, out[start:stop])
             inflow.release()
         sharing.finish()
-        onward.finish()
+        for sent in going:
+            _finish(sent)
     return result
-
-
-class _Mine:
-    """Some of this rank's own rows, as a source; duplicates are combined a chunk at a time."""
-
-    def __init__(self, own: LocalRows, rows: slice, chunk: Tensor) -> None:
-        self._own, self._first, self._chunk = own, rows.start, chunk
-
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Each is good until the next is asked for."""
-        step = self._chunk.shape[0]
-        for first in range(start, stop, step):
-            last = min(stop, first + step)
-            rows = slice(self._first + first, self._first + last)
-            yield self._own.piece(rows, self._chunk[: last - first])
-
-
-class _Onward:
-    """What goes to the right: this rank's rows of the first range, then the sums of each step.
-
-    The rows of the first range are combined when it is their turn, some chunks ahead of the link:
-    all at once would keep the cores, and so the links, from what others send meanwhile. Sums that
-    are ready earlier wait behind them, since rows arrive in the order in which they are sent.
-    """
-
-    def __init__(
-        self, call: Call, own: LocalRows, rows: slice, combined: Tensor, space: Tensor
-    ) -> None:
-        """Begin with these own `rows`, put together in `space`."""
-        self._call = call
-        self._right = (call.wire.rank + 1) % call.wire.size
-        self._steps: list[list[Pending]] = [[]]
-        self._waiting: list[Tensor] = []
-        self._first = self._chunks(own, rows, combined, space)
-        for _ in islice(self._first, _LEAD):
-            pass
-
-    def _chunks(
-        self, own: LocalRows, rows: slice, combined: Tensor, space: Tensor
-    ) -> Iterator[bool]:
-        """Send a chunk of the first range for each that is asked for."""
-        sent = self._steps[0]
-        for first in range(rows.start, rows.stop, self._call.chunk_rows):
-            some = slice(first, min(rows.stop, first + self._call.chunk_rows))
-            place = space[first - rows.start : some.stop - rows.start]
-            if space.dtype == combined.dtype:
-                place = own.piece(some, place)
-            else:
-                place.copy_(own.piece(some, combined[: len(place)]))
-            sent += send_rows(self._call, self._right, place)
-            yield True
-
-    def send(self, sums: Tensor) -> None:
-        """Send a block of sums, or while there are some left, a chunk of the first range.
-
-        Those of the next rank are merged from these: nobody can be further behind than a block.
-        """
-        self._waiting.append(sums)
-        if not next(self._first, False):
-            self._send_waiting()
-
-    def send_first(self) -> None:
-        """Send what is left of the first range, and what waits for it."""
-        for _ in self._first:
-            pass
-        self._send_waiting()
-
-    def _send_waiting(self) -> None:
-        for sums in self._waiting:
-            self._steps[-1] += send_rows(self._call, self._right, sums)
-        self._waiting.clear()
-
-    def next_step(self) -> None:
-        """Sums of a step follow; what went out two steps before has left its memory."""
-        for sent in self._steps[:-1]:
-            _finish(sent)
-        self._steps.append([])
-
-    def finish(self) -> None:
-        """Wait until all is sent."""
-        for sent in self._steps:
-            _finish(sent)
 
 
 def _everybodys(call: Call, run: Tensor, indices: Tensor, part: Sequence[slice]) -> list[Tensor]:

@@ -18,22 +18,14 @@ and Hoefler, "Near-optimal sparse allreduce" (PPoPP'22), section 3.
 
 from __future__ import annotations
 
-from ... import kernels
 from ...rows import Rows
 from ...wire.base import peers
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import parts
+from ..owners import ToOwners, balanced
 from ..registry import algorithm
-from ..stream import (
-    IndexLists,
-    ToOwners,
-    list_messages,
-    merge_blocks,
-    share,
-    window,
-)
+from ..stream import IndexLists, list_messages, share, window
 
 
 def cost(load: Load) -> Cost:
@@ -58,24 +50,19 @@ def cost(load: Load) -> Cost:
 
 @algorithm(cost=cost)
 def split(rows: LocalRows, call: Call) -> Rows:
-    wire, me, others = call.wire, call.wire.rank, peers(call.wire)
-    indices = rows.indices.to(call.wire_index)
-    part = parts(indices, call.header, wire.size)
-    moving = ToOwners(call, indices, rows.values, part, others, others)
+    wire, others = call.wire, peers(call.wire)
+    moving = ToOwners(call, rows, balanced(call.header, wire.size))
 
     # what will be summed here, told to all ahead of the bulk of the values
-    order = range(wire.size)
-    runs = [moving.runs[rank] for rank in order]
-    union = kernels.union(runs)
-    sums = IndexLists(call, dict.fromkeys(others, union.indices), others)
+    told = moving.union.indices
+    sums = IndexLists(call, dict.fromkeys(others, told), others)
     moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it
-    summed = sums.wait() | {me: union.indices}
-    result, mine, ring = share(call, [summed[rank] for rank in order])
+    summed = sums.wait() | {wire.rank: told}
+    result, mine, ring = share(call, [summed[rank] for rank in range(wire.size)])
 
-    sources = [moving.source(rank) for rank in order]
-    for start, stop in merge_blocks(call, runs, sources, union, mine):
+    for start, stop in moving.sums(call, moving.union, mine):
         ring.send(mine[start:stop])
     ring.finish()
 

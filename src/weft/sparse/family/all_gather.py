@@ -13,7 +13,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), secti
 
 from __future__ import annotations
 
-import copy
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,8 +276,6 @@ _DTYPES = ("index", "value")
 def _round(rows: Rows, call: Call, result: Rows, part: list[slice]) -> None:
     """All rows round the ring, first the indices, then the values."""
     wire, mine = call.wire, part[call.wire.rank]
-    lists = copy.copy(call)
-    lists.load = call.load.but(row=call.load.index)
     narrow = call.wire_index != call.index
     with wire.lease(len(result) * call.load.index * narrow) as memory:
         indices = result.indices
@@ -287,9 +284,8 @@ def _round(rows: Rows, call: Call, result: Rows, part: list[slice]) -> None:
         if len(rows):  # a rank without any may not know the row shape
             indices[mine] = rows.indices
             result.values[mine] = rows.values
-        order = range(wire.size)
-        index_ring = Ring(lists, {rank: indices[part[rank]] for rank in order}, LISTS)
-        value_ring = Ring(call, {rank: result.values[part[rank]] for rank in order}, VALUES)
+        index_ring = Ring(call, [indices[each] for each in part], LISTS)
+        value_ring = Ring(call, [result.values[each] for each in part], VALUES)
         index_ring.send(indices[mine])
         value_ring.send(result.values[mine])
         index_ring.finish()

@@ -25,7 +25,7 @@ from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import cuts, reduce_to_owners
+from ..owners import balanced, reduce_to_owners
 from ..record import recording, started
 from ..request import Request, root_in, take_root
 from ..run import handed_out, merge_eager, opened, settle
@@ -165,9 +165,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         values = typed(leases[-1].tensor, (count, *call.row_shape), call.dtype)
         return Rows(torch.empty(count, dtype=call.wire_index), values)
 
-    sums = reduce_to_owners(
-        rows, call, (0, *cuts(call.header, size), call.header.highest + 1), place
-    )
+    sums = reduce_to_owners(rows, call, balanced(call.header, size), place)
     here = me == dst
     others = peers(wire) if here else []
     lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
