@@ -129,13 +129,6 @@ def test_the_largest_body(wire):
     agreement.release()
 
 
-@spmd(2, on=("threads",))
-def test_work_in_between_is_done_once(wire):
-    done = []
-    agree(wire, "test", {}, None, number(0), total, meanwhile=lambda: done.append(1)).release()
-    assert done == [1]
-
-
 @spmd(1, 3)
 def test_what_is_said_in_private_comes_to_whom_it_is_for(wire):
     said = [[b"%d to " % wire.rank, b"%d" % to * to] for to in range(wire.size)]

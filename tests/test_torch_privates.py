@@ -20,7 +20,6 @@ from weft._torch import (
     in_forward_mode,
     in_transform,
     is_wrapped,
-    scale_each,
     store_of,
     timeout_of,
     uncompiled,
@@ -138,15 +137,6 @@ def test_backwards_that_are_not_known(missing: str, monkeypatch: pytest.MonkeyPa
     x.register_hook(lambda grad: seen.append(backward_id()))
     x.sum().backward()
     assert seen == [-1]
-
-
-@pytest.mark.parametrize("lacks", [False, True])
-def test_many_tensors(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if lacks:
-        monkeypatch.setattr(_torch, "_private", lambda path: None)
-    places = [torch.ones(2), torch.full((3,), 2.0)]
-    scale_each(places, torch.tensor(3.0))
-    assert [place.tolist() for place in places] == [[3.0, 3.0], [6.0, 6.0, 6.0]]
 
 
 @pytest.mark.parametrize("lacks", [False, True])

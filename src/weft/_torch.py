@@ -186,19 +186,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     cast(Any, _engine).queue_callback(callback)
 
 
-# Many tensors in one call --------------------------------------------------------------------
-
-
-def scale_each(tensors: Sequence[Tensor], by: Tensor) -> None:
-    """`mul_` by a scalar tensor for each, in one call where torch has one."""
-    together = _private("_foreach_mul_")
-    if together is not None:
-        together(tensors, by)
-        return
-    for tensor in tensors:
-        tensor.mul_(by)
-
-
 # DTensor -------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,6 @@ def agree(
     body: Tensor | bytearray,
     combine: Combine,
     *,
-    meanwhile: Callable[[], object] = lambda: None,
     watch: Callable[[Pending], object] = lambda pending: None,
     private: Sequence[Private] | None = None,
 ) -> Agreement:
@@ -214,7 +213,6 @@ def agree(
         body: uint8, 1-D, at most `BODY` bytes.
         combine: makes one body of two; the left one is of lower ranks. Only used, and only
             needed, where statements are not direct.
-        meanwhile: local work to do while the statements are under way.
         watch: is told what is waited for, where statements are direct: one message of each rank.
         private: what to say to each rank, in rank order; with the body at most `BODY` bytes. Only
             where statements are direct.
@@ -236,14 +234,11 @@ def agree(
     if len(_spelled(mine.groups)) > _FINGERPRINT or longest > BODY:
         raise RuntimeError(f"a statement of {len(_spelled(mine.groups))} + {longest} bytes")
     if wire.size == 1:
-        meanwhile()
         return _agreed(wire, [mine])
     if not is_direct(wire):
-        meanwhile()
         return _agreed(wire, [_combining(wire, mine.numbered(), combine)])
     pending = _directly(wire, mine, private)
     watch(pending)
-    meanwhile()
     others = [rank for rank in range(wire.size) if rank != wire.rank]
     heard = zip(others, pending.wait(), strict=True)
     said = [_heard(wire, peer, message) for peer, message in heard]

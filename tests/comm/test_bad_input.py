@@ -150,7 +150,7 @@ TOLD: dict[str, dict[str, Callable[..., tuple[Any, ...]]]] = {
         r"inputs\[2\] has dtype torch.float64": lambda x: ([*x[:2], x[2].double()],),
         r"dtype: .*float32, rank 1 has torch.float64": lambda x: ([t.double() for t in x],),
         r"inputs\[0\] is of layout torch.sparse_coo": lambda x: ([t.to_sparse() for t in x],),
-        r"inputs\[0\] is nested: pass strided": lambda x: ([NESTED] * 3,),
+        r"inputs\[0\] is nested: pass a strided": lambda x: ([NESTED] * 3,),
         r"inputs\[0\] is on the meta device": lambda x: ([t.to("meta") for t in x],),
     },
     "exchange": {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import parameters, staging
+from weft.comm import buckets, parameters, staging
 from weft.comm.named import of_module
 from weft.testing import spmd
 
@@ -81,9 +81,9 @@ def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
 
 @spmd(3, on=("threads",))
 def test_tensors_of_another_device_are_staged(wire, monkeypatch):
-    for place in (staging, parameters):
+    for place in (staging, buckets):
         monkeypatch.setattr(place, "on_host", lambda tensor: False)
-    monkeypatch.setattr(parameters, "_BATCH", 100_000)
+    monkeypatch.setattr(buckets, "_BUCKET", 100_000)
     module = Model(wire.rank)
     weft.sync_params(module, 1)
     check_equal(values(module), values(Model(1)))
@@ -156,7 +156,10 @@ WRONG = {
     ),
     "lazy": (lambda m: setattr(m, "lazy", nn.LazyLinear(3)), "'lazy.bias' has no shape yet"),
     "meta": (lambda m: m.to("meta"), "is on the meta device"),
-    "expanded": (lambda m: setattr(m, "hidden", torch.ones(1).expand(4)), "expanded on rank 1"),
+    "expanded": (
+        lambda m: setattr(m, "hidden", torch.ones(1).expand(4)),
+        r"along \[0\] on rank 1",
+    ),
     "view": (
         lambda m: setattr(m, "hidden", m.first.detach().view(-1)[1:5]),
         r"'hidden' is a buffer of .* on rank 0, .*, in memory that 'first' has, too on rank 1",

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from .._torch import uncompiled
 from ..agree import is_direct
@@ -25,7 +24,7 @@ from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
 from ..wire.base import Wire, as_bytes, fresh, hosts_of
-from .differentiable import applied, movable
+from .differentiable import Linear, applied
 from .opening import Mode, opened
 from .rounding import narrowed, travelling
 from .staging import host, on_host
@@ -83,16 +82,13 @@ def combined(
     """`all_reduce`, for a caller that knows of something else that is wrong, or None."""
     name = op_name(op)
     error = _wrong(tensor, name, wire_dtype) or error
-    given = torch.empty(0) if error else tensor
-    dtype, said = given.dtype, "" if wire_dtype is None else f"{given.dtype}, sent as {wire_dtype}"
-    travels = dtype if error else travelling(dtype, wire_dtype)
-    if travels != dtype:  # all that follows, backward too, is of a tensor of that dtype
-        given = narrowed(given, travels)
-    if not error and name in ("min", "max") and given.is_floating_point():
-        result = cast(Tensor, _extremum(wire, str(name), said, given))
-    else:
-        result = applied(_Reduction(wire, str(name), _NAME, error, said), [given])[0]
-    return result if travels == dtype else result.to(dtype)
+    if error:
+        tensor, wire_dtype = torch.empty(0), None
+    said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
+    # all that follows, backward too, is of a tensor of the dtype that travels
+    given = narrowed(tensor, travelling(tensor.dtype, wire_dtype))
+    reduction = _Reduction(wire, _NAME, error, op=str(name), said=said)
+    return applied(reduction, [given])[0].to(tensor.dtype)
 
 
 def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
@@ -114,78 +110,53 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     return dense.refuses(str(op), tensor.dtype)
 
 
-@dataclass(slots=True)
-class _Reduction:
-    """A reduction, as a linear collective where it is a sum or an average; then its own adjoint."""
+@dataclass
+class _Reduction(Linear):
+    """A reduction. A sum or an average is linear, and its own adjoint.
 
-    wire: Wire
-    op: str
-    name: str
-    error: str | None = None
-    said: str = ""  # of the dtype, where that is not all there is to say
-    _number: int = 0
+    An extremum is the sum of the elements that attain it, in equal shares: so it is linear, too,
+    once it is known where they are.
 
-    def adjoint(self) -> _Reduction:
-        name = f"all_reduce backward of call {self._number}"
-        return _Reduction(self.wire, self.op, name, None, self.said)
+    Attributes:
+        op: its name.
+        said: of the dtype, and how it travels.
+        attains: of an extremum, where this rank's elements are that.
+    """
+
+    op: str = "sum"
+    said: str = ""
+    attains: Tensor | None = None
+
+    def adjoint(self, name: str) -> _Reduction:
+        op = self.op if self.attains is None else "sum"
+        return _Reduction(self.wire, name, op=op, said=self.said)
+
+    def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        totals = super().undone(gradients)
+        if self.attains is None:
+            return totals
+        attains = self.attains.to(totals[0].dtype)
+        (ranks,) = super().undone([attains])
+        return [totals[0] * attains / ranks.clamp(min=1)]
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        def job() -> tuple[list[Tensor], bool]:
-            with record_function("weft::all_reduce"):
-                result, recorded = self._run(tensors[0].detach(), mode)
-                return [result], recorded
-
-        return self.wire.worker.call(self.name, job)
-
-    def _run(self, tensor: Tensor, mode: Mode) -> tuple[Tensor, bool]:
-        wire, given = self.wire, host(tensor)
+        wire, tensor, given = self.wire, tensors[0], host(tensors[0])
         eager = is_direct(wire) and self.error is None and given.nbytes <= _EAGER
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {"dtype": self.said or given.dtype, "shape": tuple(given.shape)}
+            fields |= {"dtype": self.said, "shape": tuple(given.shape)}
         own = as_bytes(given).numpy().data if eager else b""
         place = fresh(tuple(given.shape), given.dtype)
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
-            self._number, records = said.number, said.records
+            self.number = said.number
             if eager:
-                heard = [torch.frombuffer(each, dtype=torch.uint8) for each in said.own if each]
-                dense.reduce([each.view(given.dtype) for each in heard], self.op, place)
+                dense.reduce([each.view(given.dtype) for each in said.own], self.op, place)
         if not eager:
             place.copy_(given)
             if place.nbytes >= _FAR:
                 hosts_of(wire)
             wire.dense_all_reduce(place, self.op).wait()
-        return place if on_host(tensor) else place.to(tensor.device), records
-
-
-def _extremum(wire: Wire, op: str, said: str, tensor: Tensor) -> Any:
-    mode = Mode.of([tensor])
-    reduction = _Reduction(wire, op, _NAME, None, said)
-    if not mode.enabled:
-        return reduction.run([tensor], mode)[0][0]
-    anchor = torch.empty(0, requires_grad=True)
-    return _Extremum.apply(reduction, mode, anchor, tensor)  # type: ignore[no-untyped-call]  # torch's
-
-
-class _Extremum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, reduction: _Reduction, mode: Mode, anchor: Tensor, tensor: Tensor
-    ) -> Tensor:
-        (result,), recorded = reduction.run([tensor], mode)
-        ctx.reduction = reduction
-        ctx.save_for_backward(tensor, result)
-        if not recorded:
-            ctx.mark_non_differentiable(result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tensor, result = ctx.saved_tensors
-        adjoint = ctx.reduction.adjoint()
-        summed = _Reduction(adjoint.wire, "sum", adjoint.name, None, adjoint.said)
-        (gradient,) = movable([gradient], summed)
-        attains = (tensor.detach() == result.detach()).to(gradient.dtype)
-        total = applied(summed, [gradient])[0]
-        ranks = applied(summed, [attains])[0]
-        return None, None, None, total * attains / ranks.clamp(min=1)
+        result = place if on_host(tensor) else place.to(tensor.device)
+        if said.records and self.op in ("min", "max"):
+            self.attains = tensor == result
+        return [result], said.records

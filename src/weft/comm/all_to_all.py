@@ -16,24 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from .._torch import uncompiled
 from ..agree import is_direct
-from ..tensors import has_elements, lacking
 from ..wire import default
-from ..wire.base import SMALL, Wire, as_bytes, peers, plain
-from .differentiable import applied
+from ..wire.base import SMALL, Wire, as_bytes, peers
+from .differentiable import Linear, applied
 from .opening import NO_LIMIT, Mode, opened
-from .staging import (
-    STAGED,
-    empty,
-    host,
-    is_movable,
-    moved,
-    on_host,
-    rounds_of,
-)
+from .staging import STAGED, empty, host, moved, on_host, unsendable, wrong_bytes
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
 _DIMS = 64  # as many as torch's tensors may have
@@ -108,16 +98,12 @@ def _wrong(inputs: object, size: int, name: str) -> str | None:
     if not isinstance(inputs, list | tuple):
         return f"{name} is a {type(inputs).__name__}: pass a list of {size} tensors"
     for to, tensor in enumerate(inputs):
-        if not isinstance(tensor, Tensor):
-            return f"{name}[{to}] is a {type(tensor).__name__}: pass a tensor, empty if need be"
-        if not has_elements(tensor):
-            return f"{name}[{to}] is {lacking(tensor)}: pass strided tensors with data"
+        if error := unsendable(f"{name}[{to}]", tensor):
+            return error
         for what in ("dtype", "device"):
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:
                 return f"{name}[{to}] has {what} {this}, {name}[0] has {first}: pass one {what}"
-        if not is_movable(tensor.dtype):
-            return f"{name}[{to}] is {tensor.dtype}, which torch does not copy: view another dtype"
     if len(inputs) != size:
         return f"{name} has {len(inputs)} tensors for {size} ranks: pass one for each"
     return None
@@ -125,44 +111,25 @@ def _wrong(inputs: object, size: int, name: str) -> str | None:
 
 def check_round(round_bytes: object) -> str | None:
     """What is wrong with a caller's `round_bytes`, or None."""
-    whole = isinstance(round_bytes, int) and not isinstance(round_bytes, bool)
-    if round_bytes is None or (whole and round_bytes > 0):  # type: ignore[operator]  # an int
-        return None
-    return f"round_bytes is {round_bytes!r}: pass a positive number of bytes, or None"
+    return None if round_bytes is None else wrong_bytes("round_bytes", round_bytes)
 
 
-@dataclass(slots=True)
-class Scatter:
-    """One tensor for each rank on its way, as a linear collective; its own adjoint.
+@dataclass
+class Scatter(Linear):
+    """One tensor for each rank on its way; its own adjoint.
 
     Attributes:
-        wire: among whom.
-        name: of the call.
-        error: what is wrong with the tensors, or None.
         fields: what must be equal on all ranks, beside the dtype.
         limit: bytes of a round, or None.
     """
 
-    wire: Wire
-    name: str
-    error: str | None = None
     fields: dict[str, object] = field(default_factory=dict)
     limit: int | None = None
-    _number: int = 0
 
-    def adjoint(self) -> Scatter:
-        name = f"{self.name.partition(' ')[0]} backward of call {self._number}"
+    def adjoint(self, name: str) -> Scatter:
         return Scatter(self.wire, name, limit=self.limit)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        def job() -> tuple[list[Tensor], bool]:
-            with record_function(f"weft::{self.name.partition(' ')[0]}"):
-                return self.now([plain(tensor.detach()) for tensor in tensors], mode)
-
-        return self.wire.worker.call(self.name, job)
-
-    def now(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        """`run`, for plain tensors and inside of a call whose turn it is."""
         wire, like = self.wire, tensors[self.wire.rank]
         limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
         fields = {"dtype": None if self.error else like.dtype, **self.fields}
@@ -174,8 +141,8 @@ class Scatter:
         with opened(
             wire, self.name, fields, self.error, mode=mode, limit=limit, private=private
         ) as said:
-            self._number = said.number
-            heard = said.private if private else _exchanged(wire, told)
+            self.number = said.number
+            heard = said.private if private else _told(wire, told)
             results = list(tensors)
             results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
             outgoing: dict[int, Tensor] = {}
@@ -190,8 +157,10 @@ class Scatter:
                     outgoing[peer] = tensors[peer]
             rounds = 1
             if said.limit != NO_LIMIT:
-                most = _most(wire, [*outgoing.values(), *incoming.values()])
-                rounds = rounds_of(most, said.limit)
+                mine = sum(each.nbytes for each in (*outgoing.values(), *incoming.values()))
+                most = torch.tensor([mine])
+                wire.dense_all_reduce(most, "max").wait()
+                rounds = max(1, -(-int(most) // said.limit))
             moved(wire, outgoing, incoming, rounds)
             return results, said.records
 
@@ -220,21 +189,12 @@ def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
     return result
 
 
-def _exchanged(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
+def _told(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
     """What each rank tells this one, where that is not in its statement."""
     sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(wire)]
     pending = wire.post(sends, [(peer, _CAP) for peer in peers(wire)], SMALL)
-    heard = dict(zip(peers(wire), pending.wait(), strict=True))
-    kept = [
-        bytearray(heard[rank].numpy()) if rank in heard else bytearray()
-        for rank in range(wire.size)
-    ]
+    heard = [memoryview(each) for each in told]
+    for peer, message in zip(peers(wire), pending.wait(), strict=True):
+        heard[peer] = memoryview(bytearray(message.numpy()))
     pending.release()
-    return [memoryview(each) for each in kept]
-
-
-def _most(wire: Wire, tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors of that rank which has the most of them."""
-    most = torch.tensor([sum(tensor.nbytes for tensor in tensors)])
-    wire.dense_all_reduce(most, "max").wait()
-    return int(most)
+    return heard

@@ -1,9 +1,9 @@
-"""Dense gradients in buckets: many small ones are reduced as one, in the dtype they travel in.
+"""Tensors in buckets: many small ones travel as one, in the dtype they travel in.
 
-What is large and travels as it is, is reduced where it is. All else is copied into workspace, which
-is where it is rounded if it travels in another dtype than its own, and the sums are copied back. A
-bucket is filled while the one before it is under way. What is larger than a bucket is cut: so
-workspace is that of two buckets.
+What is large and travels as it is, goes out and comes in where it lies. All else is copied into
+workspace, which is where it is rounded if it travels in another dtype than its own, and what comes
+of it is copied back. A bucket is filled while the one before it is under way. What is larger than a
+bucket is cut: so workspace is that of two buckets.
 
 Li et al., "PyTorch Distributed: experiences on accelerating data parallel training" (VLDB 2020),
 section 3.2, has buckets.
@@ -12,7 +12,7 @@ section 3.2, has buckets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +22,8 @@ from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed
 from .rounding import narrow, travelling
 from .staging import on_host
 
-_ALONE = 1 << 20  # bytes of a gradient that is reduced where it is
-_BUCKET = 8 << 20  # bytes of gradients that are reduced together
+_ALONE = 1 << 20  # bytes of a tensor that travels from where it is
+_BUCKET = 8 << 20  # bytes of tensors that travel together
 _UNDER_WAY = 2  # buckets: while the last chunks of one travel, the first of the next do
 
 
@@ -38,23 +38,45 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
     """
+    in_buckets(wire, gradients, lambda flat: wire.dense_all_reduce(flat, op), wire_dtype)
+
+
+def in_buckets(
+    wire: Wire,
+    tensors: Iterable[Tensor],
+    start: Callable[[Tensor], Pending],
+    wire_dtype: torch.dtype | None = None,
+    *,
+    given: bool = True,
+    taken: bool = True,
+) -> None:
+    """Do something with tensors, in place, that all ranks do; collective.
+
+    Args:
+        wire: among whom.
+        tensors: of the same shapes and dtypes on every rank; they can be written.
+        start: starts it, for 1-D memory of several of them.
+        wire_dtype: what wider floating-point numbers are rounded to.
+        given: whether it needs what the tensors are on this rank.
+        taken: whether they are to be what comes of it.
+    """
     under_way: deque[_UnderWay] = deque()
-    for bucket in _planned(gradients, wire_dtype):
-        under_way.append(_UnderWay(wire, bucket, op))
+    for bucket in _planned(tensors, wire_dtype):
+        under_way.append(_UnderWay(wire, bucket, start, given))
         if len(under_way) == _UNDER_WAY:
-            under_way.popleft().end()
+            under_way.popleft().end(taken)
     for each in under_way:
-        each.end()
+        each.end(taken)
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Pieces of gradients that travel in one dtype, and are reduced as one.
+    """Pieces of tensors that travel in one dtype, as one.
 
     Attributes:
         dtype: that they travel in.
         pieces: 1-D, in order.
-        copies: gradients whose elements do not lie one after the other, of which the last piece is
+        copies: tensors whose elements do not lie one after the other, of which the last piece is
             in here, and the copies that the pieces are of.
         count: how many elements the pieces have.
     """
@@ -70,14 +92,14 @@ class _Bucket:
         self.count += len(piece)
 
 
-def _planned(gradients: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Iterator[_Bucket]:
-    """What is reduced together. That depends on nothing but shapes and dtypes."""
+def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Iterator[_Bucket]:
+    """What travels together. That depends on nothing but shapes and dtypes."""
     filling: dict[torch.dtype, _Bucket] = {}
-    for gradient in (each for each in gradients if each.numel()):
-        dtype = travelling(gradient.dtype, wire_dtype)
-        flat = flattened(plain(gradient))
-        copies = [] if is_plain(gradient) else [(gradient, flat.view(gradient.shape))]
-        if dtype == gradient.dtype and gradient.nbytes >= _ALONE:
+    for tensor in (each for each in tensors if each.numel()):
+        dtype = travelling(tensor.dtype, wire_dtype)
+        flat = flattened(plain(tensor))
+        copies = [] if is_plain(tensor) else [(tensor, flat.view(tensor.shape))]
+        if dtype == tensor.dtype and tensor.nbytes >= _ALONE:
             yield _Bucket(dtype, [flat], copies, len(flat))
             continue
         bucket, most = filling.setdefault(dtype, _Bucket(dtype)), _BUCKET // dtype.itemsize
@@ -92,33 +114,35 @@ def _planned(gradients: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Ite
 
 
 class _UnderWay:
-    """The reduction of a bucket."""
+    """A bucket, with which something is done."""
 
     _lease: Lease | None = None
 
-    def __init__(self, wire: Wire, bucket: _Bucket, op: str) -> None:
-        """Fill it, and send what there is to send."""
+    def __init__(
+        self, wire: Wire, bucket: _Bucket, start: Callable[[Tensor], Pending], given: bool
+    ) -> None:
         self._bucket, first = bucket, bucket.pieces[0]
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype and on_host(first):
             self._flat = first
         else:
             self._lease = wire.lease(bucket.count * bucket.dtype.itemsize)
             self._flat = typed(self._lease.tensor, (bucket.count,), bucket.dtype)
-            for place, piece in zip(self._places(), bucket.pieces, strict=True):
+            for place, piece in self._places() if given else ():
                 narrow(piece, place)
-        self._pending: Pending = wire.dense_all_reduce(self._flat, op)
+        self._pending = start(self._flat)
 
-    def _places(self) -> Sequence[Tensor]:
-        """Where the pieces are in workspace."""
-        return self._flat.split_with_sizes([len(piece) for piece in self._bucket.pieces])
+    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where the pieces are in workspace, and the pieces."""
+        pieces = self._bucket.pieces
+        return zip(self._flat.split_with_sizes([*map(len, pieces)]), pieces, strict=True)
 
-    def end(self) -> None:
-        """Wait for the sums, and bring them to where they belong."""
+    def end(self, taken: bool) -> None:
+        """Wait for what comes of it, and bring that to where it belongs."""
         self._pending.wait()
         self._pending.release()
         if self._lease is not None:
-            for place, piece in zip(self._places(), self._bucket.pieces, strict=True):
+            for place, piece in self._places() if taken else ():
                 piece.copy_(place)
             self._lease.release()
-        for gradient, copy in self._bucket.copies:
-            gradient.copy_(copy)
+        for tensor, copy in self._bucket.copies if taken else ():
+            tensor.copy_(copy)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import scale_each
 from ..errors import WeftError
 
 
@@ -88,15 +89,8 @@ def clip_grad_norm_(
     )
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
-    scale = (most / (total + 1e-6)).clamp(max=1.0)
-    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in values:
-        if foreach is False or type(each) not in (Tensor, nn.Parameter):
-            each.mul_(scale.to(each.device))
-        else:
-            together.setdefault((each.device, each.dtype), []).append(each)
-    for (place, _), alike in together.items():
-        scale_each(alike, scale.to(place))
+    clip: Any = nn.utils.clip_grads_with_norm_  # which asks for nothing but `.grad`
+    clip([SimpleNamespace(grad=each) for each in values], most, total, foreach)
     return total
 
 

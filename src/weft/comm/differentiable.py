@@ -10,37 +10,72 @@ told so, instead of mixing up gradients of the same size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..tensors import has_elements, lacking
+from ..wire.base import Wire, plain
 from .opening import Mode
 
 
-class Linear(Protocol):
+@dataclass
+class Linear(ABC):
     """A collective that is linear in its tensors.
 
     Attributes:
-        error: what is wrong with them on this rank, or None.
+        wire: among whom.
+        name: of the call.
+        error: what is wrong with its tensors on this rank, or None.
+        number: of the call, among those of the group; known once it has run.
     """
 
-    error: str | None
+    wire: Wire
+    name: str
+    error: str | None = None
+    number: int = 0
 
+    @abstractmethod
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        """Do it, without autograd; the results, and whether some rank records gradients."""
+        """Do it, for plain tensors and in a call whose turn it is, without autograd.
 
-    def adjoint(self) -> Linear:
-        """Takes the gradients of the results, gives those of the tensors; asked for after `run`."""
+        Returns:
+            The results, and whether some rank records gradients.
+        """
+
+    @abstractmethod
+    def adjoint(self, name: str) -> Linear:
+        """What takes the gradients of the results and gives those of the tensors, by that name."""
+
+    def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradients of the tensors, of those of the results; differentiable, after `run`."""
+        adjoint = self.adjoint(f"{self._kind} backward of call {self.number}")
+        for gradient in gradients:
+            if not has_elements(gradient):
+                adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
+                return applied(adjoint, [torch.empty(0)] * len(gradients))
+        return applied(adjoint, gradients)
+
+    @property
+    def _kind(self) -> str:
+        return self.name.partition(" ")[0]
 
 
 def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The results of a collective, differentiable any number of times."""
     mode = Mode.of(tensors)
+
+    def job() -> tuple[list[Tensor], bool]:
+        with record_function(f"weft::{collective._kind}"):
+            return collective.run([plain(tensor.detach()) for tensor in tensors], mode)
+
     with torch.no_grad():
-        results, recorded = collective.run(tensors, mode)
+        results, recorded = collective.wire.worker.call(collective.name, job)
     if not recorded:
         return results
     # makes autograd record the call where no tensor of this rank would
@@ -62,14 +97,4 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        adjoint = ctx.collective.adjoint()
-        return (None, None, None, *applied(adjoint, movable(gradients, adjoint)))
-
-
-def movable(gradients: Sequence[Tensor], adjoint: Linear) -> Sequence[Tensor]:
-    """The gradients that the adjoint takes; others in their place if it has to refuse them."""
-    for gradient in gradients:
-        if not has_elements(gradient):
-            adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
-            return [torch.empty(0)] * len(gradients)
-    return gradients
+        return (None, None, None, *ctx.collective.undone(gradients))

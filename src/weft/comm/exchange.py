@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from .._torch import uncompiled
-from ..tensors import has_elements, lacking
 from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
 from .opening import NO_LIMIT
-from .staging import is_movable
+from .staging import unsendable
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
@@ -94,26 +93,20 @@ def _is_picked(dtype: torch.dtype) -> bool:
     return True
 
 
-def _wrong(rows: object, to: object, size: int) -> str | None:
+def _wrong(rows: Tensor, to: object, size: int) -> str | None:
     """What is wrong with what a caller passed, or None."""
-    if not isinstance(rows, Tensor):
-        return f"rows is a {type(rows).__name__}: pass a tensor"
-    if not has_elements(rows):
-        return f"rows is {lacking(rows)}: pass a strided tensor with data"
+    if error := unsendable("rows", rows):
+        return error
     if rows.dim() == 0:
         return "rows has no dimension, and so no rows: pass a tensor of at least one"
-    if not is_movable(rows.dtype):
-        return f"rows is {rows.dtype}, which torch does not copy: view another dtype"
     if not isinstance(to, list | tuple) or len(to) != size:
         count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
         return f"to is {count} for {size} ranks: pass a list with indices for each"
     for rank, some in enumerate(to):
         if some is None:
             continue
-        if not isinstance(some, Tensor):
-            return f"to[{rank}] is a {type(some).__name__}: pass 1-D indices, or None"
-        if not has_elements(some):
-            return f"to[{rank}] is {lacking(some)}: pass 1-D indices, or None"
+        if error := unsendable(f"to[{rank}]", some):
+            return error
         if some.dim() != 1:
             return f"to[{rank}] has shape {tuple(some.shape)}: pass 1-D indices, or None"
         if some.dtype not in (torch.int32, torch.int64):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,19 +24,21 @@ from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import job_of
 from ..sparse.arguments import wrong_wire_dtype
+from ..sparse.call import shape_in
 from ..wire import default, dense
 from ..wire.base import Wire
 from .buckets import reduce_dense
 from .named import (
     Manifest,
     difference,
+    digest,
     expanded_dims,
     local,
-    manifests_of_all,
-    parameters_of,
+    of_module,
     shard_of,
+    told_by_all,
 )
-from .opening import NO_LIMIT, ROOM, Opening, opened
+from .opening import NO_LIMIT, ROOM, opened
 
 NAME = "sync_grads"
 
@@ -111,7 +112,7 @@ def sync_grads(
 
     def job() -> None:
         with record_function("weft::sync_grads"):
-            synchronised.reduce(synchronised.names)
+            synchronised.reduce(list(synchronised.of))
 
     wire.worker.call(NAME, job)
 
@@ -123,16 +124,13 @@ takes the wire, `average`, `wire_dtype`, and what else is wrong, or None."""
 
 def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
     """What `sync_grads` does if the gradients of some parameters of a module overlap, else None."""
-    if not overlapping or module in overlapping:
-        return overlapping.get(module)
-    own = {id(parameter) for parameter in module.parameters()}
-    for reference in overlapping.keyrefs():  # a list: ranks may be threads
-        other = reference()
+    own = {id(parameter) for parameter in module.parameters()} if overlapping else set()
+    for other in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
         finish = None if other is None else overlapping.get(other)
         if other is None or finish is None:
             continue
         theirs = {id(parameter) for parameter in other.parameters()}
-        if own and own == theirs:  # a wrapper, such as torch.compile's
+        if other is module or (own and own == theirs):  # a wrapper, such as torch.compile's
             return finish
         if own & theirs:  # reduced again they would be counted twice
             return functools.partial(
@@ -147,30 +145,20 @@ class Synchronised:
     """The parameters of one module, as one rank knows them.
 
     Attributes:
-        names: of all of them, sorted; those that are the same come once, under the first name.
-        in_order: the same, as the module has them.
+        wire, average, wire_dtype: as they were given.
+        of: by name, sorted; those that are the same come once, under the first name.
         manifest: what they are.
-        digest: of the manifest.
         error: what is wrong with the arguments, or None.
     """
 
     def __init__(self, wire: Wire, module: Any, average: object, wire_dtype: Any) -> None:
-        found, self.error = parameters_of(module)
-        self._wire, self._op = wire, "sum" if average is False else "avg"
-        self._wire_dtype = wire_dtype
-        self._of, self.names, self.in_order = found.of, list(found.of), found.in_order
-        self.manifest, self.digest = found.manifest, found.digest
+        self.wire, self.average, self.wire_dtype = wire, average, wire_dtype
+        self._op = "sum" if average is False else "avg"
+        self.of, self.manifest, self.error = of_module(module, buffers=False)
         if self.error is None and not isinstance(average, bool):
             self.error = f"average is {average!r}: pass True or False"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
-
-    def size(self, name: str) -> int:
-        """Bytes of a gradient."""
-        return local(self._of[name]).nbytes
-
-    def parameter(self, name: str) -> Tensor:
-        """The parameter itself."""
-        return self._of[name]
+        self._digest = digest(self.manifest)
 
     @torch.no_grad()
     def reduce(
@@ -187,77 +175,64 @@ class Synchronised:
         Returns:
             Whether some rank was ready.
         """
-        here = list(names)
-        states, error = self._states(here)
+        states, error = self._states(names)
         error = self.error or error
-        if len(here) >= ROOM:
-            error = error or f"{len(here)} parameters are too many for one call: below {ROOM}"
-        with self._opened(b"" if error else states, error, ready) as said:
-            some_ready, same, found = said.limit == 0, said.equal, said.mask
-        described = self.manifest
-        if not same:
-            here, described = self._all_named()
-            with self._opened(self._states(here)[0], None, ready) as said:
-                found = said.mask
-        states_of = dict(zip(here, found, strict=True))
+        if len(names) >= ROOM:
+            error = error or f"{len(names)} parameters are too many for one call: below {ROOM}"
+        with opened(
+            self.wire,
+            NAME,
+            {"average": self._op == "avg", "wire_dtype": str(self.wire_dtype)},
+            error,
+            limit=0 if ready else NO_LIMIT,
+            digest=self._digest,
+            own=b"" if error else bytes(states.values()),
+        ) as said:
+            described, some_ready = self.manifest, said.limit == 0
+            if said.equal:
+                states = dict(zip(names, said.mask, strict=True))
+        if not said.equal:
+            described, states = self._told()
         if first is not None and some_ready:
-            states_of = {name: states_of[name] for name in here[:first]}
+            states = {name: states[name] for name in names[:first]}
         sparse = {
-            n: s.bit_length() - 1 for n, s in states_of.items() if s > _DENSE and not s & (s - 1)
+            n: s.bit_length() - 1 for n, s in states.items() if s > _DENSE and not s & (s - 1)
         }
         self._reduce_sparse(sparse, described)
-        others = [name for name, state in states_of.items() if state and name not in sparse]
+        others = [name for name, state in states.items() if state and name not in sparse]
         gradients = [self._dense(name, described) for name in others]
-        reduce_dense(self._wire, gradients, self._op, self._wire_dtype)
+        reduce_dense(self.wire, gradients, self._op, self.wire_dtype)
         return some_ready
 
-    def _all_named(self) -> tuple[list[str], Manifest]:
-        """The parameters of all ranks by name, and what they are; collective.
+    def _told(self) -> tuple[Manifest, dict[str, int]]:
+        """What the parameters of all ranks are, and which gradients they have; collective.
 
         Raises:
             WeftError: one of them is not the same on all ranks that have it.
         """
-        everyone = manifests_of_all(self._wire, NAME, self.manifest)
-        text = difference(everyone, missing=False)
+        said = told_by_all(self.wire, NAME, [self.manifest, self._states(list(self.of))[0]])
+        text = difference([manifest for manifest, _ in said], missing=False)
         if text is not None:
             raise WeftError(f"the modules differ: {text}; gradients are as they were")
-        described = {name: one[name] for one in everyone for name in one}
+        described = {name: text for manifest, _ in said for name, text in manifest.items()}
         # what is the same as another, on all ranks that have it, is reduced under that name
-        return [n for n in sorted(described) if ", the same as " not in described[n]], described
+        states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}
+        for name, state in (pair for _, theirs in said for pair in theirs.items()):
+            states[name] |= state
+        return described, states
 
-    def _opened(
-        self, states: bytes, error: str | None, ready: bool
-    ) -> AbstractContextManager[Opening]:
-        """What all ranks said."""
-        return opened(
-            self._wire,
-            NAME,
-            {"average": self._op == "avg", "wire_dtype": str(self._wire_dtype)},
-            error,
-            limit=0 if ready else NO_LIMIT,
-            digest=self.digest,
-            own=states,
-        )
-
-    def _states(self, names: Sequence[str]) -> tuple[bytes, str | None]:
-        """A byte for each name: which gradient this rank has; and what is wrong with the first."""
-        states, error = bytearray(len(names)), None
-        refused: dict[torch.dtype, str | None] = {}
-        for number, name in enumerate(names):
-            parameter = self._of.get(name)
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None:
-                continue
-            dtype = gradient.dtype
-            if dtype not in refused:
-                reason = dense.refuses(self._op, dtype)
-                refused[dtype] = reason and f"the gradient of {name!r}: {reason}"
-            states[number] = _state(gradient)
-            error = error or _wrong(name, gradient, parameter) or refused[dtype]
-        return bytes(states), error
+    def _states(self, names: Sequence[str]) -> tuple[dict[str, int], str | None]:
+        """For each name which gradient this rank has; and what is wrong with the first."""
+        gradients = {name: self._gradient(name) for name in names}
+        here = {name: each for name, each in gradients.items() if each is not None}
+        dtypes = {each.dtype for each in here.values()}
+        refused = {dtype: dense.refuses(self._op, dtype) for dtype in dtypes}
+        wrong = (_wrong(n, each, self.of[n], refused[each.dtype]) for n, each in here.items())
+        states = {name: _state(each) for name, each in gradients.items()}
+        return states, next(filter(None, wrong), None)
 
     def _gradient(self, name: str) -> Tensor | None:
-        return self._of[name].grad if name in self._of else None
+        return self.of[name].grad if name in self.of else None
 
     def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
         """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
@@ -265,45 +240,35 @@ class Synchronised:
         for name, dims in names.items():
             table = self._sparse(name, dims, described)
             rounds = table.is_floating_point()  # integers are not for `wire_dtype`
-            calls.setdefault(self._wire_dtype if rounds else None, {})[name] = table
+            calls.setdefault(self.wire_dtype if rounds else None, {})[name] = table
         for wire_dtype, tables in calls.items():
             given = list(tables.values())
             try:
-                results = job_of(self._wire, given, self._op, "auto", wire_dtype)()
+                results = job_of(self.wire, given, self._op, "auto", wire_dtype)()
             except WeftError as error:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):
-                if name in self._of:
-                    self._of[name].grad = result
+                if name in self.of:
+                    self.of[name].grad = result
 
     def _sparse(self, name: str, dims: int, described: Manifest) -> Tensor:
         """A sparse gradient, without rows where this rank has none."""
         gradient = self._gradient(name)
-        if gradient is not None:
-            return gradient
-        like = self._like(name, described)
-        return torch.sparse_coo_tensor(
-            torch.empty((dims, 0), dtype=torch.int64, device=like.device),
-            like.new_empty((0, *like.shape[dims:])),
-            like.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+        return without_rows(self._like(name, described), dims) if gradient is None else gradient
 
     def _like(self, name: str, described: Manifest) -> Tensor:
         """A tensor of a parameter's dtype and shape: of another rank's where there is none here."""
-        if name in self._of:
-            return self._of[name]
-        said = re.match(r"a parameter of torch\.(\w+) of shape \(([\d, ]*)\)", described[name])
+        if name in self.of:
+            return self.of[name]
+        said = re.match(r"a parameter of torch\.(\w+) of shape (\([\d, ]*\))", described[name])
         assert said is not None
-        shape = [int(dim) for dim in said[2].split(",") if dim.strip()]
-        return torch.empty(shape, dtype=getattr(torch, said[1]))
+        return torch.empty(shape_in(said[2]), dtype=getattr(torch, said[1]))
 
     def _dense(self, name: str, described: Manifest) -> Tensor:
         """What of a dense gradient is on this rank: made where there is none."""
-        if name not in self._of:
+        if name not in self.of:
             return torch.zeros_like(self._like(name, described))
-        parameter = self._of[name]
+        parameter = self.of[name]
         gradient = parameter.grad
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
@@ -314,7 +279,18 @@ class Synchronised:
         return local(gradient)
 
 
-def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
+def without_rows(like: Tensor, dims: int = 1) -> Tensor:
+    """A gradient of a tensor in which nothing is, so many of its dimensions being sparse."""
+    return torch.sparse_coo_tensor(
+        torch.empty((dims, 0), dtype=torch.int64, device=like.device),
+        like.new_empty((0, *like.shape[dims:])),
+        like.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) -> str | None:
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         return f"the gradient of {name!r} has layout {gradient.layout}: use a sparse COO"
     if gradient.dtype != parameter.dtype:
@@ -324,7 +300,7 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
         )
     if shard_of(gradient) != shard_of(parameter):
         return f"the gradient of {name!r} is placed otherwise than the parameter"
-    return None
+    return refused and f"the gradient of {name!r}: {refused}"
 
 
 def _named(error: str, names: Sequence[str]) -> str:
@@ -332,8 +308,10 @@ def _named(error: str, names: Sequence[str]) -> str:
     return re.sub(r"\btable (\d+)\b", lambda m: f"the gradient of {names[int(m[1])]!r}", error)
 
 
-def _state(gradient: Tensor) -> int:
-    """What a rank states of a gradient it has; one that sparse calls do not take is a dense one."""
+def _state(gradient: Tensor | None) -> int:
+    """What a rank states of a gradient; one that sparse calls do not take is a dense one."""
+    if gradient is None:
+        return 0
     if gradient.layout != torch.sparse_coo or gradient.dtype not in DTYPES:
         return _DENSE
     return 1 << gradient.sparse_dim() if gradient.sparse_dim() <= _SPARSE_DIMS else _DENSE

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,8 +61,8 @@ class Opening:
         records: whether some rank records gradients, so that all take part in backward.
         limit: the smallest of the limits.
         equal: whether all digests are.
-        own: what each rank stated of its own, in rank order; where statements are not direct, one
-            for all, combined. Valid inside of `opened`.
+        own: what each rank stated of its own, in rank order, as bytes, 1-D; where statements are
+            not direct, one for all, combined. Valid inside of `opened`.
         private: what each rank said to this one alone, its own not included; as `own`.
     """
 
@@ -69,13 +70,13 @@ class Opening:
     records: bool
     limit: int
     equal: bool
-    own: list[memoryview]
+    own: list[Tensor]
     private: list[memoryview]
 
     @property
-    def mask(self) -> bytes:
-        """The bits of what all stated of their own; means something where all have one length."""
-        return functools.reduce(_or, self.own, bytes(self.own[0]))
+    def mask(self) -> list[int]:
+        """The bits of what all stated of their own, which must have one length."""
+        return cast(list[int], functools.reduce(torch.bitwise_or, self.own).tolist())
 
 
 @contextmanager
@@ -90,7 +91,6 @@ def opened(
     digest: int = 0,
     own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
     watch: Callable[[Pending], object] = lambda pending: None,
 ) -> Iterator[Opening]:
     """Agree on a call; collective.
@@ -106,7 +106,7 @@ def opened(
         own: at most `ROOM` bytes.
         private: what to say to each rank, in rank order, with the rest at most `ROOM` bytes; only
             where statements are direct.
-        meanwhile, watch: as for `agree`.
+        watch: as for `agree`.
 
     Raises:
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
@@ -120,17 +120,7 @@ def opened(
         ~digest,  # the largest becomes the smallest
     )
     body = bytearray().join([numbers, own])
-    agreement = agree(
-        wire,
-        name,
-        fields,
-        error,
-        body,
-        _combine,
-        meanwhile=meanwhile,
-        watch=watch,
-        private=private,
-    )
+    agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
     try:
         said = [_SAID.unpack_from(each) for each in agreement.said]
         recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))
@@ -144,7 +134,7 @@ def opened(
             recorder != _NOBODY,
             least,
             lowest == ~highest,
-            [each[_SAID.size :] for each in agreement.said],
+            [each[_SAID.size :] for each in agreement.bodies],
             agreement.private,
         )
     finally:
@@ -152,14 +142,10 @@ def opened(
 
 
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
-    left, right = lower.numpy().data, upper.numpy().data
-    numbers = _SAID.pack(*map(min, _SAID.unpack_from(left), _SAID.unpack_from(right)))
-    own = _or(left[_SAID.size :], right[_SAID.size :])
-    return torch.frombuffer(bytearray(numbers + own), dtype=torch.uint8)
-
-
-def _or(left: bytes | memoryview, right: bytes | memoryview) -> bytes:
-    """The bits of both; of different lengths, which mean nothing, what both have."""
-    size = min(len(left), len(right))
-    bits = int.from_bytes(left[:size], "little") | int.from_bytes(right[:size], "little")
-    return bits.to_bytes(size, "little")
+    size = min(len(lower), len(upper))  # bits of different lengths mean nothing
+    numbers, bits = (
+        [each[: _SAID.size].view(torch.int64) for each in (lower, upper)],
+        [each[_SAID.size : size] for each in (lower, upper)],
+    )
+    least = torch.minimum(*numbers).view(torch.uint8)
+    return torch.cat([least, torch.bitwise_or(*bits)])

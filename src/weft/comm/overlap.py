@@ -13,10 +13,11 @@ section 3.2, has buckets and their order.
 from __future__ import annotations
 
 import functools
-import hashlib
+import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Wire, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
-from .named import difference, manifests_of_all
+from .named import difference, digest, local, told_by_all
 from .opening import opened
-from .staging import on_host
+from .staging import on_host, wrong_bytes
 
+_NAME = "overlap_grads"
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 
 
@@ -79,45 +81,31 @@ def overlap_grads(
         [[[3.0, 3.0]], [[3.0, 3.0]], [[3.0, 3.0]]]
     """
     wire = default.resolve(group)
-    return Overlap(wire, module, average, bucket_bytes, wire_dtype)
+    return Overlap(Synchronised(wire, module, average, wire_dtype), module, bucket_bytes)
 
 
 class Overlap:
     """The gradients of one module on their way while backward runs; made by `overlap_grads`."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        module: nn.Module,
-        average: bool,
-        bucket_bytes: int,
-        wire_dtype: torch.dtype | None,
-    ) -> None:
-        self._wire, self._average, self._wire_dtype = wire, average, wire_dtype
-        self._synchronised = Synchronised(wire, module, average, wire_dtype)
+    def __init__(self, synchronised: Synchronised, module: nn.Module, bucket_bytes: int) -> None:
+        self._synchronised, self._worker = synchronised, synchronised.wire.worker
         self._paused = False
         self._handles: list[RemovableHandle] = []
-        names = self._agreed_order(module, bucket_bytes)
+        order = self._agreed_order(module, bucket_bytes)
         self._module = weakref.ref(module)  # whose hooks keep this alive
-        self._order = names
-        self._ends: list[int] = []  # of each bucket, in the order
-        size = 0
-        for number, name in enumerate(names, 1):
-            size += self._synchronised.size(name)
-            if size >= bucket_bytes or number == len(names):
-                self._ends.append(number)
+        self._buckets: list[list[str]] = []
+        size = bucket_bytes
+        for name in order:
+            if size >= bucket_bytes:
+                self._buckets.append([])
                 size = 0
-        self._bucket_of = {
-            name: bucket
-            for bucket in range(len(self._ends))
-            for name in names[self._start(bucket) : self._ends[bucket]]
-        }
-        self._restart()
-        for name in names:
-            parameter: Any = self._synchronised.parameter(name)  # the method below is untyped
+            self._buckets[-1].append(name)
+            size += local(self._synchronised.of[name]).nbytes
+            parameter: Any = self._synchronised.of[name]  # the method below is untyped
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._hook(name))
-                self._handles.append(handle)
+                hook = self._hook(name, len(self._buckets) - 1)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._restart()
         overlapping[module] = self._finish
 
     def remove(self) -> None:
@@ -153,46 +141,41 @@ class Overlap:
 
     def _agreed_order(self, module: nn.Module, bucket_bytes: object) -> list[str]:
         """The last parameters first, where all modules have them in one order; else by name."""
-        wire, synchronised, error = self._wire, self._synchronised, self._synchronised.error
-        whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-        if error is None and not (whole and bucket_bytes > 0):  # type: ignore[operator]  # an int
-            error = f"bucket_bytes is {bucket_bytes!r}: pass a positive number of bytes"
+        known = self._synchronised
+        error = known.error or wrong_bytes("bucket_bytes", bucket_bytes)
         if error is None and finish_of(module) is not None:
             error = "gradients of the module overlap already: remove() that first"
-        own = list(reversed(synchronised.in_order))
-        code = hashlib.blake2b("\n".join(own).encode(), digest_size=8).digest()
-        order = int.from_bytes(code, "little", signed=True)
+        order: list[str] = []
+        if error is None:
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            order = [name for name in reversed(names) if name in known.of]
+        described = digest({**known.manifest, "their order": ", ".join(order)})
         fields = {
-            "average": self._average,
-            "wire_dtype": str(self._wire_dtype),
+            "average": known.average,
+            "wire_dtype": str(known.wire_dtype),
             "bucket_bytes": bucket_bytes,
         }
 
         def job() -> list[str]:
-            with opened(wire, "overlap_grads", fields, error, digest=synchronised.digest) as said:
+            with opened(known.wire, _NAME, fields, error, digest=described) as said:
                 same = said.equal
             if not same:
-                everyone = manifests_of_all(wire, "overlap_grads", synchronised.manifest)
-                raise WeftError(f"the modules differ: {difference(everyone, missing=True)}")
-            with opened(wire, "overlap_grads (order)", {}, None, digest=order) as said:
-                return own if said.equal else sorted(own)
+                everyone = told_by_all(known.wire, _NAME, known.manifest)
+                if text := difference(everyone, missing=True):
+                    raise WeftError(f"the modules differ: {text}")
+            return order if same else sorted(order)
 
-        return wire.worker.call("overlap_grads", job)
-
-    def _start(self, bucket: int) -> int:
-        return self._ends[bucket - 1] if bucket else 0
+        return self._worker.call(_NAME, job)
 
     def _restart(self) -> None:
-        self._missing = [self._ends[b] - self._start(b) for b in range(len(self._ends))]
-        self._seen: set[str] = set()
+        self._missing = [set(names) for names in self._buckets]
         self._works: list[Work[bool]] = []
         self._changed: str | None = None  # what was, too late
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str, bucket: int) -> Any:
         def seen(parameter: Tensor) -> None:
             if self._paused:
                 return
-            bucket = self._bucket_of[name]
             if bucket < len(self._works):  # said, by all ranks, when all have come to sync_grads
                 self._changed = self._changed or (
                     f"the gradient of {name!r} changed while it was reduced and holds anything: "
@@ -200,25 +183,25 @@ class Overlap:
                     "run in paused()"
                 )
                 return
-            if name not in self._seen:
-                self._seen.add(name)
-                self._missing[bucket] -= 1
-                self._start_ready()
+            self._missing[bucket].discard(name)
+            self._start_ready()
 
         return seen
 
     def _start_ready(self) -> None:
         """Start the buckets whose turn it is and whose gradients are all there."""
-        while len(self._works) < len(self._ends) and not self._missing[len(self._works)]:
-            bucket = len(self._works)
-            names = self._order[self._start(bucket) :]
-            here = [self._synchronised.parameter(name).grad for name in names]
-            if any(gradient is not None and not on_host(gradient) for gradient in here):
+        while (bucket := len(self._works)) < len(self._buckets) and not self._missing[bucket]:
+            gradients = [self._synchronised.of[name].grad for name in self._from(bucket)]
+            if any(gradient is not None and not on_host(gradient) for gradient in gradients):
                 torch.accelerator.synchronize()  # the worker's thread does not follow this stream
-            self._works.append(self._wire.worker.submit(NAME, self._step(bucket, ready=True)))
+            self._works.append(self._worker.submit(NAME, self._step(bucket, ready=True)))
+
+    def _from(self, bucket: int) -> list[str]:
+        """The parameters of a bucket and of those behind it."""
+        return list(chain.from_iterable(self._buckets[bucket:]))
 
     def _step(self, bucket: int, *, ready: bool) -> Any:
-        names, first = self._order[self._start(bucket) :], self._ends[bucket] - self._start(bucket)
+        names, first = self._from(bucket), len(self._buckets[bucket])
 
         def job() -> bool:
             with record_function("weft::sync_grads"):
@@ -232,22 +215,19 @@ class Overlap:
         there = dict(module.named_parameters(remove_duplicate=False)) if module else {}
         known = self._synchronised
         return len(there) != len(known.manifest) or any(
-            there.get(name) is not known.parameter(name) for name in known.names
+            there.get(name) is not parameter for name, parameter in known.of.items()
         )
 
     def _finish(
-        self,
-        wire: Wire,
-        average: bool,
-        wire_dtype: torch.dtype | None,
-        error: str | None = None,
+        self, wire: Wire, average: bool, wire_dtype: torch.dtype | None, *, error: str | None = None
     ) -> None:
         """What `sync_grads` does with this module; all that has begun ends, whatever is wrong."""
         failure: WeftError | None = None
         try:
             error = error or self._changed
-            same = average is self._average and wire_dtype is self._wire_dtype
-            if wire is not self._wire or not same:
+            known = self._synchronised
+            had = known.wire, known.average, known.wire_dtype
+            if not all(map(operator.is_, had, (wire, average, wire_dtype))):
                 error = (
                     "sync_grads has another group, average or wire_dtype than overlap_grads had: "
                     "pass the same"
@@ -257,21 +237,21 @@ class Overlap:
                     "the module has other parameters than when overlap_grads was called: remove() "
                     "that and call it again"
                 )
-            for bucket in range(len(self._ends)):
+            for bucket in range(len(self._buckets)):
                 try:
                     if bucket < len(self._works):
                         self._works[bucket].wait()
-                    elif not self._wire.worker.call(NAME, self._step(bucket, ready=False)):
+                    elif not self._worker.call(NAME, self._step(bucket, ready=False)):
                         break
                 except WeftError as raised:  # on every rank, some of which have begun more buckets
                     failure = failure or raised
             if failure is not None:
                 raise failure
-            self._wire.worker.call(NAME, functools.partial(self._end, error))
+            self._worker.call(NAME, functools.partial(self._end, error))
         finally:
             self._restart()
 
     def _end(self, error: str | None) -> None:
         """Tell each other what went wrong since buckets began; all ranks are in `sync_grads`."""
-        with opened(self._wire, NAME, {}, error):
+        with opened(self._synchronised.wire, NAME, {}, error):
             return

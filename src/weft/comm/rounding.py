@@ -26,8 +26,8 @@ def narrow(values: Tensor, out: Tensor) -> None:
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a narrower dtype; gradients pass, as those of `Tensor.to` do."""
-    if values.dtype is torch.float64:
+    """Values in a dtype that is no wider; gradients pass, as those of `Tensor.to` do."""
+    if values.dtype is torch.float64 and dtype is not torch.float64:
         result: Tensor = _Narrowed.apply(values, dtype)  # type: ignore[no-untyped-call]  # torch's
         return result
     return values.to(dtype)

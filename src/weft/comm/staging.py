@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..tensors import has_elements, lacking
 from ..wire.base import Wire, fresh, peers, plain
 
 STAGED = 128 << 20
@@ -36,6 +37,24 @@ def is_movable(dtype: torch.dtype) -> bool:
     return True
 
 
+def unsendable(name: str, tensor: object) -> str | None:
+    """Why what a caller passed under that name is no tensor that can be sent, or None."""
+    if not isinstance(tensor, Tensor):
+        return f"{name} is a {type(tensor).__name__}: pass a tensor, empty if need be"
+    if not has_elements(tensor):
+        return f"{name} is {lacking(tensor)}: pass a strided tensor with data"
+    if not is_movable(tensor.dtype):
+        return f"{name} is {tensor.dtype}, which torch does not copy: view another dtype"
+    return None
+
+
+def wrong_bytes(name: str, count: object) -> str | None:
+    """What is wrong with what a caller passed under that name, or None."""
+    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return None
+    return f"{name} is {count!r}: pass a positive number of bytes"
+
+
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for a result, of the dtype and on the device of `like`."""
     if on_host(like):
@@ -53,11 +72,6 @@ def host(tensor: Tensor) -> Tensor:
 def _locked(count: int, dtype: torch.dtype) -> Tensor:
     """Memory that an accelerator copies to and from quickest; torch keeps it for the next use."""
     return torch.empty(count, dtype=dtype, pin_memory=torch.accelerator.is_available())
-
-
-def rounds_of(nbytes: int, limit: int) -> int:
-    """Rounds in which so many bytes move, at most `limit` of them in each."""
-    return max(1, -(-nbytes // max(1, limit)))
 
 
 def moved(
