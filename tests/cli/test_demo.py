@@ -1,6 +1,5 @@
 """`weft demo` from the command line: refusals, a whole run on a small text, and Ctrl-C."""
 
-import importlib.util
 import os
 import random
 import re
@@ -17,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner, Result
 
-from weft.cli import app
+from weft.cli import app, options
 from weft.cli.demo import train
+from weft.cli.demo.figures import FIGURES, Run, agreement
 from weft.cli.demo.text import WINDOW
 
 SMALL = ("--ranks", "2", "--steps", "12", "--dim", "8", "--batch", "128")
@@ -41,8 +41,8 @@ def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
     return [row[0] for row in rows], table
 
 
-def demo(*options: object) -> Result:
-    return CliRunner().invoke(app, ["demo", *map(str, options)])
+def demo(*given: object) -> Result:
+    return CliRunner().invoke(app, ["demo", *map(str, given)])
 
 
 def started(*options: object, **more) -> subprocess.Popen[str]:
@@ -57,19 +57,19 @@ def started(*options: object, **more) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("given", "said"),
     [
         (["--ranks", 0], "--ranks"),
         (["--steps", -1], "--steps"),
         (["--batch", 0], "--batch"),
         (["--seed", -3], "--seed"),
         (["--compare", "nccl"], "--compare"),
-        (["--text", __file__, "/no/such/text"], "weft demo: no such file or folder: /no/such/text"),
+        (["--text", "/no/such/text"], "weft demo: no such file or folder: /no/such/text"),
         (["--text", "/dev/null"], "weft demo: no words in /dev/null (1 files read, 0 skipped)"),
     ],
 )
-def test_what_cannot_be_done_is_said_with_status_2(tmp_path: Path, options, said: str) -> None:
-    found = demo(*options, "--out", tmp_path / "out")
+def test_what_cannot_be_done_is_said_with_status_2(tmp_path: Path, given, said: str) -> None:
+    found = demo(*given, "--out", tmp_path / "out")
     assert found.exit_code == 2 and said in found.stderr
 
 
@@ -104,11 +104,11 @@ def test_memory_of_a_container_counts(
 def test_without_the_extra_it_says_what_to_install_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     found = demo("--out", tmp_path / "out")
     assert found.exit_code == 2 and found.stdout == ""
     assert found.stderr == (
-        "weft demo: the report needs matplotlib and jinja2, not installed here: "
+        "weft demo: the report cannot be drawn: it needs matplotlib and jinja2: "
         "pip install 'weft[report]'\n"
     )
 
@@ -131,9 +131,7 @@ def test_all_three_ways_on_a_small_text(
     assert found.exit_code == 0, found.output
     for way in ("weft", "PyTorch sparse", "PyTorch dense"):
         assert re.search(rf"^{way} +step +12  loss \d", found.stdout, re.MULTILINE), found.stdout
-    assert found.stdout.count("agree over 12 steps") == 2, (
-        found.stdout and "DO NOT" not in found.stdout
-    )
+    assert found.stdout.count("agree over 12 steps") == 2 and "DO NOT" not in found.stdout
     words, table = read_vectors(tmp_path / "new" / "out" / "vectors.txt")
     assert table.shape == (len(words), 8) and table.any(axis=1).all()
     report = (tmp_path / "new" / "out" / "report.html").read_text()
@@ -177,7 +175,7 @@ def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: 
     words, table = read_vectors(tmp_path / "vectors.txt")
     assert len(words) == len(table) and table.any(axis=1).all()
     assert "interrupted" in (tmp_path / "report.html").read_text()
-    assert not list(tmp_path.glob("weft-demo-*")) and not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("weft-demo-*"))
     assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
@@ -255,16 +253,26 @@ def test_the_ways_train_alike_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 40, 500).astype(np.int32))
     np.save(tmp_path / "noise.npy", np.arange(40, dtype=np.int32))
     job = train.Job(("weft", "torch", "dense"), 23, 16, 4, 1, None, 40, tmp_path)
-    sent: dict[str, list] = {way: [] for way in job.ways}
-    monkeypatch.setattr(train, "send", lambda message: sent[message[0]].extend(message[1]))
+    sent = {way: np.empty((0, len(FIGURES))) for way in job.ways}
+    algorithms: list[str] = []
+
+    def send(message: tuple[str, list[str], np.ndarray]) -> None:
+        way, chosen, figures = message
+        sent[way] = np.concatenate([sent[way], figures])
+        algorithms.extend(chosen if way == "weft" else ())
+
+    monkeypatch.setattr(train, "send", send)
     train.train(job)
-    assert [[step.number for step in steps] for steps in sent.values()] == [list(range(23))] * 3
-    for name in ("loss", "gradient"):
-        weft, *others = ([getattr(step, name) for step in steps] for steps in sent.values())
-        for other in others:
-            assert other == pytest.approx(weft, rel=1e-5)
-    first, *_, last = sent["weft"]
-    assert first.loss == pytest.approx(6 * np.log(2), rel=1e-4)  # knows nothing yet
-    assert last.loss < first.loss and last.algorithm and last.rows == last.union > 0
-    assert last.clock == pytest.approx(sum(step.seconds for step in sent["weft"]))
+    assert {way: figures.shape for way, figures in sent.items()} == dict.fromkeys(
+        job.ways, (23, len(FIGURES))
+    )
+    runs = {way: Run(way, 23, 1, 16, figures=figures) for way, figures in sent.items()}
+    for other in ("torch", "dense"):
+        assert agreement(runs["weft"], runs[other])[0]
+    weft = runs["weft"]
+    losses = weft.values("loss")
+    assert losses[0] == pytest.approx(6 * np.log(2), rel=1e-4)  # knows nothing yet
+    assert losses[-1] < losses[0] and all(algorithms)
+    assert (weft.values("rows") == weft.values("union")).all() and weft.values("rows").all()
+    assert weft.values("clock")[-1] == pytest.approx(weft.values("seconds").sum())
     assert np.fromfile(tmp_path / "table", np.float32).reshape(40, 4).any()

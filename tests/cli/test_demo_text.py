@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import weft
 from weft.cli.demo import text
 
 FOX = "the quick brown fox jumps over the lazy dog and the cat\n" * 4
@@ -75,7 +76,7 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content, said: str
     path = tmp_path / ("nowhere" if content is None else "x.txt")
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(text.Refused, match=said) as refused:
+    with pytest.raises(weft.WeftError, match=said) as refused:
         read(path, ranks=2)
     assert "\n" not in str(refused.value)
 
@@ -94,7 +95,7 @@ def test_an_unreadable_file_is_refused_if_named_and_counted_if_found(
         return plain(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)  # root may read anything
-    with pytest.raises(text.Refused, match=r"cannot read .*locked\.txt: Permission denied"):
+    with pytest.raises(weft.WeftError, match=r"cannot read .*locked\.txt: Permission denied"):
         read(bad)
     assert read(tmp_path).skipped == 1
 
@@ -121,7 +122,7 @@ def test_random_words_come_by_count_to_the_three_quarters() -> None:
 
 def corpus(words: list[str], counts) -> text.Corpus:
     counts = np.broadcast_to(counts, len(words)).astype(np.int64)
-    return text.Corpus("x", words, counts, np.zeros(9, np.int32), 1, 0, 0, 0)
+    return text.Corpus("x", words, counts, np.zeros(9, np.int32), 1, 0, 2, 0, 0)
 
 
 def test_the_format_of_vectors_is_word2vecs() -> None:

@@ -18,10 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    *("WINDOW", "Corpus", "Refused", "choose_words", "nearest"),
-    *("noise", "read", "subsample", "vector_lines"),
-]
+import weft
 
 WINDOW = 5
 """Words to either side of a word that count as its context."""
@@ -35,10 +32,6 @@ FAVOURITES = (
 """Words of programs whose neighbours are good to look at, where the text has them."""
 
 
-class Refused(Exception):
-    """What was asked cannot be done: one line for the person, exit status 2."""
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """A text as numbers.
@@ -50,8 +43,9 @@ class Corpus:
         tokens: the text, as positions in `words`; int32.
         files: files that were read.
         skipped: files in the given folders that were not: binary, or not to be read.
-        rare_words: words left out because they are rarer than `min_count`.
-        rare_tokens: how many tokens those were.
+        min_count: words that occur less often are left out.
+        rare_words: how many these were.
+        rare_tokens: how many tokens.
     """
 
     source: str
@@ -60,8 +54,19 @@ class Corpus:
     tokens: npt.NDArray[np.int32]
     files: int
     skipped: int
+    min_count: int
     rare_words: int
     rare_tokens: int
+
+    @property
+    def about(self) -> str:
+        """How large it is, and what was left out."""
+        skipped = f"; {self.skipped} files skipped, not text" if self.skipped else ""
+        return (
+            f"{self.files:,} files, {len(self.tokens):,} tokens, {len(self.words):,} words; "
+            f"{self.rare_words:,} words rarer than {self.min_count} ({self.rare_tokens:,} tokens) "
+            f"left out{skipped}"
+        )
 
     @property
     def frequent(self) -> int:
@@ -86,57 +91,48 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
     packages; of the standard library's folder the `.py` files are read.
 
     Raises:
-        Refused: a path is missing or cannot be read, or there are too few words for `ranks` ranks.
+        weft.WeftError: a path is missing or cannot be read, or there are too few words for so
+            many ranks.
     """
-    found = [_words_of(path, named) for path, named in _files(text)]
-    documents = [words for words in found if words is not None]
+    documents = [_words_of(path, named) for path, named in _files(text)]
+    skipped, words = documents.count(None), [word for one in documents if one for word in one]
     source = ", ".join(map(str, text)) or "the source of the Python standard library"
-    counted: Counter[str] = Counter()
-    for words in documents:
-        counted.update(words)
-    skipped = len(found) - len(documents)
+    counted = Counter(words)
     if not counted:
-        raise Refused(f"no words in {source} ({len(documents)} files read, {skipped} skipped)")
-    kept = sorted(
-        ((word, count) for word, count in counted.items() if count >= min_count),
-        key=lambda item: (-item[1], item[0]),
-    )
-    number = {word: position for position, (word, _) in enumerate(kept)}
-    tokens = np.fromiter(
-        (number[word] for words in documents for word in words if word in number), dtype=np.int32
-    )
+        files = len(documents) - skipped
+        raise weft.WeftError(f"no words in {source} ({files} files read, {skipped} skipped)")
+    kept = sorted((-count, word) for word, count in counted.items() if count >= min_count)
+    number = {word: place for place, (_, word) in enumerate(kept)}
+    tokens = np.fromiter((number[word] for word in words if word in number), dtype=np.int32)
     least = ranks * (2 * WINDOW + 2)
     if len(kept) < 2 or len(tokens) < least:
-        raise Refused(
+        raise weft.WeftError(
             f"too little text in {source}: {len(tokens)} tokens of {len(kept)} words that occur "
             f"{min_count} times or more, {ranks} ranks need {least} tokens; give more text, or a "
             "smaller --min-count or --ranks"
         )
     return Corpus(
         source=source,
-        words=[word for word, _ in kept],
-        counts=np.array([count for _, count in kept], dtype=np.int64),
+        words=list(number),
+        counts=np.array([-count for count, _ in kept], dtype=np.int64),
         tokens=tokens,
-        files=len(documents),
+        files=len(documents) - skipped,
         skipped=skipped,
+        min_count=min_count,
         rare_words=len(counted) - len(kept),
-        rare_tokens=sum(counted.values()) - len(tokens),
+        rare_tokens=len(words) - len(tokens),
     )
 
 
 def _files(text: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """The files to read, each with whether a person named it (then it must be readable)."""
-
-    def refuse(error: OSError) -> None:
-        raise Refused(f"cannot read folder {error.filename}: {error.strerror}")
-
     for given in text or [Path(sysconfig.get_paths()["stdlib"])]:
         if not given.exists():
-            raise Refused(f"no such file or folder: {given}")
+            raise weft.WeftError(f"no such file or folder: {given}")
         if not given.is_dir():
             yield given, True
             continue
-        for folder, below, names in os.walk(given, onerror=refuse):
+        for folder, below, names in os.walk(given):
             below[:] = sorted(name for name in {*below} - _SKIPPED_FOLDERS if name[0] != ".")
             for path in (Path(folder, name) for name in sorted(names) if name[0] != "."):
                 if path.is_file() and (text or path.suffix == ".py"):
@@ -154,7 +150,7 @@ def _words_of(path: Path, named: bool) -> list[str] | None:
             return tokenize(content.decode("utf-8", "replace"))
         why = f"{path} is not text: it holds zero bytes; convert it to UTF-8"
     if named:
-        raise Refused(why)
+        raise weft.WeftError(why)
     return None
 
 
@@ -196,17 +192,14 @@ def vector_lines(words: Sequence[str], table: npt.NDArray[np.float32]) -> Iterat
 
 
 def choose_words(corpus: Corpus, number: int) -> list[str]:
-    """Words whose neighbours are worth a look: known ones if the text has most, else frequent ones.
+    """Words whose neighbours are worth a look: known ones as far as the text has them, then others.
 
-    Frequent, but below the very top, where words are in every context.
+    Those are frequent, but below the very top, where words are in every context.
     """
     frequent = corpus.words[: corpus.frequent]
     known = [word for word in FAVOURITES if word in set(frequent)]
-    if len(known) >= number:
-        return known[:number]
-    spread = [word for word in frequent[60:2000] if len(word) > 3] or corpus.words
-    places = np.unique(np.geomspace(1, len(spread), number).astype(int)) - 1
-    return [spread[place] for place in places]
+    others = [word for word in frequent[60:2000] if len(word) > 3] or frequent
+    return [*known, *others[:: max(1, len(others) // number)]][:number]
 
 
 def nearest(

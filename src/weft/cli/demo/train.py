@@ -15,7 +15,10 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ import weft
 from weft.testing import send
 from weft.wire.base import Wire
 
-from .figures import Step
+from .figures import FIGURES, RECORDED
 from .text import WINDOW
 
 NEGATIVES = 5
@@ -41,7 +44,6 @@ _LEARNING_RATE = 0.1
 # that sign is rounding, and differs with the order of adding: this is above such rounding, and far
 # below true gradients (1e-7 and more).
 _EPS = 1e-8
-_REPORT_SECONDS = 0.2
 _TURN = 10  # steps that a way trains before it is the next one's turn
 _MEMORY_STEPS = 8  # by then every buffer is there
 
@@ -128,44 +130,6 @@ class SkipGram(nn.Module):
         return loss / len(words)
 
 
-class Weft:
-    """weft's sum of a sparse gradient, under way."""
-
-    def __init__(self, gradient: Tensor, wire: Wire) -> None:
-        self._work = weft.sparse_all_reduce(gradient, op="avg", async_op=True)
-        # Calls take turns, so what runs next in the queue finds the record of this one.
-        self._record = wire.worker.submit("record", weft.sparse.last_call)
-
-    def wait(self) -> Tensor:
-        """The mean over the ranks."""
-        mean: Tensor = self._work.wait()
-        return mean
-
-    def record(self) -> Any:
-        """What weft noted of it."""
-        return self._record.wait()
-
-
-class Torch:
-    """PyTorch's sum under way: of the COO gradient, or of the whole table in a dense buffer."""
-
-    def __init__(self, gradient: Tensor, wire: Wire, buffer: Tensor | None) -> None:
-        self._size = wire.size
-        self._tensor = gradient
-        if buffer is not None:  # kept from step to step: fresh pages would make this way slower
-            self._tensor = buffer.zero_()
-            self._tensor.index_add_(0, gradient._indices()[0], gradient._values())
-        self._work: Any = dist.all_reduce(self._tensor, async_op=True)
-
-    def wait(self) -> Tensor:
-        """The mean over the ranks."""
-        self._work.wait()
-        return self._tensor.div_(self._size)
-
-    def record(self) -> None:
-        """PyTorch notes nothing."""
-
-
 class Training:
     """One way's training on one rank, step by step."""
 
@@ -179,9 +143,11 @@ class Training:
         self._updates = [
             torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in self._tables
         ]
+        # kept from step to step: fresh pages would make this way slower
         self._buffers = {one: torch.zeros_like(one) for one in self._tables if way == "dense"}
         self._way, self._wire = way, wire
-        self._sums: dict[Tensor, Weft | Torch] = {}
+        self._sums: dict[Tensor, Callable[[], Tensor]] = {}  # each waits for a sum under way
+        self._records: list[Any] = []
         self._handing_over = self._clock = 0.0
         self._number = 0
         self._batch = self._batches(0)
@@ -191,93 +157,101 @@ class Training:
     def _hand_over(self, table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
         began = time.perf_counter()
-        assert table.grad is not None
+        gradient = table.grad
+        assert gradient is not None
         if self._way == "weft":
-            self._sums[table] = Weft(table.grad, self._wire)
+            self._sums[table] = weft.sparse_all_reduce(gradient, op="avg", async_op=True).wait
+            # calls take turns, so what runs next in the queue finds the record of this one
+            self._records.append(self._wire.worker.submit("record", weft.sparse.last_call))
         else:
-            self._sums[table] = Torch(table.grad, self._wire, self._buffers.get(table))
+            if self._way == "dense":
+                total = self._buffers[table].zero_()
+                gradient = total.index_add_(0, gradient._indices()[0], gradient._values())
+            self._sums[table] = partial(_mean, gradient, dist.all_reduce(gradient, async_op=True))
         self._handing_over += time.perf_counter() - began
 
-    def step(self) -> Step:
-        """Train one step."""
+    def step(self) -> tuple[str, list[float]]:
+        """Train one step; what weft chose in it, and its `FIGURES` on this rank."""
         self._handing_over = 0.0
+        self._records.clear()
         begin = time.perf_counter()
         loss = self._model(*self._batch)
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
-        self._batch = self._batches(self._number + 1)
+        self._number += 1
+        self._batch = self._batches(self._number)
         now = prepared = time.perf_counter()
         waited, gradients = 0.0, []
         for table, update in zip(self._tables, self._updates, strict=True):
-            gradient = table.grad = self._sums[table].wait()
+            gradient = table.grad = self._sums[table]()
             waited += time.perf_counter() - now
             update.step()
             table.grad = None
             gradients.append(gradient)
             now = time.perf_counter()
         self._clock += now - begin
-        self._number += 1
-        records = [found for one in self._sums.values() if (found := one.record()) is not None]
-        return Step(
-            number=self._number - 1,
-            clock=self._clock,
-            loss=loss.item(),
-            gradient=_length(gradients),  # after the clock: checking is no part of training
-            forward=forward - begin,
-            backward=backward - forward - self._handing_over,
-            hand_over=self._handing_over,
-            prepare=prepared - backward,
-            wait=waited,
-            update=now - prepared - waited,
-            algorithm=" + ".join(dict.fromkeys(one.algorithm for one in records)),
-            rows=sum(one.rows for one in records),
-            total=sum(one.total for one in records),
-            union=sum(one.union for one in records),
-            sent=sum(one.sent_bytes for one in records),
-            bound=sum(one.bound_bytes for one in records),
-        )
+        records = [one.wait() for one in self._records]
+        figures = {
+            "clock": self._clock,
+            "loss": loss.item(),
+            "gradient": _length(gradients),  # after the clock: checking is no part of training
+            "forward": forward - begin,
+            "backward": backward - forward - self._handing_over,
+            "hand_over": self._handing_over,
+            "prepare": prepared - backward,
+            "wait": waited,
+            "update": now - prepared - waited,
+            **{name: sum(getattr(one, name) for one in records) for name in RECORDED},
+        }
+        algorithm = " + ".join(dict.fromkeys(one.algorithm for one in records))
+        return algorithm, [figures[name] for name in FIGURES]
 
 
 def train(job: Job) -> None:
     """Train all ways as one rank of the group in the environment.
 
     The ways take turns of some steps, so that whatever else the machine does meets them alike.
-    Sends `(way, [Step, ...])` to the launcher as the steps come. Checks of sparse tensors are off:
-    PyTorch warns where they are neither on nor off.
+    After each turn rank 0 sends `(way, algorithms, figures)` to the launcher, means over the ranks.
     """
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
+    with _group() as wire:
         kept = {job.ways[0]: job.folder / "table"} if wire.rank == 0 else {}
         trainings = {way: Training(job, way, wire, kept.get(way)) for way in job.ways}
         weft.barrier()  # all are here, so the clocks start together
         began = time.monotonic()
         for first in range(0, job.steps, _TURN):
             for way, training in trainings.items():
-                _turn(way, training, min(_TURN, job.steps - first))
+                turn = [training.step() for _ in range(min(_TURN, job.steps - first))]
+                figures = torch.tensor([figures for _, figures in turn], dtype=torch.float64)
+                mean = weft.all_reduce(figures, "avg")
+                if wire.rank == 0:
+                    send((way, [algorithm for algorithm, _ in turn], mean.numpy()))
             late = torch.tensor(job.limit is not None and time.monotonic() - began > job.limit)
             if weft.all_reduce(late.int(), "max"):  # they must stop at the same step
                 break
 
 
-def _turn(way: str, training: Training, steps: int) -> None:
-    unsent: list[Step] = []
-    sent = time.monotonic()
-    for _ in range(steps):
-        unsent.append(training.step())
-        if time.monotonic() - sent > _REPORT_SECONDS:
-            send((way, unsent))
-            unsent, sent = [], time.monotonic()
-    send((way, unsent))
-
-
 def measure_memory(job: Job, way: str) -> tuple[int, int]:
     """Train one way alone for a few steps, as one rank: the peak memory, and that before."""
-    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
+    with _group() as wire:
         idle = _peak_bytes()
         training = Training(job, way, wire)
         for _ in range(_MEMORY_STEPS):
             training.step()
         return _peak_bytes(), idle
+
+
+@contextmanager
+def _group() -> Iterator[Wire]:
+    """Checks of sparse tensors are off: PyTorch warns where they are neither on nor off."""
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
+        yield wire
+
+
+def _mean(total: Tensor, work: dist.Work) -> Tensor:
+    """Of a sum by PyTorch that is under way."""
+    work.wait()
+    return total.div_(dist.get_world_size())
 
 
 def _length(gradients: list[Tensor]) -> float:
