@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import platform
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
+from typer import Option
 
 import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire
+
+from . import show
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -36,8 +35,7 @@ _VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME")
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "red", "-": "dim"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
@@ -59,8 +57,7 @@ class Finding:
         return cls(level, what, text or remedy, remedy if text else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """The connection of two ranks: round trip in seconds, bandwidth in bytes a second."""
 
     low: int
@@ -71,12 +68,12 @@ class Pair:
 
 def doctor(
     mib: Annotated[
-        float, typer.Option(help="Size of the messages that show the bandwidth, in MiB.", min=0.01)
+        float, Option(min=0.01, help="Size of the messages that show the bandwidth, in MiB.")
     ] = 4.0,
     rendezvous: Annotated[
-        str | None, typer.Option(help="Where the ranks meet, as for weft.init.")
+        str | None, Option(help="Where the ranks meet, as for weft.init.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the other ranks.")] = 30.0,
+    timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
 ) -> None:
     """Say what is wrong with this machine, this launch and this network, and what to type.
 
@@ -96,14 +93,11 @@ def doctor(
 
 def look(ahead: Preview) -> Iterator[Finding]:
     """What can be seen without the other ranks."""
-    versions = f"weft {weft.__version__}, torch {metadata.version('torch')}"
-    yield Finding("ok", "versions", f"{versions}, Python {platform.python_version()}")
-    described = weft.kernels.describe()
-    if "numba" in described.lower():
-        yield Finding("ok", "arithmetic", described)
-    else:
+    versions = show.versions()
+    yield Finding("ok", "versions", show.listed(versions))
+    if "numba" not in versions["kernels"].lower():
         remedy = "pip install numba: machine code is several times quicker"
-        yield Finding("note", "arithmetic", described, remedy)
+        yield Finding("note", "arithmetic", versions["kernels"], remedy)
     for name, found in ahead.backends.items():
         if isinstance(found, str):
             yield Finding("ok", f"backend {name}", found)
@@ -113,7 +107,7 @@ def look(ahead: Preview) -> Iterator[Finding]:
         numeric = [one.address for one in there if one.family in (socket.AF_INET, socket.AF_INET6)]
         if numeric:
             yield Finding("ok", f"interface {name}", ", ".join(numeric))
-    yield from _address(ahead)
+    yield _address(ahead)
     if ahead.shared:
         text = f"ranks of this host share up to {ahead.shared >> 20} MiB"
         yield Finding("ok", "memory", text)
@@ -133,35 +127,17 @@ def look(ahead: Preview) -> Iterator[Finding]:
             yield Finding("ok", "meeting at", ahead.meeting)
 
 
-def _address(ahead: Preview) -> Iterator[Finding]:
+def _address(ahead: Preview) -> Finding:
     """Where other ranks would reach this one."""
     named = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
     if "interface" in ahead.errors:
         remedy = f"unset {named[0].partition('=')[0]}"
-        yield Finding("wrong", "interface", str(ahead.errors["interface"]), remedy)
-        return
+        return Finding("wrong", "interface", str(ahead.errors["interface"]), remedy)
     said = f"{ahead.address}{f' ({named[0]})' if named else ''}"
-    if _is_loopback(ahead.address):
+    if ipaddress.ip_address(ahead.address.partition("%")[0]).is_loopback:
         remedy = "export WEFT_INTERFACE=<name>, if there are to be several hosts"
-        yield Finding("note", "address", f"{said}: other hosts cannot reach that", remedy)
-    else:
-        yield Finding("ok", "address", said)
-    try:
-        means = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        means = ""
-    if (not means or _is_loopback(means)) and not named:
-        yield Finding(
-            "note",
-            "host name",
-            f"{socket.gethostname()} means {means or 'nothing'} here: gloo alone would take that; "
-            "weft names the interface to it",
-            "export GLOO_SOCKET_IFNAME=<name>, for programs without weft",
-        )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return Finding("note", "address", f"{said}: other hosts cannot reach that", remedy)
+    return Finding("ok", "address", said)
 
 
 def network(
@@ -221,36 +197,31 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
     return trips[_ROUNDS // 2], 2 * nbytes / min(seconds(nbytes) for _ in range(2))
 
 
-def slow(pairs: list[Pair]) -> list[Finding]:
+def slow(pairs: list[Pair]) -> Iterator[Finding]:
     """The pairs that are much slower than most."""
     usual = sorted(pair.bandwidth for pair in pairs)[len(pairs) // 2]
-    return [
-        Finding(
-            "note",
-            f"ranks {pair.low} and {pair.high}",
-            f"{_rate(pair.bandwidth)}, where pairs usually have {_rate(usual)}",
-            "look at the cables, the switch and the load of their hosts, or name another "
-            "interface in WEFT_INTERFACE",
-        )
-        for pair in pairs
-        if len(pairs) > 2 and pair.bandwidth * _SLOW < usual
-    ]
+    remedy = (
+        "look at the cables, the switch and the load of their hosts, or name another interface in "
+        "WEFT_INTERFACE"
+    )
+    for pair in pairs:
+        if len(pairs) > 2 and pair.bandwidth * _SLOW < usual:
+            text = f"{_rate(pair.bandwidth)}, where pairs usually have {_rate(usual)}"
+            yield Finding("note", f"ranks {pair.low} and {pair.high}", text, remedy)
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{bandwidth * 8 / 1e9:.3g} Gbit/s"
+    return f"{show.number(bandwidth, 8e-9)} Gbit/s"
 
 
 def _print(findings: list[Finding], pairs: list[Pair]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        console.print(f"[{_STYLES[finding.level]}]{finding.level:5}[/] {finding.what}: ", end="")
-        console.print(finding.text, markup=False)
-        if finding.remedy:
-            console.print(f"      -> {finding.remedy}", markup=False)
+    console = show.console()
+    for level, what, text, remedy in findings:
+        line = Text.assemble((f"{level:5} ", _STYLES[level]), f"{what}: {text}")
+        console.print(line + Text(f"\n      -> {remedy}" if remedy else ""), soft_wrap=True)
     if pairs:
-        table = Table("ranks", "round trip", "bandwidth")
-        for pair in pairs:
-            trip = f"{pair.round_trip * 1e6:.0f} µs"
-            table.add_row(f"{pair.low} - {pair.high}", trip, _rate(pair.bandwidth))
-        console.print(table)
+        rows = [
+            [f"{low} - {high}", f"{show.number(trip, 1e6)} µs", _rate(bandwidth)]
+            for low, high, trip, bandwidth in pairs
+        ]
+        console.print(show.table(("ranks", "round trip", "bandwidth"), rows))
