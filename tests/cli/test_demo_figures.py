@@ -178,7 +178,7 @@ NASTY = "<script>alert('&')</script>"
 
 def report(runs: list[Run]) -> str:
     words = [f"word{n}" for n in range(30)]
-    corpus = Corpus(NASTY, words, np.full(30, 9), np.zeros(270, np.int32), 3, 1, 2, 4, 5)
+    corpus = Corpus(NASTY, "very long", words, np.full(30, 9), np.zeros(270, np.int32))
     job = Job(tuple(WAYS), 40, 1000, 8, 0, None, 30, Path("x"))
     for made in runs:
         made.count_sent(runs[0], 30, 8)
@@ -219,7 +219,7 @@ def test_one_figure_for_one_thing_and_what_was_measured_is_there(page: str) -> N
         "pairs a second, all ranks",
         "agree over 40 steps",
         "agree over 7 steps",
-        "30 words; 4 words rarer than 2 (5 tokens) left out; 1 files skipped",
+        "very long",
         "split (40)",
         "python 3",
         "torch 2",

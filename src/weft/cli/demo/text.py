@@ -38,35 +38,17 @@ class Corpus:
 
     Attributes:
         source: what was read, in words.
+        about: how large it is and what was left out, in words.
         words: the vocabulary, most frequent first (ties in alphabetical order).
         counts: how often each of them occurs; int64, shape `[len(words)]`.
         tokens: the text, as positions in `words`; int32.
-        files: files that were read.
-        skipped: files in the given folders that were not: binary, or not to be read.
-        min_count: words that occur less often are left out.
-        rare_words: how many these were.
-        rare_tokens: how many tokens.
     """
 
     source: str
+    about: str
     words: list[str]
     counts: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
-    files: int
-    skipped: int
-    min_count: int
-    rare_words: int
-    rare_tokens: int
-
-    @property
-    def about(self) -> str:
-        """How large it is, and what was left out."""
-        skipped = f"; {self.skipped} files skipped, not text" if self.skipped else ""
-        return (
-            f"{self.files:,} files, {len(self.tokens):,} tokens, {len(self.words):,} words; "
-            f"{self.rare_words:,} words rarer than {self.min_count} ({self.rare_tokens:,} tokens) "
-            f"left out{skipped}"
-        )
 
     @property
     def frequent(self) -> int:
@@ -95,12 +77,13 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
             many ranks.
     """
     documents = [_words_of(path, named) for path, named in _files(text)]
-    skipped, words = documents.count(None), [word for one in documents if one for word in one]
+    words = [word for document in documents if document for word in document]
+    skipped, counted = documents.count(None), Counter(words)
     source = ", ".join(map(str, text)) or "the source of the Python standard library"
-    counted = Counter(words)
+    read = f"{len(documents) - skipped:,} files"
+    left_out = f"; {skipped:,} files skipped, not text" if skipped else ""
     if not counted:
-        files = len(documents) - skipped
-        raise weft.WeftError(f"no words in {source} ({files} files read, {skipped} skipped)")
+        raise weft.WeftError(f"no words in {source}: {read}{left_out}")
     kept = sorted((-count, word) for word, count in counted.items() if count >= min_count)
     number = {word: place for place, (_, word) in enumerate(kept)}
     tokens = np.fromiter((number[word] for word in words if word in number), dtype=np.int32)
@@ -111,17 +94,11 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
             f"{min_count} times or more, {ranks} ranks need {least} tokens; give more text, or a "
             "smaller --min-count or --ranks"
         )
-    return Corpus(
-        source=source,
-        words=list(number),
-        counts=np.array([-count for count, _ in kept], dtype=np.int64),
-        tokens=tokens,
-        files=len(documents) - skipped,
-        skipped=skipped,
-        min_count=min_count,
-        rare_words=len(counted) - len(kept),
-        rare_tokens=len(words) - len(tokens),
-    )
+    rare = f"{len(counted) - len(kept):,} words rarer than {min_count}"
+    about = f"{read}, {len(tokens):,} tokens, {len(kept):,} words; "
+    about += f"{rare} ({len(words) - len(tokens):,} tokens) left out{left_out}"
+    counts = np.array([-count for count, _ in kept], dtype=np.int64)
+    return Corpus(source, about, list(number), counts, tokens)
 
 
 def _files(text: Sequence[Path]) -> Iterator[tuple[Path, bool]]:

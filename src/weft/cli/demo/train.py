@@ -6,7 +6,7 @@ and for a true context word are to have a large dot product, and small ones with
 update is Adagrad, the same arithmetic on a sparse gradient and on a dense one, so all ways compute
 the same thing.
 
-A batch is a pure function of (seed, rank, step), so every way trains on the same ones.
+A batch is a pure function of (seed, rank, step), so all ways train on the same ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ import weft
 from weft.testing import send
 from weft.wire.base import Wire
 
-from .figures import FIGURES, RECORDED
+from .figures import FIGURES, PARTS, RECORDED
 from .text import WINDOW
+
+Tokens = npt.NDArray[np.int32]
 
 NEGATIVES = 5
 """Random words that each true (word, context) pair is told apart from."""
@@ -75,35 +77,26 @@ class Job:
     folder: Path = Path()
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The batches of one rank.
+def batch(
+    tokens: Tokens, noise: Tokens, size: int, seed: int, rank: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """A batch: words `[size]`, and each one's context and random words `[size, 1 + NEGATIVES]`.
 
-    Attributes:
-        tokens: this rank's part of the text, int32; at least `2 * WINDOW + 1` of them.
-        noise: a table to draw random words from, int32.
+    Both are int64. The distance to the context word is the smaller of two draws from 1 to `WINDOW`,
+    so near words count more.
+
+    Args:
+        tokens: this rank's part of the text; at least `2 * WINDOW + 1` of them.
+        noise: a table to draw random words from.
     """
-
-    tokens: npt.NDArray[np.int32]
-    noise: npt.NDArray[np.int32]
-    batch: int
-    seed: int
-    rank: int
-
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """The words `[batch]`, and for each its context and random words `[batch, 1 + NEGATIVES]`.
-
-        Each is int64. The distance to the context word is the smaller of two draws from 1 to
-        `WINDOW`, so near words count more.
-        """
-        random = np.random.default_rng((self.seed, self.rank, step))
-        at = random.integers(WINDOW, len(self.tokens) - WINDOW, self.batch)
-        distance = random.integers(1, WINDOW + 1, (2, self.batch)).min(axis=0)
-        distance *= random.integers(0, 2, self.batch) * 2 - 1
-        others = np.empty((self.batch, 1 + NEGATIVES), np.int64)
-        others[:, 0] = self.tokens[at + distance]
-        others[:, 1:] = self.noise[random.integers(0, len(self.noise), (self.batch, NEGATIVES))]
-        return torch.from_numpy(self.tokens[at].astype(np.int64)), torch.from_numpy(others)
+    random = np.random.default_rng((seed, rank, step))
+    at = random.integers(WINDOW, len(tokens) - WINDOW, size)
+    distance = random.integers(1, WINDOW + 1, (2, size)).min(axis=0)
+    distance *= random.integers(0, 2, size) * 2 - 1
+    others = np.empty((size, 1 + NEGATIVES), np.int64)
+    others[:, 0] = tokens[at + distance]
+    others[:, 1:] = noise[random.integers(0, len(noise), (size, NEGATIVES))]
+    return torch.from_numpy(tokens[at].astype(np.int64)), torch.from_numpy(others)
 
 
 class SkipGram(nn.Module):
@@ -137,7 +130,7 @@ class Training:
         tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
         noise = np.load(job.folder / "noise.npy", mmap_mode="r")
         part = np.array_split(tokens, wire.size)[wire.rank]
-        self._batches = Batches(part, noise, job.batch, job.seed, wire.rank)
+        self._draw = partial(batch, part, noise, job.batch, job.seed, wire.rank)
         self._model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
         self._tables = [self._model.context.weight, self._model.word.weight]
         self._updates = [
@@ -148,60 +141,61 @@ class Training:
         self._way, self._wire = way, wire
         self._sums: dict[Tensor, Callable[[], Tensor]] = {}  # each waits for a sum under way
         self._records: list[Any] = []
-        self._handing_over = self._clock = 0.0
+        self._spent = dict.fromkeys(PARTS, 0.0)  # seconds of each part of a step
+        self._clock = 0.0
         self._number = 0
-        self._batch = self._batches(0)
+        self._batch = self._draw(0)
         for table in self._tables:
             table.register_post_accumulate_grad_hook(self._hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
 
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._spent[part] += time.perf_counter() - began
+
     def _hand_over(self, table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
-        began = time.perf_counter()
         gradient = table.grad
         assert gradient is not None
-        if self._way == "weft":
-            self._sums[table] = weft.sparse_all_reduce(gradient, op="avg", async_op=True).wait
-            # calls take turns, so what runs next in the queue finds the record of this one
-            self._records.append(self._wire.worker.submit("record", weft.sparse.last_call))
-        else:
+        with self._timed("hand_over"):
+            if self._way == "weft":
+                self._sums[table] = weft.sparse_all_reduce(gradient, op="avg", async_op=True).wait
+                # calls take turns, so what runs next in the queue finds the record of this one
+                self._records.append(self._wire.worker.submit("record", weft.sparse.last_call))
+                return
             if self._way == "dense":
                 total = self._buffers[table].zero_()
                 gradient = total.index_add_(0, gradient._indices()[0], gradient._values())
             self._sums[table] = partial(_mean, gradient, dist.all_reduce(gradient, async_op=True))
-        self._handing_over += time.perf_counter() - began
 
     def step(self) -> tuple[str, list[float]]:
         """Train one step; what weft chose in it, and its `FIGURES` on this rank."""
-        self._handing_over = 0.0
+        self._spent = dict.fromkeys(PARTS, 0.0)
         self._records.clear()
-        begin = time.perf_counter()
-        loss = self._model(*self._batch)
-        forward = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        self._number += 1
-        self._batch = self._batches(self._number)
-        now = prepared = time.perf_counter()
-        waited, gradients = 0.0, []
+        with self._timed("forward"):
+            loss = self._model(*self._batch)
+        with self._timed("backward"):
+            loss.backward()
+        self._spent["backward"] -= self._spent["hand_over"]
+        with self._timed("prepare"):
+            self._number += 1
+            self._batch = self._draw(self._number)
+        gradients = []
         for table, update in zip(self._tables, self._updates, strict=True):
-            gradient = table.grad = self._sums[table]()
-            waited += time.perf_counter() - now
-            update.step()
-            table.grad = None
-            gradients.append(gradient)
-            now = time.perf_counter()
-        self._clock += now - begin
+            with self._timed("wait"):
+                table.grad = self._sums[table]()
+            gradients.append(table.grad)
+            with self._timed("update"):
+                update.step()
+                table.grad = None
+        self._clock += sum(self._spent.values())
         records = [one.wait() for one in self._records]
         figures = {
             "clock": self._clock,
             "loss": loss.item(),
             "gradient": _length(gradients),  # after the clock: checking is no part of training
-            "forward": forward - begin,
-            "backward": backward - forward - self._handing_over,
-            "hand_over": self._handing_over,
-            "prepare": prepared - backward,
-            "wait": waited,
-            "update": now - prepared - waited,
+            **self._spent,
             **{name: sum(getattr(one, name) for one in records) for name in RECORDED},
         }
         algorithm = " + ".join(dict.fromkeys(one.algorithm for one in records))
