@@ -16,7 +16,7 @@ from typer import Option
 
 import weft
 
-from .bench.cases import CASES, Case
+from .bench.cases import CASES, Case, Distribution
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -26,24 +26,27 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-Rows = Annotated[int | None, Option(max=1 << 62, help="Indices of a rank.")]
-Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tensor.")]
-Width = Annotated[int | None, Option(max=1 << 40, help="Values of a row; 1 means plain numbers.")]
-Timeout = Annotated[
-    float | None, Option(help="Seconds that any wait may last.", show_default="300")
-]
-Json = Annotated[
-    Path | None, Option(callback=_writable, help="Also write all figures to this file.")
-]
-
-
-def picture(path: Path | None) -> Path | None:
-    """A file that a picture can be drawn into."""
+def _picture(path: Path | None) -> Path | None:
+    """Refuse a file that no picture can be drawn into."""
     if path is not None and path.suffix not in (".png", ".svg"):
         raise typer.BadParameter(f"{path}: the file's name ends in .png or .svg")
     if path is not None and (missing := missing_extra()):
         raise typer.BadParameter(missing)
     return _writable(path)
+
+
+Cases = Annotated[
+    str | None, Option(help=f"Of {', '.join(CASES)}; or all.", show_default="your own, if any")
+]
+Rows = Annotated[int | None, Option(max=1 << 62, help="Indices of a rank.")]
+Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tensor.")]
+Width = Annotated[int | None, Option(max=1 << 40, help="Values of a row; 1 means plain numbers.")]
+Drawn = Annotated[Distribution | None, Option(help="How rows are drawn.")]
+Timeout = Annotated[float | None, Option(help="Seconds any wait may last.", show_default="300")]
+Json = Annotated[Path | None, Option(callback=_writable, help="Write all figures here.")]
+Picture = Annotated[
+    Path | None, Option(callback=_picture, help="Draw where each algorithm wins: .png or .svg.")
+]
 
 
 def missing_extra() -> str:

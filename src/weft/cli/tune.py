@@ -21,16 +21,10 @@ from . import options, show
 
 def tune(
     ranks: Annotated[
-        int | None,
-        Option(min=2, help="Start this many processes.", show_default="4, or what launched it"),
+        int | None, Option(min=2, help="Processes to start.", show_default="4")
     ] = None,
-    out: Annotated[
-        Path | None,
-        Option(help="Write the profile to this file, on each host, not where auto finds it."),
-    ] = None,
-    any_host: Annotated[
-        bool, Option("--any-host", help="Let it serve groups on other hosts too; needs --out.")
-    ] = False,
+    out: Annotated[Path | None, Option(help="Write the profile here, on each host.")] = None,
+    any_host: Annotated[bool, Option(help="It may serve other hosts too; needs --out.")] = False,
     timeout: options.Timeout = None,
 ) -> None:
     """Measure latency, bandwidth and merging speed of this group, and write the link profile.

@@ -18,65 +18,45 @@ import weft
 from weft.testing import launch, send
 
 from .. import options
-from .cases import CASES, Distribution, Dtype, Ids, IndexDtype, Numbers, Op
+from .cases import Dtype, Ids, IndexDtype, Numbers, Op
 from .measure import PEERS, Job, run
 from .results import Shown
 
 
 def bench(
-    case: Annotated[
-        str | None,
-        Option(
-            help=f"Cases, divided by commas: {', '.join(CASES)}, or all.",
-            show_default="all, or one of your own sizes",
-        ),
-    ] = None,
-    algorithm: Annotated[
-        str, Option(help="Algorithms of weft, divided by commas; a row for each; or all.")
-    ] = "auto",
+    case: options.Cases = None,
+    algorithm: Annotated[str, Option(help="Algorithms of weft, or all; a row for each.")] = "auto",
     peers: Annotated[
         str,
         Option(
-            help="Peers, divided by commas: torch (its sparse all-reduce), horovod (Horovod's way, "
-            "in torch), dense, or none."
+            help="Of torch (its sparse all-reduce), horovod (its way, in torch), dense; or none."
         ),
     ] = ",".join(PEERS),
     ranks: Annotated[
-        int | None,
-        Option(min=1, help="Start this many processes.", show_default="1, or what launched it"),
+        int | None, Option(min=1, help="Processes to start.", show_default="1")
     ] = None,
     size: Annotated[float, Option(help="Times the rows and the height of each case.")] = 1.0,
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    density: Annotated[
-        float | None, Option(help="Rows of a rank over the height; gives one of them.")
-    ] = None,
-    distribution: Annotated[Distribution | None, Option(help="How rows are drawn.")] = None,
-    ids: Annotated[
-        Ids, Option(help="Of zipf: whether the commonest row has index 0.")
-    ] = "frequency",
+    density: Annotated[float | None, Option(help="Rows over height; gives one of them.")] = None,
+    distribution: options.Drawn = None,
+    ids: Annotated[Ids, Option(help="Whether zipf's commonest row has index 0.")] = "frequency",
     values: Annotated[Numbers, Option(help="Whose sums are exact, or round.")] = "integers",
-    dtype: Annotated[Dtype, Option(help="Values.")] = "float32",
-    index_dtype: Annotated[IndexDtype, Option(help="Indices.")] = "int64",
+    dtype: Annotated[Dtype, Option(help="Of the values.")] = "float32",
+    index_dtype: Annotated[IndexDtype, Option(help="Of the indices.")] = "int64",
     op: Annotated[Op, Option(help="The reduction; peers know sum and avg.")] = "sum",
     iters: Annotated[int, Option(min=1, help="Timed calls of each contender.")] = 10,
     warmup: Annotated[int, Option(min=0, help="Untimed calls before them.")] = 2,
     check: Annotated[
-        bool, Option(help="Compare every result with the right one, and across ranks.")
+        bool, Option(help="Compare results with the right one and across ranks.")
     ] = True,
     seed: Annotated[int, Option(help="Of the data.")] = 0,
     link: Annotated[
-        float | None,
-        Option(parser=options.rate, help="Speed of a rank's link, such as 1gbit; shows xlink."),
+        float | None, Option(parser=options.rate, help="Of a rank, such as 1gbit; shows xlink.")
     ] = None,
     unprivileged: Annotated[
-        bool,
-        Option(
-            "--unprivileged",
-            help="Ranks keep each other out of their memory, as an ordinary user's do; as root "
-            "start it with: setpriv --bounding-set -sys_ptrace",
-        ),
+        bool, Option(help="Ranks keep each other out of their memory, as ordinary users' do.")
     ] = False,
     json: options.Json = None,
     timeout: options.Timeout = None,

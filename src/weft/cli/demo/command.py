@@ -34,43 +34,25 @@ from .train import NEGATIVES, Job, measure_memory, train
 
 _LIMIT = 210.0  # seconds of training if --steps is left to us, so that all is done in five minutes
 _STEPS = 600
+_STEPS_HELP = f"Steps, each way; without: {_STEPS}, or what fits into {_LIMIT / 60:.1f} minutes."
+_OUT = Path("weft-demo")
+
+Compared = Literal["all", "torch", "dense", "none"]
 
 
 def demo(
     text: Annotated[
         list[Path] | None,
-        Option(
-            help="File or folder to train on, may be repeated; if there is none, the source of the "
-            "Python standard library."
-        ),
+        Option(help="File or folder, may be repeated; without: the Python standard library."),
     ] = None,
     ranks: Annotated[int, Option(min=1, help="Processes to start on this machine.")] = 4,
-    steps: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Steps to train, each way.",
-            show_default=f"{_STEPS}, or what the machine does in {_LIMIT / 60:.1f} minutes",
-        ),
-    ] = None,
+    steps: Annotated[int | None, Option(min=1, help=_STEPS_HELP)] = None,
     dim: Annotated[int, Option(min=1, help="Floats of a word's vector.")] = 64,
-    batch: Annotated[
-        int,
-        Option(
-            min=1,
-            help="Pairs of word and context a rank takes in a step; each looks up "
-            f"{NEGATIVES + 2} rows.",
-        ),
-    ] = 2048,
+    batch: Annotated[int, Option(min=1, help="Pairs a rank takes in a step.")] = 2048,
     min_count: Annotated[int, Option(min=1, help="Leave rarer words out.")] = 2,
-    compare: Annotated[
-        Literal["all", "torch", "dense", "none"],
-        Option(help="What to train beside weft; torch is PyTorch's sparse sum."),
-    ] = "all",
+    compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
     seed: Annotated[int, Option(min=0, help="Of the first weights and of the batches.")] = 0,
-    out: Annotated[Path, Option(help="Folder for report.html and vectors.txt.")] = Path(
-        "weft-demo"
-    ),
+    out: Annotated[Path, Option(help="Folder for report.html and vectors.txt.")] = _OUT,
 ) -> None:
     """Train word vectors on real text, on several processes, and show what weft does there.
 

@@ -13,10 +13,11 @@ from typer import Option
 import weft
 
 from .. import options, show
-from ..bench.cases import Distribution, Dtype
+from ..bench.cases import Dtype
 from .predict import Named, Prediction, drawn, predict, recorded
 
 _MOST = 1 << 16  # ranks that a prediction is made for
+_RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 _LINK, _LATENCY, _WORK = "1gbit,10gbit", 50.0, 10.0
 _NOTE = (
     "ms, and the figures under the algorithms' names: milliseconds after the opening exchange; "
@@ -25,43 +26,26 @@ _NOTE = (
 
 
 def plan(
-    case: Annotated[
-        str | None,
-        Option(
-            help="Cases of weft bench, divided by commas.",
-            show_default="uniform, or one of your own sizes",
-        ),
-    ] = None,
+    case: options.Cases = None,
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    dtype: Annotated[Dtype, Option(help="Of the values, as torch says it.")] = "float32",
-    distribution: Annotated[Distribution | None, Option(help="How ranks overlap.")] = None,
+    dtype: Annotated[Dtype, Option(help="Of the values.")] = "float32",
+    distribution: options.Drawn = None,
     record: Annotated[
         Path | None, Option(help="Take sizes and overlap from this file of weft bench --json.")
     ] = None,
-    ranks: Annotated[
-        str, Option(help="Numbers of ranks, divided by commas.")
-    ] = "2,4,8,16,32,64,128,256,512,1024,2048,4096",
+    ranks: Annotated[str, Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
     per_host: Annotated[int, Option(min=1, help="Ranks that share a host, and its link.")] = 1,
-    link: Annotated[
-        str, Option(help="Speeds of a host's link, divided by commas, such as 1gbit.")
-    ] = _LINK,
+    link: Annotated[str, Option(help="Speeds of a host's link, divided by commas.")] = _LINK,
     latency: Annotated[
-        float, Option(min=1e-3, max=1e9, help="Microseconds of a round of messages.")
+        float, Option(min=1e-3, help="Microseconds of a round of messages.")
     ] = _LATENCY,
-    work: Annotated[
-        float, Option(min=1e-3, max=1e9, help="Microseconds of a core a message.")
-    ] = _WORK,
+    work: Annotated[float, Option(min=1e-3, help="Microseconds of a core a message.")] = _WORK,
     profile: Annotated[
         Path | None, Option(help="Take the link's figures from this file of weft tune.")
     ] = None,
-    plot: Annotated[
-        Path | None,
-        Option(
-            callback=options.picture, help="Draw where each algorithm wins: a .png or .svg file."
-        ),
-    ] = None,
+    plot: options.Picture = None,
     json: options.Json = None,
 ) -> None:
     """Predict time, bytes, messages and the chosen algorithm for a cluster that need not be here.
