@@ -44,7 +44,7 @@ def test_grids_of_grids(wire):
     assert grid.T.ranks == (4, 0, 2, 5) and grid == grid.T.T
     assert world.reshape(3).ranks == (0, 1, 2)
     assert grid.union(P(2, ranks=[5, 1]), P(1)).ranks == (4, 2, 0, 5, 1)
-    with pytest.raises(AttributeError, match="a partition does not change"):
+    with pytest.raises(AttributeError, match="cannot assign to field"):
         grid.shape = (4,)
     with pytest.raises(weft.WeftError, match="union: the two grids count ranks in different"):
         P(2, group=wire).union(P(2))
@@ -63,11 +63,9 @@ def test_balanced_cuts(wire):
 
 def test_a_grid_can_be_seen():
     texts = run(4, lambda wire: repr(P((2, 2), ranks=[3, 1, 0, 2])))
-    assert texts[0] == "Partition(2x2 of ranks 3, 1, 0, 2)\n  3 1\n  0 2"
+    assert texts[0] == "Partition(2x2 of ranks 3, 1, 0, 2)\n[[3 1]\n [0 2]]"
     (text,) = run(1, lambda wire: repr(nn.AllGather(P((1,)), 0, shape=(3,))))
     assert text == "AllGather(1 of rank 0, dims=(0,), shape=(3,))"
-    (three,) = run(1, lambda wire: repr(P((1, 1, 1))))
-    assert three.endswith("\n  0")
 
 
 @spmd(4, on=("threads",))

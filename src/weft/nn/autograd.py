@@ -12,6 +12,7 @@ custom operator has none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, as_bytes, plain
 from .executor import assemble, execute, has_addition
-from .handshake import Statement, Terms, handshake, payload_of
+from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
 
 
@@ -84,7 +85,6 @@ class Call:
         nothing: the shape of the result where a rank has none.
         compiled: whether it is called by compiled code.
         lanes: how many torch.func.vmap are around it.
-        fault: what is wrong with this rank's argument, if that was found before.
     """
 
     spec: Spec
@@ -95,7 +95,6 @@ class Call:
     nothing: Shape = (0,)
     compiled: bool = False
     lanes: int = 0
-    fault: str | None = None
 
     @property
     def name(self) -> str:
@@ -115,44 +114,35 @@ class Call:
         error = self._error(x)
         own = x.dtype if isinstance(x, Tensor) else torch.float32
         records = torch.is_grad_enabled() if needs is None else needs
-        shape: Shape = ()
-        asks, dtype, payload = False, None, None
+        dtype, statement = None, Statement((), needs=False, records=records)
         if error is None:
             shape = tuple(x.shape) if self.stated is None else self.stated
             asks = records and (x.requires_grad if needs is None else needs)
+            statement = Statement(shape, asks, records, payload_of(x, self.ranks))
             # compiled code has fixed the dtype of its result already
             dtype = own if x.numel() or self.compiled else None
-            payload = payload_of(x, self.ranks)
-        name = f"{self.name} of order {self.order}" if self.order > 1 else self.name
-        spelled = name + " under vmap" * self.lanes
-        terms = self.wire.worker.call(
-            self.name,
-            lambda: handshake(
-                self.wire,
-                self.spec,
-                self.ranks,
-                Statement(shape, asks, records, payload),
-                call=spelled,
-                dtype=dtype,
-                own=own,
-                error=error,
-                mode=f"{mode}{' compiled' * self.compiled}",
-            ),
-        )
-        if self.spec.summing and not self.order and not has_addition(terms.dtype):
+        fields = {
+            "partition": self.spec.grids,
+            "arguments": self.spec.arguments,
+            "dtype": dtype,
+            "mode": f"{mode}{' compiled' * self.compiled}",
+        }
+        order = f" of order {self.order}" * (self.order > 1)
+        name = f"{self.name}{order}{' under vmap' * self.lanes}"
+        agreed, said = handshake(self.wire, self.ranks, name, fields, error, statement)
+        if agreed["dtype"] != "?":  # else nobody's tensor says anything
+            own = getattr(torch, agreed["dtype"].removeprefix("torch."))
+        if self.spec.summing and not self.order and not has_addition(own):
             raise WeftError(
-                f"{self.name} adds up values, and {terms.dtype} has no addition: pass integers, "
+                f"{self.name} adds up values, and {own} has no addition: pass integers, "
                 "floating-point or complex numbers"
             )
         sources = self.spec.sources
-        shapes = tuple((rank, terms.said[rank].shape) for rank in self.ranks if rank in sources)
-        plan = planned(self.spec, shapes)
-        return Agreed(self, plan.T if self.order % 2 else plan, terms)
+        plan = planned(self.spec, tuple((r, said[r].shape) for r in self.ranks if r in sources))
+        return Agreed(self, plan.T if self.order % 2 else plan, said, own)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own argument."""
-        if self.fault is not None:
-            return self.fault
         if not isinstance(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
         if (trouble := _unreadable(x)) is not None:
@@ -188,29 +178,45 @@ class Agreed:
     Attributes:
         call: what is to be done.
         plan: what moves.
-        terms: what all ranks said.
+        said: what each rank brings.
+        dtype: of the tensor that moves.
     """
 
     call: Call
     plan: Plan
-    terms: Terms
+    said: Mapping[int, Statement]
+    dtype: torch.dtype
+
+    @property
+    def needs(self) -> bool:
+        """Whether anybody asks for a gradient, so that all take part in finding it."""
+        return any(each.needs for each in self.said.values())
 
     def run(self, x: Tensor) -> Tensor:
         """Carry the plan out; collective."""
         call, plan, wire = self.call, self.plan, self.call.wire
-        dtype = self.terms.dtype
-        tensors = self.terms.tensors(plan.have.shapes)
+        sources = plan.have.shapes
         with record_function(f"weft::{call.name}"):
-            if tensors is not None:
-                y = assemble(plan, tensors, wire.rank, dtype)
+            if all(self.said[rank].payload is not None for rank in sources):
+                tensors = {rank: self._payload(rank, shape) for rank, shape in sources.items()}
+                y = assemble(plan, tensors, wire.rank, self.dtype)
             else:
                 # if its own is another, the tensor has no volume, so that its own said nothing
-                typed = x.detach() if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+                typed = (
+                    x.detach() if x.dtype == self.dtype else torch.empty_like(x, dtype=self.dtype)
+                )
                 local = typed.cpu().resolve_conj().resolve_neg()
                 y = wire.worker.call(call.name, lambda: execute(plan, local, wire))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(call.nothing)
         return y.to(x.device)
+
+    def _payload(self, rank: int, shape: Shape) -> Tensor:
+        """The tensor of a rank, which was small enough to come along."""
+        payload = self.said[rank].payload
+        if not payload:
+            return torch.empty(shape, dtype=self.dtype)
+        return torch.frombuffer(payload, dtype=self.dtype).view(shape)
 
 
 def _unreadable(x: Tensor) -> str | None:
@@ -237,7 +243,7 @@ def _unreadable(x: Tensor) -> str | None:
 
 def anchor_of(agreed: Agreed, x: Tensor) -> Tensor | None:
     """What makes the result require a gradient where others need one, so that all take part."""
-    needed = agreed.terms.needs and not x.requires_grad
+    needed = agreed.needs and not x.requires_grad
     return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
@@ -258,7 +264,7 @@ def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
     agreed = call.agree(x, "forward-mode" * forward_mode)
     if forward_mode:
         x = _dual(x) if x.is_floating_point() else x
-    elif not agreed.terms.needs:
+    elif not agreed.needs:
         return agreed.run(x)
     else:
         function = _Move

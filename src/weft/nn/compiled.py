@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,48 +26,36 @@ from ..grid import Shape
 from .autograd import Call
 from .spec import Spec, planned
 
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is kept of a spec: a group, and its wire, must be able to go."""
-
-    integers: Spec
-    group: weakref.ref[Any] | None
-
-
 _lock = threading.Lock()
-_known: list[_Known] = []  # compiled code knows them by number
-_numbers: weakref.WeakKeyDictionary[Spec, int] = weakref.WeakKeyDictionary()
+# compiled code knows specs by number; a group, and its wire, must be able to go
+_known: list[tuple[Spec, weakref.ref[Any] | None]] = []
 _used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 
 
 def number(spec: Spec) -> int:
     """The number that compiled code of this process knows a spec by."""
     group = spec.partitions[0].group
+    known = spec.integers, None if group is None else weakref.ref(group)
     with _lock:
-        found = _numbers.get(spec)
-        if found is None:
-            found = _numbers[spec] = len(_known)
-            known = _Known(spec.integers, None if group is None else weakref.ref(group))
+        if known not in _known:
             _known.append(known)
-            _used[found] = spec
-        return found
+        found = _known.index(known)
+        _used.setdefault(found, spec)
+    return found
 
 
 def spec_of(key: int) -> Spec:
     """The spec of that number, made again if its layer is gone, as before a late backward."""
     found = _used.get(key)
     if found is None:
-        known = _known[key]
-        if known.group is None:
-            return known.integers
-        group = known.group()
-        if group is None:
+        integers, known = _known[key]
+        group = None if known is None else known()
+        if known is not None and group is None:
             raise WeftError(
-                f"compiled code calls {known.integers.name} in a group that is gone: compile it "
-                "again with a layer of a group that there is"
+                f"compiled code calls {integers.name} in a group that is gone: compile it again "
+                "with a layer of a group that there is"
             )
-        found = _used[key] = known.integers.within(group)
+        found = _used[key] = integers.within(group)
     return found
 
 

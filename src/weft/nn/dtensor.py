@@ -33,6 +33,7 @@ from ..errors import WeftError
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
 from .autograd import Agreed, Call, anchor_of, outside
+from .handshake import Statement, handshake
 from .partition import Partition
 from .spec import CheckedLengths, Lengths, Spec, checked_lengths, cut, fitting, shards
 
@@ -357,9 +358,8 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         if not partition.active:
             raise WeftError(f"rank {wire.rank}: {fault}")
-        nothing = FromDTensorSpec(partition, Layout(partition.shape), (), partition)
-        lost = Call(nothing, wire, nothing.groups[wire.rank], fault=fault)
-        lost.agree(torch.empty(0))  # where all raise
+        ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
+        handshake(wire, ranks, "from_dtensor", {}, fault, nothing)  # where all raise
         raise AssertionError("a fault was stated and not heard")
     layout = Layout.of(x.device_mesh, x.placements, x.ndim, shard_order(x))
     mesh = _grid(x.device_mesh, partition)
@@ -369,7 +369,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     if ranks is None:
         return local.detach().clone()
     agreed = Call(spec, wire, ranks).agree(local)
-    averages, dtype = "avg" in layout.reductions.values(), agreed.terms.dtype
+    averages, dtype = "avg" in layout.reductions.values(), agreed.dtype
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
     y: Tensor = _FromDTensor.apply(x, anchor_of(agreed, x), agreed)  # type: ignore[no-untyped-call]  # torch's
@@ -457,7 +457,7 @@ class _ToDTensor(torch.autograd.Function):
 
         spec = agreed.call.spec
         assert isinstance(spec, ToDTensorSpec)
-        ctx.lengths = spec.lengths({r: agreed.terms.said[r].shape for r in spec.source.ranks})
+        ctx.lengths = spec.lengths({r: agreed.said[r].shape for r in spec.source.ranks})
         ctx.partition, ctx.x = spec.source, (tuple(x.shape), x.dtype, x.device)
         shape = torch.Size(map(sum, ctx.lengths))
         stride = torch.empty(shape, device="meta").stride()

@@ -9,7 +9,7 @@ travel in the same message, and then nothing is left to be sent.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from ..errors import WeftError
 from ..grid import Shape
 from ..wire.base import Wire, as_bytes, plain
 from ..wire.part import Part
-from .spec import Spec
 
 EAGER = 4 << 10
 """Bytes of a tensor that may travel in the handshake."""
@@ -43,7 +42,7 @@ class Statement:
     shape: Shape
     needs: bool
     records: bool
-    payload: memoryview | None
+    payload: memoryview | None = None
 
     def pack(self, rank: int) -> bytearray:
         flags = _NEEDS * self.needs | _RECORDS * self.records
@@ -52,9 +51,9 @@ class Statement:
         return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> dict[int, Statement]:
-        """The statements that lie behind each other, by rank."""
-        at, found = 0, {}
+    def unpack(cls, raw: memoryview) -> Iterator[tuple[int, Statement]]:
+        """The statements that lie behind each other, each with its rank."""
+        at = 0
         while at < len(raw):
             rank, flags, ndim, count = _HEAD.unpack_from(raw, at)
             shape = struct.unpack_from(f"<{ndim}q", raw, at + _HEAD.size)
@@ -63,83 +62,46 @@ class Statement:
             if count >= 0:
                 payload = memoryview(bytearray(raw[at : at + count]))  # `raw` is given back
                 at += count
-            found[rank] = cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What came of a handshake, the same on all ranks that take part.
-
-    Attributes:
-        said: what each of them brings.
-        dtype: of the tensor that moves.
-        needs: whether anybody asks for a gradient, so that all take part in finding it.
-    """
-
-    said: Mapping[int, Statement]
-    dtype: torch.dtype
-    needs: bool
-
-    def tensors(self, shapes: Mapping[int, Shape]) -> Mapping[int, Tensor] | None:
-        """The tensors of these ranks, if all of them were small enough to come along."""
-        found = {}
-        for rank, shape in shapes.items():
-            payload = self.said[rank].payload
-            if payload is None:
-                return None
-            if payload:
-                found[rank] = torch.frombuffer(payload, dtype=self.dtype).view(shape)
-            else:
-                found[rank] = torch.empty(shape, dtype=self.dtype)
-        return found
+            yield rank, cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
 
 
 def handshake(
     wire: Wire,
-    spec: Spec,
     ranks: tuple[int, ...],
-    statement: Statement,
-    *,
     call: str,
-    dtype: torch.dtype | None,
-    own: torch.dtype,
+    fields: Mapping[str, object],
     error: str | None,
-    mode: str = "",
-) -> Terms:
+    statement: Statement,
+) -> tuple[dict[str, str], dict[int, Statement]]:
     """State what this rank brings and hear the others; collective among `ranks`.
 
     Args:
         wire: of the whole group.
-        spec: of the layer.
         ranks: who takes part, ascending.
-        statement: what this rank brings.
         call: name of the call.
-        dtype: of its tensor; None if it has no volume, so that its dtype says nothing.
-        own: the dtype to use where nobody's says anything.
+        fields: what must be the same on all of them; None where this rank does not know.
         error: what is wrong with this rank's arguments.
-        mode: what else must be the same on all of them.
+        statement: what this rank brings.
+
+    Returns:
+        The fields that they agreed on, and what each of them brings.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
             gradient, and another does not record any.
         WireError: a peer or a link failed.
     """
-    fields = {
-        "partition": spec.grids,
-        "arguments": spec.arguments,
-        "dtype": dtype,
-        "mode": mode,
-    }
-    agreement = agree(
-        among(wire, ranks), call, fields, error, statement.pack(wire.rank), _one_behind_the_other
-    )
-    try:
-        said: dict[int, Statement] = {}
-        for body in agreement.said:
-            said.update(Statement.unpack(body))
-    finally:
-        agreement.release()
+
+    def hear() -> tuple[dict[str, str], dict[int, Statement]]:
+        packed = statement.pack(wire.rank)
+        agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
+        try:
+            bodies = map(Statement.unpack, agreement.said)
+            return agreement.fields, {rank: each for body in bodies for rank, each in body}
+        finally:
+            agreement.release()
+
+    agreed, said = wire.worker.call(call, hear)
     asks = next((rank for rank, each in said.items() if each.needs), None)
     deaf = next((rank for rank, each in said.items() if not each.records), None)
     if asks is not None and deaf is not None:
@@ -147,9 +109,7 @@ def handshake(
             f"{call}: rank {asks} needs a gradient, and rank {deaf} does not record any: call it "
             "under torch.no_grad() on all ranks that take part, or on none"
         )
-    name = agreement.fields["dtype"]
-    agreed = own if name == "?" else getattr(torch, name.removeprefix("torch."))
-    return Terms(said, agreed, asks is not None)
+    return agreed, said
 
 
 def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:

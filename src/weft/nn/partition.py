@@ -10,11 +10,16 @@ where a tensor has fewer, the cells along the grid's further dimensions do not s
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from .. import grid
 from ..errors import WeftError
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 _NAMED = 16  # ranks that are named in full
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class Partition:
     """A Cartesian grid over some of the ranks of a group; immutable.
 
@@ -54,12 +60,9 @@ class Partition:
         ((0, 0), True, (5, 3))
     """
 
-    __slots__ = ("_cells", "group", "ranks", "shape")
-
     shape: Shape
     ranks: tuple[int, ...]
-    group: Any
-    _cells: dict[int, Shape]
+    group: Any = field(hash=False)
 
     def __init__(
         self,
@@ -91,25 +94,17 @@ class Partition:
                 raise WeftError(f"{me}: rank {rank} is in the grid twice")
         self._set(extents, chosen, group)
 
-    def _set(self, shape: Shape, ranks: tuple[int, ...], group: object) -> None:
-        for name, value in (("shape", shape), ("ranks", ranks), ("group", group)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_cells", dict(zip(ranks, grid.cells(shape), strict=True)))
+    def _set(self, shape: Shape, ranks: Iterable[int], group: object) -> Partition:
+        self.__dict__.update(shape=shape, ranks=tuple(ranks), group=group)
+        return self
 
-    def _like(self, shape: Shape, ranks: Sequence[int]) -> Partition:
+    def _like(self, shape: Shape, ranks: Iterable[int]) -> Partition:
         """Another grid in the same group, of ranks that are known to be in it."""
-        other = object.__new__(Partition)
-        other._set(shape, tuple(ranks), self.group)
-        return other
+        return object.__new__(Partition)._set(shape, ranks, self.group)
 
     def within(self, group: object) -> Partition:
         """The same cells and ranks, as another group counts them; None: whatever is the default."""
-        other = object.__new__(Partition)
-        other._set(self.shape, self.ranks, group)
-        return other
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a partition does not change: make another one with {name} = {value}")
+        return object.__new__(Partition)._set(self.shape, self.ranks, group)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Partition:
@@ -161,17 +156,22 @@ class Partition:
     @property
     def active(self) -> bool:
         """Whether this rank has a cell."""
-        return self.rank in self._cells
+        return self.rank in self.cells
 
     @property
     def index(self) -> Shape | None:
         """The cell of this rank; None if it is inactive."""
-        return self._cells.get(self.rank)
+        return self.cells.get(self.rank)
 
-    @property
-    def cells(self) -> Mapping[int, Shape]:
+    @functools.cached_property
+    def cells(self) -> dict[int, Shape]:
         """The cell of each rank."""
-        return self._cells
+        return dict(zip(self.ranks, grid.cells(self.shape), strict=True))
+
+    @functools.cached_property
+    def _array(self) -> np.ndarray[Any, Any]:
+        """The ranks, as they stand in the grid."""
+        return np.reshape(self.ranks, self.shape)
 
     def rank_at(self, index: Sequence[int] | int) -> int:
         """The rank of a cell; negative indices count from the end.
@@ -180,13 +180,10 @@ class Partition:
             WeftError: the grid has no such cell.
         """
         index = integers("rank_at", "index", index)
-        inside = len(index) == self.dim and all(
-            -extent <= at < extent for at, extent in zip(index, self.shape, strict=True)
-        )
-        if not inside:
-            raise WeftError(f"a grid of {self.shape} has no cell {index}")
-        positive = [at % extent for at, extent in zip(index, self.shape, strict=True)]
-        return self.ranks[grid.ravel(positive, self.shape)]
+        if len(index) == self.dim:
+            with contextlib.suppress(IndexError):
+                return int(self._array[index])
+        raise WeftError(f"a grid of {self.shape} has no cell {index}")
 
     def neighbour(self, dim: int, step: int = 1, *, periodic: bool = False) -> int | None:
         """The rank so many cells further along a dimension; None beyond the edge, or if inactive.
@@ -253,20 +250,14 @@ class Partition:
         """
         kept = normal_dims(dims, self.dim)
         here = self.index or (0,) * self.dim
-        shape = tuple(self.shape[dim] for dim in kept)
-        ranks = []
-        for index in grid.cells(shape):
-            at = list(here)
-            for dim, value in zip(kept, index, strict=True):
-                at[dim] = value
-            ranks.append(self.rank_at(at))
-        return self._like(shape, ranks)
+        through = tuple(slice(None) if d in kept else at for d, at in enumerate(here))
+        found = self._array[through].transpose([sorted(kept).index(dim) for dim in kept])
+        return self._like(found.shape, found.ravel().tolist())
 
     @property
     def T(self) -> Partition:
         """The grid with its dimensions in reverse order."""
-        shape = self.shape[::-1]
-        return self._like(shape, [self.rank_at(index[::-1]) for index in grid.cells(shape)])
+        return self._like(self.shape[::-1], self._array.T.ravel().tolist())
 
     # what is cut how
 
@@ -303,20 +294,11 @@ class Partition:
             WeftError: that rank is inactive.
         """
         (rank,) = integers("box", "rank", self.rank if rank is None else rank)
-        if rank not in self._cells:
+        if rank not in self.cells:
             raise WeftError(f"rank {rank} has no part of a grid of ranks {self.ranks}")
         return self.boxes(shape)[rank]
 
     # as a value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Partition):
-            return NotImplemented
-        same = self.group is other.group or bool(self.group == other.group)
-        return same and (self.shape, self.ranks) == (other.shape, other.ranks)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.ranks))
 
     def __copy__(self) -> Partition:
         return self
@@ -337,9 +319,7 @@ class Partition:
 
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
-        if self.size > _NAMED:
-            return f"Partition({self.brief})"
-        return f"Partition({self.brief})\n{self._drawn(self.shape, self.ranks)}"
+        return f"Partition({self.brief})\n{self._array}"
 
     @property
     def brief(self) -> str:
@@ -355,23 +335,13 @@ class Partition:
             which = f"ranks {named}, ... (digest {zlib.crc32(repr(self.ranks).encode()):08x})"
         return f"{shape} of {which}"
 
-    def _drawn(self, shape: Shape, ranks: Sequence[int]) -> str:
-        width = max(len(str(rank)) for rank in self.ranks)
-        if len(shape) <= 1:
-            return "  " + " ".join(f"{rank:>{width}}" for rank in ranks)
-        step = len(ranks) // shape[0]
-        parts = [ranks[at : at + step] for at in range(0, len(ranks), step)]
-        between = "\n" * (len(shape) - 1)
-        return between.join(self._drawn(shape[1:], part) for part in parts)
-
 
 def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partition:
     """A partition that was pickled."""
     from .mesh import group_named
 
-    other = object.__new__(Partition)
-    other._set(shape, ranks, None if name is None else group_named(name))
-    return other
+    group = None if name is None else group_named(name)
+    return object.__new__(Partition)._set(shape, ranks, group)
 
 
 def are_grids(name: str, *given: object) -> None:
