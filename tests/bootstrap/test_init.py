@@ -271,7 +271,6 @@ def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Pat
         for errors in said:
             with pytest.raises(AssertionError, match=complaint):
                 raise AssertionError(errors[case])
-    assert not list(tmp_path.glob("[!.]*"))  # rank 0 has taken its file away
 
 
 def misfitting(url: str) -> list[str]:

@@ -154,9 +154,8 @@ def attend(
     def come(number: int, mine: Member) -> None:
         store = connect()
         try:
-            meeting = Rendezvous(store, "there", hosts=mine.rank == 0)
-            until = time.monotonic() + timeout
-            decision, space = check(meeting, mine, until, None if elastic else 1)
+            meeting = Rendezvous(store, "there", hosts=mine.rank == 0, lasts=elastic)
+            decision, space = check(meeting, mine, time.monotonic() + timeout)
             space.add("after", 1)
             heard[number] = decision.backend
         except (WeftError, WireError) as error:

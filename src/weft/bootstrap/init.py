@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -49,7 +50,6 @@ class _Running:
 
 _running: _Running | None = None
 _GLOO = "GLOO_SOCKET_IFNAME"
-_LOCAL = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # a launcher's, which may not fit
 _named: list[tuple[str, str | None]] = []  # the interface that weft named to gloo; what was there
 
 
@@ -97,67 +97,7 @@ def init(
         ...     wire.rank, wire.size
         (0, 1)
     """
-    global _running
-    if timeout is not None and not is_duration(timeout):
-        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
-    if _running is not None:
-        if dist.is_initialized() and dist.group.WORLD is _running.group:
-            _check_same(_running.wire, _running.url, backend, rendezvous, timeout, transport)
-            return _running.wire
-        shutdown()  # the program has destroyed that group: what is left of it is of no use
-    from ..wire import process_group  # here: `import weft` shall be quick
-
-    if dist.is_initialized():
-        made, url = False, None
-        _check_backend(backend)
-        process_group.chosen(transport)
-        if rendezvous is not None:
-            raise WeftError(
-                f"rendezvous={rendezvous!r} was asked for, but torch.distributed is initialised "
-                "already: leave rendezvous= out to use that group"
-            )
-        kernels.prepare()
-        _agree_on_versions(timeout)
-    else:
-        made, url = True, None
-        limit = _TIMEOUT if timeout is None else timeout
-        try:
-            launch = launchers.detect()
-            place = places.place(launch, rendezvous)
-        except WeftError as error:
-            raise _told(error, rendezvous) from error
-        try:
-            process_group.chosen(transport)
-            if backend is not None:
-                backends.spec(backend)
-        except WeftError as error:
-            if place is None:
-                raise
-            mine = membership.Member.mine(launch.rank, launch.size, backend, error=str(error))
-            raise _refused(error, mine, launch, place, limit) from error
-        kernels.prepare()
-        if place is None:
-            _alone(backends.spec(backend or backends.best([backends.able()])), limit)
-        else:
-            url = rendezvous or "env://"
-            _together(launch, place, backend, limit)
-    group = dist.group.WORLD
-    assert group is not None  # it was there, or was started
-    try:
-        process_group.choose(transport)
-        wire = process_group.of_group(None, timeout=timeout)
-        _check_same(wire, url, None, None, timeout, None)
-    except BaseException:
-        process_group.choose(None)
-        if made:
-            dist.destroy_process_group()
-            _unname_interface()
-        raise
-    end_with(wire, shutdown)
-    default.set(wire)
-    _running = _Running(wire, group, made, url, os.getpid())
-    _log.info("rank %d of %d is ready", wire.rank, wire.size)
-    return wire
+    return _start(backend, rendezvous, timeout, transport, os.environ)
 
 
 def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
@@ -178,21 +118,13 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
                 f"of {there[1]}, and rank {rank} of {size} was asked for: pass the same"
             )
         return init(backend)
-    saved = os.environ.copy()
-    own = saved.get("MASTER_ADDR", "").strip("[]"), saved.get("MASTER_PORT")
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # a launcher's, which may not fit
+        env.pop(name, None)
+    # where the place is the environment's own, torchrun may serve a store there already
+    own = (env.get("MASTER_ADDR", "").strip("[]"), env.get("MASTER_PORT")) == (host, str(port))
     url = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-    try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-        for name in _LOCAL:
-            os.environ.pop(name, None)
-        # where the place is the environment's own, torchrun may serve a store there already
-        wire = init(backend, rendezvous="env://" if own == (host, str(port)) else url)
-    finally:
-        for name in ("RANK", "WORLD_SIZE", *_LOCAL):
-            os.environ.pop(name, None)
-            os.environ.update({name: saved[name]} if name in saved else {})
-    places.withdraw_published()
-    return wire
+    return _start(backend, "env://" if own else url, None, None, env)
 
 
 def shutdown() -> None:
@@ -217,11 +149,93 @@ def shutdown() -> None:
 
 
 @atexit.register
-def _leave() -> None:
+def leave() -> None:
+    """What is done at exit; for processes that end without that."""
     last_error.note_uncaught()
     shutdown()
-    places.withdraw_published()
     places.forget()
+
+
+def _start(
+    backend: str | None,
+    url: str | None,
+    timeout: float | None,
+    transport: str | None,
+    env: Mapping[str, str],
+) -> Wire:
+    """`init`, with rank and size from this environment."""
+    global _running
+    if timeout is not None and not is_duration(timeout):
+        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
+    if _running is not None:
+        if dist.is_initialized() and dist.group.WORLD is _running.group:
+            _check_same(_running.wire, _running.url, backend, url, timeout, transport)
+            return _running.wire
+        shutdown()  # the program has destroyed that group: what is left of it is of no use
+    from ..wire import process_group  # here: `import weft` shall be quick
+
+    made = not dist.is_initialized()
+    if made:
+        url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, transport, env)
+    else:
+        _check_backend(backend)
+        process_group.chosen(transport)
+        if url is not None:
+            raise WeftError(
+                f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
+                "already: leave rendezvous= out to use that group"
+            )
+        kernels.prepare()
+        _agree_on_versions(timeout)
+    group = dist.group.WORLD
+    assert group is not None  # it was there, or was started
+    try:
+        process_group.choose(transport)
+        wire = process_group.of_group(None, timeout=timeout)
+        _check_same(wire, url, None, None, timeout, None)
+    except BaseException:
+        process_group.choose(None)
+        if made:
+            dist.destroy_process_group()
+            _unname_interface()
+        raise
+    end_with(wire, shutdown)
+    default.set(wire)
+    _running = _Running(wire, group, made, url, os.getpid())
+    _log.info("rank %d of %d is ready", wire.rank, wire.size)
+    return wire
+
+
+def _set_up(
+    backend: str | None,
+    url: str | None,
+    timeout: float,
+    transport: str | None,
+    env: Mapping[str, str],
+) -> str | None:
+    """Set up the default group; where its ranks met, None if this one is alone."""
+    from ..wire import process_group  # here: `import weft` shall be quick
+
+    try:
+        launch = launchers.detect(env)
+        place = places.place(launch, url, env)
+    except WeftError as error:
+        raise _told(error, url, env) from error
+    try:
+        process_group.chosen(transport)
+        if backend is not None:
+            backends.spec(backend)
+    except WeftError as error:
+        if place is None:
+            raise
+        mine = membership.Member.mine(launch.rank, launch.size, backend, error=str(error))
+        raise _refused(error, mine, launch, place, timeout) from error
+    kernels.prepare()
+    if place is None:
+        _alone(backends.spec(backend or backends.best([backends.able()])), timeout)
+        return None
+    _together(launch, place, backend, timeout)
+    return url or "env://"
 
 
 def _check_same(
@@ -281,7 +295,7 @@ def _together(
     meeting: places.Rendezvous | None = None
     try:
         meeting, decision, space = membership.meet(
-            place, launch, lambda store: _member(launch, backend, store), deadline
+            place, launch, lambda store: _member(launch.rank, launch.size, backend, store), deadline
         )
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
@@ -342,7 +356,7 @@ def _refused(
     return error
 
 
-def _told(error: WeftError, url: str | None) -> WeftError:
+def _told(error: WeftError, url: str | None, env: Mapping[str, str]) -> WeftError:
     """Let the others know, if they wait somewhere or come soon, that this process cannot come.
 
     It may be rank 0, without which they have no place: so where it can, it opens that.
@@ -352,7 +366,7 @@ def _told(error: WeftError, url: str | None) -> WeftError:
     """
     launch = launchers.Launch("environment", -1, 0, 0, 0)
     try:
-        place = places.place(launch, url)
+        place = places.place(launch, url, env)
     except WeftError:
         return error
     if place is None or isinstance(place, places.Mpi):
@@ -372,12 +386,15 @@ def _agree_on_versions(timeout: float | None) -> None:
     rank, size = group.rank(), group.size()
     if store is None or size == 1:  # MPI's groups have none
         return
-    launch = launchers.Launch("adopted", rank, size, rank, size)
-    meeting = places.Rendezvous(dist.PrefixStore("weft/adopted", store), "the group's store")
+    meeting = places.Rendezvous(
+        dist.PrefixStore("weft/adopted", store),
+        "the group's store",
+        lasts=True,
+        round=store.add(f"weft/adopted/{rank}", 1) - 1,
+    )
     deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
     try:
-        times = store.add(f"weft/adopted/{rank}", 1)
-        membership.check(meeting, _member(launch, None, store), deadline, times)
+        membership.check(meeting, _member(rank, size, None, store), deadline)
     except RuntimeError as error:  # torch's store errors are
         raise WireError(
             f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
@@ -385,14 +402,14 @@ def _agree_on_versions(timeout: float | None) -> None:
         ) from error
 
 
-def _member(launch: launchers.Launch, backend: str | None, store: dist.Store) -> membership.Member:
+def _member(rank: int, size: int, backend: str | None, store: dist.Store) -> membership.Member:
     """What this rank says of itself; if it cannot take part, why."""
     address, error = "", ""
     try:
         address = own_address(store)
     except OSError as wrong:
         error = str(wrong)
-    return membership.Member.mine(launch.rank, launch.size, backend, address, error)
+    return membership.Member.mine(rank, size, backend, address, error)
 
 
 def _tell_gloo(store: dist.Store) -> None:

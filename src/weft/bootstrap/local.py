@@ -378,7 +378,7 @@ def _run(environment: dict[str, str], writer: Connection, folder: str, body: byt
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; do not disturb the leaving
         init = sys.modules.get("weft.bootstrap.init")
         if init is not None:  # a process of multiprocessing runs no atexit functions
-            init.shutdown()
+            init.leave()
 
 
 def _follow_launcher() -> None:

@@ -7,6 +7,10 @@ says it is (or one that cannot take part and hosts the store in its place), read
 the same, whichever of them was started wrongly, and a process that comes after the decision learns
 that it is one too many. A group of P ranks makes O(P) requests of its store, and while they wait
 some thousands a second, however many they are.
+
+Each check is a round of its own in the store, which rank 0 begins. A store may outlive processes,
+as torchrun's does when hosts join or leave, and a file that a crashed run has left; then rank 0
+sends those away who wait in an earlier round, and they come to the new one.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,14 +32,13 @@ from ..wire.base import names
 from ..wire.interface import is_loopback
 from . import backends, rendezvous
 from .launchers import Launch
-from .rendezvous import MovedError, Place, Rendezvous, has, pauses
+from .rendezvous import Place, Rendezvous, has, pauses
 
 _log = logging.getLogger("weft")
-_OPEN = 2.0  # seconds for which rank 0 leaves the file of a rendezvous that failed
 _LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts
 _GRACE = 10.0  # seconds in which torchrun's agents start their workers again, one after another
+_FRESH = 30.0  # seconds in which an error is one of this attempt, on clocks that differ a little
 _LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
-_OVER = "this round is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,16 @@ class Decision:
         error: what every rank raises, or empty.
         missing: the lowest rank that did not come, if that is what is wrong.
         came: the arrivals that were counted, from 1.
+        over: another rank 0 has begun a new round.
+        when: it was decided, in seconds since 1970.
     """
 
     backend: str = ""
     error: str = ""
     missing: int | None = None
     came: int = 0
+    over: bool = False
+    when: float = 0.0
 
 
 def judge(members: Sequence[Member]) -> Decision | None:
@@ -154,42 +161,23 @@ def meet(
     Raises:
         WeftError, WireError, RuntimeError: as `check`, and where the place cannot be used.
     """
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    seen: list[Rendezvous] = []
     try:
-        while True:
-            meeting, times = rendezvous.store_of(place, launch, deadline, guest=bool(seen))
-            seen.append(meeting)
-            try:
-                number = None if elastic else times
-                found = check(meeting, mine(meeting.store), deadline, number)
-            except MovedError:
-                continue
-            return meeting, *found
+        meeting = rendezvous.come(place, launch, deadline)
+        return meeting, *check(meeting, mine(meeting.store), deadline)
     except WeftError:  # all that came have heard it there
-        if isinstance(place, rendezvous.File) and any(each.hosts for each in seen):
-            time.sleep(_OPEN)  # before the file goes: who comes in a moment hears it, too
         raise
     except BaseException:
         rendezvous.forget(place)
         raise
-    finally:
-        for each in seen:
-            each.close()
 
 
-def check(
-    meeting: Rendezvous, mine: Member, deadline: float, number: int | None
-) -> tuple[Decision, dist.Store]:
+def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision, dist.Store]:
     """Say what this process is, and wait for what is decided; collective.
 
     Args:
-        meeting: of all ranks.
+        meeting: of all ranks; it notes the round.
         mine: what this process says.
         deadline: when to give up, as `time.monotonic` tells it.
-        number: of the rounds in this store, the same on all ranks; None: processes of an earlier
-            round may have left what they said, as torchrun's do when hosts join or leave, and what
-            torchrun tells them of restarts differs between hosts; so rank 0 begins a new one.
 
     Returns:
         The decision, and a store for what follows, in a space of this round's own.
@@ -197,27 +185,27 @@ def check(
     Raises:
         WeftError: the processes do not fit together; every rank raises the same.
         WireError: somebody did not come in time.
-        MovedError: rank 0 is elsewhere.
         RuntimeError: from the store.
     """
-    elastic, store = number is None, meeting.store
-    if number is None:
-        number = _new_round(store) if mine.rank == 0 else _this_round(store, deadline)
-    while True:
-        space = dist.PrefixStore(f"weft/round{number}", store)
-        arrival, decision = _attend(space, mine, deadline, meeting)
-        late = arrival > decision.came
-        gone = decision.error == _OVER or (late and not decision.error)
-        if elastic and late and not gone:
-            gone = _another_began(store, number, deadline)
-        if not (elastic and gone):
-            break
-        number += 1  # that round was of processes that are gone
-    if late and not decision.error:
-        if meeting.unanswered():  # it may be that of an earlier run
-            for _ in pauses(deadline):
-                meeting.look()
-            raise WireError(meeting.unanswered(), rank=mine.rank, culprit=0)
+    stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
+    newcomer = meeting.round == 0
+    store, arrival, decision = meeting.store, 0, Decision(over=True)
+    # where another rank 0 hosts, that has begun the first round
+    if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
+        _begin(store)
+    while decision.over:
+        meeting.round = _next_round(store, meeting.round, deadline)
+        space = dist.PrefixStore(f"weft/round{meeting.round}", store)
+        arrival, decision = _attend(space, mine, deadline, meeting, stands_in or mine.rank == 0)
+        doubts = stands_in or (newcomer and arrival > decision.came)
+        if meeting.lasts and doubts and not decision.over:
+            # it was of processes that are gone, or an error of this attempt that was decided before
+            # this process came: then rank 0 begins no other
+            until = min(deadline, time.monotonic() + _GRACE)
+            fresh = decision.error and time.time() - decision.when < _FRESH
+            if not fresh or has(store, f"weft/begun{meeting.round + 1}", until, 1):
+                decision = Decision(over=True)
+    if arrival > decision.came and not decision.error:
         raise WeftError(
             f"{mine.name}: the {mine.size} ranks at {meeting.where} are complete without it: more "
             "processes were started than the world size says, or two with one rank"
@@ -320,100 +308,92 @@ def _machine() -> str:
         return ""
 
 
-# Rounds of a store that outlives the processes.
+# Rounds.
 
 
-def _new_round(store: dist.Store) -> int:
+def _begin(store: dist.Store) -> None:
     """Begin a round, and send those away who are in an earlier one."""
     number = store.add("weft/round", 1)
-    if number > 1:
-        before = dist.PrefixStore(f"weft/round{number - 1}", store)
-        before.compare_set("decision", "", json.dumps(asdict(Decision(error=_OVER))))
-    store.set("weft/begun", "yes")
-    return number
+    store.set(f"weft/begun{number}", "yes")
+    over = json.dumps(asdict(Decision(over=True)))
+    dist.PrefixStore(f"weft/round{number - 1}", store).compare_set("decision", "", over)
 
 
-def _this_round(store: dist.Store, deadline: float) -> int:
-    """The round that rank 0 began last; the first one if it has not come in time."""
-    return store.add("weft/round", 0) if has(store, "weft/begun", deadline, 1) else 1
+def _next_round(store: dist.Store, last: int, deadline: float) -> int:
+    """The latest round, once one has begun after the last that this process was in.
 
-
-def _another_began(store: dist.Store, number: int, deadline: float) -> bool:
-    """Whether a round begins behind that one, whose error this process came too late to share.
-
-    If so, the error was of an attempt that ended; if not, it is of this attempt.
+    If none has in time, it is the next, in which those are counted who have come without rank 0.
     """
-    until = min(deadline, time.monotonic() + _GRACE)
-    return any(store.add("weft/round", 0) > number for _ in pauses(until, last=0.05))
-
-
-# One round.
+    begun = has(store, f"weft/begun{last + 1}", deadline, 1)
+    return store.add("weft/round", 0) if begun else last + 1
 
 
 def _attend(
-    store: dist.Store, mine: Member, deadline: float, meeting: Rendezvous
+    store: dist.Store, mine: Member, deadline: float, meeting: Rendezvous, judges: bool
 ) -> tuple[int, Decision]:
-    """The number of this process among those who came, and what is decided."""
+    """The number of this process among those who came to a round, and what is decided in it."""
     arrival = store.add("arrived", 1)
     store.set(f"member{arrival}", json.dumps(asdict(mine)))
-    judges = mine.rank == 0 or (meeting.hosts and bool(mine.error))
     if not judges or store.add("judge", 1) != 1:
-        if has(store, "decision", deadline + _LATE, mine.size, meeting.look):
-            decision = Decision(**json.loads(store.get("decision")))
-            store.add("heard", 1)
-            return arrival, decision
-        if (text := meeting.unanswered()) and store.add("counted", 0) < arrival:
-            return arrival, Decision(error=text, missing=0, came=arrival)
-        return arrival, _incomplete(_read(store, store.add("arrived", 0)), mine, meeting.where)
+        if not has(store, "decision", deadline + _LATE, mine.size):
+            # whoever says there that it is rank 0 has not decided, so it is gone
+            others = [each for each in _read(store) if each.rank != 0]
+            return arrival, _incomplete(others, mine, meeting.where)
+        store.add("heard", 1)
+        return arrival, Decision(**json.loads(store.get("decision")))
     members: list[Member] = []
     found: Decision | None = None
-    while found is None:
-        if has(store, f"member{len(members) + 1}", deadline, 1, meeting.look):
-            more = _read(store, store.add("arrived", 0), after=len(members))
-            store.add("counted", len(more))
-            members += more
-            # in the order of arrival, so that who came too late is not counted
-            starts = (members[: count + 1] for count in range(len(members)))
-            found = next(filter(None, map(judge, starts)), None)
-        else:
-            found = _incomplete(members, mine, meeting.where)
-    store.set("decision", json.dumps(asdict(found)))
+    for _ in pauses(deadline, 0.001, 0.02):
+        members += _read(store, after=len(members))
+        # in the order of arrival, so that who came too late is not counted
+        starts = (members[: count + 1] for count in range(len(members)))
+        found = next(filter(None, map(judge, starts)), None)
+        if found or store.check(["decision"]):  # another rank 0 has begun a new round
+            break
+    if found is None:
+        found = _incomplete(members, mine, meeting.where)
+    elif found.error:  # all of these hear it
+        found = replace(found, came=len(members))
+    store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
+    found = Decision(**json.loads(store.get("decision")))
     if found.error and meeting.hosts:
-        _linger(store, mine, whole=found.missing is None)
+        _linger(store, mine, members, whole=found.missing is None)
     return arrival, found
 
 
-def _read(store: dist.Store, arrived: int, *, after: int = 0) -> list[Member]:
+def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
     """The members that are there, but for the first ones."""
-    keys = [f"member{number}" for number in range(after + 1, arrived + 1)]
-    found = [json.loads(store.get(key)) for key in keys]  # not every store has multi_get
-    return [Member(**{**each, "able": tuple(each["able"])}) for each in found]
+    found: list[Member] = []
+    while store.check([key := f"member{after + len(found) + 1}"]):
+        each = json.loads(store.get(key))
+        found.append(Member(**{**each, "able": tuple(each["able"])}))
+    return found
 
 
 def _incomplete(members: Sequence[Member], mine: Member, where: str) -> Decision:
     """Say who has not come."""
-    late = sorted(set(range(mine.size)) - {each.rank for each in members})
+    late = sorted(set(range(mine.size)) - {each.rank for each in members}) or [0]
     hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
     return Decision(
-        error=f"{names(late) if late else 'rank 0'} did not come to {where} in time "
+        error=f"{names(late)} did not come to {where} in time "
         f"({len(members)} of {mine.size} came, from {hosts}): is every rank started, and does "
         "each reach that place?",
-        missing=late[0] if late else 0,
+        missing=late[0],
         came=len(members),
     )
 
 
-def _linger(store: dist.Store, mine: Member, *, whole: bool) -> None:
+def _linger(store: dist.Store, mine: Member, members: list[Member], *, whole: bool) -> None:
     """Keep a store that ends with this process until the others know, but not for long.
 
     Args:
         store: of this round.
         mine: what this process said, which may not know how many there are.
+        members: who have come.
         whole: whether those are waited for who have not come yet.
     """
-    members: list[Member] = []
     for _ in pauses(time.monotonic() + _LINGER, last=0.02):
-        members += _read(store, store.add("arrived", 0), after=len(members))
+        members += _read(store, after=len(members))
         size = max((each.size for each in members), default=mine.size) if whole else 1
         if size and store.add("heard", 0) >= max(size, len(members)) - 1:
             return

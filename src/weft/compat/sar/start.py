@@ -87,14 +87,14 @@ def dump_ip_address(ip_file: str) -> str:
     """Leave a file that leads to this process, for `get_ip_address` in the others.
 
     Args:
-        ip_file: its path, or that of a folder. It is written whole or not at all, with mode 0600;
-            one that another run has left there is replaced.
+        ip_file: its path, or that of a folder. It has mode 0600; what another run has left there
+            is not believed.
 
     Returns:
         The address of this host that is in the file.
 
     Raises:
-        WeftError: it cannot be written, or it is another user's.
+        WeftError: it cannot be written, is another user's, or no such file.
     """
     return publish(0, ip_file, _TIMEOUT)[0]
 
