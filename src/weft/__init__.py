@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
     from .bootstrap.init import init, shutdown
     from .comm.all_reduce import all_reduce
     from .comm.all_to_all import all_to_all
+    from .comm.attempt import attempt
     from .comm.barrier import barrier
     from .comm.clip import clip_grad_norm_
     from .comm.exchange import exchange
@@ -47,6 +48,7 @@ __all__ = [
     "algorithm",
     "all_reduce",
     "all_to_all",
+    "attempt",
     "barrier",
     "clip_grad_norm_",
     "ddp",
@@ -74,7 +76,7 @@ _HOMES = {
     "Wire": "wire.base",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("init", "shutdown"), "bootstrap.init"),
-    **dict.fromkeys(("all_reduce", "all_to_all", "barrier", "exchange"), "comm"),
+    **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("clip_grad_norm_", "overlap_grads", "sync_grads", "sync_params"), "comm"),
 }
 """Where a name is from; the others are from `sparse`."""

@@ -246,6 +246,26 @@ def agree(
     return _agreed(wire, said, pending.release)
 
 
+def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | None = None) -> None:
+    """Tell each other what went wrong on this rank, if anything did; raises alike on all.
+
+    Args:
+        wire: among whom.
+        call: name of the call.
+        trouble: what was raised here.
+        lacking: what else is wrong here.
+    """
+    if isinstance(trouble, WeftError):
+        lacking = str(trouble).removeprefix(f"rank {wire._named}: ")  # which is said for all
+    elif trouble is not None:
+        lacking = f"{type(trouble).__name__}: {trouble}"
+    nothing = torch.empty(0, dtype=torch.uint8)
+    try:
+        agree(wire, call, {}, lacking, nothing, lambda lower, upper: lower).release()
+    except WeftError as error:
+        raise error from trouble
+
+
 def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -> Pending:
     """From each to all; what is received comes in rank order, without this rank's own."""
     order = [rank for rank in range(wire.size) if rank != wire.rank]

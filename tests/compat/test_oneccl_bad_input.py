@@ -73,14 +73,17 @@ EVENT = {
     "numbers of an enum": ({"ind_dtype": 3, "val_dtype": 7}, "ind_dtype is 3: pass a torch dtype"),
     "no export": ({"send_val_buf": NoExport()}, "BufferError: it is on the moon"),
     "a mask": ({"send_val_buf": np.ma.masked_array(VALUES)}, "send_val_buf is a masked array"),
-    "no data": ({"send_val_buf": torch.ones(6, device="meta")}, "send_val_buf is on meta, where"),
+    "no data": (
+        {"send_val_buf": torch.ones(6, device="meta")},
+        "send_val_buf is on the meta device",
+    ),
     "no such memory": (
         {"send_val_buf": ctypes.addressof(VALUES), "send_val_count": 3 << 62},
         "bytes at 0x.*, where no torch.float32 can be",
     ),
     "a pointer to others": (
         {"send_val_buf": ctypes.cast(VALUES, ctypes.POINTER(ctypes.c_int))},
-        "send_val_buf is a LP_c_int, the call says torch.float32",
+        "send_val_buf holds torch.int32, the call says torch.float32",
     ),
     "the same memory": (
         allocating(lambda n, _, m, *rest: (SHARED.view(torch.int64)[:n], SHARED[:m])),
@@ -88,7 +91,7 @@ EVENT = {
     ),
     "inference": (
         allocating(lambda n, dtype, m, *rest: (torch.empty(n, dtype=dtype), in_inference_mode(m))),
-        "alloc_fn's val_buf is made in inference mode",
+        "alloc_fn's val_buf is of inference mode",
     ),
 }
 
@@ -226,11 +229,11 @@ REQUEST = {
     ),
     "no memory": (
         {"recv_val_buf": torch.empty(8, device="meta")},
-        "recv_val_buf is on meta, where nothing is held",
+        "recv_val_buf is on the meta device, where nothing is held",
     ),
     "inference": (
         {"recv_val_buf": in_inference_mode(8)},
-        "recv_val_buf is made in inference mode",
+        "recv_val_buf is of inference mode",
     ),
 }
 

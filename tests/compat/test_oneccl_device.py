@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.compat.oneccl import callback, event, request
-from weft.compat.oneccl.buffers import Memory
+from weft.compat.oneccl.operation import _Memory
 from weft.testing import spmd
 
 DEVICE = torch.device("cuda")
@@ -150,7 +150,7 @@ def test_narrow_indices_are_widened_where_the_callers_are():
         where = {"device": "meta"}
         return torch.empty(indices, dtype=torch.int8, **where), torch.empty(values, **where)
 
-    memory = Memory(place, torch.int8)
+    memory = _Memory(place)
     indices, values = memory.allocate(3, (2,), (torch.int32, torch.float32))
     assert indices.is_meta and indices.dtype == torch.int32
     assert values.is_meta and values.shape == (3, 2)

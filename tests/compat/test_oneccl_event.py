@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import Address, event
-from weft.compat.oneccl.buffers import Memory
+from weft.compat.oneccl import Address, event, operation
 from weft.kernels.ops import DTYPES
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
@@ -157,11 +156,11 @@ def test_alloc_fn_is_filled_by_every_algorithm(monkeypatch, algorithm):
 @pytest.mark.parametrize("algorithm", [*CHOICES, "disable"])
 def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algorithm, size, dtype):
     """weft itself is given this memory, so that nothing is copied, but for narrow indices."""
-    mode, written, fill = "regular", [], Memory.fill
+    mode, written, fill = "regular", [], operation._Memory.fill
 
-    def watched(memory, result):
+    def watched(memory, result, index):
         written.append(tuple(part.data_ptr() for part in result))
-        return fill(memory, result)
+        return fill(memory, result, index)
 
     def program(wire):
         kept, rows = Kept(), part(wire.rank)
@@ -172,7 +171,7 @@ def test_the_result_is_written_straight_to_what_alloc_fn_gives(monkeypatch, algo
             assert kept.result() == flat(expected(parts(wire.size)))
         return tuple(buffer.data_ptr() for buffer in kept.buffers)
 
-    monkeypatch.setattr(Memory, "fill", watched)
+    monkeypatch.setattr(operation._Memory, "fill", watched)
     if algorithm in ALGORITHMS:
         monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
     elif algorithm == "disable":
@@ -263,11 +262,15 @@ def test_disable_has_the_same_checks(wire):
         ([one, 1, ones, 1], "disable", "rank 1: index -4 is negative"),
         ([one.abs(), 1, torch.ones(1 + odd), 1 + odd], "disable", "differ in row shape"),
         ([one.abs(), 1, ones.int() if odd else ones, 1], "disable", "differ in value dtype"),
-        ([one.abs().to(torch.int8 if odd else torch.int64), 1, ones, 1], "disable", "in ind_dtype"),
+        (
+            [one.abs().to(torch.int8 if odd else torch.int64), 1, ones, 1],
+            "disable",
+            "rank 1 has sparse_allreduce of torch.int8 indices",
+        ),
         (
             [one.abs(), 1, ones, 1],
             "regular" if odd else "disable",
-            "different calls: .* coalesce mode disable",
+            "different calls: rank 0 has sparse_all_gather .* rank 1 has sparse_all_reduce",
         ),
     ):
         with pytest.raises(weft.WeftError, match=text):

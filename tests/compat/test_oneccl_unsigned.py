@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.oneccl import callback, event, operation, request
+from weft.compat.oneccl import callback, event, request
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import RankFailure, run, spmd
 
@@ -210,33 +210,6 @@ def test_a_prologue_and_an_epilogue_see_all_rows_at_once(wire):
     assert seen == [rows[1].size, len(want[1])]
 
 
-@pytest.mark.parametrize("case, calls", [("nobody", 1), ("one rank alone", 2)])
-def test_a_second_call_is_made_by_all_ranks_or_by_none(monkeypatch, case, calls):
-    """And the record is of all that was done."""
-    made, reduce_now = [], operation.reduce_now
-
-    def counted(wire, asked):
-        made.append(wire.rank)
-        return reduce_now(wire, asked)
-
-    def program(wire):
-        rows = part(case, wire.rank, wire.size)
-        got = by_event(rows, how="alloc_fn")()
-        return len(got[0]), len(np.unique(rows[0])), last_call()
-
-    monkeypatch.setattr(operation, "reduce_now", counted)
-    found = run(3, program)
-    assert sorted(made) == sorted([0, 1, 2] * calls)
-    union, own, records = zip(*found, strict=True)
-    for mine, record in zip(own, records, strict=True):
-        assert record.seconds > 0
-        assert (record.algorithm, record.union, record.rows) == ("eager", union[0], mine)
-        # to both others: the opening, and what became of the caller's function
-        assert record.messages == 4 * calls
-        assert record.total == sum(own)
-        assert record.bound_bytes > 0
-
-
 @spmd(2, on=("threads",))
 def test_what_does_not_fit_is_told_to_all_and_nothing_is_written(wire):
     want = reduced(everyone("ends", wire.size))
@@ -303,7 +276,7 @@ def test_rows_of_two_widths_of_which_each_is_in_one_half(wire):
     """Neither call alone could tell."""
     width = 5 if wire.rank == 1 else WIDTH
     rows = np.array([LAST if wire.rank == 1 else 3], np.uint64), np.ones((1, width), np.float32)
-    with pytest.raises(weft.WeftError, match=r"row shape: ranks 0, 2 have \(2,\), rank 1 has \(5"):
+    with pytest.raises(weft.WeftError, match="rank 1: rows have 5 values each, those of other"):
         by_event(rows)()
 
 
@@ -361,14 +334,13 @@ def test_calls_that_are_queued_take_their_turns(wire):
 def dies_between_the_calls(wire):
     """Rank 1 ends when the first call is done, and the others wait for it in the second."""
     if wire.rank == 1:
-        reduce_now = operation.reduce_now
+        reduce = weft.sparse_all_reduce
 
-        def first(wire, asked):
-            done = reduce_now(wire, asked)
+        def first(*given, **named):
+            reduce(*given, **named)
             os.kill(os.getpid(), signal.SIGKILL)
-            return done
 
-        operation.reduce_now = first
+        weft.sparse_all_reduce = first
     rows = part("one rank alone", wire.rank, wire.size)
     made = [by_event(rows), by_event(rows)]
     for each in made:

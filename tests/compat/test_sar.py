@@ -194,20 +194,19 @@ WRONG = {
     "rank 2: recv_tensor is nested: pass a strided tensor with data": lambda rank, send: (
         sar.exchange_single_tensor(rank, rank, nested() if rank == 2 else torch.ones(2), send[0])
     ),
-    "rank 0: tensor is of no shape yet: pass a strided tensor (sparse ones: "
-    "weft.sparse_all_reduce)": lambda rank, send: sar.all_reduce(
-        send[0] if rank else torch.nn.UninitializedParameter(), "sum"
+    "rank 0: red_tensor is of no shape yet: pass a strided tensor with data": lambda rank, send: (
+        sar.all_reduce(send[0] if rank else torch.nn.UninitializedParameter(), "sum")
     ),
     "rank 0: send_idx is 3: pass a rank of the group, 0 to 2": lambda rank, send: (
         sar.exchange_single_tensor(rank, 3 if rank == 0 else rank, *recv_of((2,)), send[0])
     ),
-    "rank 1: send_tensors[0] is a str: pass a tensor, empty if need be": lambda rank, send: (
+    "rank 1: inputs[0] is a str: pass a tensor, empty if need be": lambda rank, send: (
         sar.all_to_all(recv_of((2,), (2,), (2,)), ["x"] * 3 if rank == 1 else send)
     ),
     "rank 1: send_tensor is a str: pass a tensor": lambda rank, send: sar.exchange_single_tensor(
         rank, rank, *recv_of((2,)), "x" if rank == 1 else send[0]
     ),
-    "rank 2: tensors has 2 tensors for 3 ranks: pass one for each": lambda rank, send: (
+    "rank 2: inputs has 2 tensors for 3 ranks: pass one for each": lambda rank, send: (
         sar.exchange_tensors(send[:2] if rank == 2 else send)
     ),
     "rank 1: red_tensor is expanded, its elements share memory: pass one that can be written": (

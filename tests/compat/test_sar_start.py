@@ -26,7 +26,7 @@ def nothing_is_left():
     yield
     weft.shutdown()
     assert not dist.is_initialized()
-    sar.start.published.clear()
+    sar.comm.published.clear()
 
 
 def total():

@@ -135,6 +135,28 @@ def test_a_call_from_inside_a_call_is_refused(wire):
     wire.post()
 
 
+def test_a_job_of_several_calls_has_one_turn(wire):
+    worker, order = wire.worker, []
+
+    def several():
+        for number in range(2):
+            order.append(worker.call("part", lambda n=number: (worker.doing, n)))
+        with pytest.raises(WeftError, match="inner was called from inside part, which"):
+            worker.call("part", lambda: worker.call("inner", lambda: None))
+        with pytest.raises(WeftError, match="later was called from inside several"):
+            worker.submit("later", lambda: None)
+        return worker.doing
+
+    gate = threading.Event()
+    first = worker.submit("gate", gate.wait)
+    work = worker.submit("several", several, several=True)
+    last = worker.submit("last", lambda: order.append("last"))
+    gate.set()
+    assert [each.wait() for each in (first, work, last)] == [True, "several", None]
+    assert order == [("part", 0), ("part", 1), "last"]
+    assert worker.doing == ""
+
+
 def test_waiting_for_work_behind_oneself_is_refused(wire):
     work = []
 

@@ -1,9 +1,23 @@
 """Start-up: from processes that something launched to a wire between them.
 
 `init` starts weft, `look_ahead` tells what it would go by, `launchers` who launched this process,
-`local` launches ranks itself.
+`local` launches ranks itself. For libraries whose programs bring rank and place themselves there
+are `init_as`, `publish`, stores to meet at, and `join`, which makes a wire of whoever has a store.
 """
 
+from ..wire.process_group import connect as join
+from .init import init_as
 from .preview import Preview, look_ahead
+from .rendezvous import connect as connect_store
+from .rendezvous import host as host_store
+from .rendezvous import publish
 
-__all__ = ["Preview", "look_ahead"]
+__all__ = [
+    "Preview",
+    "connect_store",
+    "host_store",
+    "init_as",
+    "join",
+    "look_ahead",
+    "publish",
+]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ..errors import WeftError
-from ..wire.interface import own_address
+from ..wire.interface import interface_of, own_address
 from ..wire.shm import Segment
 from . import backends, launchers
 from . import rendezvous as places
@@ -22,6 +22,7 @@ class Preview:
         rank: that rank; 0 where it is not known.
         meeting: where the ranks meet; empty if it is alone.
         address: where the other ranks would reach this one.
+        interface: the name of the network interface that has it; empty if none does.
         shared: bytes of memory that a rank can share with the others of its host; 0: none.
         backends: for each backend that `init` knows, what torch.distributed is told, or why it is
             not here.
@@ -32,6 +33,7 @@ class Preview:
     rank: int = 0
     meeting: str = ""
     address: str = ""
+    interface: str = ""
     shared: int = 0
     backends: dict[str, str | WeftError] = field(default_factory=dict)
     errors: dict[str, WeftError | OSError] = field(default_factory=dict)
@@ -55,6 +57,7 @@ def look_ahead(rendezvous: str | None = None) -> Preview:
         segment.close()
     try:
         found.address = own_address(dist.HashStore())
+        found.interface = interface_of(found.address) or ""
     except OSError as error:
         found.errors["interface"] = error
     try:

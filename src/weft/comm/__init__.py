@@ -5,6 +5,7 @@ To add one: a file for it, which opens with `opening.opened`, and its line here 
 
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
+from .attempt import attempt
 from .barrier import barrier
 from .clip import clip_grad_norm_
 from .exchange import exchange
@@ -16,6 +17,7 @@ __all__ = [
     "Overlap",
     "all_reduce",
     "all_to_all",
+    "attempt",
     "barrier",
     "clip_grad_norm_",
     "exchange",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,13 +55,6 @@ _starts: WeakKeyDictionary[Wire, NDArray[np.float64]] = WeakKeyDictionary()
 def last_call(group: Any = None) -> Record | None:
     """What the last sparse call on this group did, on this rank; None before the first."""
     return _records.get(default.resolve(group))
-
-
-def as_one(wire: Wire, first: Record, second: Record) -> None:
-    """Have two calls, of which this group's last is the second, recorded as one."""
-    names = dict.fromkeys((first.algorithm, second.algorithm))
-    sums = map(operator.add, astuple(first)[1:-1], astuple(second)[1:-1])
-    _records[wire] = Record(" and ".join(names), *sums)
 
 
 @contextmanager

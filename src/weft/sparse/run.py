@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..agree import Agreement, agree, is_direct
+from ..agree import Agreement, agree, confess, is_direct
 from ..errors import WeftError
 from ..rows import Rows
 from ..wire.base import Wire
@@ -237,17 +237,7 @@ def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
     if count is not None and isinstance(call.out, tuple):
         room = call.out[0].numel()
         lacking = too_small(room, count) if room < count else None
-    confess(wire, name, call.trouble, lacking)
-
-
-def confess(wire: Wire, name: str, trouble: Exception | None, lacking: str | None = None) -> None:
-    """Tell each other what a caller's function raised, or else what is lacking; raises alike."""
-    sentence = lacking if trouble is None else f"{type(trouble).__name__}: {trouble}"
-    nothing = torch.empty(0, dtype=torch.uint8)
-    try:
-        agree(wire, f"the end of {name}", {}, sentence, nothing, lambda a, b: a).release()
-    except WeftError as error:
-        raise error from trouble
+    confess(wire, f"the end of {name}", call.trouble, lacking)
 
 
 def too_small(room: int, count: int) -> str:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..agree import agree
+from ..agree import agree, confess
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import has_elements
@@ -132,7 +132,7 @@ def reduced(
         trouble = trouble or raised
         results.append(request.restore(part))
     if stated.numbers[:, _FALLIBLE].any():
-        run.confess(wire, NAME, trouble)
+        confess(wire, f"the end of {NAME}", trouble)
     return results
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeftError
+from ..tensors import has_elements, lacking
 from .counted import Traffic
 from .failure.verdict import names
 from .hosts import Hosts, hosts_of
@@ -58,9 +59,11 @@ __all__ = [
     "end_with",
     "flattened",
     "fresh",
+    "has_elements",
     "hosts_of",
     "is_duration",
     "is_plain",
+    "lacking",
     "names",
     "peers",
     "plain",

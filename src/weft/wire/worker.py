@@ -67,6 +67,7 @@ class Worker:
         self._serving = 0  # the ticket whose turn it is
         self._left: set[int] = set()  # tickets whose callers were interrupted before their turn
         self._owner: int | None = None  # the thread that runs a job
+        self._several = False  # and that may make calls
         self._queue: deque[_Queued] = deque()
         self._thread: threading.Thread | None = None
         self._announcer: threading.Thread | None = None
@@ -88,13 +89,20 @@ class Worker:
             WeftError: made from inside another call on this wire, or after `stop()`.
             Exception: whatever the job raises.
         """
+        if self._several and self._owner == threading.get_ident():
+            return self._do(name, job)
         with self._lock:  # which takes less than the condition itself
             ticket = self._draw(name)
             self._wait_for(ticket)
         return self._run(name, job)
 
-    def submit(self, name: str, job: Callable[[], T]) -> Work[T]:
+    def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
+
+        Args:
+            name: of the call.
+            job: what it does.
+            several: whether the job makes calls on this wire itself, all in its one turn.
 
         Raises:
             WeftError: made from inside another call on this wire, or after `stop()`.
@@ -111,7 +119,7 @@ class Worker:
                 return context.run(job)
 
         with self._turns:
-            self._queue.append(_Queued(self._draw(name), name, inside, work))
+            self._queue.append(_Queued(self._draw(name), name, inside, several, work))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name=f"weft worker {self._wire.rank}", daemon=True
@@ -178,24 +186,30 @@ class Worker:
         if self._serving != self._tickets:
             self._turns.notify_all()
 
-    def _run(self, name: str, job: Callable[[], T]) -> T:
-        """Run a job whose turn it is."""
-        wire = self._wire
+    def _run(self, name: str, job: Callable[[], T], several: bool = False) -> T:
+        """Run a job whose turn it is, and give the turn to the next."""
         try:
             self._owner = threading.get_ident()
+            return self._do(name, job, several)
+        finally:
+            with self._lock:
+                self._owner = None
+                self._advance()
+
+    def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
+        """Run a job in this thread's turn."""
+        outer = self.doing, self._several
+        try:
             self.calls += 1
-            self.doing = name
+            self.doing, self._several = name, several
             return job()
         except Error:
             raise
         except BaseException as error:
-            wire.abort(_text(error))
+            self._wire.abort(_text(error))
             raise
         finally:
-            with self._lock:
-                self.doing = ""
-                self._owner = None
-                self._advance()
+            self.doing, self._several = outer
 
     def _serve(self) -> None:
         """The worker's thread."""
@@ -210,7 +224,7 @@ class Worker:
                     self._turns.wait()
             work = queued.work
             try:
-                futures = work._end(self._run(queued.name, queued.job), None)
+                futures = work._end(self._run(queued.name, queued.job, queued.several), None)
             except BaseException as error:  # kept for whoever waits
                 futures = work._end(None, error)
             if futures:
@@ -269,6 +283,7 @@ class _Queued:
     ticket: int
     name: str
     job: Callable[[], object]
+    several: bool
     work: Work[Any]
 
 

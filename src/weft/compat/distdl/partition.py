@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ... import nn
-from ...bootstrap.init import init
-from ...errors import WeftError
-from ...nn.partition import Partition
-from ...wire import default
-from ...wire.base import Wire
+import weft
+from weft import Partition, WeftError, Wire, nn
+
+from ..arguments import wire_of
 
 PROC_NULL = -1
 """The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
@@ -124,7 +122,7 @@ def line_of(comm: Any) -> Partition:
                 "by the same launcher, so that each process is one rank of either"
             )
         return Partition(len(ranks), ranks=ranks)
-    return Partition(default.resolve(comm).size, group=comm)
+    return Partition(wire_of(comm).size, group=comm)
 
 
 def _everybody() -> Partition:
@@ -134,9 +132,9 @@ def _everybody() -> Partition:
 def _world() -> Wire:
     """The default wire. DistDL needs no start, so where there is none, it is started here."""
     try:
-        return default.current()
+        return wire_of()
     except WeftError:
-        return init()
+        return weft.init()
 
 
 _OPERATIONS: dict[str, Any] = {

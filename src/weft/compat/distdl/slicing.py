@@ -1,6 +1,6 @@
 """`distdl.utilities.slicing` and `index_tricks`: how a tensor is cut along a grid, as NumPy arrays.
 
-The balanced cut, as in `weft.grid`: the first `shape % parts` parts have one more. Shapes and
+The balanced cut, the first `shape % parts` parts have one more. Shapes and
 indices are whatever NumPy makes an array of; results are arrays of dtype int64, shape [dim].
 """
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from ... import grid
 
 __all__ = [
     "assemble_index_filter",
@@ -139,7 +137,7 @@ def compute_nd_slice_volume(slices: Sequence[slice]) -> int:
 
 def range_index(shape: ArrayLike) -> Iterator[tuple[int, ...]]:
     """The index of each cell of a grid, in row-major order."""
-    yield from grid.cells(_integers(shape).tolist())
+    yield from np.ndindex(*_integers(shape).tolist())
 
 
 def filtered_range_index(
@@ -176,9 +174,9 @@ def worker_layout(shape: ArrayLike) -> Integers:
 
 def cartesian_index_c(shape: Sequence[int], index: Sequence[int]) -> int:
     """The number of a cell in row-major order."""
-    return grid.ravel(index, shape)
+    return int(np.ravel_multi_index(tuple(index), tuple(shape)))
 
 
 def cartesian_index_f(shape: Sequence[int], index: Sequence[int]) -> int:
     """The number of a cell in column-major order."""
-    return grid.ravel(list(index)[::-1], list(shape)[::-1])
+    return int(np.ravel_multi_index(tuple(index), tuple(shape), order="F"))

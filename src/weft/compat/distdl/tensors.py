@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ... import nn
+from weft import nn
 
 __all__ = [
     "TensorStructure",

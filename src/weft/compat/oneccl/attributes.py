@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import WeftError
-from .buffers import Wrong, seen
+from weft import WeftError
+
+from ..arguments import integer
+from .buffers import seen
 
 _LONGEST = 128  # bytes of a match_id: it travels with every call
 _log = logging.getLogger("weft")
@@ -92,20 +93,20 @@ class Attributes:
     def check(self) -> None:
         """Refuse what cannot be."""
         if not isinstance(self.match_id, str) or len(self.match_id.encode()) > _LONGEST:
-            raise Wrong(
+            raise WeftError(
                 f"match_id is {self.match_id!r:.40}: pass a str of at most {_LONGEST} bytes"
             )
         for name in ("prologue_fn", "epilogue_fn", "reduction_fn"):
             function = getattr(self, name)
             if function is not None and not callable(function):
-                raise Wrong(f"{name} is a {type(function).__name__}: pass a function, or None")
+                raise WeftError(f"{name} is a {type(function).__name__}: pass a function, or None")
 
     def op(self, reduction: Any) -> Any:
         """The reduction as weft takes it."""
         if not (isinstance(reduction, str) and reduction == "custom"):
             return reduction
         if self.reduction_fn is None:
-            raise Wrong("the reduction is custom, and there is no function: pass the function")
+            raise WeftError("the reduction is custom, and there is no function: pass the function")
         return _out_of_place(self.reduction_fn, self.context)
 
     def before(self, values: Tensor) -> Tensor:
@@ -116,9 +117,9 @@ class Attributes:
         out = self.prologue_fn(values, count, values.dtype, self.context)
         if not isinstance(out, Tensor) or out.numel() != count:
             what = f"{out.numel()} values" if isinstance(out, Tensor) else type(out).__name__
-            raise Wrong(f"prologue_fn returned {what}, not a tensor of {count} values")
+            raise WeftError(f"prologue_fn returned {what}, not a tensor of {count} values")
         if out.dtype != values.dtype and self.epilogue_fn is None:
-            raise Wrong(
+            raise WeftError(
                 f"prologue_fn made {out.dtype} of {values.dtype}: pass an epilogue_fn that makes "
                 "the result of it"
             )
@@ -142,17 +143,11 @@ def check_status(status: object, name: str) -> None:
     Raises:
         WeftError: the status is another than success, or none at all.
     """
-    if status is None:
-        return
-    try:
-        code = operator.index(status)  # type: ignore[arg-type]  # whatever is none raises
-    except TypeError:  # such as the tensor that a lambda returns without meaning to
-        raise WeftError(
-            f"{name} returned status {status!r:.60}: return a Status, or nothing"
-        ) from None
+    code = Status.success if status is None else integer(status)
+    if code is None:  # such as the tensor that a lambda returns without meaning to
+        raise WeftError(f"{name} returned status {status!r:.60}: return a Status, or nothing")
     if code != Status.success:
-        known = [repr(each) for each in Status if each == code]
-        raise WeftError(f"{name} returned status {known[0] if known else code}")
+        raise WeftError(f"{name} returned status {next((s for s in Status if s == code), code)!r}")
 
 
 def _check_count(written: Tensor, count: int, name: str) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from weft import WeftError
+
 from . import attributes as common
 from .attributes import FnContext, Status, check_status
-from .buffers import Wrong
 from .operation import Operation, Sent, start
 from .progress import Event
 
@@ -105,11 +106,11 @@ def sparse_allreduce(
     def prepare() -> Operation:
         if not isinstance(attributes, Attributes):
             what = "None" if attributes is None else f"a {type(attributes).__name__}"
-            raise Wrong(f"attributes is {what}: pass callback.Attributes with a completion_fn")
+            raise WeftError(f"attributes is {what}: pass callback.Attributes with a completion_fn")
         given, called = attributes, attributes.sparse_allreduce_completion_fn
         if not callable(called):
             what = "not set" if called is None else f"a {type(called).__name__}"
-            raise Wrong(f"sparse_allreduce_completion_fn is {what}: results go to it alone")
+            raise WeftError(f"sparse_allreduce_completion_fn is {what}: results go to it alone")
         complete = called  # which a checker knows to be no None
 
         def finish(indices: Tensor, values: Tensor) -> None:

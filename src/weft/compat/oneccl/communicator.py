@@ -9,19 +9,18 @@ the others its address, by whatever means it has.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ...agree import agree
-from ...bootstrap import rendezvous
-from ...errors import WeftError, WireError
-from ...wire import default, process_group
-from ...wire.base import Wire, is_duration
+import weft
+from weft import WeftError, Wire, WireError
+from weft.bootstrap import connect_store, host_store, join
+from weft.wire.base import is_duration
+
+from ..arguments import integer, tell, wire_of
 
 TIMEOUT = 300.0
 """Seconds, as of a group that weft.init starts."""
@@ -62,22 +61,16 @@ class Communicator:
         Raises:
             WeftError: a rank's color is no integer of 64 bits; on every rank.
         """
-        wire = self.wire
-        wrong, number = None, _integer(color)
+        wire, number = self.wire, integer(color)
         if number is None or not -(2**63) <= number < 2**63:
-            wrong, number = f"color is {color!r}: pass an integer of 64 bits", 0
-        mine = torch.tensor([number]).view(torch.uint8)
-
-        def side_by_side(lower: Tensor, upper: Tensor) -> Tensor:
-            return torch.cat([lower, upper])
+            tell(WeftError(f"color is {color!r}: pass an integer of 64 bits"), wire)
+        told = weft.all_to_all([torch.tensor([number])] * wire.size, wire)
+        colors = [int(each) for each in told]
 
         def job() -> Wire:
-            agreement = agree(wire, "split", {}, wrong, mine, side_by_side)
-            colors = torch.cat([body.clone() for body in agreement.bodies]).view(torch.int64)
-            agreement.release()
             parts = [
-                wire.sub([rank for rank, each in enumerate(colors.tolist()) if each == one])
-                for one in sorted(set(colors.tolist()))
+                wire.sub([rank for rank, each in enumerate(colors) if each == one])
+                for one in sorted(set(colors))
             ]
             return next(part for part in parts if part is not None)
 
@@ -116,10 +109,10 @@ def create_communicator(
         <Communicator rank 0 of 1>
     """
     if size is None and rank is None and kvs is None:
-        return Communicator(default.current())
+        return Communicator(wire_of())
     if size is None or rank is None or kvs is None:
         raise WeftError("pass size, rank and kvs together, or none of them for the default group")
-    count, number = _integer(size), _integer(rank)
+    count, number = integer(size), integer(rank)
     if count is None or number is None:
         raise WeftError(f"size is {size!r} and rank is {rank!r}: pass two integers")
     store = kvs.store if isinstance(kvs, Kvs) else kvs
@@ -130,15 +123,7 @@ def create_communicator(
         )
     if not is_duration(timeout):
         raise WeftError(f"timeout is {timeout!r}: pass a number of seconds")
-    return Communicator(process_group.connect(store, number, count, timeout), owned=True)
-
-
-def _integer(given: object) -> int | None:
-    """An integer of Python's or NumPy's, also a bool, as an int; None of anything else."""
-    try:
-        return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
-    except TypeError:
-        return None
+    return Communicator(join(store, number, count, timeout), owned=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +188,7 @@ def create_main_kvs(host: str | None = None) -> Kvs:
         WeftError: that is no address of this machine.
     """
     try:
-        store, port = rendezvous.host(host or "")
+        store, port = host_store(host or "")
     except (OSError, TypeError) as error:
         raise WeftError(
             f"no store can listen at {host!r}: pass an address of this machine ({error})"
@@ -230,6 +215,6 @@ def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
     except (TypeError, ValueError):
         raise WeftError(f"{address!r} is no address of a store: pass host:port") from None
     try:
-        return Kvs(rendezvous.connect(name.strip("[]"), int(port), timeout), text)
+        return Kvs(connect_store(name.strip("[]"), int(port), timeout), text)
     except RuntimeError as error:  # torch's store errors are
         raise _unanswered(f"no store answers at {text} within {timeout:g} s", error) from error

@@ -14,9 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .buffers import Result, Wrong, distinct, dtype_in, seen
+from weft import WeftError
+
+from .buffers import distinct, dtype_in, seen
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
-from .operation import MODES, Operation, Sent, start
+from .operation import MODES, Operation, Result, Sent, start
 from .overloads import overloaded
 from .progress import Event, compose
 
@@ -59,17 +61,19 @@ class SparseAllreduceAttr:
     def check(self) -> None:
         """Refuse what cannot be."""
         if self.coalesce_mode not in MODES:
-            raise Wrong(f"coalesce_mode is {self.coalesce_mode!r}: use one of {', '.join(MODES)}")
+            raise WeftError(
+                f"coalesce_mode is {self.coalesce_mode!r}: use one of {', '.join(MODES)}"
+            )
         callbacks = {"completion_fn": self.completion_fn, "alloc_fn": self.alloc_fn}
         there = {name: each for name, each in callbacks.items() if each is not None}
         if len(there) != 1:
             how = (
                 "both completion_fn and alloc_fn" if there else "neither completion_fn nor alloc_fn"
             )
-            raise Wrong(f"attr has {how}: the result goes to one of them, so set exactly one")
+            raise WeftError(f"attr has {how}: the result goes to one of them, so set exactly one")
         for name, each in there.items():
             if not callable(each):
-                raise Wrong(f"{name} is a {type(each).__name__}: pass a function")
+                raise WeftError(f"{name} is a {type(each).__name__}: pass a function")
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
@@ -139,12 +143,14 @@ def sparse_allreduce(
 
     def prepare() -> Operation:
         if not isinstance(attr, SparseAllreduceAttr):
-            raise Wrong(f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr")
+            raise WeftError(
+                f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr"
+            )
         attr.check()
         if stream is not None and not hasattr(stream, "synchronize"):
-            raise Wrong(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
+            raise WeftError(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
         if not isinstance(deps, list | tuple):
-            raise Wrong(f"deps is a {type(deps).__name__}: pass a list of events")
+            raise WeftError(f"deps is a {type(deps).__name__}: pass a list of events")
         index = dtype_in(send_ind_buf, "send_ind_buf") if ind_dtype is None else ind_dtype
         value = dtype_in(send_val_buf, "send_val_buf") if val_dtype is None else val_dtype
         sent = Sent.of(
@@ -164,7 +170,7 @@ def sparse_allreduce(
             dtypes = sent.indices.dtype, sent.values.dtype
             made = allocate(idx_count, dtypes[0], val_count, dtypes[1], attr.fn_ctx)
             if not isinstance(made, tuple | list) or len(made) != 2:
-                raise Wrong(f"alloc_fn returned a {type(made).__name__}, not two buffers")
+                raise WeftError(f"alloc_fn returned a {type(made).__name__}, not two buffers")
             idx = seen(made[0], idx_count, dtypes[0], "alloc_fn's idx_buf", write=True)
             val = seen(made[1], val_count, dtypes[1], "alloc_fn's val_buf", write=True)
             distinct({"alloc_fn's idx_buf": idx, "its val_buf": val})

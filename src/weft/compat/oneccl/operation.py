@@ -1,21 +1,21 @@
 """An operation: one sparse all-reduce as the face of a generation was asked for it.
 
-Checking raises on no rank before all ranks know: a rank whose arguments are wrong still takes part
-in the opening exchange, with a sentence of what is wrong, and then all raise it. Left to the faces
-is where a result goes.
+All of it takes one turn of the group's: waiting for what it depends on, weft's own call, handing
+the result out. What is wrong with it on one rank is raised on all, whether that is seen before the
+call, in it, or by the function that takes the result. Left to the faces is where a result goes.
+
+The ranks' dtypes of indices and their `match_id` are compared beforehand where weft's own call
+would not tell them apart, in one small exchange more.
 
 uint64 indices from 2^63 on have no place among weft's int64 from 0 up. Their rows are reduced in a
-call of their own, behind that of the rows below, their indices less 2^63; its result comes behind
-the first one's, in the order of unsigned numbers. Only a rank that has such rows states so in the
-fingerprint of the first call. So all ranks know it before there is a result, and where nobody has
-any, nothing travels or is copied for their sake.
-
-Coalesce mode "disable" reduces nothing: the rows of all ranks, one after the other, travel as in
-`weft.sparse_all_gather`, whichever algorithm was selected.
+call of their own, their indices less 2^63; the result comes behind that of the rows below, in the
+order of unsigned numbers.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,311 +24,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...agree import agree
-from ...errors import WeftError
-from ...rows import Rows
-from ...sparse.api import reduce_now
-from ...sparse.arguments import outside
-from ...sparse.call import Allocator
-from ...sparse.family.all_gather import gather_now
-from ...sparse.record import as_one
-from ...sparse.registry import ALGORITHMS
-from ...sparse.request import Request
-from ...wire import default
-from ...wire.base import Wire, Work
+import weft
+from weft import WeftError, Wire
+from weft.wire.base import Work
+
+from ..arguments import tell, wire_of
 from .attributes import Attributes
-from .buffers import (
-    Memory,
-    Place,
-    Result,
-    Wrong,
-    await_device,
-    counted,
-    dtype_of,
-    index_dtype_of,
-    seen,
-    widened,
-)
+from .buffers import WIDENED, counted, dtype_of, index_dtype_of, seen
 from .communicator import Communicator
 from .progress import await_all
 
 _PLAIN = Attributes()
 _SOONER = 0.75  # of the group's timeout: who waits longer than that cannot tell the others in time
+_HALF = torch.iinfo(torch.int64)
 MODES = ("regular", "disable", "keep_precision")
+
+Result = tuple[Tensor, Tensor]
+"""Indices and values, 1-D, of the caller's dtypes."""
+
+Rows = tuple[Tensor, Tensor]
+"""Indices, of a dtype of weft's, and values, as weft's calls take them."""
+
+Place = Callable[[int, int], Result]
+"""(indices, values) -> memory for so many, 1-D, of the caller's dtypes."""
 
 Finish = Callable[[Tensor, Tensor], Callable[[], None] | None]
 """Takes a result. It may raise: then all ranks do. If none did, what it returned is called."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A call that has nothing wrong as far as can be told without reading its buffers.
-
-    Attributes:
-        sent: what this rank sends.
-        reduction: as the caller named it.
-        finish: what becomes of the result.
-        attributes: as in the document.
-        place: where the caller wants the result; None: in memory of weft's.
-        mode: one of `MODES`. weft adds half precision in float32 and rounds once in any of them, so
-            "keep_precision" is "regular"; "disable" reduces nothing.
-        after: what is waited for before the buffers are read, each with its name.
-    """
-
-    sent: Sent
-    reduction: Any
-    finish: Finish
-    attributes: Attributes = _PLAIN
-    place: Place | None = None
-    mode: str = "regular"
-    after: Sequence[tuple[str, Any]] = ()
-
-
-def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
-    """Start an operation among the ranks of `comm`; what `prepare` finds wrong is told to all.
-
-    Raises:
-        WeftError: this rank is not in the group, or its own call is wrong; or any rank's is, and
-            the call is synchronous.
-        WireError: as a wait does.
-    """
-    wire = comm.wire if isinstance(comm, Communicator) else default.resolve(comm)
-    try:
-        operation = prepare()
-        operation.attributes.check()
-        reduction, algorithm = operation.attributes.op(operation.reduction), selected()
-        marks = [*operation.after, *_marks(operation.sent)]
-    except Exception as error:  # of ours, or of a buffer's that cannot be seen: told to all alike
-        sentence = _sentence(wire, error)
-        work: Work[Result] = wire.worker.submit(
-            "sparse_allreduce", lambda: _refused(wire, sentence)
-        )
-        work.wait()
-        return work
-    work = wire.worker.submit(
-        "sparse_allreduce", lambda: _run(wire, operation, marks, reduction, algorithm)
-    )
-    if operation.attributes.synchronous:
-        work.wait()
-    return work
-
-
-def _refused(wire: Wire, sentence: str) -> Result:
-    """Tell all ranks what is wrong on this one, which raises."""
-    request = Request(error=sentence)
-    result: Result = reduce_now(wire, request)[0]
-    return result
-
-
-def _run(
-    wire: Wire,
-    operation: Operation,
-    marks: Sequence[tuple[str, Any]],
-    reduction: Any,
-    algorithm: str,
-) -> Result:
-    sent, trouble = operation.sent, None
-    memory = Memory(operation.place, sent.indices.dtype)
-    nothing = Rows(torch.empty(0, dtype=torch.int64), sent.values[:0])
-    parts = nothing, nothing
-    in_order, index = operation.mode == "disable", sent.indices.dtype
-    try:
-        await_all(marks, _SOONER * wire.timeout)
-        parts = sent.rows(operation.attributes), nothing
-        if index == torch.uint64 and not in_order:
-            parts = halves(parts[0])
-    except Exception as error:
-        trouble = error
-    out = memory.allocate if operation.place is not None else None
-
-    def asked(rows: Rows, out: Allocator | None) -> Request:
-        pair = (rows.indices, rows.values)
-        request = Request.unsorted(pair, reduction, algorithm, None, out)
-        if not in_order:
-            request.sort()
-        request.error = request.error if trouble is None else _sentence(wire, trouble)
-        request.fields |= {
-            "index dtype": str(index),
-            "match_id": repr(operation.attributes.match_id),
-        }
-        return request
-
-    try:
-        if in_order:
-            result = concatenated(wire, asked(parts[0], out), index)
-        elif index == torch.uint64:
-            result = reduced(wire, parts, asked, out)
-        else:
-            result = reduce_now(wire, asked(parts[0], out))[0]
-    except WeftError as error:
-        raise error from trouble
-    return _finish(wire, operation, lambda: memory.fill(result))
-
-
-def _finish(wire: Wire, operation: Operation, fill: Callable[[], Result]) -> Result:
-    """Hand out a result; raises alike on all ranks if that fails on one."""
-    trouble, write = None, None
-    try:
-        indices, values = fill()
-        values = operation.attributes.after(values, operation.sent.values.dtype)
-        await_device(indices, values)
-        write = operation.finish(indices, values)
-    except Exception as error:
-        trouble = error
-    sentence = None if trouble is None else _sentence(wire, trouble)
-    nothing = torch.empty(0, dtype=torch.uint8)
-    try:
-        agree(wire, "the end of sparse_allreduce", {}, sentence, nothing, lambda a, b: a).release()
-    except WeftError as error:
-        raise error from trouble
-    if write is not None:
-        write()
-    return indices, values
-
-
-def _sentence(wire: Wire, trouble: Exception) -> str:
-    if isinstance(trouble, Wrong | WeftError):
-        return str(trouble).removeprefix(f"rank {wire._named}: ")  # which is said for all
-    return f"{type(trouble).__name__}: {trouble}"
-
-
-def _marks(sent: Sent) -> list[tuple[str, Any]]:
-    """What to wait for on an accelerator before its memory is read: the work queued so far."""
-    device = sent.values.device
-    if device.type == "cpu":
-        return []
-    return [("the current stream", torch.accelerator.current_stream(device).record_event())]
-
-
-_FIELD = "indices from 2^63"
-_ENDS = torch.iinfo(torch.int64)
-
-_Dtypes = tuple[torch.dtype, torch.dtype]
-
-Ask = Callable[[Rows, Allocator | None], Request]
-"""What makes a request of rows, and of where the result is wanted."""
-
-
-def halves(rows: Rows) -> tuple[Rows, Rows]:
-    """Rows below 2^63, and those from there on less that; each in their order.
-
-    Args:
-        rows: their indices are uint64, seen as int64.
-
-    Example:
-        >>> bits = torch.tensor([2**64 - 1, 7], dtype=torch.uint64).view(torch.int64)
-        >>> [half.indices.tolist() for half in halves(Rows(bits, torch.ones(2)))]
-        [[7], [9223372036854775807]]
-    """
-    indices, values = rows.indices, rows.values
-    if not len(rows) or int(indices.min()) >= 0:
-        return rows, Rows(indices[:0], values[:0])
-    upper = indices < 0
-    lower = ~upper
-    return (
-        Rows(indices[lower], values[lower]),
-        Rows(indices[upper] & _ENDS.max, values[upper]),
-    )
-
-
-def reduced(
-    wire: Wire, parts: tuple[Rows, Rows], ask: Ask, out: Allocator | None
-) -> tuple[Tensor, Tensor]:
-    """The result, ascending, its indices seen as int64; collective.
-
-    Args:
-        wire: among whom.
-        parts: as `halves` gives them.
-        ask: makes a request.
-        out: the caller's memory, which is asked for once, for all the result.
-    """
-
-    def asked(part: Rows, place: Allocator) -> Request:
-        request = ask(part, None if out is None else place)
-        for each in parts:  # so that the rows of both calls are known to be of one shape
-            if len(each):
-                request.fields["row shape"] = tuple(each.row_shape)
-        return request
-
-    def place(count: int, row_shape: tuple[int, ...], dtypes: _Dtypes) -> tuple[Tensor, Tensor]:
-        assert out is not None
-        if _FIELD not in first.agreed:
-            return out(count, row_shape, dtypes)
-        return torch.empty(count, dtype=dtypes[0]), torch.empty(count, *row_shape, dtype=dtypes[1])
-
-    first = asked(parts[0], place)
-    if len(parts[1]):
-        first.fields[_FIELD] = "some"
-    lower: tuple[Tensor, Tensor]
-    lower, record = reduce_now(wire, first)
-    if _FIELD not in first.agreed:
-        return lower
-    begin = len(lower[0])
-    whole: list[Tensor] = []
-
-    def behind(count: int, row_shape: tuple[int, ...], dtypes: _Dtypes) -> tuple[Tensor, Tensor]:
-        assert out is not None
-        whole.extend(out(begin + count, row_shape, dtypes))
-        return whole[0][begin:], whole[1][begin:]
-
-    upper, more = reduce_now(wire, asked(parts[1], behind))
-    as_one(wire, record, more)
-    if out is None:
-        whole = [torch.cat(each) for each in zip(lower, upper, strict=True)]
-    else:
-        for each, part in zip(whole, lower, strict=True):
-            each[:begin].copy_(part)
-    whole[0][begin:].bitwise_or_(_ENDS.min)
-    return whole[0], whole[1]
-
-
-def concatenated(wire: Wire, request: Request, index: torch.dtype) -> Any:
-    """All ranks' rows in rank order, in the form of the request's; collective.
-
-    Indices are int64, whatever they were; `request`, which has not looked at them, says so, and
-    states its errors. Those of uint64 travel as they are, bit by bit, since nobody compares them.
-
-    Args:
-        wire: among whom.
-        request: this rank's rows, and the fingerprint.
-        index: the dtype that the indices were.
-    """
-    rows = request.rows
-    if request.error is None and len(rows):
-        lowest, highest = (int(end) for end in rows.indices.aminmax())
-        if index == torch.uint64 and lowest < 0:
-            highest = torch.iinfo(torch.int64).max  # as int32 they would lose the upper bits
-        else:
-            request.error = outside(lowest, highest, None)
-        request.highest = highest
-    request.rows = Rows(rows.indices.long(), rows.values)
-    request.fields |= {"ind_dtype": request.fields["index dtype"], "index dtype": "torch.int64"}
-    return gather_now(wire, request, "sparse_allreduce in coalesce mode disable")[0]
-
-
-ONECCL = {
-    "ring": "ring",
-    "mask": "mask",
-    "allgatherv": "gather",
-    "allgather": "gather",
-    "basic": "ring",
-    "size": "ring",
-}
-"""weft's algorithm for each of oneCCL's."""
-
-_VARIABLE = "CCL_SPARSE_ALLREDUCE"
-
-
-def selected() -> str:
-    """What `algorithm=` of weft's call the environment asks for."""
-    said = os.environ.get(_VARIABLE, "").strip()
-    if not said:
-        return "auto"
-    name = said if said in ALGORITHMS else ONECCL.get(said, said)
-    if name not in ("auto", *ALGORITHMS):
-        known = sorted({"auto", *ALGORITHMS, *(a for a, b in ONECCL.items() if b in ALGORITHMS)})
-        raise Wrong(f"{_VARIABLE}={said!r} is unknown: use one of {', '.join(known)}")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +73,7 @@ class Sent:
         """Check the sending half of a call's parameters; `names` are those of its dtypes."""
         rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
         if values % rows if rows else values:
-            raise Wrong(
+            raise WeftError(
                 f"{values} values do not divide among {rows} indices: send_val_count must be a "
                 "multiple of send_ind_count"
             )
@@ -361,7 +82,217 @@ class Sent:
             seen(ind_buf, rows, index, "send_ind_buf"), seen(val_buf, values, dtype, "send_val_buf")
         )
 
-    def rows(self, attributes: Attributes) -> Rows:
-        """The rows that are reduced; reads the memory."""
-        count, values = len(self.indices), attributes.before(self.values)
-        return Rows(widened(self.indices), values.view(count, -1) if count else values)
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A call that has nothing wrong as far as can be told without reading its buffers.
+
+    Attributes:
+        sent: what this rank sends.
+        reduction: as the caller named it.
+        finish: what becomes of the result.
+        attributes: as in the document.
+        place: where the caller wants the result; None: in memory of weft's.
+        mode: one of `MODES`. weft adds half precision in float32 and rounds once in any of them, so
+            "keep_precision" is "regular"; "disable" reduces nothing: the rows of all ranks, one
+            after the other.
+        after: what is waited for before the buffers are read, each with its name.
+    """
+
+    sent: Sent
+    reduction: Any
+    finish: Finish
+    attributes: Attributes = _PLAIN
+    place: Place | None = None
+    mode: str = "regular"
+    after: Sequence[tuple[str, Any]] = ()
+
+    def rows(self, seconds: float, after: Sequence[tuple[str, Any]]) -> Rows:
+        """What is reduced, once that may be read: waits for so long."""
+        await_all(after, seconds)
+        indices = self.sent.indices
+        count, values = len(indices), self.attributes.before(self.sent.values)
+        wider = WIDENED[indices.dtype]
+        return (
+            indices.view(wider) if indices.dtype == torch.uint64 else indices.to(wider),
+            values.view(count, -1) if count else values,
+        )
+
+
+def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
+    """Start an operation among the ranks of `comm`; what `prepare` finds wrong is told to all.
+
+    Raises:
+        WeftError: this rank is not in the group, or its own call is wrong; or any rank's is, and
+            the call is synchronous.
+        WireError: as a wait does.
+    """
+    wire = comm.wire if isinstance(comm, Communicator) else wire_of(comm)
+    try:
+        operation = prepare()
+        operation.attributes.check()
+        reduction = operation.attributes.op(operation.reduction)
+        reduce = functools.partial(
+            weft.sparse_all_reduce, op=reduction, group=wire, algorithm=selected()
+        )
+        after = [*operation.after, *_marks(operation.sent)]
+    except Exception as error:  # of ours, or of a buffer's that cannot be seen
+        tell(error, wire)
+    work = wire.worker.submit(
+        "sparse_allreduce", lambda: _run(wire, operation, reduce, after), several=True
+    )
+    if operation.attributes.synchronous:
+        work.wait()
+    return work
+
+
+def _run(
+    wire: Wire,
+    operation: Operation,
+    reduce: Callable[..., Rows],
+    after: Sequence[tuple[str, Any]],
+) -> Result:
+    sent, memory = operation.sent, _Memory(operation.place)
+    rows = _agreed(wire, operation, lambda: operation.rows(_SOONER * wire.timeout, after))
+    out = None if operation.place is None else memory.allocate
+    wide = sent.indices.dtype == torch.uint64
+    if operation.mode == "disable":
+        result = _concatenated(wire, rows, wide, out)
+    else:
+        result = _reduced(wire, reduce, rows, out) if wide else reduce(rows, out=out)
+
+    def hand_out() -> tuple[Result, Callable[[], None] | None]:
+        indices, values = memory.fill(result, sent.indices.dtype)
+        values = operation.attributes.after(values, sent.values.dtype)
+        await_device(indices, values)
+        return (indices, values), operation.finish(indices, values)
+
+    made, write = weft.attempt(hand_out, wire, name="the end of sparse_allreduce")
+    if write is not None:
+        write()
+    return made
+
+
+def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
+    """The rows, on all ranks or on none, if all name the call and its indices alike."""
+    index, name = operation.sent.indices.dtype, operation.attributes.match_id
+    if name or index != WIDENED[index]:
+        named = f" with match_id={name!r}" if name else ""
+        return weft.attempt(rows, wire, name=f"sparse_allreduce of {index} indices{named}")
+    try:
+        return rows()
+    except Exception as error:
+        tell(error, wire)
+
+
+def _marks(sent: Sent) -> list[tuple[str, Any]]:
+    """What to wait for on an accelerator before its memory is read: the work queued so far."""
+    device = sent.values.device
+    if device.type == "cpu":
+        return []
+    return [("the current stream", torch.accelerator.current_stream(device).record_event())]
+
+
+def await_device(*tensors: Tensor) -> None:
+    """Wait until what was written to an accelerator has arrived."""
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
+
+
+class _Memory:
+    """Where the result of one operation goes: to the caller's memory, if there is a place."""
+
+    def __init__(self, place: Place | None) -> None:
+        self._place = place
+        self._taken: Result | None = None
+
+    def allocate(self, count: int, row_shape: tuple[int, ...], dtypes: Any) -> Rows:
+        """The caller's memory for weft to write to; indices apart where theirs are narrower."""
+        assert self._place is not None
+        indices, values = self._taken = self._place(count, count * math.prod(row_shape))
+        if indices.dtype == torch.uint64:
+            indices = indices.view(torch.int64)
+        if indices.dtype != dtypes[0]:
+            indices = torch.empty(count, dtype=dtypes[0], device=indices.device)
+        return indices, values.view(count, *row_shape)
+
+    def fill(self, result: Rows, index: torch.dtype) -> Result:
+        """The result as the caller's dtypes, in the caller's memory if there is a place."""
+        indices = result[0].view(index) if index == torch.uint64 else result[0].to(index)
+        made = indices, result[1].view(-1)
+        if self._taken is None:
+            return made
+        for taken, part in zip(self._taken, made, strict=True):
+            if taken.data_ptr() != part.data_ptr():
+                taken.copy_(part)
+        return self._taken
+
+
+def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:
+    """The result of uint64 indices, ascending; they are seen as int64, as those of `rows` are."""
+    indices, values = rows
+    upper = indices < 0
+    above, their_values = reduce((indices[upper] & _HALF.max, values[upper]))
+    if not len(above):
+        return reduce(rows, out=out)
+    whole: list[Tensor] = []
+
+    def first(count: int, row_shape: tuple[int, ...], dtypes: Any) -> list[Tensor]:
+        whole.extend(out(count + len(above), row_shape or their_values.shape[1:], dtypes))
+        return [each[:count] for each in whole]
+
+    lower = reduce((indices[~upper], values[~upper]), out=None if out is None else first)
+    count = len(lower[0])
+    if count and lower[1].shape[1:] != their_values.shape[1:]:  # which neither call could tell
+        weft.attempt(lambda: _check_width(values, lower[1]), wire)
+    parts = (above | _HALF.min, their_values)
+    if out is None:
+        return torch.cat([lower[0], parts[0]]), torch.cat([lower[1].view(-1), parts[1].view(-1)])
+    for place, part in zip(whole, parts, strict=True):
+        place[count:].copy_(part)
+    return whole[0], whole[1]
+
+
+def _check_width(values: Tensor, others: Tensor) -> None:
+    if len(values) and values.shape[1:] != others.shape[1:]:
+        raise WeftError(
+            f"rows have {values[0].numel()} values each, those of other ranks "
+            f"{others[0].numel()}: pass rows of one width"
+        )
+
+
+def _concatenated(wire: Wire, rows: Rows, wide: bool, out: Any) -> Rows:
+    """All ranks' rows in rank order; the highest bit of uint64 indices travels apart."""
+    if not wide:
+        found: Rows = weft.sparse_all_gather(rows, wire, out=out)
+        return found
+    indices, values = rows
+    highest = (indices < 0).to(torch.uint8)
+    found = weft.sparse_all_gather((indices & _HALF.max, values), wire, out=out)
+    _, bits = weft.sparse_all_gather((torch.zeros_like(indices), highest), wire)
+    found[0].bitwise_or_(bits.to(found[0]) << 63)
+    return found
+
+
+ONECCL = {
+    "ring": "ring",
+    "mask": "mask",
+    "allgatherv": "gather",
+    "allgather": "gather",
+    "basic": "ring",
+    "size": "ring",
+}
+"""weft's algorithm for each of oneCCL's."""
+
+_VARIABLE = "CCL_SPARSE_ALLREDUCE"
+
+
+def selected() -> str:
+    """What `algorithm=` of weft's call the environment asks for."""
+    said = os.environ.get(_VARIABLE, "").strip() or "auto"
+    known = {"auto", *weft.sparse.ALGORITHMS}
+    name = said if said in known else ONECCL.get(said, said)
+    if name not in known:
+        known |= {theirs for theirs, ours in ONECCL.items() if ours in known}
+        raise WeftError(f"{_VARIABLE}={said!r} is unknown: use one of {', '.join(sorted(known))}")
+    return name

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
-from ...errors import StillRunning
-from ...wire.base import Work
-from .buffers import Wrong
+from weft import WeftError
+from weft.wire.base import Work
 
 
 class Event:
@@ -76,41 +74,25 @@ def await_all(events: Sequence[tuple[str, Any]], seconds: float) -> None:
     for name, event in events:
         # a CUDA event's wait() holds up a stream, and its synchronize() whoever calls
         names = ("synchronize", "wait", "result")
-        wait = next((getattr(event, name) for name in names if hasattr(event, name)), None)
-        if wait is None:
-            raise Wrong(f"{name} is a {type(event).__name__}: pass what can be waited for")
-        try:
-            done = _ended(event, wait, max(0.0, deadline - time.monotonic()))
-        except Exception as error:
-            raise Wrong(f"{name} failed: {type(error).__name__}: {error}") from error
-        if not done:
-            raise Wrong(
+        body = next((getattr(event, each) for each in names if hasattr(event, each)), None)
+        if body is None:
+            raise WeftError(f"{name} is a {type(event).__name__}: pass what can be waited for")
+        ended: Future[object] = Future()
+        # a thread, since each kind has its own way to say how long, or none at all
+        threading.Thread(
+            target=_run, args=(body, ended), name="weft dependency", daemon=True
+        ).start()
+        if not wait([ended], max(0.0, deadline - time.monotonic())).done:
+            raise WeftError(
                 f"{name}, a {type(event).__name__}, has not ended within {seconds:g} s: "
                 "see what it waits for, or start the group with a longer timeout"
             )
+        if error := ended.exception():
+            raise WeftError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
-def _ended(event: Any, wait: Callable[[], object], seconds: float) -> bool:
-    """Wait for so long; whether it has ended, and well. Raises what it raised."""
-    if isinstance(event, Event | Work):
-        try:
-            event.wait(seconds)
-        except StillRunning:
-            return False
-        return True
-    ended: Future[None] = Future()
-
-    def body() -> None:
-        try:
-            wait()
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    # a thread, since what others make has each its own way to say how long, or none at all
-    threading.Thread(target=body, name="weft dependency", daemon=True).start()
-    if not wait_for([ended], seconds).done:
-        return False
-    ended.result()
-    return True
+def _run(body: Callable[[], object], ended: Future[object]) -> None:
+    try:
+        ended.set_result(body())
+    except BaseException as error:
+        ended.set_exception(error)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import WeftError
-from ...wire.base import Work
+from weft import WeftError
+
 from . import callback
 from .attributes import Attributes, FnContext, Status
-from .buffers import Result, Wrong, await_device, distinct, is_address, one_integer, seen
-from .operation import Operation, Sent, start
+from .buffers import distinct, is_address, one_integer, seen
+from .operation import Operation, Result, Sent, await_device, start
 from .progress import Event
 
 __all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
@@ -34,11 +34,7 @@ class Request(Event):
         recv_val_count: elements that were written to `recv_val_buf`; None until it is done.
     """
 
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Work[Result]) -> None:
-        super().__init__(work)
-        self._work = work
+    __slots__ = ()
 
     @property
     def recv_ind_count(self) -> int | None:
@@ -49,8 +45,9 @@ class Request(Event):
         return self._count(1)
 
     def _count(self, which: int) -> int | None:
-        done = self._work.is_completed() and self._work.exception() is None
-        return self._work.result()[which].numel() if done else None
+        (work,) = self.works
+        done = work.is_completed() and work.exception() is None
+        return work.result()[which].numel() if done else None
 
 
 def sparse_allreduce(
@@ -109,9 +106,11 @@ def sparse_allreduce(
     def prepare() -> Operation:
         given = Attributes() if attributes is None else attributes
         if not isinstance(given, Attributes):
-            raise Wrong(f"attributes is a {type(given).__name__}: pass request.Attributes, or None")
+            raise WeftError(
+                f"attributes is a {type(given).__name__}: pass request.Attributes, or None"
+            )
         if isinstance(given, callback.Attributes):
-            raise Wrong(
+            raise WeftError(
                 "attributes is callback.Attributes, whose completion_fn nobody would call here: "
                 "pass request.Attributes, or call callback.sparse_allreduce"
             )

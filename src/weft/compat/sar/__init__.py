@@ -10,17 +10,12 @@ import weft.compat.sar as sar
 
 on every backend, gloo included. Its graph classes are not here.
 
-* `start`: how rank 0's address reaches the others, `initialize_comms`, and what may be asked
-  afterwards;
-* `collective`: what sends tensors between ranks and combines them; `Config.max_collective_size`;
-* `comm`: all of them, as SAR has it.
-
 The source is SAR's guide to its communication routines.
 """
 
 from . import comm
-from .collective import Config
 from .comm import (
+    Config,
     SocketInfo,
     all_reduce,
     all_to_all,

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .... import nn
+from weft import nn
+
 from ..partition import MPIPartition
 from .pairing import axes_of, divisor, scaled
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .... import nn
+from weft import nn
+
 from ..partition import MPIPartition
 from .pairing import divisor, kept_batch, paired, same, scaled
 
@@ -44,9 +45,10 @@ class Broadcast(nn.Broadcast):
         self.scale_backward, self._by = scale_backward, divisor(P_y, scale_backward)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.preserve_batch:
-            return scaled(super().forward(input), self._by)
-        return scaled(kept_batch(self, self.P_x, self.P_y, input), self._by)
+        y = super().forward(input)
+        if self.preserve_batch:
+            y = kept_batch(y, input, self.P_x, self.P_y)
+        return scaled(y, self._by)
 
 
 class SumReduce(nn.SumReduce):
@@ -72,9 +74,8 @@ class SumReduce(nn.SumReduce):
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.preserve_batch:
-            return super().forward(input)
-        return kept_batch(self, self.P_x, self.P_y, input)
+        y = super().forward(input)
+        return kept_batch(y, input, self.P_x, self.P_y) if self.preserve_batch else y
 
 
 class Repartition(nn.Repartition):
@@ -102,6 +103,5 @@ class Repartition(nn.Repartition):
     def forward(self, input: Tensor) -> Tensor:
         if same(self.P_x, self.P_y):
             return input.clone()
-        if not self.preserve_batch:
-            return super().forward(input)
-        return kept_batch(self, self.P_x, self.P_y, input)
+        y = super().forward(input)
+        return kept_batch(y, input, self.P_x, self.P_y) if self.preserve_batch else y

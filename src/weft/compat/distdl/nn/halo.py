@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .... import nn
-from ....errors import WeftError
-from ....grid import Shape
+from weft import WeftError, nn
+
 from ..partition import MPICartesianPartition
 
 _UNKNOWN, _WRONG = -1, -2  # in place of a width
@@ -66,7 +65,9 @@ class HaloExchange(nn.HaloExchange):
         self.recv_buffer_shape, self.send_buffer_shape = recv, send_buffer_shape
 
 
-def _told(P_x: MPICartesianPartition, recv: Any, send: Any) -> dict[Shape, list[list[int]]]:
+def _told(
+    P_x: MPICartesianPartition, recv: Any, send: Any
+) -> dict[tuple[int, ...], list[list[int]]]:
     """The widths of all workers' halos, by cell; collective among them, as is what is wrong."""
     if not P_x.active:
         return {}

@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...._torch import in_forward_mode, in_transform
-from ....errors import WeftError
-from ....nn.autograd import applied
-from ....nn.layer import Layer
-from ....nn.partition import Partition, normal_dims
+from weft import Partition, WeftError
+
 from ..partition import MPIPartition
 
 
@@ -31,7 +28,9 @@ def axes_of(
             f"{name}: pass the axes to work along, or axes_keep, the others: one of the two"
         )
     chosen: Any = axes_keep if axes is None else axes
-    given = normal_dims(np.ravel(chosen).tolist(), P_x.dim)
+    named = np.ravel(chosen).tolist()
+    P_x.grid.keep(named)  # which refuses what is no axis
+    given = tuple(axis % P_x.dim for axis in named)
     others = tuple(dim for dim in range(P_x.dim) if dim not in given)
     return (others, given) if axes is None else (given, others)
 
@@ -84,13 +83,11 @@ def same(P_x: MPIPartition, P_y: MPIPartition) -> bool:
     return P_x._grid == P_y._grid
 
 
-def kept_batch(layer: Layer, P_x: MPIPartition, P_y: MPIPartition, x: Tensor) -> Tensor:
+def kept_batch(y: Tensor, x: Any, P_x: MPIPartition, P_y: MPIPartition) -> Tensor:
     """A layer's result; where there is none, but an input, one with its size of batch."""
-    if not isinstance(x, Tensor) or not x.dim() or not _only_brings(P_x, P_y):
-        return Layer.forward(layer, x)
-    if torch.compiler.is_compiling():
-        return Layer.forward(layer, x).reshape(x.shape[0], 0)
-    return applied(layer.spec, x, (x.shape[0], 0))
+    if isinstance(x, Tensor) and x.dim() and _only_brings(P_x, P_y):
+        return y.reshape(x.shape[0], 0)
+    return y
 
 
 def divisor(P_x: MPIPartition, scale: Any) -> Any:
@@ -103,11 +100,11 @@ def scaled(y: Tensor, by: Any) -> Tensor:
     """A layer's result, fresh, whose gradient is divided before it goes back, in a new tensor."""
     if by is None:
         return y
-    transformed = not torch.compiler.is_compiling() and (in_forward_mode() or in_transform())
-    if not (transformed or y.requires_grad):  # which a tensor in vmap does not tell
-        return y
-    function: Any = _ScaledCopy if transformed else _Scaled  # torch's functions have no types
-    found: Tensor = function.apply(y, by)
+    found: Tensor
+    try:
+        found = _Scaled.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
+    except RuntimeError:  # torch.func and forward mode take nothing that is changed in place
+        found = _ScaledCopy.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
     return found
 
 
@@ -126,7 +123,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _ScaledCopy(torch.autograd.Function):
-    """The same for torch.func and forward mode, which take nothing that is changed in place.
+    """The same for torch.func and forward mode.
 
     A tangent goes forward, so it is not divided.
     """

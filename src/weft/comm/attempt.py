@@ -1,0 +1,66 @@
+"""`attempt`: what one rank may fail at, and all have to know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch.profiler import record_function
+
+from .._torch import uncompiled
+from ..agree import confess
+from ..wire import default
+
+T = TypeVar("T")
+
+
+@uncompiled
+def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attempt") -> T:
+    """Call a function on every rank; where it raises on one of them, every rank raises.
+
+    For what a rank does by itself between two calls, such as reading a file: a rank that raised
+    there alone would leave the others waiting in their next call. While those are in a sparse call
+    already, or in `all_to_all`, `exchange` or `all_reduce`, a rank that cannot join them may
+    attempt a function that raises why: then all of them raise that.
+
+    Args:
+        function: of no arguments; it must not call weft on the same group, and end within the
+            group's timeout.
+        group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
+        name: of what is attempted, in errors; the same on every rank, in at most 700 bytes.
+
+    Returns:
+        What the function returned on this rank.
+
+    Raises:
+        WeftError: the function raised an Exception on some rank; the same text on every rank,
+            naming the rank. On that rank the exception is its `__cause__`. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     try:
+        ...         weft.attempt(lambda: 1 // wire.rank)
+        ...     except weft.WeftError as error:
+        ...         return str(error)
+        >>> run(2, program)[1]
+        'rank 0: ZeroDivisionError: integer division or modulo by zero'
+    """
+    wire = default.resolve(group)
+
+    def job() -> T:
+        made, trouble = None, None
+        with record_function(f"weft::{name}"):
+            try:
+                made = function()
+            except Exception as error:
+                trouble = error
+            confess(wire, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
+        return cast(T, made)
+
+    return wire.worker.call(name, job)
+
+
+_LONGEST = 700  # bytes of a name: it travels in the fingerprint
