@@ -128,11 +128,4 @@ def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
     """One call whose turn on the wire it is: the result in the form asked for, and what it did."""
     with recording(wire, "sparse_all_reduce") as note:
         done = run.reduced(wire, request)
-    record = note(
-        done.algorithm,
-        rows=done.own,
-        total=done.load.total,
-        union=len(done.rows),
-        bound=done.load.bound,
-    )
-    return request.restore(done.rows), record
+    return request.restore(done.rows), done.noted(note)

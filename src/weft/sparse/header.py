@@ -29,6 +29,7 @@ from . import sketch
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
 _FIXED = struct.Struct("<9q2?6x16s")  # 96 bytes: what follows stays aligned
+_GRAIN = 16  # bytes: values begin at a multiple
 _DIGESTED = 1 << 20  # bytes of indices; digesting more would take longer than it may save
 _NONE = bytes(16)  # the digest of ranks that have different index sets, or too large ones
 NO_LIMIT = 1 << 62
@@ -73,17 +74,19 @@ class Header:
         *,
         capacity: int | None = None,
         fallible: bool = False,
-        digest: bool = True,
+        highest: int | None = None,
     ) -> Header:
-        """The header of one rank, from its sorted, unique indices."""
+        """The header of one rank, from its sorted, unique indices; of those in any order, whose
+        `highest` is told, without a sample."""
+        total, indices = indices.numel(), indices if highest is None else indices[:0]
         count = indices.numel()
         parts = min(_POINTS, count)
         shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
         return cls(
-            count,
-            count,
-            count,
-            int(indices[-1]) if count else -1,
+            total,
+            total,
+            total,
+            last(indices) if highest is None else highest,
             NO_LIMIT if capacity is None else capacity,
             rank,
             True,
@@ -91,7 +94,7 @@ class Header:
             kernels.sketch(indices, sketch.SIZE).numpy(),
             kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
             np.diff(shares),
-            _digest(indices) if digest else _NONE,
+            _digest(indices),
         )
 
     def pack(self) -> Tensor:
@@ -193,9 +196,14 @@ def _digest(indices: Tensor) -> bytes:
     return hashlib.sha256(raw.numpy().data).digest()[:16]  # processors know it
 
 
+def last(indices: Tensor) -> int:
+    """The largest of sorted indices, -1 if there are none."""
+    return int(indices[-1]) if indices.numel() else -1
+
+
 def _narrow(indices: Tensor) -> Tensor:
     """Sorted indices, as int32 where they fit."""
-    return indices.int() if len(indices) and int(indices[-1]) < 2**31 else indices
+    return indices.int() if last(indices) < 2**31 else indices
 
 
 def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
@@ -208,36 +216,34 @@ def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
 
 @dataclass(frozen=True, slots=True)
 class RowsInHeader:
-    """A rank's rows, sent in place of its header: sorted, unique indices and their values."""
+    """A rank's rows, sent in place of its header: indices, the largest of them, and values."""
 
     indices: Tensor
     values: Tensor
+    highest: int
     capacity: int | None
     fallible: bool
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """How many rows there are."""
         return self.indices.numel()
-
-    @property
-    def highest(self) -> int:
-        """The largest index, -1 if there are no rows."""
-        return int(self.indices[-1]) if self.count else -1
 
     @staticmethod
     def fit(count: int, index_bytes: int, row_bytes: int) -> bool:
         """Whether so many rows may travel so."""
-        return _FIXED.size + count * (index_bytes + row_bytes) + 8 <= BODY
+        return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= BODY
 
     def pack(self) -> Tensor:
         """The rows as bytes."""
         count, wide = self.indices.numel(), self.indices.dtype is torch.int64
         limit = NO_LIMIT if self.capacity is None else self.capacity
         # -1 in place of the sketch's length is what tells rows from a header
-        head = _FIXED.pack(count, 0, 0, 0, limit, 0, -1, 0, 0, wide, self.fallible, _NONE)
+        head = _FIXED.pack(
+            count, 0, 0, self.highest, limit, 0, -1, 0, 0, wide, self.fallible, _NONE
+        )
         parts = (np.frombuffer(head, np.uint8), *map(_numpy_bytes, (self.indices, self.values)))
-        start = _FIXED.size + -(-parts[1].size // 8) * 8
+        start = _FIXED.size + -(-parts[1].size // _GRAIN) * _GRAIN
         body = np.empty(start + parts[2].size, np.uint8)
         body[: _FIXED.size] = parts[0]
         body[_FIXED.size : _FIXED.size + parts[1].size] = parts[1]
@@ -252,12 +258,13 @@ class RowsInHeader:
     @classmethod
     def unpack(cls, body: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> RowsInHeader:
         """Rows from bytes, as views of them."""
-        count, _, _, _, limit, *_, wide, fallible, _ = _FIXED.unpack_from(body.numpy().data)
+        count, _, _, highest, limit, *_, wide, fallible, _ = _FIXED.unpack_from(body.numpy().data)
         index = torch.int64 if wide else torch.int32
-        start = _FIXED.size + -(-count * index.itemsize // 8) * 8
+        start = _FIXED.size + -(-count * index.itemsize // _GRAIN) * _GRAIN
         return cls(
             typed(body, (count,), index, _FIXED.size),
             typed(body, (count, *row_shape), dtype, start),
+            highest,
             None if limit == NO_LIMIT else limit,
             fallible,
         )
@@ -269,7 +276,7 @@ class RowsInHeader:
 
 def of_all(everyone: Sequence[RowsInHeader]) -> Header:
     """The header of ranks that all sent their indices: without a sample, since nobody needs it."""
-    counts = [said.count for said in everyone]
+    counts = [said.total for said in everyone]
     limits = [NO_LIMIT if said.capacity is None else said.capacity for said in everyone]
     nothing = np.empty(0, np.int64)
     return Header(

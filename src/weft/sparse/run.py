@@ -1,15 +1,16 @@
-"""The steps of a call, the same for every algorithm.
+"""The steps of a call, the same for every algorithm and for the family.
 
 Agree on what all ranks were asked, each stating a header of its rows or the rows themselves;
-choose the algorithm from the combined header; run its schedule; where a caller's function took
-part, tell each other whether it raised; hand out the result.
+run a schedule, for a sparse all-reduce the algorithm that the combined header says; where a
+caller's function took part, tell each other whether it raised; hand out the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,11 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, of_all
+from .header import Header, RowsInHeader, last, of_all
 from .local_rows import LocalRows
+from .record import Record
 from .registry import find
 from .request import Request
-
-_Said = Header | RowsInHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,21 @@ class Done:
     Attributes:
         algorithm: what ran.
         rows: the result.
-        load: the sizes of the call; `load.union` is exact here.
+        load: the sizes of the call; `load.union` is exact where all ranks get the same.
+        bound: bytes that the average rank must receive, an index counted as 4.
         own: rows of this rank.
     """
 
     algorithm: str
     rows: Rows
     load: Load
+    bound: float
     own: int
+
+    def noted(self, note: Callable[..., Record], **more: Any) -> Record:
+        """The record of the call, by the function that `recording` gives."""
+        figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
+        return note(self.algorithm, bound=self.bound, **figures, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +61,36 @@ class Opened:
 
     Attributes:
         call: what every rank knows of it.
-        own: this rank's rows, canonical; valid inside of `opened`.
+        own: this rank's rows, canonical if they are to be combined; valid inside of `opened`.
+        said: what each rank said; above 16 ranks what all together said.
         everyone: the rows of all ranks, if all of them came in the opening exchange.
     """
 
     call: Call
     own: LocalRows
+    said: list[Header | RowsInHeader]
     everyone: list[RowsInHeader] | None
 
 
+Schedule = Callable[[Opened], tuple[str, Rows]]
+"""What is done once a call is open: the name of what ran, and the result."""
+
+
 @contextmanager
-def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
-    """Agree on a call and look at everybody's rows; collective."""
-    given, count = request.rows, request.distinct.indices.numel()
+def opened(
+    wire: Wire, request: Request, name: str, *, moves: bool = False, looks: bool = False
+) -> Iterator[Opened]:
+    """Agree on a call and look at everybody's rows; collective.
+
+    Args:
+        wire: among whom.
+        request: this rank's part.
+        name: of the call.
+        moves: rows are moved as they are, neither sorted nor combined; a rank without any may know
+            nothing of them.
+        looks: rows are described, even where they would fit in the opening exchange.
+    """
+    given = request.rows
     call = Call(
         wire,
         request.op,
@@ -78,104 +102,74 @@ def opened(wire: Wire, request: Request, name: str) -> Iterator[Opened]:
         out=request.out,
         given=given,
     )
-    eager = request.algorithm == "auto" and is_direct(wire) and wire.size > 1
-    eager = eager and request.error is None
-    row = row_bytes(call.row_shape, call.dtype)
-    eager = eager and RowsInHeader.fit(count, given.indices.element_size(), row)
-    own = LocalRows(given, request.distinct, call.op, call.dtype, wire.memory)
+    as_given = kernels.Distinct(given.indices.contiguous(), None, None)
+    distinct = as_given if moves else request.distinct
+    own = LocalRows(given, distinct, call.op, call.dtype, wire.memory)
+    eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
+    eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
-        agreement = _open(wire, request, name, own if eager else None)
-        said = _said(agreement, call)
+        agreement = _agreement(request, name, call, own, eager=eager, moves=moves)
+        _learn(agreement.fields, request, call, moves=moves)
         own.row_shape = call.row_shape
-        load = _load(wire, request, said, call)
-        everyone = None
-        if eager and is_eager(load, given.indices.dtype):
-            everyone = [one for one in said if isinstance(one, RowsInHeader)]
-        elif wire.size > 1:
-            call.load = with_link(wire, load)
-        yield Opened(call, own, everyone)
+        said = [_unpacked(body, call) for body in agreement.bodies]
+        rows = [one for one in said if isinstance(one, RowsInHeader)]
+        call.header, call.load = _together(said, rows, call)
+        is_over = eager and is_eager(call.load, call.index)
+        if wire.size > 1 and not is_over:
+            call.load = with_link(wire, call.load)
+        yield Opened(call, own, said, rows if is_over else None)
     finally:
         own.release()
         if agreement is not None:
             agreement.release()
 
 
-def reduced(wire: Wire, request: Request) -> Done:
-    """Run one call; collective."""
-    with opened(wire, request, "sparse_all_reduce") as opening:
-        call = opening.call
-        if opening.everyone is not None:
-            name, result = EAGER, merge_eager(opening.everyone, call)
-        else:
-            name = choose(call.load, request.algorithm)
-            run = _alone if name == ALONE else find(name).run
-            result = run(opening.own, call)
-    settle(wire, "sparse_all_reduce", call)
-    if len(result) > call.header.capacity:
-        raise WeftError(
-            f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
-        )
-    load, own = call.load.with_union(len(result)), len(request.distinct.indices)
-    return Done(name, handed_out(call.widened(result), call), load, own)
-
-
-def handed_out(result: Rows, call: Call) -> Rows:
-    """The result where the caller wants it."""
-    if call.target is None:
-        return result
-    call.target.indices.copy_(result.indices)
-    call.target.values.copy_(result.values)
-    return call.target
-
-
-def explained(wire: Wire, request: Request) -> Explanation:
-    """Say what `reduced` would do; collective."""
-    shape = tuple(request.rows.row_shape)
-    call = Call(wire, request.op, shape, dtype=request.dtype, wide=request.wide)
-    agreement = _open(wire, request, "explain")
-    try:
-        load = _load(wire, request, _said(agreement, call), call)
-    finally:
-        agreement.release()
-    if wire.size > 1:
-        load = with_link(wire, load)
-    return explained_choice(load, request.algorithm, request.rows.indices.dtype)
-
-
-def _open(wire: Wire, request: Request, name: str, rows: LocalRows | None = None) -> Agreement:
-    """Exchange headers, or in place of this rank's its rows, where they are given; collective."""
-    indices, capacity, fallible = request.distinct.indices, request.capacity, request.fallible
-    if rows is None:
-        body = Header.of(indices, wire.rank, capacity=capacity, fallible=fallible).pack()
+def _agreement(
+    request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
+) -> Agreement:
+    """Exchange headers, or in place of this rank's its rows if few; collective."""
+    about: dict[str, Any] = {"capacity": request.capacity, "fallible": request.fallible}
+    highest = request.highest if moves else None
+    ends = last(own.indices) if highest is None else highest
+    row = row_bytes(call.row_shape, call.dtype)
+    if eager and RowsInHeader.fit(len(own), own.indices.element_size(), row):
+        body = RowsInHeader(own.indices, own.values, ends, **about).pack()
     else:
-        body = RowsInHeader(indices, rows.values, capacity, fallible).pack()
+        body = Header.of(own.indices, call.wire.rank, **about, highest=highest).pack()
 
     def combine(lower: Tensor, upper: Tensor) -> Tensor:
         return Header.unpack(lower).combine(Header.unpack(upper)).pack()
 
-    agreement = agree(wire, name, request.fields, request.error, body, combine)
+    agreement = agree(call.wire, name, request.fields, request.error, body, combine)
     request.agreed = agreement.fields
     return agreement
 
 
-def _said(agreement: Agreement, call: Call) -> list[_Said]:
-    """What each rank said, or all together; also fills in what this rank alone did not know."""
-    shape = agreement.fields["row shape"]
-    call.row_shape = call.row_shape if shape == "?" else shape_in(shape)
-    return [_unpacked(body, call) for body in agreement.bodies]
+def _learn(fields: dict[str, str], request: Request, call: Call, *, moves: bool) -> None:
+    """Take over what this rank alone did not know."""
+    if fields["row shape"] != "?":
+        call.row_shape = shape_in(fields["row shape"])
+    if moves:
+        call.index, own = (
+            getattr(torch, fields[f"{of} dtype"].removeprefix("torch."))
+            for of in ("index", "value")
+        )
+        call.dtype = request.travelling(own)
+        call.wide = None if call.dtype == own else own
+        call.height = int(fields["height"]) if fields["height"].isdigit() else None
 
 
-def _unpacked(body: Tensor, call: Call) -> _Said:
+def _unpacked(body: Tensor, call: Call) -> Header | RowsInHeader:
     if RowsInHeader.are_in(body):
         return RowsInHeader.unpack(body, call.row_shape, call.dtype)
     return Header.unpack(body)
 
 
-def _load(wire: Wire, request: Request, said: Sequence[_Said], call: Call) -> Load:
-    """What all ranks together said; `call` learns it too."""
-    height, index = request.rows.height, 4 if max(one.highest for one in said) < 2**31 else 8
-    rows = [one for one in said if isinstance(one, RowsInHeader)]
+def _together(
+    said: list[Header | RowsInHeader], rows: list[RowsInHeader], call: Call
+) -> tuple[Header, Load]:
+    """What all ranks together said."""
     if len(rows) == len(said):
         header = of_all(rows)
     else:
@@ -185,23 +179,80 @@ def _load(wire: Wire, request: Request, said: Sequence[_Said], call: Call) -> Lo
                 for rank, one in enumerate(said)
             ]
         )
-    call.header = header
-    call.load = Load(
-        ranks=wire.size,
+    header.highest = max(one.highest for one in said)
+    return header, Load(
+        ranks=call.wire.size,
         total=header.total,
         most=header.most,
         fewest=header.fewest,
-        union=header.union(height),
+        union=header.union(call.height),
         # where nobody knows more, a tensor that has all rows is as good as any
-        height=header.highest + 1 if height is None else height,
+        height=header.highest + 1 if call.height is None else call.height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
-        index=index,
+        index=4 if header.highest < 2**31 else 8,
         places=header.highest + 1,
         in_order=not call.op.builtin,
         identical=header.identical,
     )
-    return call.load
+
+
+def performed(
+    wire: Wire,
+    request: Request,
+    name: str,
+    schedule: Schedule,
+    *,
+    moves: bool = False,
+    apart: bool = False,
+) -> Done:
+    """Open a call, run its schedule, and look after what went wrong since; collective.
+
+    Args:
+        wire, request, name, moves: see `opened`.
+        schedule: what to do.
+        apart: each rank has a result of its own.
+    """
+    with opened(wire, request, name, moves=moves) as opening:
+        algorithm, result = schedule(opening)
+        call = opening.call
+    settle(wire, name, call, len(result) if apart else None)
+    if not apart and len(result) > call.header.capacity:
+        raise WeftError(
+            f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
+        )
+    load = call.load if apart else call.load.with_union(len(result))
+    bound = load.bound_to_one if apart else load.bound
+    return Done(algorithm, handed_out(call.widened(result), call), load, bound, len(opening.own))
+
+
+def reduced(wire: Wire, request: Request) -> Done:
+    """Run one sparse all-reduce; collective."""
+
+    def schedule(opening: Opened) -> tuple[str, Rows]:
+        if opening.everyone is not None:
+            return EAGER, merge_eager(opening.everyone, opening.call)
+        name = choose(opening.call.load, request.algorithm)
+        run = _alone if name == ALONE else find(name).run
+        return name, run(opening.own, opening.call)
+
+    return performed(wire, request, "sparse_all_reduce", schedule)
+
+
+def explained(wire: Wire, request: Request) -> Explanation:
+    """Say what `reduced` would do; collective."""
+    with opened(wire, request, "explain", looks=True) as opening:
+        load = opening.call.load
+    return explained_choice(load, request.algorithm, request.rows.indices.dtype)
+
+
+def handed_out(result: Rows, call: Call) -> Rows:
+    """The result where the caller wants it."""
+    if call.target is None:
+        return result
+    call.target.indices.copy_(result.indices)
+    call.target.values.copy_(result.values)
+    return call.target
 
 
 def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:

@@ -1,7 +1,7 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
 Few rows travel in the opening exchange; more go from rank to rank along the ring in chunks
-(`all_gather.collected`, where all others have no rows), so a link carries them once. The chunks are
+(`all_gather.joined`, where all others have no rows), so a link carries them once. The chunks are
 such that filling the chain takes no longer than need be.
 """
 
@@ -20,7 +20,8 @@ from ..call import shape_in
 from ..cost import Load
 from ..record import recording, started
 from ..request import NOTHING, Request, root_in, take_root
-from .all_gather import collected
+from ..run import Opened, performed
+from .all_gather import joined
 
 _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
@@ -81,19 +82,17 @@ def sparse_broadcast(
         request.fields["form"] = _form_of(rows)
         request.fields["row shape"] = tuple(request.rows.row_shape)
 
+    def schedule(opening: Opened) -> tuple[str, Rows]:
+        call = opening.call
+        call.load = call.load.but(chunk=_chunk(call.load))
+        return joined(opening, [call.load.total * (rank == src) for rank in range(wire.size)])
+
     def job() -> Any:
         with recording(wire, _NAME) as note:
-            all_ = collected(wire, request, _NAME, _chunk)
-        total = all_.load.total
-        note(
-            all_.algorithm,
-            rows=len(request.rows),
-            total=total,
-            union=total,
-            bound=all_.bound,
-        )
+            done = performed(wire, request, _NAME, schedule, moves=True)
+        done.noted(note)
         form = request.agreed["form"]
-        result = request.restore(all_.rows) if here else _formed(all_.rows, form)
+        result = request.restore(done.rows) if here else _formed(done.rows, form)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result
@@ -138,10 +137,9 @@ def _listener(out: Any, wire_dtype: object) -> Request:
 
 def _chunk(load: Load) -> int:
     """Bytes of a chunk: small ones fill the chain sooner, large ones are fewer."""
-    if load.ranks < 3:
-        return load.chunk
     link = load.link
-    assert link is not None
+    if load.ranks < 3 or link is None:  # all rows came in the opening exchange
+        return load.chunk
     size = load.total * (load.row + load.index)
     best = math.sqrt(size * link.work / ((load.ranks - 2) * link.beta))
     return max(min(_CHUNK, load.chunk), min(1 << max(0, round(best)).bit_length(), load.chunk))

@@ -12,7 +12,7 @@ gather; here of sparse rows.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from ..._torch import uncompiled, without_transforms
 from ...rows import Rows
 from ...wire import default
-from ...wire.base import Lease, Wire, peers, typed
+from ...wire.base import peers, typed
 from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
@@ -28,8 +28,8 @@ from ..local_rows import LocalRows
 from ..owners import balanced, reduce_to_owners
 from ..record import recording, started
 from ..request import Request, root_in, take_root
-from ..run import handed_out, merge_eager, opened, settle
-from ..stream import SUMS, IndexLists, chunks, list_messages
+from ..run import Opened, merge_eager, performed
+from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages
 
 _NAME = "sparse_reduce"
 
@@ -86,49 +86,31 @@ def sparse_reduce(
     request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
     take_root(request, "group_dst", dst, group_dst, wire.size)
 
+    def schedule(opening: Opened) -> tuple[str, Rows]:
+        call, load = opening.call, opening.call.load
+        if opening.everyone is not None:
+            return EAGER, merge_eager(opening.everyone, call) if here else call.result(0)
+        if wire.size > 1 and not _is_direct_quicker(load):
+            return "owners", _by_owners(opening.own, call, dst)
+        end = call.header.highest + 1
+        all_his = [0] * (dst + 1) + [end] * (wire.size - dst)
+        return ALONE if wire.size == 1 else "direct", reduce_to_owners(opening.own, call, all_his)
+
     def job() -> Any:
         with recording(wire, _NAME) as note:
-            algorithm, result, call = _reduced(wire, request, dst)
-        load = call.load
-        note(
-            algorithm,
-            rows=request.distinct.indices.numel(),
-            total=load.total,
-            union=len(result),
-            bound=load.bound_to_one,
-        )
-        return request.restore(result) if here else None
+            done = performed(wire, request, _NAME, schedule, apart=True)
+        done.noted(note)
+        return request.restore(done.rows) if here else None
 
     return started(wire, _NAME, job, async_op)
 
 
-def _reduced(wire: Wire, request: Request, dst: int) -> tuple[str, Rows, Call]:
-    with opened(wire, request, _NAME) as opening:
-        call, here = opening.call, wire.rank == dst
-        end = call.header.highest + 1
-        all_his = [0] * (dst + 1) + [end] * (wire.size - dst)
-        if opening.everyone is not None:
-            name = EAGER
-            result = merge_eager(opening.everyone, call) if here else _nothing(call)
-        elif wire.size == 1 or _is_direct_quicker(call.load):
-            name = ALONE if wire.size == 1 else "direct"
-            result = reduce_to_owners(opening.own, call, all_his)
-        else:
-            name = "owners"
-            result = _by_owners(opening.own, call, dst)
-    settle(wire, _NAME, call, len(result))
-    return name, handed_out(call.widened(result) if here else result, call), call
-
-
-def _nothing(call: Call) -> Rows:
-    return Rows(torch.empty(0, dtype=call.index), torch.empty(0, *call.row_shape, dtype=call.dtype))
-
-
 def _is_direct_quicker(load: Load) -> bool:
-    link = load.link
-    assert link is not None
+    assert load.link is not None
     # in microseconds: every machine rounds these alike
-    direct, owners = (round(1e6 * cost(load).seconds(link)) for cost in (_to_one, _through_owners))
+    direct, owners = (
+        round(1e6 * cost(load).seconds(load.link)) for cost in (_to_one, _through_owners)
+    )
     return direct <= owners
 
 
@@ -157,37 +139,33 @@ def _through_owners(load: Load) -> Cost:
 
 
 def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
+    """Sums of index ranges, made by all ranks, are received where they belong in the result."""
     wire, me, size = call.wire, call.wire.rank, call.wire.size
-    leases: list[Lease] = []
+    with ExitStack() as leases:
 
-    def place(count: int) -> Rows:
-        leases.append(wire.lease(count * call.load.row))
-        values = typed(leases[-1].tensor, (count, *call.row_shape), call.dtype)
-        return Rows(torch.empty(count, dtype=call.wire_index), values)
+        def place(count: int) -> Rows:
+            memory = leases.enter_context(wire.lease(count * call.load.row))
+            values = typed(memory, (count, *call.row_shape), call.dtype)
+            return Rows(torch.empty(count, dtype=call.wire_index), values)
 
-    sums = reduce_to_owners(rows, call, balanced(call.header, size), place)
-    here = me == dst
-    others = peers(wire) if here else []
-    lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
-    runs = lists.wait() | {me: sums.indices}
-    if here:
-        offsets = [0, *accumulate(runs[rank].numel() for rank in range(size))]
-        result = call.result(offsets[-1])
-        part = [slice(low, high) for low, high in pairwise(offsets)]
-        for rank, run in runs.items():
-            result.indices[part[rank]] = run
-        coming = [
-            wire.post((), [(peer, chunk)], SUMS)
-            for peer in others
-            for chunk in chunks(call, result.values[part[peer]])
-        ]
-        result.values[part[me]] = sums.values
-    else:
-        result = _nothing(call)
-        coming = [wire.post([(dst, chunk)], (), SUMS) for chunk in chunks(call, sums.values)]
-    for pending in coming:
-        pending.wait()
-    lists.release()
-    for lease in leases:
-        lease.release()
+        sums = reduce_to_owners(rows, call, balanced(call.header, size), place)
+        here = me == dst
+        others = peers(wire) if here else []
+        lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
+        told = lists.wait()
+        if here:
+            told[me] = sums.indices
+            result, parts = laid_out(call, [told[rank] for rank in range(size)])
+            parts[me].copy_(sums.values)
+            moving = [
+                wire.post((), [(peer, chunk)], SUMS)
+                for peer in others
+                for chunk in chunks(call, parts[peer])
+            ]
+        else:
+            result = call.result(0)
+            moving = [wire.post([(dst, chunk)], (), SUMS) for chunk in chunks(call, sums.values)]
+        for pending in moving:
+            pending.wait()
+        lists.release()
     return result

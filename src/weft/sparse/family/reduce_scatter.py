@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,17 +21,14 @@ from ..._torch import uncompiled, without_transforms
 from ...errors import WeftError
 from ...rows import Rows
 from ...wire import default
-from ...wire.base import Wire
-from ..call import Call
 from ..choice import ALONE, EAGER
-from ..header import Header, RowsInHeader
-from ..owners import cuts, reduce_to_owners
+from ..header import Header
+from ..owners import balanced, reduce_to_owners, within
 from ..record import recording, started
 from ..request import Request
-from ..run import handed_out, merge_eager, opened, settle
+from ..run import Opened, merge_eager, performed
 
 _NAME = "sparse_reduce_scatter"
-_HIGHEST = 2**63 - 1  # index that there can be; bounds may be larger
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
@@ -94,56 +92,40 @@ def sparse_reduce_scatter(
     request.fields["ranges"] = said
 
     def job() -> Any:
+        bounds: list[int] = []
+
+        def schedule(opening: Opened) -> tuple[str, Rows]:
+            bounds.extend(given or _balanced(opening))
+            return _scattered(opening, bounds)
+
         with recording(wire, _NAME) as note:
-            algorithm, bounds, result, call = _scattered(wire, request, given)
-        load = call.load
-        note(
-            algorithm,
-            rows=request.distinct.indices.numel(),
-            total=load.total,
-            union=len(result),
-            bound=load.bound_to_one,
-            ranges=bounds,
-        )
-        return request.restore(result)
+            done = performed(wire, request, _NAME, schedule, apart=True)
+        done.noted(note, ranges=tuple(bounds))
+        return request.restore(done.rows)
 
     return started(wire, _NAME, job, async_op)
 
 
-def _scattered(
-    wire: Wire, request: Request, given: tuple[int, ...] | None
-) -> tuple[str, tuple[int, ...], Rows, Call]:
-    with opened(wire, request, _NAME) as opening:
-        call, everyone = opening.call, opening.everyone
-        bounds = given or _balanced(call, everyone)
-        if everyone is not None:
-            parts = [own_part(rows, *bounds[wire.rank : wire.rank + 2]) for rows in everyone]
-            name, result = EAGER, merge_eager(parts, call)
-        else:
-            name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
-            result = reduce_to_owners(opening.own, call, bounds)
-    settle(wire, _NAME, call, len(result))
-    return name, bounds, handed_out(call.widened(result), call), call
+def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
+    call, wire = opening.call, opening.call.wire
+    if opening.everyone is None:
+        name = ALONE if wire.size == 1 else _NAME.removeprefix("sparse_")
+        return name, reduce_to_owners(opening.own, call, bounds)
+    mine, highest = bounds[wire.rank : wire.rank + 2], call.header.highest
+    parts = []
+    for rows in opening.everyone:
+        part = within(rows.indices, mine, highest)[0]
+        parts.append(replace(rows, indices=rows.indices[part], values=rows.values[part]))
+    return EAGER, merge_eager(parts, call)
 
 
-def own_part(rows: RowsInHeader, low: int, high: int) -> RowsInHeader:
-    """Those of a rank's rows that lie in a range."""
-    indices, size = rows.indices.long(), rows.indices.numel()
-    first, last = (
-        size if bound > _HIGHEST else int(torch.searchsorted(indices, bound))
-        for bound in (low, high)
-    )
-    return RowsInHeader(
-        rows.indices[first:last], rows.values[first:last], rows.capacity, rows.fallible
-    )
-
-
-def _balanced(call: Call, everyone: list[RowsInHeader] | None) -> tuple[int, ...]:
-    header = call.header
-    if everyone is not None:  # then nobody has described his rows yet
-        header = Header.together([rows.described(rank) for rank, rows in enumerate(everyone)])
-    end = header.highest + 1 if call.height is None else call.height
-    return (0, *cuts(header, call.wire.size), end)
+def _balanced(opening: Opened) -> list[int]:
+    call, header = opening.call, opening.call.header
+    if opening.everyone is not None:  # then nobody has described his rows yet
+        everyone = [rows.described(rank) for rank, rows in enumerate(opening.everyone)]
+        header = Header.together(everyone)
+    bounds = balanced(header, call.wire.size)
+    return bounds if call.height is None else [*bounds[:-1], call.height]
 
 
 def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
