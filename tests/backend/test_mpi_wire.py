@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import types
-import weakref
 
 import pytest
 import torch
@@ -105,7 +104,6 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     )
     world = mpi.World(library, None, 0, 2, itertools.count(), 99, os.getpid())
     monkeypatch.setattr(mpi, "_world", world)
-    monkeypatch.setattr(mpi, "_made", weakref.WeakSet())
     monkeypatch.setattr(mpi, "_patience", math.inf)  # to be as it was afterwards
     if broken:
         mpi.MpiLinks(None, 0, 1, 20.0).cut()

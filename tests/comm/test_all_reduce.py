@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import weft
 from weft.testing import spmd
-from weft.wire.hosts import known_hosts, set_hosts
 
 
 def mine(rank, count, dtype=torch.float32):
@@ -112,13 +111,3 @@ def test_a_rank_without_gradients_takes_part_in_backward(wire):
             assert tensor.grad.eq(2).all()
         with torch.no_grad():
             assert not weft.all_reduce(tensor, op).requires_grad
-
-
-@spmd(3)
-def test_who_is_on_which_host_is_asked_before_much_is_sent(wire):
-    """So that large tensors go round the ring of hosts; small ones do not pay for the question."""
-    set_hosts(wire, None)
-    for count, asked in ((10_000, False), (1 << 18, True)):
-        tensor = torch.arange(count).float() + wire.rank
-        assert torch.equal(weft.all_reduce(tensor), 3 * torch.arange(count) + 3.0)
-        assert (known_hosts(wire) is not None) is asked

@@ -11,7 +11,6 @@ import weft
 from weft.sparse import ALGORITHMS, Cost, Load, last_call
 from weft.sparse.link import set_link
 from weft.testing import spmd
-from weft.wire.dense import all_reduce
 from weft.wire.hosts import Hosts, set_hosts
 from weft.wire.link import Link
 
@@ -43,13 +42,7 @@ def test_what_is_sent_within_and_between_hosts(wire, hosts, kind):
     check(wire, "hierarchical", kind)
 
 
-def reduce_in_posts(wire):
-    """Ranks that are threads reduce dense tensors without a message; others do it in posts."""
-    wire.dense_all_reduce = lambda tensor, op: all_reduce(wire, tensor, op)
-
-
 def check(wire, name, kind):
-    reduce_in_posts(wire)
     if kind == "disjoint" and wire.size > 4:
         kind = "half"  # four places between two rows: no more than four ranks can be disjoint
     rows = rows_of(wire.rank, kind, wire.size)
@@ -77,7 +70,6 @@ def check(wire, name, kind):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @spmd(4, on=("threads",))
 def test_on_a_slow_link_too_where_indices_are_packed(wire, name, wire_dtype):
-    reduce_in_posts(wire)
     set_link(wire, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
     draw = torch.Generator().manual_seed(wire.rank)
     indices = torch.randint(200_000, (20_000,), generator=draw)
@@ -141,7 +133,6 @@ def test_the_bound():
 @pytest.mark.parametrize("name", ["mask", "ring"])
 @spmd(3, on=("threads",))
 def test_the_same_rows_are_known_from_the_headers_and_nearly_the_same_are_not(wire, name):
-    reduce_in_posts(wire)
     count, height = 5000, 20_000
     values = torch.full((count, 8), float(wire.rank + 1))
     sent = []

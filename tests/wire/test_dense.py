@@ -11,25 +11,20 @@ import torch
 
 from weft import WeftError
 from weft.testing import run
-from weft.wire import arithmetic, dense
+from weft.wire import dense
 from weft.wire.base import peers
-from weft.wire.hosts import Hosts, set_hosts
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.fixture(params=["small", "one piece", "many chunks", "ring"])
+@pytest.fixture(params=["small", "one piece", "many chunks"])
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
     monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
-    many = request.param in ("many chunks", "ring")
-    monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if many else 1 << 30)
-    monkeypatch.setattr(dense, "_CHUNK", 1 << 7 if many else 1 << 30)
-    monkeypatch.setattr(arithmetic, "_BLOCK", 100)
-    if request.param == "ring":  # as on several hosts
-        monkeypatch.setattr(dense, "ring_chunk", lambda ranks, *_: 128 if ranks > 2 else None)
+    monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
+    monkeypatch.setattr(dense, "_BLOCK", 100)
 
 
 def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -193,17 +188,14 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(op, dtype, te
 
 
 def count_bytes(wire):
-    set_hosts(wire, Hosts.named("abcdefgh"[: wire.size]))
     tensor = torch.ones(64 * 1024 * wire.size)
     wire.traffic.reset()
     dense.all_reduce(wire, tensor, "sum").wait()
-    assert wire.traffic.bytes == 2 * (wire.size - 1) * tensor.nbytes // wire.size
-    part, right = tensor.nbytes // wire.size, (wire.rank + 1) % wire.size
-    round_the_ring = part * (wire.size - 1)
-    expected = {peer: part + round_the_ring * (peer == right) for peer in peers(wire)}
-    assert wire.traffic.to == expected
+    assert wire.traffic.to == dict.fromkeys(peers(wire), 2 * tensor.nbytes // wire.size)
+    assert wire.traffic.messages == dense.messages(wire.size, tensor.nbytes)
+    assert wire.traffic.bytes == dense.received_bytes(wire.size, tensor.nbytes)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_part_goes_to_each_other_and_the_sums_go_round(size):
+def test_each_part_goes_to_its_rank_and_its_sum_to_all(size):
     run(size, count_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.testing import spmd
 from weft.testing.outcome import results
 from weft.testing.threads import on_wires
-from weft.wire.hosts import Hosts, hosts_of, known_hosts
+from weft.wire.hosts import Hosts, hosts_of
 from weft.wire.threads import group
 
 
@@ -27,8 +27,8 @@ def test_ranks_are_told_apart_by_the_names_of_their_hosts():
 
 @spmd(1, 3)
 def test_ranks_of_one_machine_are_on_one_host(wire):
-    assert found(wire) == Hosts((0,) * wire.size)
-    assert known_hosts(wire).in_order
+    hosts = found(wire)
+    assert hosts == Hosts((0,) * wire.size) and hosts.in_order
 
 
 def test_the_environment_names_a_host(monkeypatch):

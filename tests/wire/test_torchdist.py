@@ -18,7 +18,7 @@ from weft.wire.process_group import TRANSPORTS, connect
 
 def transport_of(wire):
     names = {each.name for each in threading.enumerate()}
-    return "torch" if f"weft recv {wire.rank}-{1 - wire.rank}" in names else "tcp"
+    return "torch" if f"weft receive {wire.rank}-{1 - wire.rank}" in names else "tcp"
 
 
 def summed(**options):
@@ -115,7 +115,7 @@ def nothing_left(wire):
 
     before = of_wires()
     with wire.sub([0, 1]) as part:
-        assert len(of_wires()) == len(before) + 3  # one receives, one sends, one watches
+        assert len(of_wires()) == len(before) + 5  # two receive, two send, one watches
         large(part)
     assert of_wires() == before
 

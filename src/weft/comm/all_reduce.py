@@ -23,7 +23,7 @@ from ..agree import is_direct
 from ..sparse.arguments import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
-from ..wire.base import Wire, as_bytes, fresh, hosts_of
+from ..wire.base import Wire, as_bytes, fresh
 from .differentiable import Linear, applied
 from .opening import Mode, opened
 from .rounding import narrowed, travelling
@@ -31,7 +31,6 @@ from .staging import host, on_host
 
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
-_FAR = 1 << 20  # bytes for which it is worth a round, once, to know who is on which host (`dense`)
 
 
 @uncompiled
@@ -153,8 +152,6 @@ class _Reduction(Linear):
                 dense.reduce([each.view(given.dtype) for each in said.own], self.op, place)
         if not eager:
             place.copy_(given)
-            if place.nbytes >= _FAR:
-                hosts_of(wire)
             wire.dense_all_reduce(place, self.op).wait()
         result = place if on_host(tensor) else place.to(tensor.device)
         if said.records and self.op in ("min", "max"):

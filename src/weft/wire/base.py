@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import abc
 import math
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Self, TypeGuard
@@ -138,6 +139,7 @@ class Wire(abc.ABC):
         self.memory = Pool()
         self.traffic = Traffic(rank)
         self._worker: Worker | None = None
+        _made.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +162,11 @@ class Wire(abc.ABC):
 
         Raises:
             WireError: the wire is broken or closed.
+            WeftError: a rank is no peer.
         """
+        for peer, _ in (*sends, *recvs):
+            if peer == self.rank or not 0 <= peer < self.size:
+                raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
         self.traffic.count(sends)
         return self._post(sends, recvs, channel)
 
@@ -168,14 +174,22 @@ class Wire(abc.ABC):
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         """`post`, for the wire that implements it."""
 
-    @abc.abstractmethod
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
 
         Every rank gets the same bits. `op` is "sum", "avg" (of floating point and complex numbers),
         "min", "max", "prod", "band", "bor" or "bxor"; int16 and float16 work here even where the
         transport below refuses them. `wait()` returns `[tensor]`.
+
+        Ranks begin reductions in the same order, and wait for them in the same order; up to two may
+        be under way.
+
+        Raises:
+            WeftError: the op is unknown, or torch cannot apply it to this dtype.
         """
+        from . import dense  # here, since it is written with what stands here
+
+        return dense.all_reduce(self, tensor, op)
 
     @abc.abstractmethod
     def sub(self, ranks: Sequence[int]) -> Wire | None:
@@ -194,6 +208,9 @@ class Wire(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
+        if self._worker is not None:
+            self._worker.stop()
+        self.memory.drain()
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
@@ -221,6 +238,22 @@ class Wire(abc.ABC):
     def _call(self) -> tuple[int, str]:
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+
+    def _after_fork(self) -> None:
+        """In a forked child, where the wire cannot be used, and has no threads."""
+        if self._worker is not None:
+            self._worker.after_fork()
+
+
+_made: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for wire in list(_made):
+        wire._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:

@@ -1,83 +1,78 @@
-"""Dense all-reduce in posts alone: for wires whose transport has none, or a slow one.
+"""Dense all-reduce in posts alone: its schedule, its arithmetic, and what it costs.
 
 Small tensors go from each to all and every rank reduces them itself: one round. Larger ones are
-cut into one part for each rank; part p of every rank goes to rank p, which reduces it; the result
-goes to all, round the ring of ranks if parts are large and there are several hosts. A rank
-receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so that one chunk is
-reduced while the next is on its way, and goes on to the right while the next is reduced.
+cut into one part for each rank; part p of every rank goes to rank p, which reduces it and sends the
+result to all. A rank receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so
+that one chunk is reduced while the next is on its way.
 
 Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Collective Reduction
-Operations", ICCS 2004, with a direct exchange and a ring in place of the butterflies. Rank order
-wants the direct exchange; for the rest, one stream into each host and one out of it share links
-more evenly than streams between all.
+Operations", ICCS 2004, with a direct exchange in place of the butterflies.
 
 Contributions are combined in rank order by one rank (or alike by all), so every rank gets the same
-bits; half precision is accumulated in float32 and rounded once.
+bits. Half precision, and float8, is accumulated in float32 and rounded once. In min and max a NaN
+wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse reductions.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import WeftError
-from .arithmetic import OPS, Reduce, arithmetic, cut, grain, reduce, refuses
 from .base import Pending, Wire, flattened, peers
-from .hosts import Hosts, known_hosts
-
-__all__ = [
-    "OPS",
-    "SCRATCH",
-    "SMALL",
-    "all_reduce",
-    "messages",
-    "received_bytes",
-    "reduce",
-    "reduced_bytes",
-    "refuses",
-    "ring_chunk",
-]
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
-_CHUNK = 1 << 17  # bytes of a part that are worth a message of their own, and the ring
-_CHUNKS = 16  # of a part, where they are worth it: the last one goes all the way round alone
+_BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
+_ALIGN = 64  # bytes that parts and chunks are multiples of
 
 _SCATTER, _GATHER = (1 << 16, 1 << 19), (1 << 17, 1 << 20)
 # = channels that nobody else uses, two of each: reductions in parts take turns
 _lanes: weakref.WeakKeyDictionary[Wire, int] = weakref.WeakKeyDictionary()  # the last one taken
 
+OPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,  # then divided by how many there are
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+# torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
 
 def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
-    """Start reducing `tensor` (contiguous, CPU) over all ranks of `wire`, in place.
-
-    Ranks begin reductions in the same order, and wait for them in the same order; up to two may be
-    under way.
-
-    Raises:
-        WeftError: the op is unknown, or torch cannot apply it to this dtype.
-    """
+    """As `Wire.dense_all_reduce`."""
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {wire.rank}: {reason}")
-    combine, flat = arithmetic(op, flattened(tensor))
-    if wire.size == 1 or not len(flat):
-        return _Done(tensor)
-    if len(flat) * flat.element_size() <= SMALL:
-        return _Whole(wire, tensor, flat, combine)
-    return _Parts(wire, tensor, flat, combine)
+    if wire.size == 1 or not tensor.numel():
+        wire.post()  # which raises if the wire is broken
+        return _Reduction(tensor)
+    if tensor.nbytes <= SMALL:
+        return _Whole(wire, tensor, op)
+    return _Parts(wire, tensor, op)
 
 
-def messages(ranks: int, nbytes: float, hosts: Hosts | None) -> int:
+def messages(ranks: int, nbytes: float) -> int:
     """Messages that a rank sends while so many bytes are reduced."""
     if not nbytes:
         return 0
     if nbytes <= SMALL:
         return ranks - 1
-    chunk = ring_chunk(ranks, nbytes, hosts) or SCRATCH // (ranks - 1)
-    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / chunk)
+    return 2 * (ranks - 1) * math.ceil(nbytes / ranks / (SCRATCH // (ranks - 1)))
 
 
 def received_bytes(ranks: int, nbytes: float) -> float:
@@ -90,23 +85,12 @@ def reduced_bytes(ranks: int, nbytes: float) -> float:
     return nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks)
 
 
-def ring_chunk(ranks: int, nbytes: float, hosts: Hosts | None) -> int | None:
-    """Bytes of a chunk of the sums that go round the ring; None if they go to all directly.
-
-    That they do if they are small, and on one host, where there is no link to share; and as long as
-    nobody has asked who is on which host.
-    """
-    part = nbytes / ranks
-    apart = hosts is not None and len(hosts.ranks) > 1
-    return _chunk(ranks, part) if apart and ranks > 2 and part >= _CHUNK else None
+def scratch_bytes(ranks: int, nbytes: float) -> float:
+    """Bytes of workspace that a rank needs while so many are reduced."""
+    return min(2 * SCRATCH, nbytes * (ranks - 1) / (1 if nbytes <= SMALL else ranks))
 
 
-def _chunk(ranks: int, part: float) -> int:
-    """Bytes of a chunk of a part of so many."""
-    return min(SCRATCH // (ranks - 1), max(_CHUNK, math.ceil(part / _CHUNKS)))
-
-
-class _Done(Pending):
+class _Reduction(Pending):
     """Nothing is left to be waited for, once `_run` has done it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -125,48 +109,44 @@ class _Done(Pending):
         return None
 
 
-class _Whole(_Done):
+class _Whole(_Reduction):
     """From each to all, then everyone reduces the same."""
 
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Reduce) -> None:
+    def __init__(self, wire: Wire, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
-        self._flat, self._combine = flat, combine
-        own = flat.view(torch.uint8)
+        self._op = op
+        own = flattened(tensor).view(torch.uint8)
         self._pending = wire.small_all_gather(own, len(own))
 
     def _run(self) -> None:
-        self._combine([part.view(self._flat.dtype) for part in self._pending.wait()], self._flat)
+        reduce(self._pending.wait(), self._op, self._tensor)
         self._pending.release()
 
 
-class _Parts(_Done):
-    """Each rank reduces its part and sends it to all, chunk by chunk.
+class _Parts(_Reduction):
+    """Each rank reduces its part and sends it to all, chunk by chunk."""
 
-    On the ring that goes in steps. In step t a rank reduces its own chunk t and sends it to the
-    right. It posts receives for what the left neighbour sends in step t (its chunk t, chunk t-1 of
-    the one before that, and so on), no sooner, since until then the memory they go to was still
-    being sent; and it sends on what came of those of the step before.
-    """
-
-    def __init__(self, wire: Wire, tensor: Tensor, flat: Tensor, combine: Reduce) -> None:
+    def __init__(self, wire: Wire, tensor: Tensor, op: str) -> None:
         super().__init__(tensor)
-        self._wire, self._flat, self._combine = wire, flat, combine
-        self._part, aligned = cut(flat, wire.size), grain(flat)
-        ring = ring_chunk(wire.size, len(flat) * flat.element_size(), known_hosts(wire))
-        self._rings = ring is not None
-        chunk = ring or SCRATCH // (wire.size - 1)
-        self._step = max(aligned, chunk // flat.element_size() // aligned * aligned)
-        self._chunks = -(-self._part // self._step)
+        self._wire, self._op, self._flat = wire, op, flattened(tensor)
+        grain = max(1, _ALIGN // tensor.element_size())  # elements
+        self._part = -(-len(self._flat) // wire.size // grain) * grain  # of the last it may be less
+        chunk = SCRATCH // (wire.size - 1) // tensor.element_size()
+        self._step = max(grain, chunk // grain * grain)
         # those of one lane match in the order in which they are begun, which is the same on all
         # ranks; so two may be under way
         self._lane = _lanes[wire] = 1 - _lanes.get(wire, 1)
         self._scatter: Pending | None = self._scatter_chunk(0)
 
     def _run(self) -> None:
-        if self._rings:
-            self._round_the_ring()
-        else:
-            self._to_all()
+        wire, others = self._wire, peers(self._wire)
+        gathers = []
+        for start in range(0, self._part, self._step):
+            own = self._reduced(start)
+            recvs = [(peer, self._piece(peer, start)) for peer in others]
+            gathers.append(wire.post([(p, own) for p in others], recvs, _GATHER[self._lane]))
+        for pending in gathers:
+            pending.wait()
 
     def _piece(self, rank: int, start: int) -> Tensor:
         """The chunk that begins `start` elements into rank's part; it may be empty."""
@@ -187,48 +167,84 @@ class _Parts(_Done):
         assert pending is not None
         self._scatter = self._scatter_chunk(start + self._step)
         wire, own = self._wire, self._piece(self._wire.rank, start)
-        heard = [each.view(own.dtype) for each in pending.wait()]
-        parts = dict(zip(peers(wire), heard, strict=True)) | {wire.rank: own}
-        self._combine([parts[rank] for rank in range(wire.size)], own)
+        parts = dict(zip(peers(wire), pending.wait(), strict=True)) | {wire.rank: own}
+        reduce([parts[rank] for rank in range(wire.size)], self._op, own)
         pending.release()
         return own
 
-    def _to_all(self) -> None:
-        pending = []
-        for start in range(0, self._part, self._step):
-            own, others = self._reduced(start), peers(self._wire)
-            sends = [(peer, own) for peer in others]
-            recvs = [(peer, self._piece(peer, start)) for peer in others]
-            pending.append(self._wire.post(sends, recvs, _GATHER[self._lane]))
-        for each in pending:
-            each.wait()
 
-    def _round_the_ring(self) -> None:
-        sent: list[Pending] = []
-        coming: list[tuple[int, int, Pending]] = []
-        right = (self._wire.rank + 1) % self._wire.size
-        for step in range(self._chunks + self._wire.size - 1):
-            if step < self._chunks:
-                sent.append(self._post_right(self._reduced(step * self._step)))
-            here, coming = coming, self._post_left(step)
-            for origin, start, pending in here:
-                pending.wait()
-                if origin != right:
-                    sent.append(self._post_right(self._piece(origin, start)))
-        for pending in sent:
-            pending.wait()
+@functools.cache
+def refuses(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of this dtype cannot be reduced by this op, or None if they can."""
+    if op not in OPS:
+        return f"op {op!r} is unknown: use one of {', '.join(OPS)}"
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"op avg is for floating point, the tensor is {dtype}: sum, then divide"
+    try:
+        one = torch.zeros(1, dtype=dtype, device="cpu")
+        reduce([one, one], op, one)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"op {op} does not apply to {dtype}: {error}"
+    return None
 
-    def _post_left(self, step: int) -> list[tuple[int, int, Pending]]:
-        """Receive what the left neighbour sends in a step, in its order; whose it is, and where."""
-        coming, wire = [], self._wire
-        for distance in range(1, wire.size):
-            chunk = step - (distance - 1)
-            if 0 <= chunk < self._chunks:
-                origin, start = (wire.rank - distance) % wire.size, chunk * self._step
-                recvs = [((wire.rank - 1) % wire.size, self._piece(origin, start))]
-                coming.append((origin, start, wire.post((), recvs, _GATHER[self._lane])))
-        return coming
 
-    def _post_right(self, piece: Tensor) -> Pending:
-        sends = [((self._wire.rank + 1) % self._wire.size, piece)]
-        return self._wire.post(sends, (), _GATHER[self._lane])
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """What `all_reduce` makes of contributions, where they all are here.
+
+    Args:
+        parts: 1-D, of the size of `out` in bytes, in rank order; left as they are: they may be
+            memory that is only to be read.
+        op: one of `OPS`.
+        out: contiguous; may be one of the parts.
+    """
+    combine, dtype, mean = _combine(op, out.dtype), out.dtype, op == "avg"
+    into = flattened(out).view(_SIGNED.get(dtype, dtype))
+    seen = [part.view(into.dtype) for part in parts]
+    if not len(into):
+        return
+    if len(seen) == 1:
+        into.copy_(seen[0])
+    elif dtype.is_floating_point and dtype.itemsize <= 2:
+        for start in range(0, len(into), _BLOCK):
+            blocks = (part[start : start + _BLOCK].float() for part in seen)
+            total = functools.reduce(combine, blocks)
+            into[start : start + _BLOCK] = total.div_(len(seen)) if mean else total
+    else:
+        for place, part in enumerate(seen[2:], start=2):
+            if part.data_ptr() == into.data_ptr():
+                seen[place] = part.clone()  # the first two are written there before it is read
+        combine(seen[0], seen[1], out=into)
+        for part in seen[2:]:
+            combine(into, part, out=into)
+        if mean:
+            into.div_(len(seen))
+
+
+def _combine(op: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """How two contributions combine."""
+    if op in ("min", "max") and dtype in _SIGNED:
+        return functools.partial(_unsigned_extremum, op)
+    if op in ("min", "max") and dtype.is_floating_point:
+        return functools.partial(_extremum, op)
+    if dtype is torch.bool:
+        return {"sum": torch.logical_or, "prod": torch.logical_and}.get(op, OPS[op])
+    return OPS[op]
+
+
+def _unsigned_extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    """Of unsigned numbers that are seen as signed: flipping the top bit turns the order around."""
+    top = torch.iinfo(left.dtype).min
+    return torch.bitwise_xor(OPS[op](left ^ top, right ^ top), top, out=out)
+
+
+def _extremum(op: str, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch's choice but for the sign of a zero, which torch chooses by where it lies.
+
+    A minimum is negative where either is, but for a NaN; a maximum where both are.
+    """
+    bits = torch.int32 if left.dtype is torch.float32 else torch.int64
+    one, two, sign = left.view(bits), right.view(bits), torch.iinfo(bits).min
+    signs = (one | two).bitwise_and_(sign) if op == "min" else (one & two).bitwise_or_(~sign)
+    found = OPS[op](left, right, out=out)
+    join = torch.bitwise_or if op == "min" else torch.bitwise_and
+    return join(found.view(bits), signs, out=found.view(bits)).view(left.dtype)

@@ -73,11 +73,6 @@ def hosts_of(wire: Wire) -> Hosts:
     return _known[wire]
 
 
-def known_hosts(wire: Wire) -> Hosts | None:
-    """`hosts_of`, if the ranks of this wire have told each other; the same on every rank."""
-    return _known.get(wire)
-
-
 def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
     """Say who is on which host, instead of asking; None: ask again. The same on every rank."""
     if hosts is None:

@@ -1,80 +1,259 @@
-"""What wires have in common whose ranks are threads of one process: what breaks them, and parts.
+"""Ranks that are threads of one process: what `threads` and `simulated` have in common.
 
-The ranks of a group share a lock and what is written under it. So the first failure is known to all
-at once, and a part of a wire is made by whichever of its ranks comes first.
+A message is one copy from the sender's tensor into the receiver's, made by whichever of the two
+posts last. The ranks of a group share a lock and what is written under it: what was posted and not
+met yet, who waits for what, who left, and what broke the group. So the first failure is known to
+all at once, ranks that all wait for each other are told so at once, and a part of a wire is made by
+whichever of its ranks comes first.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import WeftError, WireError
-from .base import Wire, chosen
+from .base import Pending, Recv, Send, Wire, as_bytes, chosen
 from .failure.verdict import Verdict
 
+Bytes = NDArray[np.uint8]
 
-class Shared(abc.ABC):
+
+class End:
+    """One end of a message.
+
+    Attributes:
+        exchange: what it was posted in.
+        peer: the rank at the other end.
+        data: what is sent, or the room for what comes; or bytes, where that may lie anywhere.
+        slot: its number among the receives of its exchange; -1: it is a send.
+        posted, number: for `simulated`.
+        matched: whether the other end is there, too.
+        through: whether it is done.
+    """
+
+    __slots__ = ("data", "exchange", "matched", "number", "peer", "posted", "slot", "through")
+
+    def __init__(self, exchange: Exchange, peer: int, data: Bytes | int, slot: int = -1) -> None:
+        self.exchange, self.peer, self.data, self.slot = exchange, peer, data, slot
+        self.posted, self.number = 0.0, 0
+        self.matched = self.through = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, or the most that may come."""
+        return self.data if isinstance(self.data, int) else len(self.data)
+
+
+class Exchange(Pending):
+    """Messages under way.
+
+    Attributes:
+        ends: of its messages.
+        results: what was received, as far as it is there.
+        left: messages that are not done.
+    """
+
+    def __init__(self, wire: InProcessWire) -> None:
+        self.wire = wire
+        self.ends: list[End] = []
+        self.results: list[Any] = []
+        self.left = 0
+
+    def missing(self) -> list[int]:
+        """The ranks that have not posted their end yet."""
+        return [end.peer for end in self.ends if not end.matched]
+
+    def what(self) -> str:
+        """What is awaited first."""
+        end = next((end for end in self.ends if not end.matched), None)
+        if end is None:
+            return "messages under way"
+        if end.slot < 0:
+            return f"rank {end.peer} to take {end.nbytes} bytes"
+        return f"{end.nbytes} bytes from rank {end.peer}"
+
+    def finish(self, end: End) -> None:
+        """One of the messages is done; with the group's lock held."""
+        group, rank = self.wire._group, self.wire.rank
+        end.through = True
+        self.left -= 1
+        if not self.left and group.waiting.get(rank) is self:
+            del group.waiting[rank]
+            group.wake[rank].notify_all()
+
+    def arrived(self) -> list[bool]:
+        return [end.through for end in self.ends if end.slot >= 0]
+
+    def is_through(self) -> bool:
+        return not self.left
+
+    def wait(self) -> list[Tensor]:
+        self.wire._await(self)
+        return list(self.results)
+
+    def release(self) -> None:
+        return None
+
+
+class Group(abc.ABC):
     """What the ranks of a group share. Everything is read and written with the lock held.
 
     Attributes:
+        hosts: the name of each rank's machine.
         lock: of the group.
         wake: for each rank, what wakes it.
         wires: for each rank, its own.
-        parts: the groups made by `sub`, each with its ranks, in the order they were made.
+        waiting: what the ranks that wait wait for.
         left: the ranks that closed their wires.
         verdict: what broke the group, or None.
     """
 
     wires: Sequence[InProcessWire]
 
-    def __init__(self, lock: threading.RLock, wake: list[threading.Condition]) -> None:
-        self.lock, self.wake = lock, wake
-        self.parts: list[tuple[tuple[int, ...], Self]] = []
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        timeout: float,
+        lock: threading.RLock,
+        wake: list[threading.Condition],
+    ) -> None:
+        self.hosts, self.timeout, self.lock, self.wake = hosts, timeout, lock, wake
+        self.waiting: dict[int, Exchange] = {}
         self.left: set[int] = set()
         self.verdict: Verdict | None = None
+        self._parts: list[tuple[tuple[int, ...], Self]] = []  # in the order they were made
+        self._unmet: dict[tuple[int, int, int], deque[End]] = {}  # all sends, or all receives
 
     @abc.abstractmethod
-    def part(self, ranks: tuple[int, ...]) -> Self:
+    def _part(self, ranks: tuple[int, ...]) -> Self:
         """A group of some of the ranks."""
 
-    @abc.abstractmethod
-    def forget(self) -> None:
-        """Drop what was posted: nobody will wait for it any more."""
+    def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Self]:
+        """The part of that number with its ranks: these, if nobody has made it before."""
+        if number == len(self._parts):
+            self._parts.append((ranks, self._part(ranks)))
+        return self._parts[number]
+
+    def meet(self, end: End, channel: int) -> None:
+        """Add one end of a message; if the other is there, the bytes go over."""
+        exchange, is_send = end.exchange, end.slot < 0
+        rank = exchange.wire.rank
+        key = (rank, end.peer, channel) if is_send else (end.peer, rank, channel)
+        exchange.ends.append(end)
+        exchange.left += 1
+        unmet = self._unmet.get(key)
+        if unmet is None:
+            self._unmet[key] = deque([end])
+        elif (unmet[0].slot < 0) == is_send:
+            unmet.append(end)
+        else:
+            other = unmet.popleft()
+            if not unmet:
+                del self._unmet[key]
+            self._match(*((end, other) if is_send else (other, end)))
+
+    def _match(self, source: End, target: End) -> None:
+        exchange, size, room = target.exchange, source.nbytes, target.nbytes
+        if size > room:
+            raise source.exchange.wire._fail(
+                target.peer,
+                f"rank {target.peer} sent {size} bytes to rank {source.peer}, which had posted "
+                f"a receive of at most {room}",
+            )
+        if isinstance(target.data, int):
+            exchange.results[target.slot] = result = exchange.wire._room(exchange, size, room)
+            target.data = memory_of(result)
+        target.data[:size] = source.data
+        source.matched = target.matched = True
+        exchange.wire._deliver(source, target, size)
+
+    def look(self) -> None:
+        """Break the group if somebody waits for what nobody can post any more."""
+        for rank, each in sorted(self.waiting.items()):
+            gone = next((peer for peer in each.missing() if peer in self.left), None)
+            if gone is not None:
+                where = f"rank {gone} left while rank {rank} awaited {each.what()}"
+                self.break_for_all(gone, where)
+        if self.waiting and self.is_stuck():
+            self.break_for_all(None, f"all ranks wait for each other: {self.story()}")
+
+    def is_stuck(self) -> bool:
+        """Whether nobody can post any more."""
+        return len(self.waiting) + len(self.left) >= len(self.wires)
+
+    def story(self) -> str:
+        """What each rank awaits."""
+        waiting = sorted(self.waiting.items())
+        return ", ".join(f"rank {rank} awaits {each.what()}" for rank, each in waiting)
 
     def break_for_all(self, culprit: int | None, text: str) -> Verdict:
         """Set the verdict, unless there is one, and wake everyone, in wires made by `sub` too."""
         if self.verdict is None:
             self.verdict = Verdict(culprit, text)
-            self.forget()
+            self._unmet.clear()
+            self.waiting.clear()
             for condition in self.wake:
                 condition.notify_all()
-            for ranks, part in self.parts:
+            for ranks, part in self._parts:
                 inside = ranks.index(culprit) if culprit in ranks else None
-                with part.lock:
-                    part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
+                part.break_for_all(inside, f"the wire that it is a part of broke: {text}")
         return self.verdict
 
 
 class InProcessWire(Wire):
     """One rank's end of a group of threads."""
 
-    _group: Shared
+    _group: Group
 
-    def __init__(self, rank: int, size: int, timeout: float, host: str) -> None:
-        super().__init__(rank, size, timeout, host)
+    def __init__(self, rank: int, group: Group) -> None:
+        super().__init__(rank, len(group.hosts), group.timeout, group.hosts[rank])
         self._splits = 0
         self._closed = False
 
-    def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
-        shared, distinct = self._group, chosen(self, ranks)
-        with shared.lock:
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+        group, exchange = self._group, self._exchange()
+        with group.lock:
             self._check_usable()
-            if self._splits == len(shared.parts):
-                shared.parts.append((distinct, shared.part(distinct)))
-            others, part = shared.parts[self._splits]
+            for slot, (peer, into) in enumerate(recvs):
+                exchange.results.append(into)
+                data = into if isinstance(into, int) else memory_of(into)
+                self._begin(end := End(exchange, peer, data, slot))
+                group.meet(end, channel)
+            for peer, tensor in sends:
+                self._begin(end := End(exchange, peer, memory_of(tensor)))
+                group.meet(end, channel)
+        return exchange
+
+    def _exchange(self) -> Exchange:
+        """Messages that are about to be posted."""
+        return Exchange(self)
+
+    @abc.abstractmethod
+    def _begin(self, end: End) -> None:
+        """See to one end of a message that this rank posts now."""
+
+    @abc.abstractmethod
+    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
+        """Memory of `room` bytes for a message of `size` that may lie anywhere."""
+
+    @abc.abstractmethod
+    def _deliver(self, source: End, target: End, size: int) -> None:
+        """A message of so many bytes for this rank was copied: it is through, or on its way."""
+
+    def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
+        distinct = chosen(self, ranks)
+        with self._group.lock:
+            self._check_usable()
+            others, part = self._group.part(self._splits, distinct)
             self._splits += 1
             if others != distinct:
                 raise self._fail(
@@ -89,24 +268,51 @@ class InProcessWire(Wire):
             self._group.break_for_all(self.rank, f"rank {self.rank} gave up: {reason}")
 
     def close(self) -> None:
-        shared = self._group
-        with shared.lock:
+        group = self._group
+        with group.lock:
             if self._closed:
                 return
             self._closed = True
-            shared.left.add(self.rank)
-            self._leave()
-        if self._worker is not None:
-            self._worker.stop()
-        self.memory.drain()
+            group.left.add(self.rank)
+            if group.waiting.pop(self.rank, None) is not None:  # in another thread
+                group.wake[self.rank].notify_all()
+            group.look()
+        super().close()
 
-    @abc.abstractmethod
-    def _leave(self) -> None:
-        """Let the others go on without this rank; with the lock held."""
+    def _await(self, exchange: Exchange) -> None:
+        """Wait until nothing of an exchange is under way."""
+        group, rank = self._group, self.rank
+        until = time.monotonic() + self.timeout
+        with group.lock:
+            if exchange.left:
+                self._check_usable()
+                group.waiting[rank] = exchange
+                group.look()
+            try:
+                while exchange.left:
+                    self._check_usable()
+                    if (remaining := until - time.monotonic()) <= 0:
+                        raise self._late(exchange)
+                    group.wake[rank].wait(remaining)
+            finally:
+                group.waiting.pop(rank, None)
 
-    def _check_peer(self, peer: int, verb: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.size:
-            raise WeftError(f"rank {self.rank}: cannot {verb} rank {peer} in {self.size} ranks")
+    def _late(self, exchange: Exchange) -> WireError:
+        """Blame the rank at the end of the chain of those that wait."""
+        waiting, chain = self._group.waiting, [self.rank]
+        while chain[-1] in waiting:
+            missing = waiting[chain[-1]].missing()
+            if not missing or missing[0] in chain:
+                break
+            chain.append(missing[0])
+        culprit = chain[-1]
+        text = f"rank {self.rank} awaited {exchange.what()} for {self.timeout:.1f} s"
+        if culprit in waiting:
+            return self._fail(None, f"{text}: {self._group.story()}")
+        busy = self._group.wires[culprit]._call()[1]
+        where = f"in {busy} and posts nothing" if busy else "outside weft"
+        through = f", awaited by rank {chain[-2]}," if len(chain) > 2 else ""
+        return self._fail(culprit, f"{text}: rank {culprit}{through} is {where}")
 
     def _check_usable(self) -> None:
         """Raise what broke the wire, if anything did; with the lock held."""
@@ -116,9 +322,29 @@ class InProcessWire(Wire):
             raise self._error(self._group.verdict)
 
     def _fail(self, culprit: int | None, text: str) -> WireError:
-        """Break the wire for all ranks; the error to raise on this one. With the lock held."""
-        return self._error(self._group.break_for_all(culprit, text))
+        """Break the wire for all ranks; the error to raise on this one."""
+        with self._group.lock:
+            return self._error(self._group.break_for_all(culprit, text))
 
     def _error(self, verdict: Verdict) -> WireError:
         text = f"rank {self.rank}: {verdict.text}; start the group again"
         return WireError(text, rank=self.rank, culprit=verdict.culprit)
+
+
+def named(hosts: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
+    """The name of each rank's host: as given or, by default, `names`.
+
+    Raises:
+        WeftError: there are no ranks, or not one host for each.
+    """
+    if not names:
+        raise WeftError("a group has at least one rank, not 0")
+    if hosts is not None and len(hosts) != len(names):
+        raise WeftError(f"{len(hosts)} hosts for {len(names)} ranks: give one for each")
+    return hosts or names
+
+
+def memory_of(tensor: Tensor) -> Bytes:
+    """The bytes of a tensor as NumPy sees them: writing them is no torch operation."""
+    view: Bytes = as_bytes(tensor.detach()).numpy()
+    return view

@@ -3,34 +3,33 @@
 Best where MPI knows a faster way between ranks than TCP: a fabric between hosts. Only `Isend`,
 `Irecv` and `Testsome` are used, on one duplicate of `COMM_WORLD`: no call of MPI's blocks. One
 thread looks what is through, and sleeps in between instead of burning a core. Groups are told apart
-by tags: each rank gives every wire of its own a number, its `context`, which is the tag of what
-peers send to it there. MPI matches by receiver, sender and tag, so nobody has to agree on anything,
-and making a group is no collective of MPI's.
+by tags: each rank gives every wire of its own two numbers, from its `context` on, which are the
+tags of what peers send to it there. MPI matches by receiver, sender and tag, so nobody has to agree
+on anything, and making a group is no collective of MPI's.
 
 Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 12.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import itertools
-import json
 import math
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WeftError, WireError
+from .store import told
 from .torchdist import Links
 
 _YIELDS = 30  # looks with nothing but a yield between them, before a wait sleeps
@@ -47,7 +46,7 @@ class World:
         mpi: the module `mpi4py.MPI`.
         comm: weft's own duplicate of `COMM_WORLD`.
         rank, size: this rank and how many there are.
-        contexts: numbers for the wires of this rank, each once.
+        contexts: numbers for the wires of this rank, of which each has two.
         limit: the first number that does not fit into a tag.
         process: the one that MPI was started in.
     """
@@ -75,7 +74,6 @@ class World:
 
 _turn = threading.RLock()  # of whoever calls MPI: its thread level may be only SERIALIZED
 _world: World | None = None
-_made: weakref.WeakSet[MpiLinks] = weakref.WeakSet()
 _patience = math.inf  # seconds that the end of MPI waits for all ranks
 
 
@@ -100,7 +98,7 @@ def start(timeout: float) -> World:
         mpi = load()
         if not mpi.Is_initialized():
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            atexit.register(_finalize)
+            Finalize(None, _finalize, exitpriority=-1)  # after the wires
         if mpi.Is_finalized():
             raise WeftError("MPI has ended in this process and cannot start again: start it anew")
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
@@ -112,7 +110,7 @@ def start(timeout: float) -> World:
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
     top = comm.Get_attr(mpi.TAG_UB) or 32767  # what the standard promises
-    _world = World(mpi, comm, rank, size, itertools.count(), top + 1, os.getpid())
+    _world = World(mpi, comm, rank, size, itertools.count(0, 2), top + 1, os.getpid())
     return _world
 
 
@@ -140,35 +138,33 @@ def load() -> Any:
 def _finalize() -> None:
     """End MPI with the process. MPI waits for all ranks; weft does it first, asleep."""
     world = _world
-    if world is None or world.process != os.getpid() or world.mpi.Is_finalized():
+    if world is None or world.mpi.Is_finalized():
         return
-    for links in list(_made):
-        links.close()
     with _turn:
         request = world.mpi.COMM_WORLD.Ibarrier()
-    until, nap = time.monotonic() + _patience, _Nap()
-    while not _tested(request):
+    if _came(request, _patience):  # a rank that died does not, and MPI would wait for it
+        with _turn:
+            world.mpi.Finalize()
+
+
+def _came(request: Any, patience: float) -> bool:
+    """Whether a request is through within so many seconds, which are slept away."""
+    until, nap = time.monotonic() + patience, _Nap()
+    while True:
+        with _turn:
+            if request.Test():
+                return True
         if time.monotonic() > until:
-            return  # a rank that died does not come, and MPI would wait for it
+            return False
         time.sleep(nap.seconds())
-    with _turn:
-        world.mpi.Finalize()
-
-
-def _tested(request: Any) -> bool:
-    with _turn:
-        return bool(request.Test())
 
 
 def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
-    until, nap = time.monotonic() + timeout, _Nap()
-    while not _tested(request):
-        if time.monotonic() > until:
-            raise WireError(
-                f"rank {rank}: {missing} within {timeout:g} s: see that mpirun started all of them",
-                rank=rank,
-            )
-        time.sleep(nap.seconds())
+    if not _came(request, timeout):
+        raise WireError(
+            f"rank {rank}: {missing} within {timeout:g} s: see that mpirun started all of them",
+            rank=rank,
+        )
 
 
 class _Nap:
@@ -256,22 +252,22 @@ class _Looker:
 class _Messages:
     """The `send` and `recv` of a process group, through MPI."""
 
-    def __init__(self, world: World, context: int, peers: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, world: World, context: int, peers: Sequence[Sequence[int]]) -> None:
         """`peers`: of each its rank in the world, and its context."""
         self._world, self._context, self._peers = world, context, peers
         self._looker = _looker(world.process)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
-        """As a ProcessGroup's, of one uint8 tensor."""
+        """As a ProcessGroup's, of one uint8 tensor, with a tag of 0 or 1."""
         target, context = self._peers[peer]
         comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
-        return self._looker.post(lambda: comm.Isend(buffer, target, context), buffer)
+        return self._looker.post(lambda: comm.Isend(buffer, target, context + tag), buffer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
         """As a ProcessGroup's, of one uint8 tensor."""
         source, _ = self._peers[peer]
         comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
-        return self._looker.post(lambda: comm.Irecv(buffer, source, self._context), buffer)
+        return self._looker.post(lambda: comm.Irecv(buffer, source, self._context + tag), buffer)
 
 
 @functools.cache
@@ -287,7 +283,6 @@ class MpiLinks(Links):
     def __init__(self, group: _Messages, rank: int, size: int, timeout: float) -> None:
         super().__init__(group, rank, size)
         self._timeout = timeout
-        _made.add(self)
 
     def cut(self) -> None:
         """End all waits; that of the end of MPI, too, has a deadline from now on."""
@@ -306,16 +301,14 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiLinks:
     deadline = time.monotonic() + timeout
     world = start(timeout)
     context = next(world.contexts)
-    if context >= world.limit:
+    if context + 1 >= world.limit:
         raise WeftError(
-            f"rank {rank}: this MPI's tags tell {world.limit} wires apart, and there were as many: "
-            "make fewer groups"
+            f"rank {rank}: this MPI's tags tell {world.limit // 2} wires apart, and there were as "
+            "many: make fewer groups"
         )
-    store.set(f"{rank}", json.dumps([world.rank, context]))
-    keys = [f"{peer}" for peer in range(size)]
-    store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    places = {peer: tuple(json.loads(store.get(key))) for peer, key in enumerate(keys)}
-    numbers = [number for number, _ in places.values()]
+    missing, left = "came, and then did not say its number in MPI", deadline - time.monotonic()
+    places = told(store, "mpi", [world.rank, context], rank, size, left, missing)
+    numbers = [number for number, _ in places]
     if len(set(numbers)) != size:  # mpi4py of another MPI than mpirun's, or no mpirun
         raise WeftError(
             f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "

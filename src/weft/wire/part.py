@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ..errors import WeftError
-from . import dense
 from .base import Pending, Recv, Send, Wire, chosen
 from .memory import Lease
 
@@ -55,9 +52,6 @@ class Part(Wire):
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         return self._wire.post(self._sends(sends), self._recvs(recvs), channel)
-
-    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return dense.all_reduce(self, tensor, op)
 
     def sub(self, ranks: Sequence[int]) -> Part | None:
         distinct = [self._ranks[rank] for rank in ranks]

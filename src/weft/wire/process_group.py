@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -21,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import WeftError, WireError
 from .failure.verdict import names
-from .tcp.endpoint import AbsentError, Connections
-from .tcp.wire import TcpWire
+from .processes import Engine, ProcessWire
+from .store import AbsentError, told
+from .tcp.endpoint import connect as tcp_connect
+from .tcp.engine import Engine as TcpEngine
 from .torchdist import Links
 
 _STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
@@ -33,18 +34,18 @@ class Transport(NamedTuple):
 
     Attributes:
         name: by which a person asks for it.
-        join: given a store, a rank, a size and a timeout: what joins this rank to all others;
-            collective.
+        join: given a store, a rank, a size and a timeout: the engine that joins this rank to all
+            others; collective.
     """
 
     name: str
-    join: Callable[[dist.Store, int, int, float], Any]
+    join: Callable[[dist.Store, int, int, float], Engine]
 
 
 TRANSPORTS = {
     each.name: each
     for each in (
-        Transport("tcp", Connections.make),
+        Transport("tcp", tcp_connect),
         Transport("torch", Links.over_gloo),
     )
 }
@@ -82,7 +83,7 @@ def connect(
     *,
     name: str = "world",
     transport: Transport | None = None,
-) -> TcpWire:
+) -> ProcessWire:
     """Join the ranks of a group into a wire; collective, all with the same name.
 
     The store is used here and by `sub`, nowhere else: it may die with its host. Wires of
@@ -111,31 +112,28 @@ def connect(
     if not 0 <= rank < size:
         raise WeftError(f"rank {rank} is none of {size} ranks")
     way = transport or chosen()
-    if size == 1:
-        part = functools.partial(_part, store, timeout, way)
-        return TcpWire(rank, size, timeout, None, part)
-    failure: Exception
-    try:
-        generation = store.add(f"weft/{name}/{rank}", 1)
-        space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-        apart = _apart(space)
-        if transport is None:
-            _agree_on(way, apart, rank, size, timeout)
-        joined = way.join(apart, rank, size, timeout)
-    except (RuntimeError, OSError) as error:  # of the store, of the sockets
-        failure = error
-    else:
-        part = functools.partial(_part, space, timeout, way)
-        return TcpWire(rank, size, timeout, joined, part)
-    absent = _absent(store, name, size)
-    who = f"{names(absent)} did not join" if absent else f"it was not joined: {failure}"
-    late = absent or (failure.ranks if isinstance(failure, AbsentError) else [])
-    raise WireError(
-        f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
-        "see that all ranks were started and reach each other",
-        rank=rank,
-        culprit=late[0] if late else None,
-    ) from failure
+    engine: Engine = TcpEngine({}, {})  # which opens nothing
+    space = store
+    if size > 1:
+        try:
+            generation = store.add(f"weft/{name}/{rank}", 1)
+            space = dist.PrefixStore(f"weft/{name}/{generation}", store)
+            apart = _apart(space)
+            if transport is None:
+                _agree_on(way, apart, rank, size, timeout)
+            engine = way.join(apart, rank, size, timeout)
+        except (RuntimeError, OSError) as error:  # of the store, of the sockets
+            absent = _absent(store, name, size)
+            who = f"{names(absent)} did not join" if absent else f"it was not joined: {error}"
+            late = absent or (error.ranks if isinstance(error, AbsentError) else [])
+            raise WireError(
+                f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
+                "see that all ranks were started and reach each other",
+                rank=rank,
+                culprit=late[0] if late else None,
+            ) from error
+    part = functools.partial(connect, space, timeout=timeout, transport=way)
+    return ProcessWire(rank, size, timeout, engine, part)
 
 
 def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -145,14 +143,8 @@ def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: 
         WeftError: they do not; the same on every rank.
         RuntimeError: from the store.
     """
-    store.set(f"transport/{rank}", way.name)
-    keys = [f"transport/{peer}" for peer in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        late = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise AbsentError(late, "came, and then did not say which transport it uses") from None
-    said = [store.get(key).decode() for key in keys]
+    missing = "came, and then did not say which transport it uses"
+    said = told(store, "transport", way.name, rank, size, timeout, missing)
     if len(set(said)) > 1:
         other = next(peer for peer, its in enumerate(said) if its != said[0])
         raise WeftError(
@@ -174,7 +166,7 @@ def _apart(store: dist.Store) -> dist.Store:
         return store
 
 
-def of(group: object) -> TcpWire:
+def of(group: object) -> ProcessWire:
     """The wire of a ProcessGroup or of a 1-D DeviceMesh.
 
     Raises:
@@ -200,7 +192,7 @@ def has_default() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> TcpWire:
+def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> ProcessWire:
     """The wire of a group of the caller's; None is the default group.
 
     Its first use is collective among the group's ranks and makes the wire, beside the group;
@@ -228,7 +220,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
     return entry.wire(group, timeout)
 
 
-def of_mesh(mesh: DeviceMesh) -> TcpWire:
+def of_mesh(mesh: DeviceMesh) -> ProcessWire:
     """The wire of a 1-D device mesh: that of its group.
 
     Raises:
@@ -249,9 +241,9 @@ class _Entry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wire: TcpWire | None = None
+        self._wire: ProcessWire | None = None
 
-    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> TcpWire:
+    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> ProcessWire:
         with self._lock:
             store = store_of(group)
             if store is None:
@@ -284,12 +276,6 @@ def _timeout(group: dist.ProcessGroup) -> float:
     if own is not None:
         return float(own)
     return _torch.timeout_of(group)
-
-
-def _part(
-    store: dist.Store, timeout: float, way: Transport, rank: int, size: int, name: str
-) -> TcpWire:
-    return connect(store, rank, size, timeout, name=name, transport=way)
 
 
 def _absent(store: dist.Store, name: str, size: int) -> list[int]:

@@ -28,8 +28,8 @@ code on simulated clocks follows SimGrid's SMPI (Clauss et al., IPDPS 2011).
 from __future__ import annotations
 
 import contextvars
+import heapq
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,18 +37,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import WeftError, WireError
+from ..errors import WireError
 from . import default, dense
-from .base import Pending, Recv, Send, as_bytes
+from .base import Pending
 from .hosts import Hosts, set_hosts
-from .in_process import InProcessWire, Shared
+from .in_process import Bytes, End, Exchange, Group, InProcessWire, named
 from .link import Link
 from .memory import Pool
-from .simulated_network import Bytes, Channel, End, Exchange, Network
 
 T = TypeVar("T")
 
 _BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each
+_ARENA = 1 << 20  # bytes in which messages of unknown length are kept together
+_ALIGN = 64  # bytes
+_PATIENCE = 0.05  # seconds that a starting rank may run alone before the next one starts
 
 
 def group(
@@ -71,13 +73,9 @@ def group(
     Raises:
         WeftError: there are no ranks, or not one host for each.
     """
-    if size < 1:
-        raise WeftError(f"a group has at least one rank, not {size}")
-    if hosts is not None and len(hosts) != size:
-        raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
-    names = list(hosts) if hosts else [f"simulated {rank}" for rank in range(size)]
-    network = Network(names, link, within or link, timeout)
-    return _Group(network, list(range(size)), is_part=False).wires
+    names = named(hosts, [f"simulated {rank}" for rank in range(size)])
+    network = _Network(names, link, within or link)
+    return _Group(network, range(size), timeout).wires
 
 
 def run(
@@ -138,13 +136,12 @@ def run(
 class SimulatedWire(InProcessWire):
     """One rank's end of a simulated network."""
 
-    def __init__(self, rank: int, shared: _Group) -> None:
-        network, node = shared.network, shared.nodes[rank]
-        super().__init__(rank, len(shared.nodes), network.timeout, network.hosts[node])
-        set_hosts(self, Hosts.named([network.hosts[other] for other in shared.nodes]))
+    def __init__(self, rank: int, group: _Group) -> None:
+        super().__init__(rank, group)
+        set_hosts(self, Hosts.named(group.hosts))
         self.memory = Pool(_BLOCK)
-        self._network, self.node = network, node
-        self._group: _Group = shared
+        self._group: _Group = group
+        self._network, self.node = group.network, group.nodes[rank]
 
     @property
     def clock(self) -> float:
@@ -155,168 +152,143 @@ class SimulatedWire(InProcessWire):
         """Let the time pass that merging so many bytes takes."""
         self._network.clocks[self.node] += nbytes * self._network.link.gamma
 
-    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        network, node = self._network, self.node
-        pending = Exchange(self, len(recvs))
-        with network.lock:
-            self._check_usable()
-            now = network.clocks[node]
-            for slot, (peer, buffer) in enumerate(recvs):
-                self._check_peer(peer, "receive from")
-                pending.results.append(None if isinstance(buffer, int) else buffer)
-                end = End(pending, peer, now, slot)
-                end.data = buffer if isinstance(buffer, int) else _memory(buffer)
-                self._meet((peer, self.rank, channel), end, send=False)
-            for peer, tensor in sends:
-                self._check_peer(peer, "send to")
-                now += network.link.work / 2
-                end = End(pending, peer, now, -1)
-                end.data = _memory(tensor)
-                network.posted[node] += 1
-                end.number = network.posted[node]
-                self._meet((self.rank, peer, channel), end, send=True)
-            network.clocks[node] = now
-        return pending
-
-    def _meet(self, key: tuple[int, int, int], end: End, *, send: bool) -> None:
-        """Pair one end of a message with the other, or let it wait for that."""
-        end.pending.missing.append(end)
-        end.pending.posted += 1
-        channels = self._group.channels
-        channel = channels.get(key)
-        if channel is None:
-            channel = channels[key] = Channel(send)
-        if channel.sends == send:
-            channel.ends.append(end)
-            return
-        other = channel.ends.pop(0)
-        if not channel.ends:
-            del channels[key]
-        source, target = (end, other) if send else (other, end)
-        self._deliver(source, target)
-
-    def _deliver(self, source: End, target: End) -> None:
-        """Copy a message's bytes and put it on its way."""
-        network, data = self._network, source.data
-        assert not isinstance(data, int)
-        size = len(data)
-        receiver = target.pending.wire
-        room = target.data if isinstance(target.data, int) else len(target.data)
-        if size > room:
-            raise self._fail(
-                target.peer,
-                f"rank {target.peer} sent {size} bytes to rank {receiver.rank}, which had posted "
-                f"a receive of at most {room}",
-            )
-        if isinstance(target.data, int):
-            target.pending.results[target.slot] = network.keep(receiver.node, data, room)
-        else:
-            np.copyto(target.data[:size], data)
-        source.data = target.data = size
-        source.matched = target.matched = True
-        network.dispatch(source, target, size)
-
     def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        nbytes = tensor.numel() * tensor.element_size()
-        return _Reduction(self, dense.all_reduce(self, tensor, op), nbytes)
+        self.compute(dense.reduced_bytes(self.size, tensor.nbytes))
+        return super().dense_all_reduce(tensor, op)
 
-    def _leave(self) -> None:
-        if not self._group.is_part:
-            self._network.stop(self.node)
+    def _exchange(self) -> Exchange:
+        return _Exchange(self)
 
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank of this group has closed its wire."""
-        return rank in self._group.left
-
-    def break_for_all(self, culprit: int | None, text: str) -> None:
-        """Break the wire for all ranks; with the network's lock held."""
-        self._group.break_for_all(culprit, text)
-
-    def story(self) -> str:
-        """What each rank of the group awaits."""
-        waits = ((each.wire.rank, each) for each in self._network.blocked.values()
-                 if each.wire._group is self._group)  # fmt: skip
-        by_rank = sorted(waits, key=lambda item: item[0])
-        return ", ".join(f"rank {rank} awaits {each.what()}" for rank, each in by_rank)
-
-    def wait_for(self, pending: Exchange) -> None:
-        """Wait until all of `pending` is done, and let the time pass that this takes."""
+    def _begin(self, end: End) -> None:
         network, node = self._network, self.node
-        with network.lock:
-            self._check_usable()
-            if pending.left:
-                end = time.monotonic() + self.timeout
-                network.block(node, pending)
-                while pending.left and self._group.verdict is None:
-                    remaining = end - time.monotonic()
-                    if remaining <= 0:
-                        late = self._late(pending)
-                        network.unblock(node)
-                        raise late
-                    network.wake[node].wait(remaining)
-                network.unblock(node)
-                self._check_usable()
-            if not pending.waited:
-                pending.waited = True
-                came = max(network.clocks[node], pending.complete)
-                network.clocks[node] = came + pending.received * network.link.work / 2
+        if end.slot < 0:
+            network.clocks[node] += network.link.work / 2
+            network.sent[node] += 1
+            end.number = network.sent[node]
+        end.posted = network.clocks[node]
 
-    def _late(self, pending: Exchange) -> WireError:
-        """Blame the rank at the end of the chain of those that wait."""
-        shared = self._group
-        chain = [self.rank]
-        while True:
-            waits = self._network.blocked.get(shared.nodes[chain[-1]])
-            absent = waits.absent() if waits is not None and waits.wire._group is shared else []
-            if not absent or absent[0] in chain:
-                break
-            chain.append(absent[0])
-        culprit = chain[-1]
-        text = f"rank {self.rank} awaited {pending.what()} for {self.timeout:.1f} s"
-        if self._network.blocked.get(shared.nodes[culprit]) is not None:
-            return self._fail(None, f"{text}: {self.story()}")
-        busy = shared.wires[culprit]._call()[1]
-        where = f"in {busy} and posts nothing" if busy else "outside weft"
-        return self._fail(culprit, f"{text}: rank {culprit} is {where}")
+    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
+        return self._network.room(self.node, size, room)
+
+    def _deliver(self, source: End, target: End, size: int) -> None:
+        source.data = target.data = size  # nobody holds a tensor any more on that account
+        sender = source.exchange.wire
+        assert isinstance(sender, SimulatedWire)
+        when = max(source.posted, target.posted)
+        event = (when, sender.node, source.number, False, self.node, source, target)
+        heapq.heappush(self._network.events, event)
 
 
-class _Reduction(Pending):
-    """A dense all-reduce, whose arithmetic takes time too."""
+class _Exchange(Exchange):
+    """Messages under way.
 
-    def __init__(self, wire: SimulatedWire, inner: Pending, nbytes: int) -> None:
-        self._wire, self._inner, self._nbytes = wire, inner, nbytes
+    Attributes:
+        complete: when the last of them was done, so far.
+    """
+
+    wire: SimulatedWire
+
+    def __init__(self, wire: SimulatedWire) -> None:
+        super().__init__(wire)
+        self.complete, self._waited = 0.0, False
+
+    def finish(self, end: End) -> None:
+        super().finish(end)
+        if not self.left:
+            self.ends = []  # a thousand ranks have millions of messages under way
 
     def wait(self) -> list[Tensor]:
-        results = self._inner.wait()
-        self._wire.compute(dense.reduced_bytes(self._wire.size, self._nbytes))
-        self._nbytes = 0  # waiting again computes nothing
+        results, network, node = super().wait(), self.wire._network, self.wire.node
+        if not self._waited:
+            self._waited = True
+            taking = len(results) * network.link.work / 2
+            network.clocks[node] = max(network.clocks[node], self.complete) + taking
         return results
 
-    def release(self) -> None:
-        self._inner.release()
 
-
-class _Group(Shared):
-    """Some of the network's ranks, and what was posted among them; the lock is the network's."""
+class _Group(Group):
+    """Some of the network's ranks; the lock is the network's."""
 
     wires: list[SimulatedWire]
 
-    def __init__(self, network: Network, nodes: list[int], *, is_part: bool) -> None:
-        super().__init__(network.lock, [network.wake[node] for node in nodes])
-        self.network, self.nodes, self.is_part = network, nodes, is_part
-        self.channels: dict[tuple[int, int, int], Channel] = {}
+    def __init__(self, network: _Network, nodes: Sequence[int], timeout: float) -> None:
+        hosts, wake = [network.hosts[node] for node in nodes], [network.wake[n] for n in nodes]
+        super().__init__(hosts, timeout, network.lock, wake)
+        self.network, self.nodes = network, nodes
+        network.groups.append(self)
         self.wires = [SimulatedWire(rank, self) for rank in range(len(nodes))]
 
-    def part(self, ranks: tuple[int, ...]) -> _Group:
-        return _Group(self.network, [self.nodes[rank] for rank in ranks], is_part=True)
+    def _part(self, ranks: tuple[int, ...]) -> _Group:
+        return _Group(self.network, [self.nodes[rank] for rank in ranks], self.timeout)
 
-    def forget(self) -> None:
-        self.channels.clear()
+    def look(self) -> None:
+        network = self.network
+        network.calm.notify_all()
+        network.advance()
+        for group in network.groups if network.running() <= 0 else ():
+            super(_Group, group).look()
+
+    def is_stuck(self) -> bool:
+        return True
 
 
-def _memory(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor as NumPy sees them."""
-    if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
-        tensor = as_bytes(tensor)
-    view: Bytes = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-    return view
+class _Network:
+    """Clocks, ways and messages under way. Everything is read and written with the lock held."""
+
+    def __init__(self, hosts: Sequence[str], link: Link, within: Link) -> None:
+        size = len(hosts)
+        self.hosts, self.link, self.within = hosts, link, within
+        self.lock = threading.RLock()
+        self.wake = [threading.Condition(self.lock) for _ in hosts]
+        self.calm = threading.Condition(self.lock)  # notified when a rank begins to wait, or leaves
+        self.clocks, self.sent = [0.0] * size, [0] * size
+        self.groups: list[_Group] = []  # that of all ranks, then its parts
+        # when, sender, number of its message, has it arrived, receiver, and its ends
+        self.events: list[tuple[float, int, int, bool, int, End, End]] = []
+        self._host = Hosts.named(hosts).of
+        ways = max(self._host) + 1 + size  # those of the hosts, then those of the ranks within
+        self._out, self._in = [0.0] * ways, [0.0] * ways
+        self._arenas: list[tuple[Bytes, int]] = [(np.empty(0, np.uint8), 0)] * size
+
+    def room(self, node: int, size: int, room: int) -> Tensor:
+        """Memory of `room` bytes for a message of `size`; those beyond it are anything.
+
+        They overlap with the messages that come next, so that a receive takes no more memory than
+        its message, however large its maximum is.
+        """
+        arena, start = self._arenas[node]
+        if start + room > len(arena):
+            arena, start = np.empty(max(_ARENA, size) + room, np.uint8), 0
+        self._arenas[node] = arena, -(-(start + size) // _ALIGN) * _ALIGN
+        return torch.from_numpy(arena[start : start + room])
+
+    def running(self) -> int:
+        """Ranks that neither wait nor have left."""
+        waiting = sum(len(group.waiting) for group in self.groups)
+        return len(self.hosts) - waiting - len(self.groups[0].left)
+
+    def wait_for_calm(self, started: int) -> None:
+        """Wait until all ranks that were started wait for something, or for a moment."""
+        with self.lock:
+            self.calm.wait_for(lambda: self.running() <= len(self.hosts) - started, _PATIENCE)
+
+    def advance(self) -> None:
+        """Let messages move on until some rank need not wait any longer."""
+        while self.events and self.running() <= 0:
+            when, node, number, arrived, receiver, source, target = heapq.heappop(self.events)
+            link, out, into = self.link, self._host[node], self._host[receiver]
+            if out == into:
+                hosts = len(self._in) - len(self.clocks)
+                link, out, into = self.within, hosts + node, hosts + receiver
+            takes = source.nbytes * link.beta
+            if not arrived:
+                begin = max(when, self._out[out])
+                self._out[out] = begin + takes
+                event = (begin + link.alpha, node, number, True, receiver, source, target)
+                heapq.heappush(self.events, event)
+                continue
+            self._in[into] = done = max(when, self._in[into]) + takes
+            for end in (source, target):
+                assert isinstance(end.exchange, _Exchange)
+                end.exchange.complete = max(end.exchange.complete, done)
+                end.exchange.finish(end)

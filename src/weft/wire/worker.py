@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import functools
-import os
 import queue
 import threading
 import weakref
@@ -73,7 +72,6 @@ class Worker:
         self._announcer: threading.Thread | None = None
         self._announcements: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = self._forked = False
-        _made.add(self)
 
     @property
     def made(self) -> int:
@@ -252,7 +250,7 @@ class Worker:
         while (announcement := self._announcements.get()) is not None:
             announcement()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
         self._forked = True
         self._lock = threading.Lock()  # it may have been held
@@ -406,17 +404,6 @@ def _text(error: BaseException) -> str:
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
-_made: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # a forked child has none of the threads, and perhaps their locks as they were held
-    _running.clear()
-    for worker in list(_made):
-        worker._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

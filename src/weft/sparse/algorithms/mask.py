@@ -25,12 +25,14 @@ from ...kernels import meter
 from ...kernels.meter import MARK, PLACE, SPREAD
 from ...rows import Rows
 from ...wire.base import typed
-from ...wire.dense import messages, received_bytes, ring_chunk
+from ...wire.dense import messages, received_bytes, scratch_bytes
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..stream import all_lists, list_messages
+
+_LONG = 1 << 17  # bytes of a part of a dense tensor, from which on streams share links unevenly
 
 
 def cost(load: Load) -> Cost:
@@ -101,13 +103,14 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
 
 def reduction(load: Load, nbytes: float) -> Cost:
     """What the wire's dense all-reduce of so many bytes costs."""
-    received, chunk = received_bytes(load.ranks, nbytes), ring_chunk(load.ranks, nbytes, load.hosts)
-    ring = chunk is not None and nbytes / load.ranks <= chunk
+    received = received_bytes(load.ranks, nbytes)
+    crowds = nbytes / load.ranks >= _LONG
     return Cost(
-        rounds=(load.ranks - 2) * ring,
-        messages=messages(load.ranks, nbytes, load.hosts),
+        rounds=0,
+        messages=messages(load.ranks, nbytes),
         bytes=received,
-        delayed=load.queue * received + (0.0 if chunk is None else load.unevenly(received)),
+        delayed=load.queue * received + (load.unevenly(received) if crowds else 0.0),
+        memory=scratch_bytes(load.ranks, nbytes),
     )
 
 

@@ -16,12 +16,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any, Protocol
@@ -37,7 +35,6 @@ _LONGEST = 1 << 16  # bytes of a message between detectors
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 _log = logging.getLogger("weft")
-_made: weakref.WeakSet[Detector] = weakref.WeakSet()
 
 
 class Wait(Protocol):
@@ -97,7 +94,6 @@ class Detector:
         for peer, sock in self._mesh.items():
             self._selector.register(sock, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._run, name=f"weft detector {rank}", daemon=True)
-        _made.add(self)
         self._thread.start()
 
     def begin(self, wait: Wait) -> None:
@@ -167,7 +163,7 @@ class Detector:
             sock.close()
         self._mesh.clear()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """In a forked child: close this copy of the sockets, without a word to anybody.
 
         The peers see a death when the parent dies, not when its last child does.
@@ -335,12 +331,3 @@ class _Inquiry:
     def __init__(self, number: int, about: Wait, until: float, asked: set[int]) -> None:
         self.number, self.about, self.until, self.asked = number, about, until, asked
         self.places: dict[int, Place] = {}
-
-
-def _after_fork() -> None:
-    for detector in list(_made):
-        detector._abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

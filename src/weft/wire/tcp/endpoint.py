@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import selectors
@@ -21,10 +20,8 @@ import socket
 import struct
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from hmac import compare_digest
 from typing import Any
 
@@ -32,10 +29,9 @@ import torch.distributed as dist
 
 from ...errors import WeftError
 from .. import shm
-from ..failure.detector import Detector
-from ..failure.verdict import names
 from ..hosts import digest_of, host_name
 from ..interface import own_address
+from ..store import AbsentError, told
 from .engine import Engine
 
 try:
@@ -56,125 +52,52 @@ _SPARE = 128  # that the rest of the program may want, where the hard limit allo
 _UNKNOWN = 32  # open ones, where nobody says
 
 _log = logging.getLogger("weft")
-_made: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-class AbsentError(TimeoutError):
-    """Some ranks were not there when others connected.
-
-    Attributes:
-        ranks: those, in order.
-    """
-
-    def __init__(self, ranks: Sequence[int], what: str) -> None:
-        super().__init__(f"{names(ranks)} {what}")
-        self.ranks = list(ranks)
-
-
-class Connections:
-    """What joins one rank to all others, whatever its messages pass through.
-
-    Attributes:
-        engine: moves the messages; `Engine`, or what has its face.
-        side: the side socket to each peer, for the failure detector.
-        detector: that, once there is one.
-    """
-
-    def __init__(self, engine: Any, side: Mapping[int, socket.socket]) -> None:
-        self.engine, self.side = engine, side
-        self.detector: Detector | None = None
-        self._process = os.getpid()
-        _made.add(self)
-
-    @classmethod
-    def make(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Connections:
-        """Connect to all; collective.
-
-        Raises:
-            WeftError: some rank may not open as many files; the same on every rank.
-            RuntimeError: from the store.
-            OSError: from the sockets.
-        """
-        deadline = time.monotonic() + timeout
-        if trouble := make_room(len(_LANES) * (size - 1)):
-            _met(store, rank, size, {"trouble": trouble}, deadline)
-        host = digest_of(host_name()).hex()
-        with Listener(own_address(store), len(_LANES) * size, host) as listener:
-            said = {"endpoint": listener.endpoint.said()}
-            met = _met(store, rank, size, said, deadline)
-            peers = {peer: Endpoint.heard(words["endpoint"]) for peer, words in met.items()}
-            lanes = listener.connect(rank, peers, _LANES, deadline)
-        sockets, side = lanes["messages"], lanes["side"]
-        try:
-            engine = _engine(sockets, max(deadline - time.monotonic(), _AGAIN))
-        except BaseException:
-            for sock in (*sockets.values(), *side.values()):
-                sock.close()
-            raise
-        for sock in side.values():
-            sock.setblocking(False)
-        return cls(engine, side)
-
-    def cut(self) -> None:
-        """End all waits with an error, here and at the peers'; any thread may call it."""
-        self.engine.cut()
-
-    def drop(self) -> None:
-        """Let go of what moves the messages."""
-        self.engine.close()
-
-    def close(self) -> None:
-        """Say bye to all and let go of everything. Twice is fine."""
-        if os.getpid() != self._process:
-            return  # a forked child: these are its parent's
-        if self.detector is not None:
-            self.detector.close()
-        self.drop()
-
-    def abandon(self) -> None:
-        """Close the sockets in a forked child, so that an end here is seen by the peers."""
-        self.engine.abandon()
-
-
-def _engine(sockets: Mapping[int, socket.socket], timeout: float) -> Engine:
-    """The engine for connected sockets, after ranks of one host have shown their segments."""
-    near = {peer: sock for peer, sock in sockets.items() if _is_unix(sock)}
-    segment = shm.Segment.make() if near else None
-    for sock in near.values():
-        sock.settimeout(timeout)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    return Engine(sockets, segment, *shm.exchange(segment, near))
-
-
-def _met(
-    store: dist.Store, rank: int, size: int, said: dict[str, Any], deadline: float
-) -> dict[int, dict[str, Any]]:
-    """What each other rank says at the store, told what this one does; collective.
+def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
+    """Connect to all; collective.
 
     Raises:
-        WeftError: of some rank it is what is in the way; the first one's, on every rank.
-        AbsentError: some rank said nothing in time.
+        WeftError: some rank may not open as many files; the same on every rank.
         RuntimeError: from the store.
+        OSError: from the sockets.
     """
-    store.set(f"{rank}", json.dumps(said))
-    peers = [peer for peer in range(size) if peer != rank]
-    left = max(deadline - time.monotonic(), 0.001)
+    deadline = time.monotonic() + timeout
+    trouble = make_room(len(_LANES) * (size - 1))
+    host = digest_of(host_name()).hex()
+    with Listener(own_address(store), len(_LANES) * size, host) as listener:
+        said = [trouble, *listener.endpoint.said()]
+        where = "came, and then did not say where to connect"
+        met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
+        _check(met, store, rank)
+        peers = {peer: Endpoint.heard(said) for peer, (_, *said) in enumerate(met) if peer != rank}
+        lanes = listener.connect(rank, peers, _LANES, deadline)
+    sockets, side = lanes["messages"], lanes["side"]
+    near = {peer: sock for peer, sock in sockets.items() if _is_unix(sock)}
+    segment = shm.Segment.make() if near else None
     try:
-        store.wait([f"{peer}" for peer in peers], timedelta(seconds=left))
-    except RuntimeError:
-        if late := [peer for peer in peers if not store.check([f"{peer}"])]:
-            raise AbsentError(late, "came, and then did not say where to connect") from None
+        for sock in near.values():
+            sock.settimeout(max(deadline - time.monotonic(), _AGAIN))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        seen = shm.exchange(segment, near)
+    except BaseException:
+        for sock in (*sockets.values(), *side.values()):
+            sock.close()
         raise
-    found: dict[int, dict[str, Any]] = {peer: json.loads(store.get(f"{peer}")) for peer in peers}
-    for one, words in sorted((found | {rank: said}).items()):
-        if "trouble" in words:
+    for sock in side.values():
+        sock.setblocking(False)
+    return Engine(sockets, side, segment, *seen)
+
+
+def _check(met: Sequence[Sequence[Any]], store: dist.Store, rank: int) -> None:
+    """Raise what is in the way of the first rank of which anything is, on every rank."""
+    for one, (trouble, *_) in enumerate(met):
+        if trouble:
             # the store may end with the program that is about to be told: not before all have read
             with contextlib.suppress(RuntimeError):
-                store.set(f"{rank} read", "")
-                store.wait([f"{peer} read" for peer in peers], timedelta(seconds=_PATIENCE))
-            raise WeftError(f"rank {one}: {words['trouble']}")
-    return found
+                told(store, "read", None, rank, len(met), _PATIENCE, "")
+            raise WeftError(f"rank {one}: {trouble}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,12 +369,3 @@ def _opened() -> int:
         except OSError:
             continue
     return _UNKNOWN
-
-
-def _after_fork() -> None:
-    for connections in list(_made):
-        connections.abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -21,12 +21,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from torch import Tensor
 
-from .. import shm
+from .. import base, shm
+from ..base import Recv
 from ..memory import Pool
+from ..processes import Lost
 from .connection import Block, Connection, Receive, Send
 
 INLINE = 1 << 16
@@ -40,34 +42,30 @@ Message = tuple[Connection, Send | Receive]
 """A message and the connection that it is on."""
 
 
-class Lost(OSError):
-    """A message will not come through: its connection ended, or nothing moved in time."""
-
-
 class Engine:
-    """The connections of one rank to all others.
+    """The connections of one rank to all others: an engine as `processes` describes it.
 
     Attributes:
         connections: by rank.
-        segment: the memory of this rank that peers of its host map, or None.
     """
 
     def __init__(
         self,
         sockets: Mapping[int, socket.socket],
+        side: Mapping[int, socket.socket],
         segment: shm.Segment | None = None,
         seen: Mapping[int, shm.Peer] | None = None,
-        seen_by: Iterable[int] = (),
+        seen_by: Set[int] = frozenset(),
     ) -> None:
         """
         Args:
             sockets: connected, by peer; the engine's from now on.
+            side: those of the failure detector.
             segment: of this rank.
             seen: the segments of peers that are mapped here.
             seen_by: the peers that have mapped this rank's.
         """
-        readers = set(seen_by)
-        self.segment = segment
+        self.side, self.segment = side, segment
         self.connections: dict[int, Connection] = {}
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
@@ -75,7 +73,7 @@ class Engine:
         for peer, sock in sockets.items():
             sock.setblocking(False)
             theirs = None if seen is None else seen.get(peer)
-            connection = Connection(peer, sock, theirs, mapped=peer in readers)
+            connection = Connection(peer, sock, theirs, mapped=peer in seen_by)
             self.connections[peer] = self._by_fd[connection.fd] = connection
             self._watch(connection)
         # reentrant: a collection of garbage may close a wire in the middle of anything
@@ -86,17 +84,9 @@ class Engine:
         self._closed = False
 
     def post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor | int]],
-        channel: int,
-        pool: Pool,
+        self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Message]:
-        """Start sending messages and receiving others; what is received anywhere is from `pool`.
-
-        Returns:
-            What `finish` wants, receives first.
-        """
+        """As `processes.Engine.post`."""
         messages: list[Message] = []
         copies: dict[int, tuple[int, Block | None]] = {}  # of what goes to several
         changed: dict[int, Connection] = {}
@@ -142,16 +132,7 @@ class Engine:
         return Send(tensor, offset, block)
 
     def finish(self, messages: Iterable[Message], limit: float, at: Callable[[int], None]) -> None:
-        """Move messages until all of these are through.
-
-        Args:
-            messages: what `post` returned.
-            limit: seconds after which to give up.
-            at: told the number of the message that is waited for.
-
-        Raises:
-            Lost: a peer closed its end, the sockets were shut down here, or the limit passed.
-        """
+        """As `processes.Engine.finish`."""
         until = time.monotonic() + limit
         with self._turn:
             for number, (connection, message) in enumerate(messages):
@@ -162,19 +143,6 @@ class Engine:
                     if self._closed or connection.lost or remaining <= 0:
                         raise Lost(self._why(connection))
                     self._step(remaining)
-
-    def over(self, messages: Iterable[Message]) -> bool:
-        """Whether `finish` has nothing to do."""
-        return all(message.done for _, message in messages)
-
-    def arrived(self, messages: Iterable[Message]) -> list[bool]:
-        """Which of these are through, as far as is known while somebody waits."""
-        return [message.done for _, message in messages]
-
-    def received(self, messages: Iterable[Message]) -> list[Tensor]:
-        """What came of these, where it lies."""
-        came = [message.place() for _, message in messages if isinstance(message, Receive)]
-        return came
 
     def release(self, messages: Iterable[Message]) -> None:
         """Nobody looks any more at what came."""
@@ -284,6 +252,8 @@ class Engine:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    stop = close
 
     def abandon(self) -> None:
         """Close the sockets in a forked child, which has no thread; one may have had the turn."""

@@ -1,0 +1,276 @@
+"""The wire between processes, whatever moves its bytes: posts, waits, and what they raise.
+
+An *engine* moves them: `tcp.engine.Engine` over sockets and shared memory, `torchdist.Links` over a
+process group, MPI's too. A wait ends with what was awaited, or with the verdict of the failure
+detector, which cuts the engine; its own limit lies beyond that, so that the detector has the time
+to find out who is to blame. Signals are handled while it waits; one whose handler raises, as
+Ctrl-C's does, breaks the wire, since messages may have got stuck half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from ..errors import WireError
+from .base import Pending, Recv, Send, Wire, chosen
+from .failure.detector import Detector
+from .failure.verdict import Verdict
+from .hosts import host_name
+from .memory import Pool
+from .shm import Segment
+
+_BEYOND = 3.0  # seconds by which the limit of a wait lies beyond its deadline
+
+
+class Lost(OSError):
+    """A message will not come through: its connection ended, or nothing moved in time."""
+
+
+class Engine(Protocol):
+    """What moves the messages of one rank to all others.
+
+    Attributes:
+        side: the socket to each peer that the failure detector has; non-blocking.
+        segment: the memory of this rank that peers of its host map, or None.
+    """
+
+    side: Mapping[int, socket.socket]
+    segment: Segment | None
+
+    def post(
+        self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int, pool: Pool
+    ) -> list[Any]:
+        """Start moving messages; what is received anywhere is from `pool`.
+
+        Returns:
+            For each, receives first, what it is on and a `tcp.connection.Receive` or `Send`.
+        """
+
+    def finish(self, messages: Sequence[Any], limit: float, at: Callable[[int], None]) -> None:
+        """Move messages until all of these are through.
+
+        Args:
+            messages: what `post` returned.
+            limit: seconds after which to give up.
+            at: told the number of the message that is waited for.
+
+        Raises:
+            Lost: one will not come through, or the limit passed.
+        """
+
+    def release(self, messages: Sequence[Any]) -> None:
+        """Nobody looks any more at what came."""
+
+    def cut(self) -> None:
+        """End all waits, here and at the peers'; any thread may call it."""
+
+    def stop(self) -> None:
+        """Move nothing any more."""
+
+    def close(self) -> None:
+        """Let go of everything. What was sent still arrives. Twice is fine."""
+
+    def abandon(self) -> None:
+        """Let go in a forked child, so that an end in the parent is seen by the peers."""
+
+
+class ProcessWire(Wire):
+    """One rank's end of the wire that `process_group.connect` makes.
+
+    Tensors of every dtype and zero-byte messages travel as they are.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        engine: Engine,
+        part: Callable[..., Wire],
+    ) -> None:
+        """A wire over an engine; `part` makes that of some ranks: given rank, size, `name`."""
+        super().__init__(rank, size, timeout, host_name())
+        self._engine = engine
+        self._part: Callable[..., Wire] | None = part
+        self._subs = 0
+        self.closed = False
+        self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
+        self._detector: Detector | None = None
+        if size > 1:
+            call = functools.partial(_call_of, weakref.ref(self))
+            self._detector = Detector(rank, timeout, engine.side, engine.cut, call)
+        self.memory.segment = engine.segment
+        # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
+        self._leave = Finalize(self, _leave, (self._detector, engine), exitpriority=0)
+
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+        self._check()
+        exchange = _Exchange(self, sends, recvs)
+        try:
+            exchange.messages = self._engine.post(sends, recvs, channel, self.memory)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        return exchange
+
+    def sub(self, ranks: Sequence[int]) -> Wire | None:
+        self._check()
+        distinct = chosen(self, ranks)
+        self._subs += 1
+        if self.rank not in distinct:
+            return None
+        assert self._part is not None
+        name = f"sub{self._subs}:{','.join(map(str, distinct))}"
+        return self._part(distinct.index(self.rank), len(distinct), name=name)
+
+    def abort(self, reason: str) -> None:
+        verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
+        if self._detector is not None:
+            self._detector.settle(verdict)
+        elif not self.closed:
+            self._break(verdict.text, self.rank)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._part = None  # it holds the store, whose server ends when nobody does
+            self._leave()
+            super().close()
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        self._engine.abandon()
+        if self._detector is not None:
+            self._detector.abandon()
+
+    def _check(self) -> None:
+        """Raise what broke the wire, if anything did."""
+        if self.closed:
+            raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
+        if self._broken is None and self._detector is not None and self._detector.verdict:
+            verdict = self._detector.verdict
+            where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""
+            self._break(f"{verdict.text}{where}", verdict.culprit)
+        if self._broken is not None:
+            raise self._error() from None
+
+    def _wait(self, exchange: _Exchange) -> None:
+        detector = self._detector
+        assert detector is not None
+        detector.begin(exchange)
+        try:
+            self._engine.finish(exchange.messages, self.timeout + _BEYOND, exchange.reach)
+        except Lost as error:
+            self._fail(exchange, detector, str(error))
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        finally:
+            detector.end()
+
+    def _fail(self, exchange: _Exchange, detector: Detector, error: str) -> NoReturn:
+        """Raise why a wait failed, after the detector found out."""
+        seconds = time.monotonic() - detector.since
+        what = f"while rank {self.rank} {exchange.what()} for {seconds:.2f} s{self._where()}"
+        if self.closed:
+            raise WireError(f"rank {self.rank}: this wire was closed {what}", rank=self.rank)
+        verdict = detector.explain(exchange, error)
+        self._break(f"{verdict.text} {what}", verdict.culprit)
+        raise self._error() from None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Break the wire: a handler of a signal raised while messages were being moved."""
+        if self._detector is not None:
+            kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            self._detector.settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
+        # What was received is the caller's again: nothing more is written there. Whatever was in
+        # the middle of something when it was interrupted, that it was is what counts.
+        with contextlib.suppress(Exception):
+            self._engine.stop()
+
+    def _where(self) -> str:
+        """The call that runs, as errors spell it."""
+        calls, doing = self._call()
+        return f" in {doing} (call {calls})" if doing else ""
+
+    def _error(self) -> WireError:
+        """What broke the wire: the same text each time."""
+        text, culprit = self._broken or ("", None)
+        return WireError(text, rank=self.rank, culprit=culprit)
+
+    def _break(self, text: str, culprit: int | None) -> None:
+        self._broken = (f"rank {self.rank}: {text}; start the group again", culprit)
+        self._engine.stop()
+
+
+class _Exchange(Pending):
+    """Sends and receives under way; the receives come first."""
+
+    def __init__(self, wire: ProcessWire, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+        self._wire, self._sends, self._recvs = wire, sends, recvs
+        self._received: list[Tensor] | None = None
+        self._at = 0  # the message that is waited for
+        self.messages: list[Any] = []  # the engine's own, until nobody looks at them any more
+
+    def wait(self) -> list[Tensor]:
+        if self._received is None:
+            self._wire._check()
+            if not self.is_through():
+                self._wire._wait(self)
+            receives = self.messages[: len(self._recvs)]
+            self._received = [message.place() for _, message in receives]
+        return self._received
+
+    def arrived(self) -> list[bool]:
+        if self._received is not None:
+            return [True] * len(self._recvs)
+        return [message.done for _, message in self.messages[: len(self._recvs)]]
+
+    def is_through(self) -> bool:
+        return all(message.done for _, message in self.messages)
+
+    def reach(self, number: int) -> None:
+        """A message is waited for."""
+        self._at = number
+
+    def release(self) -> None:
+        messages, self.messages = self.messages, []
+        if messages:
+            self._wire._engine.release(messages)
+
+    def peer(self) -> int:
+        """The rank that is waited for."""
+        at = min(self._at, len(self._recvs) + len(self._sends) - 1)
+        return (*self._recvs, *self._sends)[at][0]
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+        peer = self.peer()
+        if self._at >= len(self._recvs):
+            message = self._sends[self._at - len(self._recvs)][1]
+            return f"was sending {message.nbytes} bytes to rank {peer}"
+        want = self._recvs[self._at][1]
+        most = f"up to {want}" if isinstance(want, int) else str(want.nbytes)
+        return f"awaited {most} bytes from rank {peer}"
+
+
+def _call_of(wire: weakref.ref[ProcessWire]) -> tuple[int, str]:
+    """The number and the name of the call that a wire is in."""
+    alive = wire()
+    return alive._call() if alive is not None else (0, "")
+
+
+def _leave(detector: Detector | None, engine: Engine) -> None:
+    """Say bye to all and let go of everything."""
+    if detector is not None:
+        detector.close()
+    engine.close()
