@@ -114,14 +114,14 @@ def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
 
 def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
     failures = [errno.EHOSTUNREACH, errno.ENETUNREACH]
-    once = Listener._connect_once
+    connect = socket.create_connection
 
-    def connect(self, endpoint, timeout):
+    def failing(*args):
         if failures:
             raise OSError(failures.pop(), "no route")
-        return once(self, endpoint, timeout)
+        return connect(*args)
 
-    monkeypatch.setattr(Listener, "_connect_once", connect)
+    monkeypatch.setattr(socket, "create_connection", failing)
     with ExitStack() as stack:
         made = joined(listeners[:2], time.monotonic() + 10.0, stack)
         assert not failures and [sorted(lanes["side"]) for lanes in made] == [[1], [0]]

@@ -307,7 +307,7 @@ def test_an_interrupted_caller_gives_up_its_turn_and_frees_the_peers():
         first = wire.worker.submit("first", gate.wait)
         thread = threading.Thread(target=caller)
         thread.start()
-        while wire.worker._tickets < 2:
+        while wire.worker.made < 2:
             time.sleep(0.001)
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         raise_in(ctypes.c_ulong(ident[0]), ctypes.py_object(KeyboardInterrupt))

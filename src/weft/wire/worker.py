@@ -15,9 +15,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .base import Wire
 
 T = TypeVar("T")
-
-_Futures = list["torch.futures.Future[Any]"]
 
 _GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
 _LAST = 5.0  # seconds to end in after its wire was aborted
@@ -44,6 +42,7 @@ class Worker:
 
     Attributes:
         calls: how many calls were started.
+        made: how many were made so far, those that wait for their turn included.
         doing: the name of the call that is running, "" between calls.
 
     Example:
@@ -59,24 +58,19 @@ class Worker:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self.calls, self.doing = 0, ""
+        self.calls, self.made, self.doing = 0, 0, ""
+        self._stopped = self._forked = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._turns = threading.Condition(self._lock)
-        self._tickets = 0  # drawn so far
-        self._serving = 0  # the ticket whose turn it is
-        self._left: set[int] = set()  # tickets whose callers were interrupted before their turn
+        self._line: deque[object] = deque()  # the calls in their order; the first has the wire
         self._owner: int | None = None  # the thread that runs a job
         self._several = False  # and that may make calls
-        self._queue: deque[_Queued] = deque()
-        self._thread: threading.Thread | None = None
-        self._announcer: threading.Thread | None = None
-        self._announcements: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stopped = self._forked = False
-
-    @property
-    def made(self) -> int:
-        """How many calls were made so far, those that wait for their turn included."""
-        return self._tickets
+        self._jobs = _Server(f"weft worker {self._wire.rank}")
+        # On the thread of jobs a callback that waits for another call would wait for itself.
+        self._callbacks = _Server(f"weft callbacks {self._wire.rank}")
 
     @without_transforms
     @without_modes
@@ -90,9 +84,16 @@ class Worker:
         if self._several and self._owner == threading.get_ident():
             return self._do(name, job)
         with self._lock:  # which takes less than the condition itself
-            ticket = self._draw(name)
-            self._wait_for(ticket)
-        return self._run(name, job)
+            turn = self._draw(name)
+            try:
+                while self._line[0] is not turn:
+                    self._turns.wait()
+            except BaseException as error:
+                self._line.remove(turn)
+                self._turns.notify_all()
+                self._wire.abort(_text(error))
+                raise
+        return self._run(turn, name, job)
 
     def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
@@ -110,21 +111,13 @@ class Worker:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def inside() -> T:
-            if inference:  # of which this thread knows nothing
-                with torch.inference_mode(), torch.set_grad_enabled(grad):
-                    return context.run(job)
-            with torch.set_grad_enabled(grad):
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        with self._turns:
-            self._queue.append(_Queued(self._draw(name), name, inside, several, work))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name=f"weft worker {self._wire.rank}", daemon=True
-                )
-                self._thread.start()
-                _running.add(self)
-            self._turns.notify_all()
+        with self._lock:
+            turn = self._draw(name)
+            self._jobs.put(functools.partial(self._serve, turn, name, inside, several, work._done))
+            _running.add(self)
         return work
 
     def stop(self) -> None:
@@ -132,21 +125,14 @@ class Worker:
 
         Close the wire first if they shall not be waited for: then they raise.
         """
-        with self._turns:
+        with self._lock:
             self._stopped = True
-            self._turns.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        with self._turns:
-            announcer, self._announcer = self._announcer, None
-        if announcer is not None:
-            self._announcements.put(None)
-            if announcer is not threading.current_thread():
-                announcer.join(self._wire.timeout)  # a user's callback may take any time
+        self._jobs.end()
+        self._callbacks.end(self._wire.timeout)  # a user's callback may take any time
         _running.discard(self)
 
-    def _draw(self, name: str) -> int:
-        """A ticket for the next call; with the lock held."""
+    def _draw(self, name: str) -> object:
+        """A place in the line for the next call; with the lock held."""
         rank = self._wire.rank
         if self._owner == threading.get_ident():
             raise WeftError(
@@ -155,36 +141,11 @@ class Worker:
             )
         if self._stopped:
             raise WeftError(f"rank {rank}: {name} was called after the wire was closed")
-        self._tickets += 1
-        return self._tickets - 1
+        self.made += 1
+        self._line.append(turn := object())
+        return turn
 
-    def _wait_for(self, ticket: int) -> None:
-        """Wait for a turn; with the lock held."""
-        try:
-            while self._serving != ticket:
-                self._turns.wait()
-        except BaseException as error:
-            self._abandon(ticket)
-            self._wire.abort(_text(error))
-            raise
-
-    def _abandon(self, ticket: int) -> None:
-        """Give up a turn that has not begun; with the lock held."""
-        if self._serving == ticket:
-            self._advance()
-        else:
-            self._left.add(ticket)
-
-    def _advance(self) -> None:
-        """Give the turn to the next call; with the lock held."""
-        self._serving += 1
-        while self._serving in self._left:
-            self._left.remove(self._serving)
-            self._serving += 1
-        if self._serving != self._tickets:
-            self._turns.notify_all()
-
-    def _run(self, name: str, job: Callable[[], T], several: bool = False) -> T:
+    def _run(self, turn: object, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job whose turn it is, and give the turn to the next."""
         try:
             self._owner = threading.get_ident()
@@ -192,7 +153,10 @@ class Worker:
         finally:
             with self._lock:
                 self._owner = None
-                self._advance()
+                if self._line and self._line[0] is turn:  # not in a child that the job forked
+                    self._line.popleft()
+                if self._line:
+                    self._turns.notify_all()
 
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn."""
@@ -209,80 +173,69 @@ class Worker:
         finally:
             self.doing, self._several = outer
 
-    def _serve(self) -> None:
-        """The worker's thread."""
-        while True:
-            with self._turns:
-                while not (self._queue or self._stopped):
-                    self._turns.wait()
-                if not self._queue:
-                    return
-                queued = self._queue.popleft()
-                while self._serving != queued.ticket:
-                    self._turns.wait()
-            work = queued.work
-            try:
-                futures = work._end(self._run(queued.name, queued.job, queued.several), None)
-            except BaseException as error:  # kept for whoever waits
-                futures = work._end(None, error)
-            if futures:
-                self._announce(functools.partial(work._complete, *futures))
-            del queued, work, futures  # what they hold is the caller's, not this idle thread's
-
-    def _announce(self, announcement: Callable[[], None]) -> None:
-        """Run what completes a Future, and so its callbacks, on a thread of their own.
-
-        On the worker's thread a callback that waits for another call would wait for itself.
-        """
-        with self._turns:
-            if self._announcer is None and not self._stopped:
-                self._announcer = threading.Thread(
-                    target=self._tell, name=f"weft callbacks {self._wire.rank}", daemon=True
-                )
-                self._announcer.start()
-            if self._announcer is not None:
-                self._announcements.put(announcement)
-                return
-        announcement()  # stopped, and nobody is left to do it
-
-    def _tell(self) -> None:
-        """The thread of callbacks."""
-        while (announcement := self._announcements.get()) is not None:
-            announcement()
+    def _serve(
+        self, turn: object, name: str, job: Callable[[], T], several: bool, done: Future[T]
+    ) -> None:
+        """On the thread of jobs: run one when its turn comes."""
+        with self._lock:
+            while self._line[0] is not turn:
+                self._turns.wait()
+        try:
+            value = self._run(turn, name, job, several)
+        except BaseException as error:  # kept for whoever waits
+            done.set_exception(error)
+        else:
+            done.set_result(value)
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread that would serve the calls under way."""
         self._forked = True
-        self._lock = threading.Lock()  # it may have been held
-        self._turns = threading.Condition(self._lock)
-        self._queue.clear()
-        self._left.clear()
-        self._serving, self._owner, self._thread = self._tickets, None, None
+        self._begin()  # the lock may have been held
 
     def _leave(self) -> None:
         """End the threads before the interpreter ends under them."""
-        with self._turns:
+        with self._lock:
             self._stopped = True
-            self._turns.notify_all()
-        if self._thread is not None:
-            self._thread.join(_GRACE)
-            if self._thread.is_alive():
-                self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
-                self._thread.join(_LAST)
-        self._announcements.put(None)
-        if self._announcer is not None:
-            self._announcer.join(_GRACE)
+        if not self._jobs.end(_GRACE):
+            self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
+            self._jobs.end(_LAST)
+        self._callbacks.end(_GRACE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """A call that waits for its turn."""
+class _Server:
+    """A daemon thread that does things in their order; there is none before the first."""
 
-    ticket: int
-    name: str
-    job: Callable[[], object]
-    several: bool
-    work: Work[Any]
+    def __init__(self, name: str) -> None:
+        self._name, self._ended = name, False
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, do: Callable[[], object]) -> None:
+        """Have something done, here if the thread has ended."""
+        with self._lock:
+            if not self._ended:
+                self._queue.put(do)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                return
+        do()
+
+    def _run(self) -> None:
+        while (do := self._queue.get()) is not None:
+            do()
+            del do  # what it holds is the caller's, not this idle thread's
+
+    def end(self, seconds: float | None = None) -> bool:
+        """End once all is done; whether that was within so many seconds."""
+        with self._lock:
+            self._ended, thread = True, self._thread
+        self._queue.put(None)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
 
 
 class Work(Generic[T]):
@@ -290,22 +243,18 @@ class Work(Generic[T]):
 
     def __init__(self, worker: Worker, name: str) -> None:
         self._worker, self._name = worker, name
-        self._lock = threading.Lock()
-        self._ended = False
-        self._waited: threading.Event | None = None  # for, which few calls are
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._futures: list[torch.futures.Future[T]] = []
+        self._done: Future[T] = Future()
 
     def __repr__(self) -> str:
         state = "under way"
         if self.is_completed():
-            state = "done" if self._error is None else f"failed: {_text(self._error)}"
+            error = self.exception()
+            state = "done" if error is None else f"failed: {_text(error)}"
         return f"<Work {self._name}: {state}>"
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended
+        return self._done.done()
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait until the call has ended and return its result.
@@ -331,11 +280,13 @@ class Work(Generic[T]):
                     f"rank {worker._wire.rank}: {self._name} was under way when this process was "
                     "forked: wait for it in the parent"
                 )
-            if not self._wait(seconds):
+            try:
+                self._done.exception(seconds)
+            except TimeoutError:
                 raise StillRunning(
                     f"rank {worker._wire.rank}: {self._name} is still under way after {seconds} s: "
                     "wait again, or longer"
-                )
+                ) from None
         return self.result()
 
     def result(self) -> T:
@@ -347,13 +298,11 @@ class Work(Generic[T]):
         """
         if not self.is_completed():
             raise WeftError(f"{self._name} is still under way: wait() for it first")
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._value)
+        return self._done.result()
 
     def exception(self) -> BaseException | None:
         """What the call raised, or None: it has not ended, or it ended well."""
-        return self._error if self.is_completed() else None
+        return self._done.exception() if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[T]:
         """A Future of the result, for C++ to read and to chain callbacks on.
@@ -365,37 +314,19 @@ class Work(Generic[T]):
         # A Future in which Python set an exception holds it as a value, and C++ that reads it as
         # a tensor crashes. The error of one made by then() is native.
         future: torch.futures.Future[T] = raw.then(lambda done: done.value())
-        with self._lock:
-            if not self.is_completed():
-                self._futures.append(raw)
-                return future
-        self._complete(raw)
+        callbacks = self._worker._callbacks
+        self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, done)))
         return future
 
-    def _wait(self, seconds: float | None) -> bool:
-        with self._lock:
-            if self._ended:
-                return True
-            self._waited = done = self._waited or threading.Event()
-        return done.wait(seconds)
 
-    def _end(self, value: T | None, error: BaseException | None) -> _Futures:
-        """Keep what came of it, for who waits; returns the Futures that are to be completed."""
-        with self._lock:
-            self._value, self._error, self._ended = value, error, True
-            if self._waited is not None:
-                self._waited.set()
-            futures, self._futures = self._futures, []
-        return futures
-
-    def _complete(self, *raw: torch.futures.Future[T]) -> None:
-        for future in raw:
-            if self._error is None:
-                future.set_result(cast(T, self._value))
-            else:
-                error = self._error  # of which torch takes no KeyboardInterrupt
-                known = error if isinstance(error, Exception) else RuntimeError(_text(error))
-                future.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
+def _complete(raw: torch.futures.Future[T], done: Future[T]) -> None:
+    """Give a Future of torch's what came of a call."""
+    error = done.exception()
+    if error is None:
+        raw.set_result(done.result())
+    else:  # torch takes no KeyboardInterrupt
+        known = error if isinstance(error, Exception) else RuntimeError(_text(error))
+        raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
 
 
 def _text(error: BaseException) -> str:
@@ -403,7 +334,7 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-_running: weakref.WeakSet[Worker] = weakref.WeakSet()
+_running: weakref.WeakSet[Worker] = weakref.WeakSet()  # those that may have threads
 
 
 @atexit.register

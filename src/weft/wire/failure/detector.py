@@ -13,6 +13,7 @@ wakes up once in that time and looks whether the wait under way, if any, began t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -85,7 +86,6 @@ class Detector:
         self._suspect: tuple[Wait, Verdict] | None = None  # a failed wait, and the likely reason
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
-        self._pardon = (self.since, 0.0)  # the wait that began then may last so much longer
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -174,10 +174,8 @@ class Detector:
 
     def _rouse(self) -> None:
         """Wake the thread up."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # it has enough to read as it is
             self._wake.send(b"\0")
-        except BlockingIOError:
-            return  # it has enough to read as it is
 
     def _send(self, peer: int, message: Mapping[str, object]) -> None:
         """Send without waiting; whoever cannot take a few bytes is not listening."""
@@ -206,12 +204,14 @@ class Detector:
         """Sleep until something comes in or falls due, and see to it."""
         due = self._due()
         events = self._selector.select(max(0.0, due - time.monotonic()))
-        late = time.monotonic() - due
-        if late > _LATE:
-            self._forgive()
+        if time.monotonic() - due > _LATE:  # this rank was paused, and perhaps all were
+            self._inquiry = None
+            if self.waiting is not None:  # that wait begins anew
+                self.since = time.monotonic()
         for key, _ in events:
             if key.data is None:
-                self._on_wake()
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(256)
             else:
                 self._on_readable(key.data)
         if self.verdict is None:
@@ -223,34 +223,19 @@ class Detector:
             return time.monotonic() + 3600.0
         if self._inquiry is not None:
             return self._inquiry.until
-        waiting, since = self.waiting, self.since
-        if waiting is None:  # one that begins from now on may last as long
-            return time.monotonic() + self.timeout
-        return since + self.timeout + self._pardoned(since)
-
-    def _pardoned(self, since: float) -> float:
-        began, seconds = self._pardon
-        return seconds if began == since else 0.0
-
-    def _forgive(self) -> None:
-        """This rank was paused, and perhaps all were: the wait under way begins anew."""
-        self._pardon = (self.since, time.monotonic() - self.since)
-        self._inquiry = None
+        # without a wait: one that begins from now on may last as long
+        return (time.monotonic() if self.waiting is None else self.since) + self.timeout
 
     def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
-        inquiry, waiting, since = self._inquiry, self.waiting, self.since
-        if self._suspect is not None:
-            waiting = self._suspect[0]
-        if inquiry is not None:
-            if inquiry.about is not waiting:
-                self._inquiry = None  # that wait is over: all is well
-            elif now >= inquiry.until:
-                self._inquiry = None
-                self._judge(inquiry)
-        elif waiting is not None and (
-            self._suspect is not None or now >= since + self.timeout + self._pardoned(since)
-        ):
+        inquiry, now = self._inquiry, time.monotonic()
+        late = self._suspect is not None or now >= self.since + self.timeout
+        waiting = self.waiting if self._suspect is None else self._suspect[0]
+        if inquiry is not None and inquiry.about is not waiting:
+            self._inquiry = None  # that wait is over: all is well
+        elif inquiry is not None and now >= inquiry.until:
+            self._inquiry = None
+            self._judge(inquiry)
+        elif inquiry is None and waiting is not None and late:
             self._ask(waiting)
 
     def _ask(self, about: Wait) -> None:
@@ -277,29 +262,20 @@ class Detector:
         told = last_error.since(since) if outside else ""
         return Place(calls, doing, awaits, time.monotonic() - since, told)
 
-    def _on_wake(self) -> None:
-        try:
-            self._woken.recv(256)
-        except BlockingIOError:
-            return
-
     def _on_readable(self, peer: int) -> None:
-        sock = self._mesh[peer]
+        lost = ""
         try:
-            data = sock.recv(_LONGEST)
+            data = self._mesh[peer].recv(_LONGEST)
         except BlockingIOError:
             return
         except OSError as error:
-            self._forget(peer)
-            if peer not in self.left:
+            data = b""
+            if error.errno in _LINK:
                 lost = f"the link between rank {self.rank} and rank {peer} is lost ({error})"
-                died = f"rank {peer} died"
-                self.settle(Verdict(peer, lost if error.errno in _LINK else died))
-            return
         if not data:
             self._forget(peer)
             if peer not in self.left:
-                self.settle(Verdict(peer, f"rank {peer} died"))
+                self.settle(Verdict(peer, lost or f"rank {peer} died"))
             return
         *lines, rest = (self._read[peer] + data).split(b"\n")
         self._read[peer] = rest[:_LONGEST]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from ...errors import WeftError
@@ -49,7 +50,6 @@ _WHO = struct.Struct("!II")  # rank, lane
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
 _SPARE = 128  # that the rest of the program may want, where the hard limit allows
-_UNKNOWN = 32  # open ones, where nobody says
 
 _log = logging.getLogger("weft")
 
@@ -138,17 +138,12 @@ class Listener:
         Raises:
             OSError: the address is not this machine's.
         """
+        name: Any
         family, *_, name = socket.getaddrinfo(
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
-        self._scope: tuple[Any, ...] = name[2:]  # of IPv6: an interface of this machine
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._sock.bind(name)
-            self._sock.listen(backlog)
-        except BaseException:
-            self._sock.close()
-            raise
+        self._scope = f"%{name[3]}" if name[3:] and name[3] else ""  # of IPv6: an interface here
+        self._sock = socket.create_server(name, family=family, backlog=backlog)
         port = self._sock.getsockname()[1]
         self.endpoint = Endpoint(address.partition("%")[0], port, os.urandom(_TOKEN), host)
 
@@ -205,30 +200,16 @@ class Listener:
         return {name: {peer: made[peer, lane] for peer in peers} for lane, name in by_lane}
 
     def _connect(self, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
+        where = endpoint.address + (self._scope if ":" in endpoint.address else "")
         while True:
             try:
-                return self._connect_once(endpoint, _remaining(deadline))
+                return socket.create_connection((where, endpoint.port), _remaining(deadline))
             except OSError as error:
                 if error.errno not in _PASSING:
                     why = error.strerror or str(error)
-                    where = f"{endpoint.address} port {endpoint.port}"
-                    raise AbsentError([peer], f"cannot be reached at {where} ({why})") from error
+                    what = f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
+                    raise AbsentError([peer], what) from error
                 time.sleep(_AGAIN)
-
-    def _connect_once(self, endpoint: Endpoint, timeout: float) -> socket.socket:
-        family, *_, name = socket.getaddrinfo(
-            endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        if family == socket.AF_INET6 and self._scope:
-            name = (*name[:2], *self._scope)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout)
-            sock.connect(name)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def _accept(
         self,
@@ -338,7 +319,7 @@ def make_room(connections: int) -> str | None:
     if resource is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = _opened()
+    opened = psutil.Process().num_fds()
     needed = opened + connections + _OWN
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return None
@@ -359,13 +340,3 @@ def make_room(connections: int) -> str | None:
         )
     _log.info("the limit of open files is %d now, it was %d", allowed, soft)
     return None
-
-
-def _opened() -> int:
-    """Files that this process has open."""
-    for listing in ("/proc/self/fd", "/dev/fd"):
-        try:
-            return len(os.listdir(listing))
-        except OSError:
-            continue
-    return _UNKNOWN
