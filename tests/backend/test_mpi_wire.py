@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
 import subprocess
 import sys
 import time
@@ -98,16 +95,16 @@ def test_the_end_does_not_wait_for_a_rank_that_died(monkeypatch, broken):
     monkeypatch.setattr(mpi.time, "sleep", lambda s: clock.append(clock.pop() + s + 1e-3))
     request = types.SimpleNamespace(Test=lambda: clock[0] > 50.0)
     library = types.SimpleNamespace(
+        TAG_UB=0,
         Is_finalized=lambda: False,
         COMM_WORLD=types.SimpleNamespace(Ibarrier=lambda: request),
         Finalize=lambda: done.append(clock[0]),
     )
-    world = mpi.World(library, None, 0, 2, itertools.count(), 99, os.getpid())
-    monkeypatch.setattr(mpi, "_world", world)
-    monkeypatch.setattr(mpi, "_patience", math.inf)  # to be as it was afterwards
+    comm = types.SimpleNamespace(rank=0, size=1, Get_attr=lambda key: 99)
+    world = mpi.World(library, comm)
     if broken:
-        mpi.MpiLinks(None, 0, 1, 20.0).cut()
-    mpi._finalize()
+        mpi._MpiLinks(mpi._Messages(world, 0, []), 0, 1, 20.0).cut()
+    world.end()
     assert bool(done) != broken
     assert (20.0 if broken else 50.0) < clock[0] < 60.0
 

@@ -12,15 +12,14 @@ Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 1
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -38,7 +37,9 @@ _LONG_NAP = 5e-3  # seconds of the longest sleep of a wait that has lasted for s
 _TEXT = 4096  # bytes of what `World.broadcast` carries
 
 
-@dataclass(frozen=True, slots=True)
+_turn = threading.RLock()  # of whoever calls MPI: its thread level may be only SERIALIZED
+
+
 class World:
     """MPI, started in this process.
 
@@ -49,15 +50,18 @@ class World:
         contexts: numbers for the wires of this rank, of which each has two.
         limit: the first number that does not fit into a tag.
         process: the one that MPI was started in.
+        patience: seconds that the end of MPI waits for all ranks.
     """
 
-    mpi: Any
-    comm: Any
-    rank: int
-    size: int
-    contexts: itertools.count[int]
-    limit: int
-    process: int
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self.mpi, self.comm = mpi, comm
+        self.rank, self.size = comm.rank, comm.size
+        self.contexts = itertools.count(0, 2)
+        self.limit = 1 + (comm.Get_attr(mpi.TAG_UB) or 32767)  # what the standard promises
+        self.process, self.patience = os.getpid(), math.inf
+        self._posted: list[_Request] = []
+        self._stir = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def broadcast(self, text: str, timeout: float) -> str:
         """What rank 0 says, on every rank; collective.
@@ -71,10 +75,72 @@ class World:
         _await(request, timeout, self.rank, "rank 0 did not say where the ranks meet")
         return bytes(buffer).decode().strip()
 
+    def post(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> _Request:
+        """Begin to send a tensor or to receive it."""
+        buffer = [tensor.numpy(), self.mpi.BYTE]
+        with _turn:
+            posted = _Request(begin(buffer, peer, tag), buffer)
+            self._posted.append(posted)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="weft mpi", daemon=True)
+                self._thread.start()
+        self._stir.set()
+        return posted
 
-_turn = threading.RLock()  # of whoever calls MPI: its thread level may be only SERIALIZED
+    def _look(self) -> None:
+        """The thread that looks what is through: MPI moves messages while somebody calls it."""
+        naps = _naps()
+        while not self.mpi.Is_finalized():
+            moved = self._complete()
+            if moved or self._stir.is_set():
+                naps = _naps()
+            self._stir.clear()
+            self._stir.wait(next(naps) if self._posted else None)
+
+    def _complete(self) -> bool:
+        """Complete what is through since the last look; whether anything is."""
+        error = None
+        with _turn:
+            try:
+                found = self.mpi.Request.Testsome([each.request for each in self._posted]) or ()
+            except Exception as wrong:  # mpi4py's, of whatever went wrong in MPI
+                found, error = range(len(self._posted)), wrong
+            through = [self._posted[at] for at in found]
+            self._posted = [each for each in self._posted if each not in through]
+        for each in through:
+            if error is None:
+                each.set_result(None)
+            else:
+                each.set_exception(error)
+        return bool(through)
+
+    def end(self) -> None:
+        """End MPI with the process. MPI waits for all ranks; weft does it first, asleep."""
+        if not self.mpi.Is_finalized():
+            with _turn:
+                request = self.mpi.COMM_WORLD.Ibarrier()
+            if _came(request, self.patience):  # a rank that died does not, and MPI would wait
+                with _turn:
+                    self.mpi.Finalize()
+
+
+class _Request(Future[None]):
+    """A message under way, with the `wait` of a torch Work."""
+
+    def __init__(self, request: Any, buffer: Any) -> None:
+        super().__init__()
+        self.request, self._buffer = request, buffer  # MPI knows of that as long as it is under way
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it is through.
+
+        Raises:
+            RuntimeError: from MPI.
+        """
+        self.result(timeout.total_seconds())
+
+
 _world: World | None = None
-_patience = math.inf  # seconds that the end of MPI waits for all ranks
 
 
 def start(timeout: float) -> World:
@@ -98,7 +164,7 @@ def start(timeout: float) -> World:
         mpi = load()
         if not mpi.Is_initialized():
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            Finalize(None, _finalize, exitpriority=-1)  # after the wires
+            Finalize(None, _end, exitpriority=-1)  # after the wires
         if mpi.Is_finalized():
             raise WeftError("MPI has ended in this process and cannot start again: start it anew")
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
@@ -109,8 +175,7 @@ def start(timeout: float) -> World:
         comm, request = mpi.COMM_WORLD.Idup()
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
-    top = comm.Get_attr(mpi.TAG_UB) or 32767  # what the standard promises
-    _world = World(mpi, comm, rank, size, itertools.count(0, 2), top + 1, os.getpid())
+    _world = World(mpi, comm)
     return _world
 
 
@@ -135,28 +200,22 @@ def load() -> Any:
         ) from error
 
 
-def _finalize() -> None:
-    """End MPI with the process. MPI waits for all ranks; weft does it first, asleep."""
-    world = _world
-    if world is None or world.mpi.Is_finalized():
-        return
-    with _turn:
-        request = world.mpi.COMM_WORLD.Ibarrier()
-    if _came(request, _patience):  # a rank that died does not, and MPI would wait for it
-        with _turn:
-            world.mpi.Finalize()
+def _end() -> None:
+    if _world is not None:
+        _world.end()
 
 
 def _came(request: Any, patience: float) -> bool:
     """Whether a request is through within so many seconds, which are slept away."""
-    until, nap = time.monotonic() + patience, _Nap()
-    while True:
+    until = time.monotonic() + patience
+    for nap in _naps():
         with _turn:
             if request.Test():
                 return True
         if time.monotonic() > until:
-            return False
-        time.sleep(nap.seconds())
+            break
+        time.sleep(nap)
+    return False
 
 
 def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
@@ -167,131 +226,48 @@ def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
         )
 
 
-class _Nap:
+def _naps() -> Iterator[float]:
     """The pauses of one wait: yields, then sleeps in proportion to how long it has lasted.
 
     Short ones first, since messages move only while somebody looks; a wait for a rank that is late
     by seconds costs next to nothing.
     """
-
-    def __init__(self) -> None:
-        self._looks = 0
-        self._began = time.monotonic()
-
-    def seconds(self) -> float:
-        """How long the next one is."""
-        self._looks += 1
-        if self._looks <= _YIELDS:
-            return 0.0
-        waited = time.monotonic() - self._began
-        return min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP)
-
-
-class _Request:
-    """A message under way, with the `wait` of a torch Work."""
-
-    def __init__(self, request: Any, buffer: Any) -> None:
-        self.request, self._buffer = request, buffer  # MPI knows of that as long as it is under way
-        self.through = threading.Event()
-        self.error: Exception | None = None
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait until it is through.
-
-        Raises:
-            RuntimeError: from MPI.
-        """
-        self.through.wait(timeout.total_seconds())
-        if self.error is not None:
-            raise RuntimeError(str(self.error)) from self.error
-
-
-class _Looker:
-    """The thread that looks what is through: MPI moves messages only while somebody calls it."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._posted: list[_Request] = []
-        self._stir = threading.Event()
-        threading.Thread(target=self._look, name="weft mpi", daemon=True).start()
-
-    def post(self, begin: Callable[[], Any], buffer: Any) -> _Request:
-        """Begin a message."""
-        with _turn:
-            posted = _Request(begin(), buffer)
-            self._posted.append(posted)
-        self._stir.set()
-        return posted
-
-    def _look(self) -> None:
-        nap = _Nap()
-        while not self._world.mpi.Is_finalized():
-            with _turn:
-                through = self._through()
-            if through or self._stir.is_set():
-                nap = _Nap()
-            self._stir.clear()
-            for each in through:
-                each.through.set()
-            del through
-            self._stir.wait(nap.seconds() if self._posted else None)
-
-    def _through(self) -> list[_Request]:
-        """What is through since the last look; with the turn."""
-        try:
-            found = self._world.mpi.Request.Testsome([each.request for each in self._posted]) or ()
-        except Exception as error:  # mpi4py's, of whatever went wrong in MPI
-            found = range(len(self._posted))
-            for each in self._posted:
-                each.error = error
-        through = [self._posted[at] for at in found]
-        self._posted = [each for each in self._posted if each not in through]
-        return through
+    began = time.monotonic()
+    yield from itertools.repeat(0.0, _YIELDS)
+    while True:
+        waited = time.monotonic() - began
+        yield min(max(waited / 8, _NAP[0]), _NAP[1] + waited / 400, _LONG_NAP)
 
 
 class _Messages:
-    """The `send` and `recv` of a process group, through MPI."""
+    """The `send` and `recv` of a process group, of one uint8 tensor with a tag of 0 or 1."""
 
     def __init__(self, world: World, context: int, peers: Sequence[Sequence[int]]) -> None:
         """`peers`: of each its rank in the world, and its context."""
         self._world, self._context, self._peers = world, context, peers
-        self._looker = _looker(world.process)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
-        """As a ProcessGroup's, of one uint8 tensor, with a tag of 0 or 1."""
         target, context = self._peers[peer]
-        comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
-        return self._looker.post(lambda: comm.Isend(buffer, target, context + tag), buffer)
+        return self._world.post(self._world.comm.Isend, tensors[0], target, context + tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Request:
-        """As a ProcessGroup's, of one uint8 tensor."""
         source, _ = self._peers[peer]
-        comm, buffer = self._world.comm, [tensors[0].numpy(), self._world.mpi.BYTE]
-        return self._looker.post(lambda: comm.Irecv(buffer, source, self._context + tag), buffer)
+        return self._world.post(self._world.comm.Irecv, tensors[0], source, self._context + tag)
 
 
-@functools.cache
-def _looker(process: int) -> _Looker:
-    """The one thread of a process."""
-    assert _world is not None and process == os.getpid()
-    return _Looker(_world)
-
-
-class MpiLinks(Links):
+class _MpiLinks(Links):
     """What joins one rank to all others through MPI."""
 
     def __init__(self, group: _Messages, rank: int, size: int, timeout: float) -> None:
         super().__init__(group, rank, size)
-        self._timeout = timeout
+        self._world, self._timeout = group._world, timeout
 
     def cut(self) -> None:
-        """End all waits; that of the end of MPI, too, has a deadline from now on."""
-        global _patience
         super().cut()
-        _patience = self._timeout
+        self._world.patience = self._timeout  # not all ranks may come to the end of MPI any more
 
 
-def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiLinks:
+def join(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
     """Join the ranks that meet at a store; collective. For `process_group.connect`.
 
     Raises:
@@ -314,4 +290,4 @@ def join(store: dist.Store, rank: int, size: int, timeout: float) -> MpiLinks:
             f"the {size} ranks have the numbers {numbers} in MPI, which does not see that they "
             "belong together: start them with the mpirun of the MPI that mpi4py finds"
         )
-    return MpiLinks(_Messages(world, context, places), rank, size, timeout)
+    return _MpiLinks(_Messages(world, context, places), rank, size, timeout)
