@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from . import kernels
 from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reduce_dense
+from .comm.gradients import without_rows
 from .comm.opening import opened
 from .errors import WeftError
 from .sparse import Record, last_call
@@ -62,16 +63,15 @@ class State:
             wire_dtype: the dtype in which gradients of wider floating-point dtypes travel, dense
                 and sparse, or None for their own; the same on every rank, which is compared once.
         """
-        self._group = None if isinstance(group, Wire) else group
+        self._group = group
+        self._wire: Wire | None = None
         self.algorithm = algorithm
         self._wire_dtype = wire_dtype
         self.calls: deque[Record] = deque(maxlen=_KEPT)
-        self._wire = group if isinstance(group, Wire) else None
         self._backward: int | None = None  # which one is running
         self._pending: list[Work[Any] | Exception] = []  # its calls
-        self._tables: list[_Table] = []  # sparse gradients that wait for the next bucket
+        self._tables = _Tables()  # that wait for the next bucket
         self._bucket = -1  # the last bucket's number in this backward
-        self._agreed = False  # with all ranks, on what dense gradients travel in
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -87,12 +87,12 @@ class State:
         """
         if self._wire is None:
             kernels.prepare()
-            self._wire = process_group.of_group(self._group)
-        if not self._agreed:
+            group = self._group
+            wire = group if isinstance(group, Wire) else process_group.of_group(group)
             # dense buckets are not compared one by one
             fields = {"wire_dtype": str(self._wire_dtype)}
-            _tell(self._wire, fields, wrong_wire_dtype(self._wire_dtype))
-            self._agreed = True
+            _tell(wire, fields, wrong_wire_dtype(self._wire_dtype))
+            self._wire = wire
         return self._wire
 
 
@@ -169,7 +169,7 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
         future = _future(state, gradient, _may_wait(state, bucket))
     except Exception as error:  # raised later, by _raise_error, when that does no harm
         state._pending.append(error)
-        _give_up(state._tables)
+        state._tables = state._tables.given_up()
         future = Future()
         future.set_result(gradient)
         return future
@@ -185,22 +185,36 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return future.then(outcome)
 
 
-@dataclasses.dataclass
-class _Table:
-    """A sparse gradient that is to be reduced.
+class _Tables:
+    """Sparse gradients that one call is going to reduce.
 
     Attributes:
-        gradient: what is reduced in place.
-        staged: the same, on the CPU.
+        given: in place of what they are reduced, and the same on the CPU.
         ended: completed when `work` has ended, or could not be started. The work itself is not for
             a Future: that looks for tensors in all that it is given.
         work: the call.
     """
 
-    gradient: Tensor
-    staged: Tensor
-    ended: Future[None] = dataclasses.field(default_factory=Future)
-    work: Work[None] | None = None
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, Tensor]] = []
+        self.ended: Future[None] = Future()
+        self.work: Work[None] | None = None
+
+    def add(self, gradient: Tensor, staged: Tensor) -> Future[Tensor]:
+        """Take one more; what it will be."""
+        self.given.append((gradient, staged))
+
+        def result(_: object) -> Tensor:
+            if self.work is not None:
+                self.work.wait()
+            return gradient
+
+        return self.ended.then(result)
+
+    def given_up(self) -> "_Tables":
+        """They are not reduced, since something was wrong; what takes the next ones."""
+        self.ended.set_result(None)
+        return _Tables()
 
 
 def _may_wait(state: State, bucket: dist.GradBucket) -> bool:
@@ -227,15 +241,7 @@ def _future(state: State, gradient: Tensor, may_wait: bool) -> Future[Tensor]:
         work = _reduce_dense(state, gradient, staged)
         state._pending.append(work)
         return work.get_future()
-    table = _Table(gradient, staged)
-    state._tables.append(table)
-
-    def result(_: object) -> Tensor:
-        if table.work is not None:
-            table.work.wait()
-        return gradient
-
-    future = table.ended.then(result)
+    future = state._tables.add(gradient, staged)
     if not may_wait:
         _reduce_tables(state)
     return future
@@ -243,46 +249,34 @@ def _future(state: State, gradient: Tensor, may_wait: bool) -> Future[Tensor]:
 
 def _reduce_tables(state: State) -> None:
     """Queue the reduction of the tables that wait."""
-    tables, state._tables = state._tables, []
-    if not tables:
+    tables = state._tables
+    if not tables.given:
         return
-    try:
-        work = _start(state, tables)
-    except Exception:
-        _give_up(tables)
-        raise
+    work = _start(state, tables.given)
+    state._tables = _Tables()
     state._pending.append(work)
 
     def ended(_: object) -> None:
-        for table in tables:
-            table.work = work
-            table.ended.set_result(None)
+        tables.work = work
+        tables.ended.set_result(None)
 
     work.get_future().then(ended)
 
 
-def _give_up(tables: list[_Table]) -> None:
-    """These are not reduced, since something was wrong."""
-    while tables:
-        tables.pop().ended.set_result(None)
-
-
-def _start(state: State, tables: list[_Table]) -> Work[None]:
+def _start(state: State, tables: list[tuple[Tensor, Tensor]]) -> Work[None]:
     wire = state.wire
-    given, like = [table.staged for table in tables], (state.algorithm, state.wire_dtype)
+    given, like = [staged for _, staged in tables], (state.algorithm, state.wire_dtype)
 
     def job() -> None:
-        if len(given) == 1:
-            results = [job_of(wire, given[0], "avg", *like)()]
-        else:
-            results = job_of(wire, given, "avg", *like)()
+        alone = len(given) == 1
+        done = job_of(wire, given[0] if alone else given, "avg", *like)()
         record = last_call(wire)
         if record is not None:
             state.calls.append(record)
-        for table, result in zip(tables, results, strict=True):
+        for (gradient, _), result in zip(tables, [done] if alone else done, strict=True):
             # DistributedDataParallel copies what it is given into the gradient, unless it is the
             # gradient: so let that have the memory of the result.
-            table.gradient.data = result.to(table.gradient.device)
+            gradient.data = result.to(gradient.device)
 
     return wire.worker.submit("ddp sparse bucket", job)
 
@@ -291,19 +285,19 @@ def _reduce_dense(state: State, gradient: Tensor, staged: Tensor) -> Work[Tensor
     """Queue the reduction of a dense bucket."""
     wire = state.wire
 
-    def dense() -> Tensor:
+    def job() -> Tensor:
         with record_function("weft::ddp_dense"):
             reduce_dense(wire, [staged], "avg", state.wire_dtype)
         return gradient if staged is gradient else gradient.copy_(staged)
 
-    return wire.worker.submit("ddp dense bucket", dense)
+    return wire.worker.submit("ddp dense bucket", job)
 
 
 def _watch_for_errors(state: State, backward: int) -> None:
     """At the first bucket of a backward, see to it that errors are raised at its end."""
-    if backward == state._backward and (state._pending or state._tables):
+    if backward == state._backward and (state._pending or state._tables.given):
         return
-    state._backward, state._pending, state._tables, state._bucket = backward, [], [], -1
+    state._backward, state._pending, state._tables, state._bucket = backward, [], _Tables(), -1
     # twice, to come after the callback in which DistributedDataParallel finishes the gradients
     at_end_of_backward(lambda: at_end_of_backward(functools.partial(_raise_error, state)))
 
@@ -360,13 +354,7 @@ def _fill_in(table: weakref.ref[Tensor], gradient: Tensor | None) -> None:
     """Runs before a gradient is accumulated: where there is none, let there be an empty one."""
     weight = table()
     if gradient is None and weight is not None and weight.grad is None:
-        weight.grad = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64, device=weight.device),
-            weight.new_empty((0, *weight.shape[1:])),
-            weight.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+        weight.grad = without_rows(weight)
 
 
 def _depend_on(tables: list[Tensor], module: nn.Module, args: object, output: Any) -> Any:

@@ -149,7 +149,8 @@ class _Reduction(Linear):
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self.number = said.number
             if eager:
-                dense.reduce([each.view(given.dtype) for each in said.own], self.op, place)
+                heard = [torch.frombuffer(each, dtype=given.dtype) for each in said.own if each]
+                dense.reduce(heard, self.op, place)
         if not eager:
             place.copy_(given)
             wire.dense_all_reduce(place, self.op).wait()

@@ -9,13 +9,13 @@ and else combined bit by bit, by "or".
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,8 +61,8 @@ class Opening:
         records: whether some rank records gradients, so that all take part in backward.
         limit: the smallest of the limits.
         equal: whether all digests are.
-        own: what each rank stated of its own, in rank order, as bytes, 1-D; where statements are
-            not direct, one for all, combined. Valid inside of `opened`.
+        own: what each rank stated of its own, in rank order; where statements are not direct, one
+            for all, combined. Valid inside of `opened`.
         private: what each rank said to this one alone, its own not included; as `own`.
     """
 
@@ -70,13 +70,14 @@ class Opening:
     records: bool
     limit: int
     equal: bool
-    own: list[Tensor]
+    own: list[memoryview]
     private: list[memoryview]
 
     @property
     def mask(self) -> list[int]:
         """The bits of what all stated of their own, which must have one length."""
-        return cast(list[int], functools.reduce(torch.bitwise_or, self.own).tolist())
+        said = [np.frombuffer(each, np.uint8) for each in self.own]
+        return cast(list[int], np.bitwise_or.reduce(said).tolist())
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def opened(
             recorder != _NOBODY,
             least,
             lowest == ~highest,
-            [each[_SAID.size :] for each in agreement.bodies],
+            [each[_SAID.size :] for each in agreement.said],
             agreement.private,
         )
     finally:
@@ -143,9 +144,6 @@ def opened(
 
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
     size = min(len(lower), len(upper))  # bits of different lengths mean nothing
-    numbers, bits = (
-        [each[: _SAID.size].view(torch.int64) for each in (lower, upper)],
-        [each[_SAID.size : size] for each in (lower, upper)],
-    )
-    least = torch.minimum(*numbers).view(torch.uint8)
-    return torch.cat([least, torch.bitwise_or(*bits)])
+    numbers = (each[: _SAID.size].view(torch.int64) for each in (lower, upper))
+    bits = (each[_SAID.size : size] for each in (lower, upper))
+    return torch.cat([torch.minimum(*numbers).view(torch.uint8), torch.bitwise_or(*bits)])
