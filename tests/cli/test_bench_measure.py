@@ -205,7 +205,6 @@ def unchanged(case: Case) -> bool:
         right = answer(case, dist.get_world_size(), 0)
         for name in ("weft:auto", *PEERS):
             one = contender(name, case, *own)
-            assert not isinstance(one, str)
             for _ in range(2):
                 assert fault(parts(one.call(one.prepare())), right) is None
         return torch.equal(own[0], before[0]) and torch.equal(own[1], before[1])
@@ -223,7 +222,6 @@ def uneven(case: Case) -> str | None:
         rank = dist.get_rank()
         own = torch.arange(rank), torch.full((rank, 5), float(rank + 1))
         horovod = contender("horovod", case, *own)
-        assert not isinstance(horovod, str)
         got = parts(horovod.call(horovod.prepare()))
         dense = torch.zeros(3, 5)
         for other in range(dist.get_world_size()):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from weft.cli.bench.cases import CASES
-from weft.cli.bench.results import Row, Shown, compare, head_lines, summary
+from weft.cli.bench.results import Row, Shown, compared, head_lines, summary
 from weft.sparse import Load
 
 HEAD = {"weft": "0", "torch": "2", "python": "3", "kernels": "numba 1", "ranks": 4, "hosts": 1}
@@ -24,13 +24,12 @@ def rows() -> list[Row]:
     records = [SimpleNamespace(algorithm="gather", sent_bytes=s, messages=6) for s in (50e6, 52e6)]
     ok = ("ok", "")
     found = [
-        summary(CASE, LOAD, "weft:auto", ok, [0.1, 0.2, 0.4], records, 1e9),
-        summary(CASE, LOAD, "torch", ok, [0.5, 0.6, 0.7], [], 1e9),
-        summary(CASE, LOAD, "horovod", ("wrong", "one bit"), [], [], 1e9),
-        summary(CASE, LOAD, "dense", ("refused", "too large"), [], [], 1e9),
+        summary(CASE, LOAD, 1e9, "weft:auto", ok, [0.1, 0.2, 0.4], records),
+        summary(CASE, LOAD, 1e9, "torch", ok, [0.5, 0.6, 0.7], []),
+        summary(CASE, LOAD, 1e9, "horovod", ("wrong", "one bit"), [], []),
+        summary(CASE, LOAD, 1e9, "dense", ("refused", "too large"), [], []),
     ]
-    compare(found)
-    return found
+    return list(compared(found))
 
 
 def shown(link: bool = True, file: Path | None = None, **console: bool | int | None) -> list[str]:
@@ -56,7 +55,7 @@ def test_figures_of_a_row() -> None:
 
 def test_no_bound_and_no_link_give_no_ratio() -> None:
     alone = Load(1, 5, 5, 5, 5, 9, 256, 256, 4)
-    row = summary(CASE, alone, "weft:auto", ("ok", ""), [0.1], [], None)
+    row = summary(CASE, alone, None, "weft:auto", ("ok", ""), [0.1], [])
     assert row["bytes_ratio"] is None and row["time_ratio"] is None
     assert row["quartiles"] == [0.1, 0.1]
 

@@ -31,8 +31,8 @@ import gc
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
@@ -42,32 +42,40 @@ from torch import Tensor
 import weft
 from weft.wire.base import Wire
 
-from ..show import versions
+from ..show import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
-from .results import OWN, Found, compare, summary
+from .results import OWN, Found, Status, compared, summary
 
 DENSE_LIMIT = 64 << 20
 """Bytes of a table up to which the dense way is worth trying."""
 
 
-Status = tuple[str, str]
-"""What became of a contender: "ok", "refused" or "wrong", and why."""
-
 _OK: Status = ("ok", "")
 
 
-class Contender(NamedTuple):
-    """One way to do the job.
+@dataclass(slots=True)
+class Contender:
+    """One way to do the job, and how it fared on this rank.
 
     Attributes:
         name: `weft:` and the algorithm asked for, or the peer's.
         prepare: brings the rows into the form that `call` takes; before every call, not timed.
         call: does it.
+        status: "ok", "refused" or "wrong", and why; the same on every rank.
+        digest: of the first result.
+        changed: the last result is not the first.
+        seconds: of each iteration.
+        record: what weft noted of the last call; None for a peer.
     """
 
     name: str
     prepare: Callable[[], Any]
     call: Callable[[Any], weft.Rows | Tensor]
+    status: Status = _OK
+    digest: str = ""
+    changed: bool = False
+    seconds: list[float] = field(default_factory=list)
+    record: Any = None
 
     @property
     def own(self) -> bool:
@@ -75,8 +83,8 @@ class Contender(NamedTuple):
         return self.name.startswith(OWN)
 
 
-def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender | str:
-    """Who has that name, or why it cannot take part in this case."""
+def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contender:
+    """Who has that name; refused, where it cannot take part in this case."""
 
     def by_weft(rows: weft.Rows) -> weft.Rows:
         algorithm = name.removeprefix(OWN)
@@ -95,12 +103,13 @@ def contender(name: str, case: Case, indices: Tensor, values: Tensor) -> Contend
     if name not in PEERS:
         rows = weft.Rows(indices, values, case.height)
         return Contender(name, lambda: rows, by_weft)
+    one, nbytes = Contender(name, coo, by_peer), case.height * case.row_bytes
     if case.op not in ("sum", "avg"):
-        return f"{name} has no {case.op} of sparse tensors"
-    nbytes = case.height * case.row_bytes
-    if name == "dense" and nbytes > DENSE_LIMIT:
-        return f"the table has {nbytes / 2**20:.0f} MiB, dense takes up to {DENSE_LIMIT >> 20}"
-    return Contender(name, coo, by_peer)
+        one.status = "refused", f"{name} has no {case.op} of sparse tensors"
+    elif name == "dense" and nbytes > DENSE_LIMIT:
+        why = f"the table has {mib(nbytes)}, dense takes up to {mib(DENSE_LIMIT)}"
+        one.status = "refused", why
+    return one
 
 
 def _torch(coo: Tensor) -> Tensor:
@@ -229,92 +238,70 @@ def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> bool:
 
     doing("making the data")
     own = indices(case, rank, job.seed), values(case, rank, job.seed)
-    asked = [*(OWN + name for name in job.algorithms), *job.peers]
+    names = *(OWN + name for name in job.algorithms), *job.peers
+    contenders = [contender(name, case, *own) for name in names]
 
     doing("checking the results")
     # where rounding enters, ranks may differ, so that everyone must look for itself
     looks = job.checked and (rank == 0 or case.rounds)
     right = answer(case, ranks, job.seed) if looks else None
-    starters, digests = [], {}
-    status: dict[str, Status] = {}
-    for name in asked:
-        one = contender(name, case, *own)
-        if isinstance(one, str):
-            status[name] = "refused", one
-            continue
-        status[name], digests[name] = _try(job, case, one, right)
-        if status[name] == _OK:
-            starters.append(one)
+    for one in contenders:
+        if one.status == _OK:
+            _try(one, job, case, right)
     del right
 
-    seen = [_times(job, starters, digests, doing)] * ranks
-    dist.all_gather_object(seen, seen[rank])
-    for one in starters:
-        if any(one.name in times.changed for times in seen):
+    starters = [one for one in contenders if one.status == _OK]
+    _time(starters, job, doing)
+    mine = {one.name: (one.seconds, one.record, one.changed) for one in starters}
+    everybody = [mine] * ranks
+    dist.all_gather_object(everybody, mine)
+    rows = []
+    for one in contenders:
+        seen = [of_rank[one.name] for of_rank in everybody if one.name in of_rank]
+        if any(changed for _, _, changed in seen):
             why = "the result of the last iteration differs from that of the first"
-            status[one.name] = "wrong", why
+            one.status, seen = ("wrong", why), []
+        seconds = [max(each) for each in zip(*(times for times, _, _ in seen), strict=True)]
+        records = [record for _, record, _ in seen if record is not None]
+        rows.append((one.name, one.status, seconds, records))
     if rank == 0:
         load = sizes(case, ranks, job.seed)
-        rows = []
-        for name in asked:
-            timed = seen if status[name] == _OK else []
-            seconds = [max(each) for each in zip(*(t.seconds[name] for t in timed), strict=True)]
-            records = [t.records[name] for t in timed if name in t.records]
-            rows.append(summary(case, load, name, status[name], seconds, records, job.link))
-        compare(rows)
-        for row in rows:
+        for row in compared([summary(case, load, job.link, *row) for row in rows]):
             speak(("row", row))
-    return all(what != "wrong" for what, _ in status.values())
+    return all(one.status[0] != "wrong" for one in contenders)
 
 
-def _try(job: Job, case: Case, one: Contender, right: Answer | None) -> tuple[Status, str]:
-    """One call: its status, the same on every rank, and the digest of this rank's result."""
+def _try(one: Contender, job: Job, case: Case, right: Answer | None) -> None:
+    """Call it once: its status, and the digest of its result."""
     if right is not None and one.own and case.values == "integers" and case.op != "avg":
         # half precision is added in fp32 and rounded once, so whole numbers come out exact
         right = replace(right, slack=None)
-    status, mine = _OK, ""
+    status = _OK
     try:
         found = parts(one.call(one.prepare()))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # a peer's death lands here too, and then in the exchange below, which raises
         status = "refused", " ".join(str(error).split())
     else:
-        mine = digest(found)
+        one.digest = digest(found)
         if right is not None and (why := fault(found, right)) is not None:
             status = "wrong", f"rank {dist.get_rank()}: {why}"
-    everybody = [(status, mine)] * dist.get_world_size()
-    dist.all_gather_object(everybody, (status, mine))
-    for worst in ("refused", "wrong"):
-        for each, _ in everybody:
-            if each[0] == worst:
-                return each, mine
+    everybody = [(status, one.digest)] * dist.get_world_size()
+    dist.all_gather_object(everybody, (status, one.digest))
     others = [rank for rank, (_, seen) in enumerate(everybody) if seen != everybody[0][1]]
     if others and job.checked and (one.own or not case.rounds):
-        return ("wrong", f"the bits on ranks {others} are not those on rank 0"), mine
-    return _OK, mine
+        one.status = "wrong", f"the bits on ranks {others} are not those on rank 0"
+    for worst in ("wrong", "refused"):
+        one.status = next((said for said, _ in everybody if said[0] == worst), one.status)
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """What one rank saw: seconds of each iteration, the last record, whose result changed."""
-
-    seconds: dict[str, list[float]]
-    records: dict[str, Any]
-    changed: set[str]
-
-
-def _times(
-    job: Job,
-    starters: list[Contender],
-    digests: dict[str, str],
-    speak: Callable[[str], None],
-) -> _Times:
-    seen = _Times({one.name: [] for one in starters}, {}, set())
+def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> None:
+    """Have them take turns."""
     gc.collect()
     gc.disable()  # a collection would hit one contender and not the others
     try:
         for turn in range(-job.warmup, job.iters):
-            speak(f"iteration {turn + 1} of {job.iters}" if turn >= 0 else "warming up")
+            doing(f"iteration {turn + 1} of {job.iters}" if turn >= 0 else "warming up")
             # in an order that is the same on all ranks
             for one in random.Random(f"{job.seed} {turn}").sample(starters, len(starters)):
                 given = one.prepare()
@@ -323,16 +310,13 @@ def _times(
                 result = one.call(given)
                 took = time.perf_counter() - begin
                 if turn >= 0:
-                    seen.seconds[one.name].append(took)
+                    one.seconds.append(took)
                 if turn == job.iters - 1:
-                    if one.own:
-                        seen.records[one.name] = weft.sparse.last_call()
-                    if job.checked and digest(parts(result)) != digests[one.name]:
-                        seen.changed.add(one.name)
+                    one.record = weft.sparse.last_call() if one.own else None
+                    one.changed = job.checked and digest(parts(result)) != one.digest
                 del result, given  # its pages go back before the next one's clock runs
     finally:
         gc.enable()
-    return seen
 
 
 def _head(job: Job, wire: Wire) -> dict[str, Any]:

@@ -29,12 +29,15 @@ OWN = "weft:"
 Found = tuple[str, Any]
 """What rank 0 tells: ("head", a dictionary) once, ("row", a `Row`), and ("doing", words)."""
 
+Status = tuple[str, str]
+"""What became of a contender: "ok", "refused" (does not serve this case) or "wrong", and why."""
+
 Row = dict[str, Any]
 """What one contender did in one case, as it is written to a file; None: not known.
 
 * case: its name; setting: all of it; distinct: rows of the average rank; total, union: K and U;
 * name: who was asked: `weft:` and the algorithm given, or a peer; chosen: the algorithm that ran;
-* status: "ok", "refused" (does not serve this case) or "wrong"; why: of those that are not ok;
+* status: "ok", "refused" or "wrong"; why: of those that are not ok;
 * seconds: of each iteration, the slowest rank's; median, quartiles: the first and the third;
 * sent_bytes, messages: by the average rank; most_bytes: by the rank that sent most;
 * bound_bytes: that the average rank must receive; bound_seconds: what they take on the link;
@@ -69,11 +72,11 @@ def head_lines(head: dict[str, Any]) -> list[str]:
 def summary(
     case: Case,
     load: weft.sparse.Load,
+    link: float | None,
     name: str,
-    status: tuple[str, str],
+    status: Status,
     seconds: Sequence[float],
     records: Sequence[Any],
-    link: float | None,
 ) -> Row:
     """The row of one contender; `records` are what weft noted on each rank, none for a peer."""
     sent = [int(record.sent_bytes) for record in records]
@@ -106,13 +109,14 @@ def summary(
     }
 
 
-def compare(rows: Sequence[Row]) -> None:
-    """Note in each row of a case how much longer each peer took."""
-    peers = [row for row in rows if row["median"] and not row["name"].startswith(OWN)]
-    for row in rows:
-        others = {peer["name"]: peer["median"] for peer in peers if peer is not row}
-        if row["median"]:
-            row["times"] = {name: median / row["median"] for name, median in others.items()}
+def compared(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows of a case; in each is noted how much longer each peer took."""
+    timed = [row for row in rows if row["median"]]
+    for row in timed:
+        for peer in timed:
+            if peer is not row and not peer["name"].startswith(OWN):
+                row["times"][peer["name"]] = peer["median"] / row["median"]
+    return rows
 
 
 def _ratio(value: float | None, least: float | None) -> float | None:
