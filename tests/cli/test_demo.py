@@ -74,31 +74,10 @@ def test_what_cannot_be_done_is_said_with_status_2(tmp_path: Path, given, said: 
 
 
 @pytest.mark.parametrize("out", ["/dev/null/out", "/proc/out"])
-def test_a_folder_that_cannot_be_written_is_refused_before_training(text: Path, out: str) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_before_training(text: Path, out: str) -> None:
     found = demo(*SMALL, "--text", text, "--out", out)
     assert found.exit_code == 2 and found.stdout == ""
-    assert re.fullmatch(rf"weft demo: cannot write into {out}: .*--out\n", found.stderr)
-
-
-def test_too_little_memory_is_refused_before_training(tmp_path: Path, text: Path) -> None:
-    found = demo("--ranks", 4, "--dim", 10**7, "--text", text, "--out", tmp_path)
-    assert found.exit_code == 2
-    assert re.fullmatch(
-        r"weft demo: too little memory: 4 ranks with .* need about .* GiB .* smaller\n",
-        found.stderr,
-    )
-
-
-def test_memory_of_a_container_counts(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {"memory.max": "5000000000\n", "memory.current": "4999999999\n"}
-    plain = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda p, *a, **k: files.get(p.name) or plain(p, *a, **k)
-    )
-    found = demo(*SMALL, "--text", text, "--out", tmp_path)
-    assert found.exit_code == 2 and "and 0.0 GiB are free" in found.stderr
+    assert found.stderr.startswith("weft demo: [Errno ") and out in found.stderr
 
 
 def test_without_the_extra_it_says_what_to_install_before_training(

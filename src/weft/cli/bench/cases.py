@@ -120,10 +120,12 @@ class Case:
             )
         if self.index_dtype == "int32" and self.height > 2**31:
             return f"a height of {self.height} needs --index-dtype int64"
-        if self.values == "normal" and not self.torch_dtype.is_floating_point:
-            return f"--values normal is for floating point, the dtype is {self.dtype}"
-        if self.values == "normal" and self.op not in ("sum", "avg", "min", "max"):
-            return f"--values normal is for sum, avg, min and max, the op is {self.op}"
+        floats = self.torch_dtype.is_floating_point and self.op in ("sum", "avg", "min", "max")
+        if self.values == "normal" and not floats:
+            return (
+                "--values normal is for sum, avg, min and max of floating point, not for "
+                f"{self.op} of {self.dtype}"
+            )
         return None
 
 
@@ -162,11 +164,9 @@ def values(case: Case, rank: int, seed: int) -> Tensor:
     stream = _stream(case, seed, rank, "values")
     shape = (case.rows, *case.row_shape)
     if case.values == "normal":
-        drawn = torch.from_numpy(stream.standard_normal(shape, dtype=np.float32))
-    else:
-        several = [0, 1] if case.dtype == "bool" else [-1, 1] if case.op == "prod" else range(-8, 9)
-        drawn = torch.from_numpy(stream.choice(np.array(several, np.int8), shape))
-    return drawn.to(case.torch_dtype)
+        return torch.from_numpy(stream.standard_normal(shape)).to(case.torch_dtype)
+    several = [0, 1] if case.dtype == "bool" else [-1, 1] if case.op == "prod" else range(-8, 9)
+    return torch.from_numpy(stream.choice(np.array(several, np.int8), shape)).to(case.torch_dtype)
 
 
 def _stream(case: Case, seed: int, rank: int, part: str) -> np.random.Generator:
@@ -177,7 +177,7 @@ def _stream(case: Case, seed: int, rank: int, part: str) -> np.random.Generator:
 @lru_cache(maxsize=2)
 def _zipf(height: int) -> npt.NDArray[np.float64]:
     """Distribution function of Zipf(1.0) over 1, 2, ..., height."""
-    sums = np.cumsum(1.0 / np.arange(1, height + 1, dtype=np.float64))
+    sums = np.cumsum(1.0 / np.arange(1, height + 1))
     sums /= sums[-1]
     return sums
 
@@ -214,17 +214,9 @@ def sizes(case: Case, ranks: int, seed: int) -> weft.sparse.Load:
     """Rows, distinct and united, counted from the indices of all ranks."""
     distinct = [np.unique(indices(case, rank, seed).numpy()) for rank in range(ranks)]
     counts = [len(run) for run in distinct]
-    return weft.sparse.Load(
-        ranks=ranks,
-        total=sum(counts),
-        most=max(counts),
-        fewest=min(counts),
-        union=len(np.unique(np.concatenate(distinct))),
-        height=case.height,
-        row=case.row_bytes,
-        partial=case.row_bytes,
-        index=4,
-    )
+    union, nbytes = len(np.unique(np.concatenate(distinct))), case.row_bytes
+    numbers = sum(counts), max(counts), min(counts), union
+    return weft.sparse.Load(ranks, *numbers, case.height, nbytes, nbytes, index=4)
 
 
 def answer(case: Case, ranks: int, seed: int) -> Answer:

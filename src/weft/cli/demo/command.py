@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import psutil
 import typer
 from rich.console import Console
 from typer import Option
@@ -30,7 +28,7 @@ from .. import options, show
 from .figures import COLUMNS, NOTE, WAYS, Floats, Run, agreement, speedups
 from .live import Display
 from .text import WINDOW, choose_words, nearest, noise, read, subsample, vector_lines
-from .train import NEGATIVES, Job, measure_memory, train
+from .train import Job, measure_memory, train
 
 _LIMIT = 210.0  # seconds of training if --steps is left to us, so that all is done in five minutes
 _STEPS = 600
@@ -52,7 +50,9 @@ def demo(
     min_count: Annotated[int, Option(min=1, help="Leave rarer words out.")] = 2,
     compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
     seed: Annotated[int, Option(min=0, help="Of the first weights and of the batches.")] = 0,
-    out: Annotated[Path, Option(help="Folder for report.html and vectors.txt.")] = _OUT,
+    out: Annotated[
+        Path, Option(file_okay=False, writable=True, help="Folder for the report.")
+    ] = _OUT,
 ) -> None:
     """Train word vectors on real text, on several processes, and show what weft does there.
 
@@ -65,7 +65,7 @@ def demo(
     with options.failing("demo", 2):
         if missing := options.missing_extra():  # better now than after the training
             raise weft.WeftError(f"the report cannot be drawn: {missing}")
-        _make_folder(out)
+        out.mkdir(parents=True, exist_ok=True)
         status = _run(job, ranks, text or [], min_count, out)
     raise typer.Exit(status)
 
@@ -88,7 +88,6 @@ def _run(job: Job, ranks: int, text: Sequence[Path], min_count: int, out: Path) 
     early: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as name:
         job = replace(job, vocabulary=len(corpus.words), folder=Path(name))
-        _check_memory(job, ranks)
         trained = subsample(corpus, seed=job.seed, at_least=ranks * (2 * WINDOW + 2))
         np.save(job.folder / "tokens.npy", trained)
         np.save(job.folder / "noise.npy", noise(corpus.counts))
@@ -153,38 +152,3 @@ def _train(console: Console, runs: Sequence[Run], job: Job) -> None:
             raise
         remedy = "if memory ran out, make --ranks, --dim or --batch smaller"
         raise weft.WeftError(f"{line}; {remedy}") from error
-
-
-def _make_folder(out: Path) -> None:
-    """Make the output folder and see that files can be made in it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise weft.WeftError(
-            f"cannot write into {out}: {error.strerror}; choose another folder with --out"
-        ) from None
-
-
-def _check_memory(job: Job, ranks: int) -> None:
-    """Refuse what would be ended by the kernel half-way through; estimated from below.
-
-    For each way a rank holds two tables and the optimiser's two; the dense way adds a gradient for
-    each table and as much again while it updates; a step holds the rows it looked up some eight
-    times over (looked up, scores, gradients, duplicates summed, what comes back). Interpreter and
-    libraries count once for each rank as what is not shared, about 150 MiB.
-    """
-    tables = 4 * len(job.ways) + (4 if "dense" in job.ways else 0)
-    rows = 8 * job.batch * (NEGATIVES + 2) + tables * job.vocabulary
-    needed = ranks * ((150 << 20) + rows * job.dim * 4)
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no cgroup, or one without a limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, max(limit - used, 0))
-    if needed > free:
-        raise weft.WeftError(
-            f"too little memory: {ranks} ranks with {job.vocabulary:,} words of {job.dim:,} "
-            f"floats need about {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
-            "make --ranks, --dim or --batch smaller"
-        )

@@ -58,15 +58,9 @@ class Sizes:
     def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
         """The load of a call of so many ranks, some of which share a host."""
         rows = round(self.rows)
+        union = min(rows * ranks, max(rows, round(self.union(ranks))))
         return weft.sparse.Load(
-            ranks=ranks,
-            total=rows * ranks,
-            most=rows,
-            fewest=rows,
-            union=min(rows * ranks, max(rows, round(self.union(ranks)))),
-            height=self.height,
-            row=self.row,
-            partial=self.partial,
+            *(ranks, rows * ranks, rows, rows, union, self.height, self.row, self.partial),
             index=4 if self.height <= 2**31 else 8,
             places=self.height,
             hosts=weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks))),
