@@ -56,23 +56,6 @@ def started(*options: object, **more) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--ranks", 0], "--ranks"),
-        (["--steps", -1], "--steps"),
-        (["--batch", 0], "--batch"),
-        (["--seed", -3], "--seed"),
-        (["--compare", "nccl"], "--compare"),
-        (["--text", "/no/such/text"], "weft demo: no such file or folder: /no/such/text"),
-        (["--text", "/dev/null"], "weft demo: no words in /dev/null: 1 files"),
-    ],
-)
-def test_what_cannot_be_done_is_said_with_status_2(tmp_path: Path, given, said: str) -> None:
-    found = demo(*given, "--out", tmp_path / "out")
-    assert found.exit_code == 2 and said in found.stderr
-
-
 @pytest.mark.parametrize("out", ["/dev/null/out", "/proc/out"])
 def test_a_folder_that_cannot_be_made_is_refused_before_training(text: Path, out: str) -> None:
     found = demo(*SMALL, "--text", text, "--out", out)

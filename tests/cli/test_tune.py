@@ -53,23 +53,3 @@ def test_under_a_launcher_each_process_is_a_rank(
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     path = default_path([socket.gethostname()])
     assert path is not None and read(path).hosts == (socket.gethostname(),)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--ranks", "1"], "--ranks"),
-        (["--any-host"], "needs --out"),
-    ],
-)
-def test_refused_with_status_2(given: list[str], words: str) -> None:
-    result = invoke(*given)
-    assert result.exit_code == 2
-    assert words in result.stderr
-
-
-def test_a_launcher_decides_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    result = invoke("--ranks", "8")
-    assert result.exit_code == 2 and "a launcher that started 4" in result.stderr

@@ -1,0 +1,78 @@
+"""What the commands refuse: exit status 2, what is wrong and with which option, and no more."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("bench --case uniform,nope", "unknown 'nope': there is uniform, zipf, small"),
+        ("bench --case ,", "names nothing: there is uniform"),
+        ("bench --algorithm nope", "unknown 'nope': there is auto, "),
+        ("bench --peers mpi", "unknown 'mpi': there is torch, horovod, dense"),
+        ("bench --op mean", "--op"),
+        ("bench --dtype float", "--dtype"),
+        ("bench --distribution flat", "--distribution"),
+        ("bench --ranks 0", "--ranks"),
+        ("bench --iters 0", "--iters"),
+        ("bench --size nan", "--size"),
+        ("bench --density -1", "--density"),
+        ("bench --density 2", "do not fit"),
+        ("bench --rows 5 --height 9 --density 0.1", "two of the three"),
+        ("bench --rows 20 --height 10", "20 distinct rows do not fit in a height of 10"),
+        ("bench --link fast", "'fast' is no speed: write it as 1gbit or 250mbit"),
+        ("bench --json /nowhere/x.json", "/nowhere/x.json cannot be written"),
+        ("plan --ranks 1,2", "1,2: numbers from 2 to 65536"),
+        ("plan --ranks many", "many: numbers"),
+        ("plan --per-host 0", "--per-host"),
+        ("plan --latency 0", "--latency"),
+        ("plan --rows 9 --height 4", "9 distinct rows do not fit"),
+        ("plan --json x.json --rows 0", "each is at least 1"),
+        ("plan --plot x.svg --rows 0", "each is at least 1"),
+        ("plan --link 0gbit", "'0gbit' is no speed"),
+        ("plan --plot x.pdf", "ends in .png or .svg"),
+        ("plan --record /nowhere/x.json", "/nowhere/x.json cannot be read"),
+        ("plan --record other.toml", "other.toml is no record of weft bench --json"),
+        ("plan --record x --rows 4", "it says the sizes"),
+        ("plan --profile x --link 1gbit", "it says the figures"),
+        ("plan --per-host 8 --ranks 2,8", "all of --ranks 2,8 are on one host"),
+        ("plan --width 2199023255552", "--width"),
+        ("plan --profile other.toml", "other.toml is no link profile"),
+        ("tune --ranks 1", "--ranks"),
+        ("tune --any-host", "needs --out"),
+        ("demo --ranks 0", "--ranks"),
+        ("demo --steps -1", "--steps"),
+        ("demo --batch 0", "--batch"),
+        ("demo --seed -3", "--seed"),
+        ("demo --compare nccl", "--compare"),
+        ("demo --text /no/such/text", "weft demo: no such file or folder: /no/such/text"),
+        ("demo --text /dev/null", "weft demo: no words in /dev/null: 1 files"),
+    ],
+)
+def test_refused_with_status_2(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("other.toml").write_text("[project]")
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 2
+    assert words in " ".join(re.sub("[│╭╰╮╯─]", " ", result.stderr).split())
+    assert result.stdout == "" or line.startswith("demo --text")
+    assert {path.name for path in tmp_path.iterdir()} <= {"other.toml", "weft-demo"}
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_launcher_decides_how_many_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = CliRunner().invoke(app, [command, "--ranks", "8"])
+    assert result.exit_code == 2 and "a launcher that started 4" in result.stderr
