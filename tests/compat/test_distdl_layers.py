@@ -31,7 +31,7 @@ from weft.compat.distdl import (
     distdl_padding_to_torch_padding,
     zero_volume_tensor,
 )
-from weft.compat.distdl.nn.pairing import paired
+from weft.compat.distdl.nn.layers import paired
 from weft.nn.broadcast import copies
 from weft.testing import run, spmd
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import operator
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import weft
 from weft.wire.base import has_elements, lacking
+
+Integers = NDArray[np.int64]
 
 
 def wire_of(group: Any = None) -> weft.Wire:
@@ -37,6 +41,11 @@ def integer(given: object) -> int | None:
         return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
     except TypeError:
         return None
+
+
+def integers(given: ArrayLike) -> Integers:
+    """One integer or several, as NumPy takes them, as an array of at least one dimension."""
+    return np.atleast_1d(np.asarray(given, dtype=np.int64))
 
 
 def unfit(tensor: Tensor, *, write: bool = True) -> str | None:

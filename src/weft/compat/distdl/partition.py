@@ -1,8 +1,8 @@
 """DistDL's partitions, and the communicators that scripts make the first one of.
 
-`MPIPartition` and `MPICartesianPartition` are faces of `weft.Partition`; `Team` is what both share.
-Every rank knows who is in a partition, also those that are not; making one communicates nothing,
-but for one made of a communicator of mpi4py.
+`MPIPartition` and `MPICartesianPartition` are faces of `weft.Partition`. Every rank knows who is in
+a partition, also those that are not; making one communicates nothing, but for one made of a
+communicator of mpi4py.
 
 Scripts call little of a communicator but `Barrier()`, a rank, a size. `MPI` stands for mpi4py's
 module of that name; a communicator of mpi4py's own serves, too.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ import weft
 from weft import Partition, WeftError, Wire, nn
 
 from ..arguments import wire_of
+
+T = TypeVar("T", bound="MPIPartition")
 
 PROC_NULL = -1
 """The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
@@ -70,7 +72,7 @@ class Communicator:
 
     @property
     def _line(self) -> Partition:
-        return _everybody() if self.line is None else self.line
+        return self.line or line_of(None)
 
 
 class MPI:
@@ -106,9 +108,9 @@ def line_of(comm: Any) -> Partition:
             not weft's ranks.
     """
     if comm is None:
-        return _everybody()
+        return Partition(_world().size)
     if isinstance(comm, Communicator):
-        return _everybody() if comm.line is None else comm.line
+        return comm.line or line_of(None)
     if hasattr(comm, "Get_rank") and hasattr(comm, "allgather"):
         if not comm:  # as mpi4py's COMM_NULL is, which has nobody to ask
             raise WeftError(
@@ -125,10 +127,6 @@ def line_of(comm: Any) -> Partition:
     return Partition(wire_of(comm).size, group=comm)
 
 
-def _everybody() -> Partition:
-    return Partition(_world().size)
-
-
 def _world() -> Wire:
     """The default wire. DistDL needs no start, so where there is none, it is started here."""
     try:
@@ -137,16 +135,48 @@ def _world() -> Wire:
         return weft.init()
 
 
-_OPERATIONS: dict[str, Any] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
+_OPERATIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-class Team:
-    """Workers, in order; see MPIPartition."""
+class MPIPartition:
+    """A team of workers, in a line.
+
+    Args:
+        comm: None or `MPI.COMM_WORLD`: all ranks, for which weft is started if it was not; or what
+            `group=` of weft's calls takes; or a communicator of mpi4py.
+        group, root: found from `comm`; have no effect.
+        device: what `device` is to be; None: the CPU.
+        requested_device, initialize_backend_comm: DistDL's for CuPy and NCCL; have no effect.
+
+    Attributes:
+        active: whether this worker is in it.
+        rank: its place in the partition; -1 if it is not active.
+        size: how many workers there are.
+        shape: of the partition; dtype int64, shape [dim].
+        dim: how many dimensions it has: 1.
+        index: as `rank`; None if it is not active.
+        device: for a script's own tensors; layers take those on any device.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_world = MPIPartition()
+        ...     P_x = P_world.create_partition_inclusive([2, 0])
+        ...     return P_x.active, P_x.rank, P_x.size
+        >>> run(3, program)
+        [(True, 1, 2), (False, -1, 2), (True, 0, 2)]
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        group: object = None,
+        root: object = None,
+        device: torch.device | str | None = None,
+        requested_device: object = None,
+        initialize_backend_comm: bool = False,
+    ) -> None:
+        self._set(line_of(comm), device)
 
     def _set(self, grid: Partition, device: torch.device | str | None) -> None:
         self._grid, self._released = grid, False
@@ -208,7 +238,7 @@ class Team:
         """Nothing: weft has no other communicators."""
 
     def broadcast_data(
-        self, data: Any, root: int = 0, P_data: Team | None = None
+        self, data: Any, root: int = 0, P_data: MPIPartition | None = None
     ) -> NDArray[Any] | None:
         """Data of one worker, on all workers of this partition.
 
@@ -258,7 +288,7 @@ class Team:
 
     def __eq__(self, other: object) -> bool:
         """Whether this worker is active in both, and they are the same grid."""
-        if not isinstance(other, Team):
+        if not isinstance(other, MPIPartition):
             return NotImplemented
         return self.active and other.active and self.grid == other.grid
 
@@ -268,59 +298,8 @@ class Team:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._grid.brief}{', deactivated' * self._released})"
 
-
-def _array(x: torch.Tensor) -> NDArray[Any]:
-    found: NDArray[Any] = x.numpy()
-    return found
-
-
-class MPIPartition(Team):
-    """A team of workers, in a line.
-
-    Args:
-        comm: None or `MPI.COMM_WORLD`: all ranks, for which weft is started if it was not; or what
-            `group=` of weft's calls takes; or a communicator of mpi4py.
-        group, root: found from `comm`; have no effect.
-        device: what `device` is to be; None: the CPU.
-        requested_device, initialize_backend_comm: DistDL's for CuPy and NCCL; have no effect.
-
-    Attributes:
-        active: whether this worker is in it.
-        rank: its place in the partition; -1 if it is not active.
-        size: how many workers there are.
-        shape: of the partition; dtype int64, shape [dim].
-        dim: how many dimensions it has: 1.
-        index: as `rank`; None if it is not active.
-        device: for a script's own tensors; layers take those on any device.
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(wire):
-        ...     P_world = MPIPartition()
-        ...     P_x = P_world.create_partition_inclusive([2, 0])
-        ...     return P_x.active, P_x.rank, P_x.size
-        >>> run(3, program)
-        [(True, 1, 2), (False, -1, 2), (True, 0, 2)]
-    """
-
-    def __init__(
-        self,
-        comm: Any = None,
-        group: object = None,
-        root: object = None,
-        device: torch.device | str | None = None,
-        requested_device: object = None,
-        initialize_backend_comm: bool = False,
-    ) -> None:
-        self._set(line_of(comm), device)
-
-    def _like(self, grid: Partition) -> MPIPartition:
-        other = object.__new__(MPIPartition)
-        other._set(grid, self.device)
-        return other
-
-    def _cartesian(self, grid: Partition) -> MPICartesianPartition:
-        other = object.__new__(MPICartesianPartition)
+    def _made(self, kind: type[T], grid: Partition) -> T:
+        other = object.__new__(kind)
         other._set(grid, self.device)
         return other
 
@@ -330,7 +309,7 @@ class MPIPartition(Team):
         Raises:
             WeftError: there is none of that rank, or it is named twice.
         """
-        return self._like(self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
+        return self._made(MPIPartition, self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
 
     def create_partition_union(
         self, other: MPIPartition, initialize_backend_comm: bool = False
@@ -340,7 +319,7 @@ class MPIPartition(Team):
         Raises:
             WeftError: they count in different groups.
         """
-        return self._like(self.grid.union(other.grid))
+        return self._made(MPIPartition, self.grid.union(other.grid))
 
     def create_cartesian_topology_partition(
         self, shape: Sequence[int], **options: Any
@@ -360,7 +339,7 @@ class MPIPartition(Team):
                 f"a grid of {tuple(extents)} does not take the {self.size} workers of this "
                 "partition: make one of as many by create_partition_inclusive first"
             )
-        return self._cartesian(self.grid.reshape(extents))
+        return self._made(MPICartesianPartition, self.grid.reshape(extents))
 
 
 class MPICartesianPartition(MPIPartition):
@@ -405,7 +384,7 @@ class MPICartesianPartition(MPIPartition):
     ) -> MPICartesianPartition:
         """The sub-grid through this worker, along the dimensions for which that is true."""
         dims = [dim for dim, remains in enumerate(remain_shape) if remains]
-        return self._cartesian(self.grid.keep(dims))
+        return self._made(MPICartesianPartition, self.grid.keep(dims))
 
     def create_allreduction_partition(
         self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
@@ -415,4 +394,9 @@ class MPICartesianPartition(MPIPartition):
         shape = [1] * self.dim
         for axis in np.ravel(axes_reduce):
             shape[axis] = self.grid.shape[axis]
-        return self._cartesian(kept.reshape(shape))
+        return self._made(MPICartesianPartition, kept.reshape(shape))
+
+
+def _array(x: torch.Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = x.numpy()
+    return found

@@ -10,31 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-__all__ = [
-    "assemble_index_filter",
-    "assemble_slices",
-    "cartesian_index_c",
-    "cartesian_index_f",
-    "compute_intersection",
-    "compute_nd_slice_shape",
-    "compute_nd_slice_volume",
-    "compute_partition_intersection",
-    "compute_start_index",
-    "compute_stop_index",
-    "compute_subshape",
-    "compute_subshape_along_axis",
-    "filtered_range_index",
-    "range_index",
-    "worker_layout",
-]
-
-Integers = NDArray[np.int64]
-
-
-def _integers(given: ArrayLike) -> Integers:
-    return np.atleast_1d(np.asarray(given, dtype=np.int64))
+from ..arguments import Integers, integers
 
 
 def compute_subshape(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
@@ -56,9 +34,9 @@ def compute_subshape_along_axis(
         >>> compute_subshape_along_axis([2, 3], [0, 2], [5, 7], 1)
         array([5, 2])
     """
-    found, axes = _integers(shape).copy(), _integers(axis)
+    found, axes = integers(shape).copy(), integers(axis)
     found[axes] = compute_subshape(
-        _integers(P_shape)[axes], _integers(index)[axes], _integers(shape)[axes]
+        integers(P_shape)[axes], integers(index)[axes], integers(shape)[axes]
     )
     return found
 
@@ -70,14 +48,14 @@ def compute_start_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) 
         >>> compute_start_index([2, 3], [1, 2], [5, 7])
         array([3, 5])
     """
-    parts, at, extents = _integers(P_shape), _integers(index), _integers(shape)
+    parts, at, extents = integers(P_shape), integers(index), integers(shape)
     start: Integers = extents // parts * at + np.minimum(at, extents % parts)
     return start
 
 
 def compute_stop_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
     """The first index behind that part."""
-    return compute_start_index(P_shape, _integers(index) + 1, shape)
+    return compute_start_index(P_shape, integers(index) + 1, shape)
 
 
 def compute_intersection(
@@ -92,14 +70,14 @@ def compute_intersection(
         >>> compute_intersection([0, 0], [3, 4], [2, 1], [5, 9])
         (array([2, 1]), array([3, 4]), array([1, 3]))
     """
-    start = np.maximum(_integers(r0_start_index), _integers(r1_start_index))
-    stop = np.minimum(_integers(r0_stop_index), _integers(r1_stop_index))
+    start = np.maximum(integers(r0_start_index), integers(r1_start_index))
+    stop = np.minimum(integers(r0_stop_index), integers(r1_stop_index))
     return start, stop, np.maximum(stop - start, 0)
 
 
 def assemble_slices(start_index: ArrayLike, stop_index: ArrayLike) -> tuple[slice, ...]:
     """What indexes a tensor with a region."""
-    return tuple(map(slice, _integers(start_index).tolist(), _integers(stop_index).tolist()))
+    return tuple(map(slice, integers(start_index).tolist(), integers(stop_index).tolist()))
 
 
 def compute_partition_intersection(
@@ -137,7 +115,7 @@ def compute_nd_slice_volume(slices: Sequence[slice]) -> int:
 
 def range_index(shape: ArrayLike) -> Iterator[tuple[int, ...]]:
     """The index of each cell of a grid, in row-major order."""
-    yield from np.ndindex(*_integers(shape).tolist())
+    yield from np.ndindex(*integers(shape).tolist())
 
 
 def filtered_range_index(
@@ -168,7 +146,7 @@ def assemble_index_filter(
 
 def worker_layout(shape: ArrayLike) -> Integers:
     """The rank of each cell of a grid, as an array of its shape."""
-    extents = _integers(shape)
+    extents = integers(shape)
     return np.arange(extents.prod(), dtype=np.int64).reshape(extents)
 
 

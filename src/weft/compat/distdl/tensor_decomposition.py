@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ..arguments import Integers, integers
 from .partition import MPIPartition
 from .slicing import (
     assemble_slices,
@@ -18,16 +19,6 @@ from .slicing import (
     compute_subshape,
     range_index,
 )
-
-__all__ = [
-    "compute_subtensor_intersection_slice",
-    "compute_subtensor_shapes_balanced",
-    "compute_subtensor_shapes_unbalanced",
-    "compute_subtensor_start_indices",
-    "compute_subtensor_stop_indices",
-]
-
-Integers = NDArray[np.int64]
 
 
 def compute_subtensor_shapes_balanced(
@@ -44,7 +35,7 @@ def compute_subtensor_shapes_balanced(
         >>> compute_subtensor_shapes_balanced(torch.empty(5, 4), [2, 1]).tolist()
         [[[3, 4]], [[2, 4]]]
     """
-    extents = np.atleast_1d(np.asarray(P_tensor_shape, dtype=np.int64))
+    extents = integers(P_tensor_shape)
     shapes = np.empty((*extents, len(extents)), dtype=np.int64)
     for index in range_index(extents):
         shapes[index] = compute_subshape(extents, index, tuple(global_tensor_structure.shape))
@@ -109,5 +100,5 @@ def compute_subtensor_intersection_slice(
     start, stop, shape = compute_intersection(
         x_start_index, x_stop_index, y_start_index, y_stop_index
     )
-    origin = np.atleast_1d(np.asarray(x_start_index, dtype=np.int64))
+    origin = integers(x_start_index)
     return assemble_slices(start - origin, stop - origin) if shape.all() else None

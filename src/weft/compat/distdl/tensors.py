@@ -11,13 +11,6 @@ from torch import Tensor
 
 from weft import nn
 
-__all__ = [
-    "TensorStructure",
-    "ZeroVolumeCorrectorFunction",
-    "distdl_padding_to_torch_padding",
-    "zero_volume_tensor",
-]
-
 
 def zero_volume_tensor(
     b: int | None = None,

@@ -144,46 +144,31 @@ def _memory(buffer: Any, name: str, dtype: torch.dtype | None, *, write: bool = 
     return _memory_at(array.ctypes.data, array.nbytes // kind.itemsize, kind, name, owner=array)
 
 
-NAMES = {
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_FLOATS = ["float16", "bfloat16", "float32", "float64"]
+
+NAMES = {name: getattr(torch, name) for name in (*_INTEGERS, *_FLOATS, "bool")} | {
     "char": torch.int8,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int16": torch.int16,
-    "uint16": torch.uint16,
     "int": torch.int32,
-    "int32": torch.int32,
-    "uint32": torch.uint32,
-    "int64": torch.int64,
-    "uint64": torch.uint64,
-    "float16": torch.float16,
-    "float": torch.float32,
-    "float32": torch.float32,
-    "double": torch.float64,
-    "float64": torch.float64,
     "bfp16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "bool": torch.bool,
+    "float": torch.float32,
+    "double": torch.float64,
 }
 """oneCCL's names: of its first headers (`ccl_dtype_char`) and its last (`ccl::datatype::int8`)."""
 
-WIDENED = {
-    torch.int8: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.int32: torch.int32,
-    torch.uint32: torch.int64,
-    torch.int64: torch.int64,
-    torch.uint64: torch.int64,
-}
-"""The dtype in which weft's own calls take the indices of each dtype."""
+
+def _named(given: object) -> torch.dtype | None:
+    if isinstance(given, torch.dtype):
+        return given
+    if isinstance(given, type) and issubclass(given, np.generic):
+        given = np.dtype(given)  # numpy.int64 is written for either
+    word = given.name if isinstance(given, np.dtype) else given
+    return NAMES.get(word) if isinstance(word, str) else None
 
 
 def is_dtype(given: object) -> bool:
     """Whether this names a dtype: torch's, NumPy's (`numpy.int64` too), or a name of oneCCL's."""
-    numpy = isinstance(given, type) and issubclass(given, np.generic)
-    known = isinstance(given, str) and given in NAMES
-    return numpy or known or isinstance(given, torch.dtype | np.dtype)
+    return isinstance(given, np.dtype) or _named(given) is not None
 
 
 def dtype_of(given: object, name: str) -> torch.dtype:
@@ -193,23 +178,24 @@ def dtype_of(given: object, name: str) -> torch.dtype:
         >>> dtype_of("bfp16", "value_dtype")
         torch.bfloat16
     """
-    if isinstance(given, torch.dtype):
-        return given
-    if isinstance(given, type) and issubclass(given, np.generic):
-        given = np.dtype(given)  # numpy.int64 is written for either
-    word = given.name if isinstance(given, np.dtype) else given
-    if isinstance(word, str) and word in NAMES:
-        return NAMES[word]
-    raise WeftError(f"{name} is {given!r}: pass a torch dtype or one of {', '.join(NAMES)}")
+    dtype = _named(given)
+    if dtype is None:
+        raise WeftError(f"{name} is {given!r}: pass a torch dtype or one of {', '.join(NAMES)}")
+    return dtype
 
 
 def index_dtype_of(given: object, name: str) -> torch.dtype:
     """The dtype of indices that the parameter `name` stands for."""
     dtype = dtype_of(given, name)
-    if dtype not in WIDENED:
-        served = ", ".join(str(each).removeprefix("torch.") for each in WIDENED)
+    if dtype not in [NAMES[integer] for integer in _INTEGERS]:
+        served = ", ".join(_INTEGERS)
         raise WeftError(f"{name} is {dtype}: indices are of an integer type, one of {served}")
     return dtype
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weft's own calls take such indices."""
+    return torch.int32 if dtype.itemsize < 4 or dtype == torch.int32 else torch.int64
 
 
 _SPACE = 1 << 63  # bytes of addresses

@@ -18,7 +18,7 @@ from weft import WeftError
 
 from . import attributes as common
 from .attributes import FnContext, Status, check_status
-from .operation import Operation, Sent, start
+from .operation import Operation, checked, described, start
 from .progress import Event
 
 __all__ = ["Attributes", "FnContext", "Status", "sparse_allreduce"]
@@ -107,28 +107,23 @@ def sparse_allreduce(
         if not isinstance(attributes, Attributes):
             what = "None" if attributes is None else f"a {type(attributes).__name__}"
             raise WeftError(f"attributes is {what}: pass callback.Attributes with a completion_fn")
-        given, called = attributes, attributes.sparse_allreduce_completion_fn
-        if not callable(called):
-            what = "not set" if called is None else f"a {type(called).__name__}"
+        complete, ctx = (
+            attributes.sparse_allreduce_completion_fn,
+            attributes.sparse_allreduce_completion_ctx,
+        )
+        if not callable(complete):
+            what = "not set" if complete is None else f"a {type(complete).__name__}"
             raise WeftError(f"sparse_allreduce_completion_fn is {what}: results go to it alone")
-        complete = called  # which a checker knows to be no None
 
         def finish(indices: Tensor, values: Tensor) -> None:
-            status = complete(
-                indices,
-                indices.numel(),
-                indices.dtype,
-                values,
-                values.numel(),
-                values.dtype,
-                given.context,
-                given.sparse_allreduce_completion_ctx,
-            )
+            status = complete(*described(indices, values), attributes.context, ctx)
             check_status(status, "sparse_allreduce_completion_fn")
 
-        sent = Sent.of(
-            send_ind_buf, send_ind_count, send_val_buf, send_val_count, index_dtype, value_dtype
+        sent = checked(
+            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            index_dtype=index_dtype,
+            value_dtype=value_dtype,
         )
-        return Operation(sent, reduction, finish, given)
+        return Operation(sent, reduction, finish, attributes)
 
     return Event(start(comm, prepare))

@@ -18,7 +18,7 @@ from weft import WeftError
 
 from .buffers import distinct, dtype_in, seen
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
-from .operation import MODES, Operation, Result, Sent, start
+from .operation import MODES, Operation, Result, checked, described, start
 from .overloads import overloaded
 from .progress import Event, compose
 
@@ -153,9 +153,10 @@ def sparse_allreduce(
             raise WeftError(f"deps is a {type(deps).__name__}: pass a list of events")
         index = dtype_in(send_ind_buf, "send_ind_buf") if ind_dtype is None else ind_dtype
         value = dtype_in(send_val_buf, "send_val_buf") if val_dtype is None else val_dtype
-        sent = Sent.of(
-            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count, index, value),
-            names=("ind_dtype", "val_dtype"),
+        sent = checked(
+            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            ind_dtype=index,
+            val_dtype=value,
         )
         awaited = [(f"deps[{number}]", event) for number, event in enumerate(deps)]
         awaited += [] if stream is None else [("stream", stream)]
@@ -163,11 +164,11 @@ def sparse_allreduce(
 
         def finish(idx: Tensor, val: Tensor) -> None:
             if complete is not None:
-                complete(idx, idx.numel(), idx.dtype, val, val.numel(), val.dtype, attr.fn_ctx)
+                complete(*described(idx, val), attr.fn_ctx)
 
         def place(idx_count: int, val_count: int) -> Result:
             assert allocate is not None
-            dtypes = sent.indices.dtype, sent.values.dtype
+            dtypes = sent[0].dtype, sent[1].dtype
             made = allocate(idx_count, dtypes[0], val_count, dtypes[1], attr.fn_ctx)
             if not isinstance(made, tuple | list) or len(made) != 2:
                 raise WeftError(f"alloc_fn returned a {type(made).__name__}, not two buffers")

@@ -30,7 +30,7 @@ from weft.wire.base import Work
 
 from ..arguments import tell, wire_of
 from .attributes import Attributes
-from .buffers import WIDENED, counted, dtype_of, index_dtype_of, seen
+from .buffers import counted, dtype_of, index_dtype_of, seen, widened
 from .communicator import Communicator
 from .progress import await_all
 
@@ -53,37 +53,6 @@ Finish = Callable[[Tensor, Tensor], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank sends: 1-D tensors that share the caller's memory, as many values an index."""
-
-    indices: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        ind_buf: Any,
-        ind_count: Any,
-        val_buf: Any,
-        val_count: Any,
-        ind_dtype: Any,
-        val_dtype: Any,
-        names: tuple[str, str] = ("index_dtype", "value_dtype"),
-    ) -> Sent:
-        """Check the sending half of a call's parameters; `names` are those of its dtypes."""
-        rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
-        if values % rows if rows else values:
-            raise WeftError(
-                f"{values} values do not divide among {rows} indices: send_val_count must be a "
-                "multiple of send_ind_count"
-            )
-        index, dtype = index_dtype_of(ind_dtype, names[0]), dtype_of(val_dtype, names[1])
-        return cls(
-            seen(ind_buf, rows, index, "send_ind_buf"), seen(val_buf, values, dtype, "send_val_buf")
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Operation:
     """A call that has nothing wrong as far as can be told without reading its buffers.
 
@@ -99,7 +68,7 @@ class Operation:
         after: what is waited for before the buffers are read, each with its name.
     """
 
-    sent: Sent
+    sent: Result
     reduction: Any
     finish: Finish
     attributes: Attributes = _PLAIN
@@ -110,13 +79,34 @@ class Operation:
     def rows(self, seconds: float, after: Sequence[tuple[str, Any]]) -> Rows:
         """What is reduced, once that may be read: waits for so long."""
         await_all(after, seconds)
-        indices = self.sent.indices
-        count, values = len(indices), self.attributes.before(self.sent.values)
-        wider = WIDENED[indices.dtype]
-        return (
-            indices.view(wider) if indices.dtype == torch.uint64 else indices.to(wider),
-            values.view(count, -1) if count else values,
+        indices, values = self.sent[0], self.attributes.before(self.sent[1])
+        wide, dtype = widened(indices.dtype), indices.dtype
+        indices = indices.view(wide) if dtype == torch.uint64 else indices.to(wide)
+        return indices, values.view(len(indices), -1) if len(indices) else values
+
+
+def checked(ind_buf: Any, ind_count: Any, val_buf: Any, val_count: Any, **dtypes: Any) -> Result:
+    """The sending half of a call's parameters as tensors that share the caller's memory.
+
+    Args:
+        ind_buf, ind_count, val_buf, val_count: as in the documents.
+        dtypes: of indices and of values, in that order, by their names in the call.
+    """
+    rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
+    if values % rows if rows else values:
+        raise WeftError(
+            f"{values} values do not divide among {rows} indices: send_val_count must be a "
+            "multiple of send_ind_count"
         )
+    (name, index), (other, value) = dtypes.items()
+    index, value = index_dtype_of(index, name), dtype_of(value, other)
+    indices = seen(ind_buf, rows, index, "send_ind_buf")
+    return indices, seen(val_buf, values, value, "send_val_buf")
+
+
+def described(indices: Tensor, values: Tensor) -> tuple[Any, ...]:
+    """A result as completion callbacks take it: each buffer with its count and its dtype."""
+    return indices, indices.numel(), indices.dtype, values, values.numel(), values.dtype
 
 
 def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
@@ -135,7 +125,10 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
         reduce = functools.partial(
             weft.sparse_all_reduce, op=reduction, group=wire, algorithm=selected()
         )
-        after = [*operation.after, *_marks(operation.sent)]
+        after, device = list(operation.after), operation.sent[1].device
+        if device.type != "cpu":  # what is queued so far may write what is sent
+            stream = torch.accelerator.current_stream(device)
+            after.append(("the current stream", stream.record_event()))
     except Exception as error:  # of ours, or of a buffer's that cannot be seen
         tell(error, wire)
     work = wire.worker.submit(
@@ -152,18 +145,20 @@ def _run(
     reduce: Callable[..., Rows],
     after: Sequence[tuple[str, Any]],
 ) -> Result:
-    sent, memory = operation.sent, _Memory(operation.place)
+    index, value = (each.dtype for each in operation.sent)
+    memory = _Memory(operation.place)
     rows = _agreed(wire, operation, lambda: operation.rows(_SOONER * wire.timeout, after))
     out = None if operation.place is None else memory.allocate
-    wide = sent.indices.dtype == torch.uint64
     if operation.mode == "disable":
-        result = _concatenated(wire, rows, wide, out)
+        result = _concatenated(wire, rows, index == torch.uint64, out)
+    elif index == torch.uint64:
+        result = _reduced(wire, reduce, rows, out)
     else:
-        result = _reduced(wire, reduce, rows, out) if wide else reduce(rows, out=out)
+        result = reduce(rows, out=out)
 
     def hand_out() -> tuple[Result, Callable[[], None] | None]:
-        indices, values = memory.fill(result, sent.indices.dtype)
-        values = operation.attributes.after(values, sent.values.dtype)
+        indices, values = memory.fill(result, index)
+        values = operation.attributes.after(values, value)
         await_device(indices, values)
         return (indices, values), operation.finish(indices, values)
 
@@ -175,22 +170,14 @@ def _run(
 
 def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
     """The rows, on all ranks or on none, if all name the call and its indices alike."""
-    index, name = operation.sent.indices.dtype, operation.attributes.match_id
-    if name or index != WIDENED[index]:
+    index, name = operation.sent[0].dtype, operation.attributes.match_id
+    if name or index != widened(index):
         named = f" with match_id={name!r}" if name else ""
         return weft.attempt(rows, wire, name=f"sparse_allreduce of {index} indices{named}")
     try:
         return rows()
     except Exception as error:
         tell(error, wire)
-
-
-def _marks(sent: Sent) -> list[tuple[str, Any]]:
-    """What to wait for on an accelerator before its memory is read: the work queued so far."""
-    device = sent.values.device
-    if device.type == "cpu":
-        return []
-    return [("the current stream", torch.accelerator.current_stream(device).record_event())]
 
 
 def await_device(*tensors: Tensor) -> None:

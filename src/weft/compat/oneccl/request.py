@@ -9,7 +9,7 @@ overlap, or repeat. Larger buffers are welcome, and `event` asks for as much as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ from weft import WeftError
 from . import callback
 from .attributes import Attributes, FnContext, Status
 from .buffers import distinct, is_address, one_integer, seen
-from .operation import Operation, Result, Sent, await_device, start
+from .operation import Operation, await_device, checked, start
 from .progress import Event
 
 __all__ = ["Attributes", "FnContext", "Request", "Status", "sparse_allreduce"]
+
+
+_ENDS = "recv_ind_buf", "recv_val_buf"
+_COUNTS = "recv_ind_count", "recv_val_count"
 
 
 class Request(Event):
@@ -104,55 +108,44 @@ def sparse_allreduce(
     """
 
     def prepare() -> Operation:
-        given = Attributes() if attributes is None else attributes
-        if not isinstance(given, Attributes):
+        asked = Attributes() if attributes is None else attributes
+        if not isinstance(asked, Attributes):
             raise WeftError(
-                f"attributes is a {type(given).__name__}: pass request.Attributes, or None"
+                f"attributes is a {type(asked).__name__}: pass request.Attributes, or None"
             )
-        if isinstance(given, callback.Attributes):
+        if isinstance(asked, callback.Attributes):
             raise WeftError(
                 "attributes is callback.Attributes, whose completion_fn nobody would call here: "
                 "pass request.Attributes, or call callback.sparse_allreduce"
             )
-        sent = Sent.of(
-            send_ind_buf, send_ind_count, send_val_buf, send_val_count, index_dtype, value_dtype
+        sent = checked(
+            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            index_dtype=index_dtype,
+            value_dtype=value_dtype,
         )
         ends = []
-        for buffer, name, like in (
-            (recv_ind_buf, "recv_ind_buf", sent.indices),
-            (recv_val_buf, "recv_val_buf", sent.values),
-        ):
+        for name, buffer, like in zip(_ENDS, (recv_ind_buf, recv_val_buf), sent, strict=True):
             extent = like.numel() if is_address(buffer) else None
             ends.append(seen(buffer, extent, like.dtype, name, write=True))
-        counts = (
-            one_integer(recv_ind_count, "recv_ind_count"),
-            one_integer(recv_val_count, "recv_val_count"),
-        )
-        distinct(
-            {
-                "recv_ind_buf": ends[0],
-                "recv_val_buf": ends[1],
-                "recv_ind_count": counts[0],
-                "recv_val_count": counts[1],
-            }
-        )
-        return Operation(sent, reduction, _into((ends[0], ends[1]), counts), given)
+        given = zip(_COUNTS, (recv_ind_count, recv_val_count), strict=True)
+        counts = [one_integer(buffer, name) for name, buffer in given]
+        distinct(dict(zip(_ENDS + _COUNTS, (*ends, *counts), strict=True)))
+        return Operation(sent, reduction, _into(ends, counts), asked)
 
     return Request(start(comm, prepare))
 
 
 def _into(
-    ends: Result, counts: tuple[Tensor | None, Tensor | None]
+    ends: Sequence[Tensor], counts: Sequence[Tensor | None]
 ) -> Callable[[Tensor, Tensor], Callable[[], None]]:
     """What writes a result to the caller's buffers, once it fits on every rank."""
 
-    def finish(indices: Tensor, values: Tensor) -> Callable[[], None]:
-        made = (indices, values)
+    def finish(*made: Tensor) -> Callable[[], None]:
         if any(end.numel() < part.numel() for end, part in zip(ends, made, strict=True)):
             raise WeftError(
                 f"recv_ind_buf holds {ends[0].numel()} elements and recv_val_buf "
-                f"{ends[1].numel()}, the result has {indices.numel()} indices and "
-                f"{values.numel()} values: pass buffers of that size"
+                f"{ends[1].numel()}, the result has {made[0].numel()} indices and "
+                f"{made[1].numel()} values: pass buffers of that size"
             )
         for count, part in zip(counts, made, strict=True):
             if count is not None and part.numel() > torch.iinfo(count.dtype).max:

@@ -7,9 +7,8 @@ part, and returns new memory. Gradients, shapes and errors are those of `weft.nn
 from torch.nn import Module  # DistDL's own sets things up before a call, which is not needed here
 
 from . import mixins
-from .along import AllGather, AllSumReduce, ReduceScatter
-from .between import Broadcast, Repartition, SumReduce
 from .halo import HaloExchange
+from .layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, Repartition, SumReduce
 
 DistributedTranspose = Repartition
 """The older name."""

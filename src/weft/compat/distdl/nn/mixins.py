@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ...arguments import Integers, integers
 from ..slicing import compute_start_index, compute_stop_index, compute_subshape
 from ..tensor_decomposition import compute_subtensor_start_indices
-
-__all__ = ["ConvMixin", "HaloMixin", "PoolingMixin"]
-
-Integers = NDArray[np.int64]
 
 
 class ConvMixin:
@@ -70,64 +67,51 @@ class HaloMixin:
         """
         if not partition_active:
             return None, None, None, None
-        extents = np.atleast_1d(np.asarray(x_global_shape, dtype=np.int64))
-        sizes = (
-            _padded(kernel_size, len(extents), 1),
-            _padded(stride, len(extents), 1),
-            _padded(padding, len(extents), 0),
-            _padded(dilation, len(extents), 1),
-        )
-        grid = np.atleast_1d(np.asarray(partition_shape, dtype=np.int64))
-        index = np.atleast_1d(np.asarray(partition_index, dtype=np.int64))
+        extents, grid, index = map(integers, (x_global_shape, partition_shape, partition_index))
+        given = ((kernel_size, 1), (stride, 1), (padding, 0), (dilation, 1))
+        sizes = [_padded(each, len(extents), fill) for each, fill in given]
 
-        def halo_of(place: Integers, at_least_0: bool = True) -> Integers:
-            return self._compute_halo_shape(
-                grid, place, extents, *sizes, at_least_0, subtensor_shapes
-            )
+        def beyond(place: Integers) -> Integers:
+            """How much a worker needs beyond its part, [dim, 2]; negative where it has more."""
+            start, length = _cut(grid, place, extents, subtensor_shapes)
+            low, high = self._needed(grid, place, extents, *sizes)
+            found: Integers = np.stack([start - low, high - (start + length - 1)], axis=1)
+            return found
 
-        halo = halo_of(index)
-        send = np.zeros_like(halo)
+        signed = beyond(index)
+        halo, send = np.maximum(signed, 0), np.zeros_like(signed)
         for dim in range(len(grid)):
             for side, step in enumerate((-1, 1)):
                 place = index.copy()
                 place[dim] += step
                 if 0 <= place[dim] < grid[dim]:
-                    send[dim, side] = halo_of(place)[dim, 1 - side]
+                    send[dim, side] = max(0, beyond(place)[dim, 1 - side])
         length = _cut(grid, index, extents, subtensor_shapes)[1]
-        signed = halo_of(index, at_least_0=False)
-        needed = np.stack(
-            [np.maximum(0, -signed[:, 0]), length + np.maximum(0, signed).sum(1)], axis=1
-        )
-        return halo, halo.copy(), send, needed
+        first = np.maximum(0, -signed[:, 0])
+        return halo, halo.copy(), send, np.stack([first, length + halo.sum(1)], axis=1)
 
-    def _compute_halo_shape(
+    def _needed(
         self,
-        shape: Integers,
-        index: Integers,
-        x_global_shape: Integers,
-        kernel_size: Integers,
+        grid: Integers,
+        place: Integers,
+        extents: Integers,
+        kernel: Integers,
         stride: Integers,
         padding: Integers,
         dilation: Integers,
-        require_nonnegative: bool = True,
-        subtensor_shapes: Integers | None = None,
-    ) -> Integers:
-        """The halos at an index of a grid, [dim, 2]; negative where a worker has more than it needs
-        and `require_nonnegative` is false."""
-        kernel: Any = self  # also a ConvMixin
-        start, length = _cut(shape, index, x_global_shape, subtensor_shapes)
-        sizes = (kernel_size, stride, padding, dilation)
-        outputs = (x_global_shape + 2 * padding - dilation * (kernel_size - 1) - 1) // stride + 1
-        first = compute_start_index(shape, index, outputs)
-        last = compute_stop_index(shape, index, outputs) - 1
-        low = np.maximum(0, kernel._compute_min_input_range(first, *sizes))
-        high = np.minimum(x_global_shape - 1, kernel._compute_max_input_range(last, *sizes))
-        found: Integers = np.stack([start - low, high - (start + length - 1)], axis=1)
-        return np.maximum(found, 0) if require_nonnegative else found
+    ) -> tuple[Integers, Integers]:
+        """The first and the last place of the input that the part of the output depends on."""
+        looks: Any = self  # also a ConvMixin
+        sizes = (kernel, stride, padding, dilation)
+        outputs = (extents + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        first = compute_start_index(grid, place, outputs)
+        last = compute_stop_index(grid, place, outputs) - 1
+        low = np.maximum(0, looks._compute_min_input_range(first, *sizes))
+        return low, np.minimum(extents - 1, looks._compute_max_input_range(last, *sizes))
 
 
 def _padded(given: ArrayLike, dim: int, fill: int) -> Integers:
-    array = np.atleast_1d(np.asarray(given, dtype=np.int64))
+    array = integers(given)
     return np.concatenate([np.full(dim - len(array), fill, dtype=np.int64), array])
 
 
@@ -137,6 +121,5 @@ def _cut(
     """Where a part begins, and its shape."""
     if subtensor_shapes is None:
         return compute_start_index(shape, index, extents), compute_subshape(shape, index, extents)
-    place = tuple(int(at) for at in index)
-    starts = compute_subtensor_start_indices(subtensor_shapes)
-    return starts[place], subtensor_shapes[place]
+    place = tuple(index)
+    return compute_subtensor_start_indices(subtensor_shapes)[place], subtensor_shapes[place]
