@@ -13,7 +13,6 @@ of the bound's values.
 from __future__ import annotations
 
 import importlib
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,22 +64,16 @@ def index_sets(case: str, ranks: int) -> list[Tensor]:
 def packed_lists() -> Iterator[Counter[int]]:
     """Bytes of the index lists that ranks pack meanwhile, by what `id` says of their memory.
 
-    A list goes to every peer, in the opening of the call or behind it.
+    A list goes to every peer.
     """
-    pack, packed, found = codec.pack, codec.packed, Counter[int]()
+    pack, found = codec.pack, Counter[int]()
 
-    def later(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
+    def counted(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
         lease = pack(indices, memory, gaps=gaps)
         found[id(memory)] += lease.tensor.numel()
         return lease
 
-    def at_once(indices: Tensor, memory: Pool, most: float = math.inf) -> Lease | None:
-        lease = packed(indices, memory, most)
-        if lease is not None and most < math.inf:  # else it is `pack` that asks
-            found[id(memory)] += lease.tensor.numel()
-        return lease
-
-    with mock.patch.object(codec, "pack", later), mock.patch.object(codec, "packed", at_once):
+    with mock.patch.object(codec, "pack", counted):
         yield found
 
 

@@ -27,7 +27,7 @@ def there_and_back(indices, gaps):
     assert codec.bytes_of(lease.tensor[: codec.PREFIX]) == lease.tensor.numel()
     longer = torch.cat([lease.tensor, torch.full((9,), 0xA5, dtype=torch.uint8)])
     last = int(indices[-1]) if indices.numel() else -1
-    assert torch.equal(codec.unpack(longer, indices.dtype, last, room), indices)
+    assert torch.equal(codec.unpack(None, 0, longer, indices.dtype, last, room), indices)
     return lease.tensor.numel() - codec.PREFIX
 
 
@@ -134,4 +134,4 @@ def test_a_damaged_list_names_who_sent_it(wire, count, at, text):
     message[at : at + 8] = 0x3F
     if wire.rank == 1:
         with pytest.raises(WireError, match=rf"rank 1: the index list that rank 0 sent .*({text})"):
-            codec.received(wire, 0, message, torch.int64, 3 * count, room)
+            codec.unpack(wire, 0, message, torch.int64, 3 * count, room)

@@ -119,6 +119,12 @@ class Call:
         start = memory.numel() // self.wide.itemsize * (self.wide.itemsize - self.dtype.itemsize)
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
 
+    def result_at(self, indices: Tensor) -> Rows:
+        """Memory for a result of rows with these indices, which are in it."""
+        result = self.result(indices.numel())
+        result.indices.copy_(indices)
+        return result
+
     def widened(self, result: Rows) -> Rows:
         """What a schedule made, in the dtype of the caller's values; to be asked for once.
 

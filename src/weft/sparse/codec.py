@@ -11,7 +11,6 @@ The idea is that of inverted files: Witten, Moffat and Bell, "Managing Gigabytes
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 
@@ -31,37 +30,22 @@ _WORTH = 1024  # indices: packing fewer takes 25 µs, as sending them does at 1 
 
 
 def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
-    """A sorted, unique list (int32 or int64, contiguous, on the CPU) as bytes."""
-    count, plain = indices.numel(), indices.numel() * indices.element_size()
-    lease = packed(indices, memory) if gaps else None
-    if lease is not None:  # of so many indices it is always the shorter
-        return lease
-    lease = memory.lease(PREFIX + plain)
-    _say(lease.tensor, count, plain, -1)
-    typed(lease.tensor, (count,), indices.dtype, PREFIX).copy_(indices)
-    return lease
+    """A sorted, unique list (int32 or int64, contiguous, on the CPU) as bytes.
 
-
-def packed(indices: Tensor, memory: Pool, most: float = math.inf) -> Lease | None:
-    """As `pack` in few bits, in `most` bytes at most; None where that cannot be, or does not pay.
-
-    Whether indices are int32 or int64 makes no difference to the bytes.
+    With `gaps` in few bits, where that can be and pays; then int32 and int64 give the same bytes.
     """
     count = indices.numel()
-    if count < _WORTH or count > 8 * most:  # none takes less than a bit
-        return None
-    code = kernels.index_code(indices)
-    if code is None or PREFIX + code.most > most:
-        return None
-    lease = memory.lease(PREFIX + code.most)
-    size = kernels.encode(indices, code, lease.tensor[PREFIX:])
-    lease.tensor = lease.tensor[: PREFIX + size]
-    _say(lease.tensor, count, size, int(indices[0]))
+    code = kernels.index_code(indices) if gaps and count >= _WORTH else None
+    if code is None:
+        size, first = count * indices.element_size(), -1
+        lease = memory.lease(PREFIX + size)
+        typed(lease.tensor, (count,), indices.dtype, PREFIX).copy_(indices)
+    else:
+        lease, first = memory.lease(PREFIX + code.most), int(indices[0])
+        size = kernels.encode(indices, code, lease.tensor[PREFIX:])
+        lease.tensor = lease.tensor[: PREFIX + size]
+    lease.tensor.numpy()[:PREFIX] = np.frombuffer(_PREFIX.pack(count, size, first), np.uint8)
     return lease
-
-
-def _say(message: Tensor, count: int, size: int, first: int) -> None:
-    message.numpy()[:PREFIX] = np.frombuffer(_PREFIX.pack(count, size, first), np.uint8)
 
 
 def bytes_of(message: Tensor) -> int:
@@ -69,34 +53,7 @@ def bytes_of(message: Tensor) -> int:
     return PREFIX + int(_PREFIX.unpack_from(message.numpy().data)[1])
 
 
-def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int], Tensor]) -> Tensor:
-    """The list: a view of the message where it was written plainly.
-
-    Args:
-        message: what `pack` made, or longer.
-        dtype: of the indices.
-        last: no index is greater.
-        room: gives memory of so many bytes, for a list that was packed.
-
-    Raises:
-        ValueError: the message is damaged: it is no such list.
-    """
-    count, size, first = _PREFIX.unpack_from(message.numpy().data)
-    packed = message[PREFIX : PREFIX + size]
-    # of so many bytes there are at most so many indices: no more memory is asked for
-    if not 0 <= size == len(packed) or not 0 <= count <= 8 * size:
-        raise ValueError(f"{count} indices in {size} bytes of a message of {len(message)}")
-    if first < 0:
-        if size != count * dtype.itemsize:
-            raise ValueError(f"{count} indices of {dtype} in {size} bytes")
-        return typed(message, (count,), dtype, PREFIX)
-    indices = typed(room(count * dtype.itemsize), (count,), dtype)
-    if not kernels.decode(packed, first, last, indices):
-        raise ValueError(f"its code is not that of {count} sorted indices from {first} to {last}")
-    return indices
-
-
-def received(
+def unpack(
     wire: Wire,
     peer: int,
     message: Tensor,
@@ -104,15 +61,33 @@ def received(
     last: int,
     room: Callable[[int], Tensor],
 ) -> Tensor:
-    """As `unpack`, of what a peer sent.
+    """The list that a peer sent: a view of the message where it was written plainly.
+
+    Args:
+        wire, peer: where it came from.
+        message: what `pack` made, or longer.
+        dtype: of the indices.
+        last: no index is greater.
+        room: gives memory of so many bytes, for a list that was packed.
 
     Raises:
-        WireError: the message is damaged; nobody can tell what else is.
+        WireError: the message is damaged: it is no such list; nobody can tell what else is.
     """
-    try:
-        return unpack(message, dtype, last, room)
-    except ValueError as error:
-        raise damaged(wire, peer, str(error)) from None
+    count, size, first = _PREFIX.unpack_from(message.numpy().data)
+    packed = message[PREFIX : PREFIX + size]
+    # of so many bytes there are at most so many indices: no more memory is asked for
+    if not 0 <= size == len(packed) or not 0 <= count <= 8 * size:
+        text = f"{count} indices in {size} bytes of a message of {len(message)}"
+        raise damaged(wire, peer, text)
+    if first < 0:
+        if size != count * dtype.itemsize:
+            raise damaged(wire, peer, f"{count} indices of {dtype} in {size} bytes")
+        return typed(message, (count,), dtype, PREFIX)
+    indices = typed(room(count * dtype.itemsize), (count,), dtype)
+    if not kernels.decode(packed, first, last, indices):
+        text = f"its code is not that of {count} sorted indices from {first} to {last}"
+        raise damaged(wire, peer, text)
+    return indices
 
 
 def damaged(wire: Wire, peer: int, why: str) -> WireError:

@@ -188,6 +188,11 @@ class Header:
         return max(self.most, min(guess, self.total, self.total if height is None else height))
 
 
+def combined(lower: Tensor, upper: Tensor) -> Tensor:
+    """`Header.combine` of headers as bytes, for `agree`."""
+    return Header.unpack(lower).combine(Header.unpack(upper)).pack()
+
+
 def _digest(indices: Tensor) -> bytes:
     """Of sorted, unique indices; that two sets have the same is out of the question."""
     raw = as_bytes(_narrow(indices))  # half of the bytes; where some do not fit, it is no such set

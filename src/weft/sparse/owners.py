@@ -27,7 +27,7 @@ from ..wire.base import Pending, peers
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
-from .stream import IndexLists, Inflow, Source, at_hand, merge_blocks, send_rows
+from .stream import IndexLists, Inflow, Source, at_hand, merge_blocks, send_rows, wait_all
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -145,15 +145,17 @@ class ToOwners:
 
     def finish(self) -> None:
         """Wait until all is sent, and give back the memory; everything must have been read."""
-        for pending in self._sent:
-            pending.wait()
+        wait_all(self._sent)
         self._lists.release()
         for inflow in self._inflows.values():
             inflow.release()
 
 
 def reduce_to_owners(
-    rows: LocalRows, call: Call, bounds: Sequence[int], place: Callable[[int], Rows] | None = None
+    rows: LocalRows,
+    call: Call,
+    bounds: Sequence[int],
+    place: Callable[[Tensor], Rows] | None = None,
 ) -> Rows:
     """The sums of the indices that this rank owns.
 
@@ -161,12 +163,11 @@ def reduce_to_owners(
         rows: this rank's, canonical.
         call: the call this is for.
         bounds: see `ToOwners`.
-        place: memory for a result of so many rows; by default where the caller wants it.
+        place: a result with these indices; by default where the caller wants it.
     """
     moving = ToOwners(call, rows, bounds)
     moving.send_rest()
-    result = (place or call.result)(moving.union.indices.numel())
-    result.indices.copy_(moving.union.indices)
+    result = (place or call.result_at)(moving.union.indices)
     for _ in moving.sums(call, moving.union, result.values):
         pass
     moving.finish()

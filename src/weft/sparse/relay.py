@@ -13,6 +13,7 @@ circle, however few slots there are.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..wire.base import Pending, typed
 from .call import Call
 from .cost import Load
-from .stream import SUMS
+from .stream import SUMS, wait_all
 
 _AHEAD = 2  # steps whose receives are posted before they are waited for
 _STEPS = _AHEAD + 3  # that have slots: chunks of the two behind may still be going out
@@ -57,9 +58,9 @@ class Relay:
         self._lease = call.wire.lease(slots * self.rows * call.load.row)
         shape = (slots, self.rows, *call.row_shape)
         self._slots = typed(self._lease.tensor, shape, call.dtype).unbind()
-        # of each of the last steps: what comes, in its order, and what goes
-        self._coming: list[list[tuple[int, Tensor, Pending]]] = [[] for _ in range(_STEPS)]
-        self._going: list[list[Pending]] = [[] for _ in range(_STEPS)]
+        # of each step: what comes, in its order, and what goes
+        self._coming: dict[int, list[tuple[int, Tensor, Pending]]] = {}
+        self._going: dict[int, list[Pending]] = defaultdict(list)
         for step in range(_AHEAD):
             self._receive(step)
 
@@ -67,11 +68,9 @@ class Relay:
         """Where this rank's rows of this step are to be written; None if it has no more."""
         return self._slot(step, 0)
 
-    def send(self, step: int) -> None:
-        """Send the own chunk, written by then."""
-        own = self.own(step)
-        if own is not None:
-            self._send(step, own)
+    def send(self, step: int, slot: Tensor) -> None:
+        """Send the own chunk, written by then, or another."""
+        self._going[step].append(self._wire.post([(self._right, slot)], (), SUMS))
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yields (origin, number of the first row, rows) of what comes, sending it on.
@@ -79,28 +78,23 @@ class Relay:
         The own chunk must have been sent. The rows are valid until the next is asked for. To be
         exhausted.
         """
-        going = self._going[(step - 2) % _STEPS]
-        for pending in going:
-            pending.wait()
-        going.clear()
+        wait_all(self._going.pop(step - 2, ()))
         self._receive(step + _AHEAD)
-        for distance, slot, pending in self._coming[step % _STEPS]:
+        for distance, slot, pending in self._coming.pop(step):
             pending.wait()
             if distance < self._wire.size - 1:
-                self._send(step + 1, slot)
+                self.send(step + 1, slot)
             yield self._origin(distance), (step - distance + 1) * self.rows, slot
 
     def finish(self) -> None:
         """Wait until everything is sent on, and give back the memory."""
-        for going in self._going:
-            for pending in going:
-                pending.wait()
+        for going in self._going.values():
+            wait_all(going)
         self._lease.release()
 
     def _receive(self, step: int) -> None:
         """Post receives as the left neighbour sends: what comes from farthest first."""
-        coming = self._coming[step % _STEPS]
-        coming.clear()
+        coming = self._coming[step] = []
         # of nearer ranks all is here, and of others nothing comes yet
         nearest = max(1, step - self._chunks + 2)
         for distance in range(min(step + 1, self._wire.size - 1), nearest - 1, -1):
@@ -108,9 +102,6 @@ class Relay:
             if slot is not None:
                 pending = self._wire.post((), [(self._left, slot)], SUMS)
                 coming.append((distance, slot, pending))
-
-    def _send(self, step: int, slot: Tensor) -> None:
-        self._going[step % _STEPS].append(self._wire.post([(self._right, slot)], (), SUMS))
 
     def _origin(self, distance: int) -> int:
         return (self._wire.rank - distance) % self._wire.size

@@ -24,7 +24,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, last, of_all
+from .header import Header, RowsInHeader, combined, last, of_all
 from .local_rows import LocalRows
 from .record import Record
 from .registry import find
@@ -138,10 +138,7 @@ def _agreement(
     else:
         body = Header.of(own.indices, call.wire.rank, **about, highest=highest).pack()
 
-    def combine(lower: Tensor, upper: Tensor) -> Tensor:
-        return Header.unpack(lower).combine(Header.unpack(upper)).pack()
-
-    agreement = agree(call.wire, name, request.fields, request.error, body, combine)
+    agreement = agree(call.wire, name, request.fields, request.error, body, combined)
     request.agreed = agreement.fields
     return agreement
 
@@ -258,8 +255,7 @@ def handed_out(result: Rows, call: Call) -> Rows:
 def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
     """Merge the rows that came in the opening exchange."""
     union = kernels.union([rows.indices.to(call.wire_index) for rows in everyone])
-    result = call.result(union.indices.numel())
-    result.indices.copy_(union.indices)
+    result = call.result_at(union.indices)
     sums = result.values
     if call.partial != call.dtype:
         sums = torch.empty(sums.shape, dtype=call.partial)
@@ -270,8 +266,7 @@ def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
 
 
 def _alone(rows: LocalRows, call: Call) -> Rows:
-    result = call.result(len(rows))
-    result.indices.copy_(rows.indices)
+    result = call.result_at(rows.indices)
     result.values.copy_(rows.values)
     return result
 

@@ -84,7 +84,7 @@ def simulate(
         True
     """
 
-    def program(wire: simulated.SimulatedWire) -> _Seen:
+    def program(wire: simulated.SimulatedWire) -> tuple[float, float, int, int, str, Load]:
         set_link(wire, link)
         with meter.metered(wire.compute):
             # two openings, of which the first is nothing but that: the difference is the schedule
@@ -96,7 +96,7 @@ def simulate(
             done = run.reduced(wire, request)
             count = wire.traffic.messages - 2 * before[0], wire.traffic.bytes - 2 * before[1]
             load = load.with_union(len(done.rows))
-            return _Seen(opened, wire.clock, *count, done.algorithm, load)
+            return opened, wire.clock, *count, done.algorithm, load
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them
@@ -107,28 +107,15 @@ def simulate(
         torch.set_num_threads(threads)
         if collecting:
             gc.enable()
-    opening = max(each.opened for each in seen)
-    first = seen[0]
-    cost = find(first.algorithm).cost(first.load)
+    opened, ended, messages, nbytes, (name, *_), (load, *_) = zip(*seen, strict=True)
+    opening, cost = max(opened), find(name).cost(load)
     return Simulation(
-        first.algorithm,
+        name,
         opening,
-        max(each.ended for each in seen) - 2 * opening,
-        sum(each.messages for each in seen) / ranks,
-        sum(each.bytes for each in seen) / ranks,
-        first.load,
+        max(ended) - 2 * opening,
+        sum(messages) / ranks,
+        sum(nbytes) / ranks,
+        load,
         cost,
         cost.seconds(link),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What one rank saw."""
-
-    opened: float
-    ended: float
-    messages: int
-    bytes: int
-    algorithm: str
-    load: Load

@@ -97,7 +97,7 @@ class IndexLists:
             if peer in rests:
                 message, pending = rests[peer]
                 pending.wait()
-            found[peer] = codec.received(
+            found[peer] = codec.unpack(
                 self._wire, peer, message, self._dtype, self._last, self._room
             )
         return found
@@ -185,6 +185,12 @@ class Inflow:
             self._reading.release()
 
 
+def wait_all(some: Iterable[Pending]) -> None:
+    """Wait until all of these are done."""
+    for pending in some:
+        pending.wait()
+
+
 def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
     if not values.numel():
@@ -255,8 +261,7 @@ class Ring:
         for queue in self._coming.values():
             while queue:
                 self._next(queue)
-        for pending in self._sent:
-            pending.wait()
+        wait_all(self._sent)
 
 
 def parts(counts: Iterable[int]) -> list[slice]:

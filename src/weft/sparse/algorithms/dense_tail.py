@@ -83,8 +83,7 @@ def dense_tail(rows: LocalRows, call: Call) -> Rows:
         [(peer, bits[me]) for peer in others], [(peer, bits[peer]) for peer in others], LISTS
     ).wait()
     found = kernels.unite_bitmap(bitmap, moving.union.indices).indices
-    result = call.result(found.numel())
-    result.indices.copy_(found)
+    result = call.result_at(found)
 
     # sums go round the ring through a dense table, which is the result if all rows are there; what
     # it holds in other places is taken by nobody

@@ -15,7 +15,9 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -72,15 +74,16 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
     wire, rank = call.wire, call.wire.rank
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, act as one
-    mine = _Message.of(call, rows.indices)
+    make = partial(_made, call)
+    mine = make(rows.indices)
     mine.values.copy_(rows.values)
 
     if rank < paired and rank % 2:
         wire.post([(rank - 1, mine.bytes)]).wait()
         mine.release()
-        return _Message.hear(call, rank - 1, wire.size)().result(call)
+        return _result(call, _hear(call, rank - 1, wire.size)())
     if rank < paired:
-        mine = _merged(call, mine, _Message.hear(call, rank + 1, 1)())
+        mine = _merged(call, mine, _hear(call, rank + 1, 1)(), make)
 
     block = rank // 2 if rank < paired else rank - paired // 2
     distance = 1
@@ -88,102 +91,79 @@ def doubling(rows: LocalRows, call: Call) -> Rows:
         other = block ^ distance
         peer = 2 * other if other < paired // 2 else other + paired // 2
         first = other // distance * distance  # of the blocks whose sum the peer has
-        held = distance + min(distance, max(0, paired // 2 - first))
-        heard = _Message.hear(call, peer, held)
+        heard = _hear(call, peer, distance + min(distance, max(0, paired // 2 - first)))
         wire.post([(peer, mine.bytes)]).wait()
         theirs = heard()
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
         distance *= 2
         if distance == core and rank >= paired and call.partial == call.dtype:
-            return _last(call, lower, upper)
-        mine = _merged(call, lower, upper)
+            result = _merged(call, lower, upper, call.result_at)
+            call.finish(result.values, result.values)
+            return result
+        mine = _merged(call, lower, upper, make)
 
     if rank < paired:
         wire.post([(rank + 1, mine.bytes)]).wait()
-    return mine.result(call)
+    return _result(call, mine)
 
 
-@dataclass(frozen=True, slots=True)
 class _Message:
-    """Rows as they travel: how many, the indices, then the values.
+    """Rows as they travel: how many, the indices, then the values; and what gives back the memory.
 
     Attributes:
-        bytes: the message.
-        indices, values: views of it.
-        release: gives back the memory.
+        bytes: the message; `indices` and `values` are views of it.
     """
 
-    bytes: Tensor
-    indices: Tensor
-    values: Tensor
-    release: Callable[[], None]
-
-    @classmethod
-    def of(cls, call: Call, indices: Tensor) -> _Message:
-        """A message of rows with these indices, whose values are to be filled in."""
-        count = indices.numel()
-        lease = call.wire.lease(_size(call, count))
-        typed(lease.tensor, (1,), torch.int64)[0] = count
-        mine = cls._read(call, lease.tensor, lease.release)
-        mine.indices.copy_(indices)
-        return mine
-
-    @classmethod
-    def hear(cls, call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
-        """Await the rows of so many ranks from a peer."""
-        load = call.load
-        most = min(ranks * load.most, load.total if load.height is None else load.height)
-        pending = call.wire.post((), [(peer, _size(call, most))])
-        return lambda: cls._read(call, pending.wait()[0], pending.release)
-
-    @classmethod
-    def _read(cls, call: Call, memory: Tensor, release: Callable[[], None]) -> _Message:
+    def __init__(self, call: Call, memory: Tensor, release: Callable[[], None]) -> None:
+        """Read what is in memory, which may be longer."""
         count = int(typed(memory, (1,), torch.int64)[0])
-        return cls(
-            memory[: _size(call, count)],
-            typed(memory, (count,), call.wire_index, 8),
-            typed(memory, (count, *call.row_shape), call.partial, _head(call, count)),
-            release,
-        )
-
-    def result(self, call: Call) -> Rows:
-        """These rows as the result of the call; the memory goes back."""
-        result = call.result(self.indices.numel())
-        result.indices.copy_(self.indices)
-        kernels.finish(self.values, result.values, call.divisor)
-        self.release()
-        return result
+        head, end = _extent(call, count)
+        self.bytes, self.release = memory[:end], release
+        self.indices = typed(memory, (count,), call.wire_index, 8)
+        self.values = typed(memory, (count, *call.row_shape), call.partial, head)
 
 
-def _head(call: Call, count: int) -> int:
-    """Bytes of a message before its values, which begin at a multiple of 8."""
-    return 8 + -(-count * call.load.index // 8) * 8
+def _extent(call: Call, count: int) -> tuple[int, int]:
+    """Where in a message the values begin, at a multiple of 8 bytes, and where they end."""
+    head = 8 + -(-count * call.load.index // 8) * 8
+    return head, head + count * call.load.partial
 
 
-def _size(call: Call, count: int) -> int:
-    """Bytes of a message."""
-    return _head(call, count) + count * call.load.partial
+def _made(call: Call, indices: Tensor) -> _Message:
+    """A message of rows with these indices, whose values are to be filled in."""
+    lease = call.wire.lease(_extent(call, indices.numel())[1])
+    typed(lease.tensor, (1,), torch.int64)[0] = indices.numel()
+    made = _Message(call, lease.tensor, lease.release)
+    made.indices.copy_(indices)
+    return made
 
 
-def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
-    """The sum of two messages, whose memory goes back."""
+def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
+    """Await the rows of so many ranks from a peer."""
+    load = call.load
+    most = min(ranks * load.most, load.total if load.height is None else load.height)
+    pending = call.wire.post((), [(peer, _extent(call, most)[1])])
+    return lambda: _Message(call, pending.wait()[0], pending.release)
+
+
+def _merged(
+    call: Call, lower: _Message, upper: _Message, place: Callable[[Tensor], _Place]
+) -> _Place:
+    """The sum of two messages, whose memory goes back, where it is wanted."""
     union = kernels.union([lower.indices, upper.indices])
-    both = _Message.of(call, union.indices)
-    _add(call, union, lower, upper, both.values)
+    both = place(union.indices)
+    for slots, part in zip(union.slots, (lower, upper), strict=True):
+        kernels.combine(both.values, slots, part.values, call.op)
+        part.release()
     return both
 
 
-def _last(call: Call, lower: _Message, upper: _Message) -> Rows:
-    """The same, as the result of the call."""
-    union = kernels.union([lower.indices, upper.indices])
-    result = call.result(union.indices.numel())
-    result.indices.copy_(union.indices)
-    _add(call, union, lower, upper, result.values)
-    call.finish(result.values, result.values)
+def _result(call: Call, total: _Message) -> Rows:
+    """A message as the result of the call; the memory goes back."""
+    result = call.result_at(total.indices)
+    kernels.finish(total.values, result.values, call.divisor)
+    total.release()
     return result
 
 
-def _add(call: Call, union: kernels.Union, lower: _Message, upper: _Message, out: Tensor) -> None:
-    for slots, part in zip(union.slots, (lower, upper), strict=True):
-        kernels.combine(out, slots, part.values, call.op)
-        part.release()
+_Place = TypeVar("_Place", _Message, Rows)

@@ -53,8 +53,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         ring = Ring(call, torch.split(space, counts), VALUES)
         ring.send(rows.values)
         union = kernels.union(runs)
-        result = call.result(union.indices.numel())
-        result.indices.copy_(union.indices)
+        result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(wire.size)]
         sources[wire.rank] = at_hand(rows.values)
         for _ in merge_blocks(call, runs, sources, union, result.values):

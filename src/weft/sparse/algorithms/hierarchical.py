@@ -28,7 +28,7 @@ from ...wire.part import Part
 from ..call import Call
 from ..choice import workspace
 from ..cost import Cost, Load
-from ..header import Header
+from ..header import Header, combined
 from ..local_rows import LocalRows
 from ..owners import ToOwners
 from ..registry import ALGORITHMS, Algorithm, algorithm
@@ -105,8 +105,7 @@ def hierarchical(rows: LocalRows, call: Call) -> Rows:
     moving.send_rest()
     result = None
     if leads and len(hosts.ranks) == 1:
-        result = call.result(moving.union.indices.numel())
-        result.indices.copy_(moving.union.indices)
+        result = call.result_at(moving.union.indices)
         for _ in moving.sums(call, moving.union, result.values):
             pass
     elif leads:
@@ -143,11 +142,8 @@ def _among_leaders(call: Call, moving: ToOwners, leaders: list[int]) -> Rows:
 def _open(indices: Tensor, inner: Call) -> None:
     """The leaders state what they have, as ranks do when a call opens."""
 
-    def combine(lower: Tensor, upper: Tensor) -> Tensor:
-        return Header.unpack(lower).combine(Header.unpack(upper)).pack()
-
     body = Header.of(indices, inner.wire.rank).pack()
-    agreement = agree(inner.wire, "hierarchical", {}, None, body, combine)
+    agreement = agree(inner.wire, "hierarchical", {}, None, body, combined)
     header = Header.together([Header.unpack(body) for body in agreement.bodies])
     agreement.release()
     inner.header = header
@@ -170,8 +166,7 @@ def _hand_out(host: Call, call: Call, result: Rows | None) -> Rows:
     told = IndexLists(host, lists, sources)
     found = told.wait()
     if result is None:
-        result = call.result(found[0].numel())
-        result.indices.copy_(found[0])
+        result = call.result_at(found[0])
     nothing = result.values[:0]
     ring = Ring(host, [result.values] + [nothing] * (host.wire.size - 1), SUMS)
     if not sources:

@@ -30,8 +30,8 @@ patterns are set up once and used often. Index sets ahead of values: Zhao and Ca
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..relay import Relay, relay_memory, relay_rows
-from ..stream import Inflow, Source, all_lists, list_messages, send_rows, window
+from ..stream import Inflow, Source, all_lists, list_messages, send_rows, wait_all, window
 
 
 def cost(load: Load) -> Cost:
@@ -85,8 +85,7 @@ def holders(own: LocalRows, call: Call) -> Rows:
     runs, lists = all_lists(call, own.indices.to(call.wire_index))
     union = kernels.union(runs)
     total = union.indices.numel()
-    result = call.result(total)
-    result.indices.copy_(union.indices)
+    result = call.result_at(union.indices)
     if not call.load.row:  # rows without bytes
         lists.release()
         return result
@@ -96,58 +95,42 @@ def holders(own: LocalRows, call: Call) -> Rows:
     places = [shares.of(rank) for rank in order]
     relay = Relay(call, [len(each) for each in places])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
-    # Before this step nobody sums: all send what they alone hold. So what others sum goes out
-    # between chunks.
-    until = min(shares.alone(rank) for rank in order) // relay.rows
-    outflow = _Outflow(call, own, kernels.deal(union.slots[me], shares), until)
-    for step in range(relay.steps):
-        outflow.send()
-        chunk = relay.own(step)
-        if chunk is not None:
-            sums.write(step, chunk)
-            relay.send(step)
-            first = step * relay.rows
-            kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
-        for origin, first, some in relay.turn(step):
-            kernels.put(result.values, places[origin][first : first + len(some)], some)
-
-    relay.finish()
-    outflow.finish()
+    with _sent(call, own, kernels.deal(union.slots[me], shares)):
+        for step in range(relay.steps):
+            chunk = relay.own(step)
+            if chunk is not None:
+                sums.write(step, chunk)
+                relay.send(step, chunk)
+                first = step * relay.rows
+                kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
+            for origin, first, some in relay.turn(step):
+                kernels.put(result.values, places[origin][first : first + len(some)], some)
+        relay.finish()
     sums.release()
     lists.release()
     return result
 
 
-class _Outflow:
-    """Rows of this rank on their way to those who sum them, some in each step."""
+@contextmanager
+def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]:
+    """Send each peer the rows that it was dealt, which it sums; at the end wait for that.
 
-    def __init__(self, call: Call, own: LocalRows, dealt: Sequence[Tensor], until: int) -> None:
-        """Send the rows at the positions that each peer was dealt before step `until`, or in
-        step 0."""
-        self._call, self._own, step, others = call, own, call.chunk_rows, peers(call.wire)
-        starts = range(0, max(len(dealt[peer]) for peer in others), step)
-        parts = [(peer, dealt[peer][start : start + step]) for start in starts for peer in others]
-        self._parts = deque(part for part in parts if len(part[1]))
-        self._at_once = -(-len(self._parts) // max(1, until // 2))
-        self._leases: list[Lease] = []
-        self._sent: list[Pending] = []
-
-    def send(self) -> None:
-        """Send what is due in a step: copied together, since a message is one piece of memory."""
-        for _ in range(min(self._at_once, len(self._parts))):
-            peer, rows = self._parts.popleft()
-            lease = self._call.wire.lease(len(rows) * self._call.load.row)
-            together = typed(lease.tensor, (len(rows), *self._call.row_shape), self._call.dtype)
-            self._own.take(rows, together)
-            self._leases.append(lease)
-            self._sent += send_rows(self._call, peer, together)
-
-    def finish(self) -> None:
-        """Wait until all are sent, and give back the memory."""
-        for pending in self._sent:
-            pending.wait()
-        for lease in self._leases:
-            lease.release()
+    They are copied together, since a message is one piece of memory.
+    """
+    step, others = call.chunk_rows, peers(call.wire)
+    leases: list[Lease] = []
+    under_way: list[Pending] = []
+    for start in range(0, max(len(dealt[peer]) for peer in others), step):
+        for peer in others:
+            rows = dealt[peer][start : start + step]
+            leases.append(call.wire.lease(len(rows) * call.load.row))
+            together = typed(leases[-1].tensor, (len(rows), *call.row_shape), call.dtype)
+            own.take(rows, together)
+            under_way += send_rows(call, peer, together)
+    yield
+    wait_all(under_way)
+    for lease in leases:
+        lease.release()
 
 
 class _Sums:
@@ -238,12 +221,6 @@ def weights(slots: Sequence[Tensor], union: int) -> list[int]:
         if busy < best:
             best, chosen = busy, whole.tolist()
     return chosen if best < 0.99 * first else equal
-
-
-def busiest(slots: Sequence[Tensor], union: int, weight: Sequence[int]) -> float:
-    """What the busiest rank receives or sends of values, as a multiple of the average rank's."""
-    received, sent = _loads(_sample(slots, union), np.array(weight))
-    return max(int(received.max()), int(sent.max())) * len(slots) / max(1, int(received.sum()))
 
 
 def _sample(slots: Sequence[Tensor], union: int) -> Longs:

@@ -43,7 +43,7 @@ def cost(load: Load) -> Cost:
     if load.identical:
         return sums
     if _by_bitmap(load):
-        bits = reduction(load, bitmap_bytes(load.places))
+        bits = reduction(load, 8 * math.ceil(load.places / 64))
         bits += Cost(2, 0, 0.0, unite_bytes(load, load.places), memory=load.places * 3 / 16)
     else:
         received = others * listed
@@ -64,8 +64,7 @@ def mask(rows: LocalRows, call: Call) -> Rows:
     wire, direct = call.wire, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)
     union, slots = _union(indices, call)
-    result = call.result(union.numel())
-    result.indices.copy_(union)
+    result = call.result_at(union)
     with wire.lease(0 if direct else union.numel() * call.load.partial) as memory:
         table = result.values
         if not direct:
@@ -93,7 +92,9 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     if call.load.identical:
         return indices, None
     if _by_bitmap(call.load):
-        union = union_by_bitmap(indices, call.load.places, call)
+        bits = kernels.bitmap(indices, call.load.places)
+        call.wire.dense_all_reduce(bits, "bor").wait()
+        union = kernels.unite_bitmap(bits, indices)
         return union.indices, union.slots[0]
     runs, lists = all_lists(call, indices)
     union = kernels.union(runs)
@@ -114,18 +115,6 @@ def reduction(load: Load, nbytes: float) -> Cost:
     )
 
 
-def bitmap_bytes(places: int) -> int:
-    """Bytes of a bitmap of so many places: whole words."""
-    return 8 * math.ceil(places / 64)
-
-
 def unite_bytes(load: Load, places: int) -> float:
     """What uniting all ranks' index sets by a bitmap costs, in bytes that could be merged."""
     return MARK * 2 * load.mean + SPREAD * load.union + places / 2
-
-
-def union_by_bitmap(indices: Tensor, places: int, call: Call) -> kernels.Union:
-    """The union of all ranks' index sets, by a bitmap that is reduced, and this rank's slots."""
-    bits = kernels.bitmap(indices, places)
-    call.wire.dense_all_reduce(bits, "bor").wait()
-    return kernels.unite_bitmap(bits, indices)

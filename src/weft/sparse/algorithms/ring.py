@@ -20,13 +20,11 @@ algorithms for clusters of workstations" (JPDC 2009), section 3, on sorted runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import Pending, peers, typed
+from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -35,11 +33,13 @@ from ..registry import algorithm
 from ..stream import (
     IndexLists,
     Inflow,
+    all_lists,
     at_hand,
     list_messages,
     merge_blocks,
     send_rows,
     share,
+    wait_all,
     window,
 )
 
@@ -95,9 +95,13 @@ def ring(own: LocalRows, call: Call) -> Rows:
         run = unions[-1].indices
 
     # now everybody's sums are known, and their places in the result
-    summed = _everybodys(call, run, indices, part)
+    if call.load.identical:
+        result, mine, sharing = share(call, [indices[rows] for rows in part])
+    else:
+        summed, all_ = all_lists(call, run)
+        result, mine, sharing = share(call, summed)
+        all_.release()
     passed = call.of_partials()
-    result, mine, sharing = share(call, summed)
     most = max((len(union.indices) for union in unions[:-1]), default=0)
     with wire.lease(2 * most * passed.load.row) as memory:
         space = typed(memory, (2, most, *call.row_shape), call.partial)
@@ -113,7 +117,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
                     sharing.send(mine[start:stop])
             else:
                 if step:  # what went out two steps before must have left its memory
-                    _finish(going[step - 1])
+                    wait_all(going[step - 1])
                 out = space[step % 2][: unions[step].indices.numel()]
                 going.append([])
                 for start, stop in merge_blocks(passed, runs, sources, unions[step], out):
@@ -121,21 +125,5 @@ def ring(own: LocalRows, call: Call) -> Rows:
             inflow.release()
         sharing.finish()
         for sent in going:
-            _finish(sent)
+            wait_all(sent)
     return result
-
-
-def _everybodys(call: Call, run: Tensor, indices: Tensor, part: Sequence[slice]) -> list[Tensor]:
-    """The indices that each rank sums; `run` is this rank's."""
-    if call.load.identical:
-        return [indices[rows] for rows in part]
-    wire = call.wire
-    lists = IndexLists(call, dict.fromkeys(peers(wire), run), peers(wire))
-    summed = {rank: came.clone() for rank, came in lists.wait().items()} | {wire.rank: run}
-    lists.release()
-    return [summed[rank] for rank in range(wire.size)]
-
-
-def _finish(sent: list[Pending]) -> None:
-    for pending in sent:
-        pending.wait()

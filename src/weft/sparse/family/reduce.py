@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..._torch import uncompiled, without_transforms
 from ...rows import Rows
@@ -29,7 +30,7 @@ from ..owners import balanced, reduce_to_owners
 from ..record import recording, started
 from ..request import Request, root_in, take_root
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages
+from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages, wait_all
 
 _NAME = "sparse_reduce"
 
@@ -143,10 +144,9 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     with ExitStack() as leases:
 
-        def place(count: int) -> Rows:
-            memory = leases.enter_context(wire.lease(count * call.load.row))
-            values = typed(memory, (count, *call.row_shape), call.dtype)
-            return Rows(torch.empty(count, dtype=call.wire_index), values)
+        def place(indices: Tensor) -> Rows:
+            memory = leases.enter_context(wire.lease(len(indices) * call.load.row))
+            return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
         sums = reduce_to_owners(rows, call, balanced(call.header, size), place)
         here = me == dst
@@ -165,7 +165,6 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         else:
             result = call.result(0)
             moving = [wire.post([(dst, chunk)], (), SUMS) for chunk in chunks(call, sums.values)]
-        for pending in moving:
-            pending.wait()
+        wait_all(moving)
         lists.release()
     return result
