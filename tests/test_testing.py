@@ -91,7 +91,9 @@ def wrong_on_rank_1(wire):
 def test_the_causing_rank_is_raised(on):
     with pytest.raises(KeyError, match="the cause") as caught:
         run(3, wrong_on_rank_1, on=on)
-    assert caught.value.__notes__ == [f"on rank 1 of 3 ({on})", "ranks [0, 2] raised too"]
+    said, *others = caught.value.__notes__
+    assert said == f"on rank 1 of 3 ({on})"
+    assert [each[:28] for each in others] == [f"rank {r} of 3 raised WireError" for r in (0, 2)]
     shown = "".join(traceback.format_exception(caught.value))
     assert 'raise KeyError("the cause")' in shown  # where, also if that was in another process
     run(3, reduce_after, on=on)
@@ -183,7 +185,7 @@ def die_on_rank_1(wire):
 
 
 def test_a_rank_that_dies_is_reported():
-    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL \(processes\)"):
+    with pytest.raises(RankFailure, match=r"rank 1 of 3 was killed by SIGKILL .*\(processes\)"):
         run(3, die_on_rank_1, on="processes")
     run(3, reduce_after, on="processes")
 

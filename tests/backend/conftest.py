@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from weft.testing.outcome import Outcome, results
+from weft.bootstrap.outcome import Outcome, results
 from weft.testing.pace import patient
 
 SIZE = 4  # more would prove nothing of MPI, and each takes seconds to start
@@ -116,7 +116,7 @@ def mpi_job(mpirun: Callable[..., subprocess.Popen[Any]]) -> Iterator[Ranks]:
         outcomes = []
         for rank in range(size):
             if not ranks[rank].poll(patient(limit)):
-                outcomes.append(Outcome(rank, hangs="no answer"))
+                outcomes.append(Outcome(rank, hangs="gave no answer"))
                 continue
             outcomes.append(ranks[rank].recv())
         return results(outcomes, "mpi")

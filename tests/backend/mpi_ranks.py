@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft.backend.mpi import TRANSPORT
-from weft.testing.outcome import Outcome
+from weft.bootstrap.outcome import Outcome
 from weft.wire import default, mpi
 from weft.wire.process_group import connect
 

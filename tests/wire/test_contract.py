@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
+from weft.bootstrap.outcome import results
 from weft.testing import WireContract, run
-from weft.testing.outcome import results
 from weft.testing.threads import on_wires
 from weft.wire import simulated
 from weft.wire.link import Link

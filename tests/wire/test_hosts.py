@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.bootstrap.outcome import results
 from weft.testing import spmd
-from weft.testing.outcome import results
 from weft.testing.threads import on_wires
 from weft.wire.hosts import Hosts, hosts_of
 from weft.wire.threads import group

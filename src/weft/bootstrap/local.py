@@ -23,7 +23,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -34,12 +33,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._torch import COMPILER
-from ..errors import WeftError, WireError
+from ..errors import WeftError
+from .outcome import Outcome, results
 from .rendezvous import LOOPBACK
 from .rendezvous import host as host_store
-
-__all__ = ["COMPILER", "launch", "preload", "send"]
 
 T = TypeVar("T")
 
@@ -53,6 +50,7 @@ _THREADS = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 """What the server's environment has, and the ranks', where it says nothing else."""
+_LATE = "had not finished and was ended"
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
 _LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
 
@@ -81,7 +79,7 @@ def launch(
     each one's share of the cores. A `weft.init` that a rank leaves open is shut down for it.
 
     Raises:
-        WireError: a rank was killed, or ended without a result, or the time was up.
+        RankFailure: a rank was killed, or ended without a result, or the time was up.
         Exception: whatever a rank raised, with notes that say which rank, where, and how the
             others ended. If several did, the one that is no WireError, since those are echoes.
         KeyboardInterrupt: Ctrl-C; the ranks had one too, then some seconds to finish.
@@ -93,29 +91,23 @@ def launch(
     if size < 1:
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
     store, port = host_store(LOOPBACK)
-    environments = [_environment(rank, size, port, env or {}) for rank in range(size)]
     body = _folder_of(target.__module__), pickle.dumps((target, tuple(args)))
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     deadline = None if timeout is None else time.monotonic() + timeout
-    listen = on_message or (lambda rank, thing: None)
+    listen = on_message or _ignore
     try:
-        context = multiprocessing.get_context("forkserver")
-        start_forkserver(context)
-        for number, environment in enumerate(environments):
-            ranks.append(_Rank.start(context, number, environment, body))
-        _pump(ranks, listen, deadline, lambda: _decided(ranks))
+        for number in range(size):
+            ranks.append(Rank.start(number, _environment(number, size, port, env or {}), *body))
+        pump(ranks, listen, deadline, lambda: _decided(ranks))
         if _decided(ranks):
-            _pump(ranks, listen, time.monotonic() + _GRACE)
+            pump(ranks, listen, time.monotonic() + _GRACE)
     except KeyboardInterrupt:
-        _end(ranks, listen, ((signal.SIGINT, _GRACE), *_LADDER[1:]))
+        end(ranks, ((signal.SIGINT, _GRACE), *_LADDER[1:]), listen)
         raise
     finally:
-        _end(ranks, lambda rank, thing: None, _LADDER)
-        for rank in ranks:
-            rank.process.close()
-            rank.reader.close()
+        end(ranks, _LADDER)
         del store  # the ranks are gone, nobody asks it any more
-    return _outcome(ranks, timeout)
+    return results([rank.outcome or Outcome(rank.number) for rank in ranks], "processes")
 
 
 def send(thing: object) -> None:
@@ -126,71 +118,104 @@ def send(thing: object) -> None:
     """
     if _launcher is None:
         raise WeftError("send: this process was not started by weft.bootstrap.local.launch")
-    _tell("message", thing)
+    _tell(pickle.dumps(thing))
+
+
+def receive() -> Any:
+    """The next thing that whoever started this rank tells it.
+
+    Raises:
+        EOFError, OSError: nobody does any more.
+    """
+    assert _launcher is not None  # this is a rank
+    return _launcher.recv()
 
 
 # The launcher's side.
 
+Listen = Callable[[int, Any], None]
 
-@dataclass(slots=True)
-class _Rank:
-    """One rank, as its launcher sees it."""
+
+def _ignore(rank: int, thing: object) -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """The process of one rank, as whoever started it sees it.
+
+    Attributes:
+        number: which rank.
+        process: that process.
+        connection: by which it tells and is told.
+        outcome: what became of it, once that is known.
+        alive: whether the process is there.
+        ended: whether it was ended from here.
+    """
 
     number: int
     process: ForkServerProcess
-    reader: Connection
-    kind: str = ""  # "result" or "error", once the rank said so; "died" if it ended without
-    value: Any = None
-    where: str = ""  # the traceback of the error, as text
+    connection: Connection
+    outcome: Outcome | None = None
     alive: bool = True
-    ended: bool = False  # by its launcher
+    ended: bool = False
 
     @classmethod
-    def start(
-        cls,
-        context: multiprocessing.context.ForkServerContext,
-        number: int,
-        environment: dict[str, str],
-        body: tuple[str, bytes],
-    ) -> _Rank:
-        reader, writer = context.Pipe(duplex=False)
+    def start(cls, number: int, environment: Mapping[str, str], folder: str, body: bytes) -> Rank:
+        """Start one with this environment.
+
+        Args:
+            number: which rank.
+            environment: all of its variables.
+            folder: what must be on its path for `body`, or nothing.
+            body: a pickled function with its arguments.
+        """
+        context = multiprocessing.get_context("forkserver")
+        _start_server(context)
+        ours, theirs = context.Pipe()
         process = context.Process(
-            target=_run, args=(environment, writer, *body), name=f"rank {number}"
+            target=_run, args=(number, environment, theirs, folder, body), name=f"rank {number}"
         )
-        with writer:
+        with theirs:
             process.start()
-        return cls(number, process, reader)
+        return cls(number, process, ours)
 
-    @property
-    def failed(self) -> bool:
-        return self.kind in ("error", "died")
-
-    def hear(self, listen: Callable[[int, Any], None]) -> None:
+    def hear(self, listen: Listen) -> None:
         """Take one message that is there."""
-        if self.reader.closed:
+        if self.connection.closed:
             return
         try:
-            kind, value, where = pickle.loads(self.reader.recv_bytes())
+            said = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):  # the rank is going; the sentinel tells how
-            self.reader.close()
+            self.connection.close()
             return
-        if kind == "message":
-            listen(self.number, value)
+        if not isinstance(said, Outcome):
+            listen(self.number, said)
+        elif self.ended:
+            self.outcome = Outcome(self.number, hangs=f"{_LATE}; it was here:\n{said.trace}")
         else:
-            self.kind, self.value, self.where = kind, value, where
+            self.outcome = said
 
-    def bury(self, listen: Callable[[int, Any], None]) -> None:
+    def bury(self, listen: Listen) -> None:
         """The process is gone: take what it still said, and note how it ended."""
         self.process.join()
         assert self.process.pid is not None  # it was started
         with contextlib.suppress(ProcessLookupError, PermissionError):  # there are none
             # what the rank started itself (data loaders) must not outlive it
             os.killpg(self.process.pid, signal.SIGKILL)
-        while not self.reader.closed and self.reader.poll():
+        while not self.connection.closed and self.connection.poll():
             self.hear(listen)
         self.alive = False
-        if not self.kind:
-            self.kind, self.value = "died", self.process.exitcode
+        if self.outcome is None and self.ended:
+            self.outcome = Outcome(self.number, hangs=_LATE)
+        elif self.outcome is None:
+            code = self.process.exitcode or 0
+            how = f"exited with status {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            self.outcome = Outcome(self.number, died=f"{how} before it had a result")
+        self.process.close()
+        self.connection.close()
 
     def kill(self, number: signal.Signals) -> None:
         assert self.process.pid is not None  # it was started
@@ -199,17 +224,17 @@ class _Rank:
             os.kill(self.process.pid, number)
 
 
-def _pump(
-    ranks: Iterable[_Rank],
-    listen: Callable[[int, Any], None],
+def pump(
+    ranks: Iterable[Rank],
+    listen: Listen,
     deadline: float | None,
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Hear the ranks until all are gone, the deadline passed, or it is enough."""
     while not enough():
         alive = [rank for rank in ranks if rank.alive]
-        sources: dict[Any, Callable[[Callable[[int, Any], None]], None]] = {
-            **{rank.reader: rank.hear for rank in alive if not rank.reader.closed},
+        sources: dict[Any, Callable[[Listen], None]] = {
+            **{rank.connection: rank.hear for rank in alive if not rank.connection.closed},
             **{rank.process.sentinel: rank.bury for rank in alive},
         }
         left = None if deadline is None else deadline - time.monotonic()
@@ -219,10 +244,10 @@ def _pump(
             sources[source](listen)
 
 
-def _end(
-    ranks: list[_Rank],
-    listen: Callable[[int, Any], None],
+def end(
+    ranks: Sequence[Rank],
     ladder: Sequence[tuple[signal.Signals, float]],
+    listen: Listen = _ignore,
 ) -> None:
     """End the ranks that are left, more firmly each time; a second Ctrl-C takes the next rung."""
     for number, patience in ladder:
@@ -230,56 +255,15 @@ def _end(
         for rank in left:
             rank.kill(number)
         try:
-            _pump(left, listen, time.monotonic() + patience)
+            pump(left, listen, time.monotonic() + patience)
         except KeyboardInterrupt:
             continue
 
 
-def _decided(ranks: list[_Rank]) -> bool:
+def _decided(ranks: Sequence[Rank]) -> bool:
     """Nothing more can change how the launch ends: a rank failed, or all have results."""
-    return any(rank.failed for rank in ranks) or all(rank.kind for rank in ranks)
-
-
-def _outcome(ranks: list[_Rank], timeout: float | None) -> list[Any]:
-    """The results, or the error that says best what went wrong."""
-    size = len(ranks)
-    if all(rank.kind == "result" for rank in ranks):
-        return [rank.value for rank in ranks]
-    failed = [rank for rank in ranks if rank.failed and not rank.ended]
-    # an error of the program's own comes before a death, and both before the wire errors that
-    # they cause on the other ranks
-    first = min(
-        failed, key=lambda r: (isinstance(r.value, WireError), r.kind == "died"), default=None
-    )
-    error: BaseException
-    if first is None:
-        late = [rank.number for rank in ranks if rank.kind != "result"]
-        names = ", ".join(map(str, late))
-        error = WireError(
-            f"of {size} ranks these had not finished after {timeout} s and were ended: {names}"
-        )
-    elif first.kind == "died":
-        error = WireError(_epitaph(first, size), culprit=first.number)
-    else:
-        error = first.value
-        error.add_note(f"on rank {first.number} of {size}:\n{first.where.rstrip()}")
-    for rank in ranks:
-        if rank is not first and rank.failed:
-            error.add_note(_epitaph(rank, size))
-            if rank.ended and rank.where:
-                error.add_note(f"where it was:\n{rank.where.rstrip()}")
-    raise error
-
-
-def _epitaph(rank: _Rank, size: int) -> str:
-    name = f"rank {rank.number} of {size}"
-    if rank.kind == "error":
-        return f"{name} raised {type(rank.value).__name__}: {rank.value}"
-    if rank.ended:
-        return f"{name} was ended by its launcher"
-    if rank.value < 0:
-        return f"{name} was killed by {signal.Signals(-rank.value).name} before it had a result"
-    return f"{name} exited with status {rank.value} before it had a result"
+    known = [rank.outcome for rank in ranks if rank.outcome is not None]
+    return len(known) == len(ranks) or any(each.error or each.died for each in known)
 
 
 def _environment(rank: int, size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
@@ -310,7 +294,7 @@ def preload(*modules: str) -> None:
     _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
 
 
-def start_forkserver(context: multiprocessing.context.ForkServerContext) -> None:
+def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
     # if a server runs already, it stays as it is
     context.set_forkserver_preload([*_PRELOAD, "weft.bootstrap.preload"])
     unset = [name for name in _THREADS if name not in os.environ]
@@ -343,42 +327,39 @@ _launcher: Connection | None = None  # set in a rank, for the life of the proces
 _turn = threading.Lock()
 
 
-def _tell(kind: str, value: object, where: str = "") -> None:
-    # plain pickle: multiprocessing's own would pass tensors as shared memory of a process that is
-    # about to end
-    told = pickle.dumps((kind, value, where))
+def _tell(told: bytes) -> None:
     assert _launcher is not None  # this is a rank
     with _turn:
         _launcher.send_bytes(told)
 
 
-def _run(environment: dict[str, str], writer: Connection, folder: str, body: bytes) -> None:
+def _run(
+    number: int, environment: dict[str, str], connection: Connection, folder: str, body: bytes
+) -> None:
     """What a rank's process does."""
     global _launcher
     os.setsid()
     threading.Thread(target=_follow_launcher, name="weft-launcher", daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    _launcher = writer
+    _launcher = connection
+    if folder:
+        sys.path.append(folder)
     try:
-        torch.set_num_threads(max(1, int(environment["OMP_NUM_THREADS"])))
-        if folder:
-            sys.path.append(folder)
-        target, args = pickle.loads(body)
-        _tell("result", target(*args))
-    except BaseException as error:  # whatever it is, it is raised again in the launcher
-        # the program's frames only: not this one
-        at = error.__traceback__ and error.__traceback__.tb_next
-        _tell(
-            "error",
-            _picklable(error),
-            "".join(traceback.format_exception(error.with_traceback(at))),
-        )
+        outcome = Outcome.of(number, _called, body)
+        with contextlib.suppress(ConnectionError):  # nobody is there any more
+            _tell(outcome.packed())
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; do not disturb the leaving
         init = sys.modules.get("weft.bootstrap.init")
         if init is not None:  # a process of multiprocessing runs no atexit functions
             init.leave()
+
+
+def _called(body: bytes) -> Any:
+    torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
+    target, args = pickle.loads(body)
+    return target(*args)
 
 
 def _follow_launcher() -> None:
@@ -390,11 +371,3 @@ def _follow_launcher() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _picklable(error: BaseException) -> BaseException:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception as reason:
-        return RuntimeError(f"{type(error).__name__}: {error} (it cannot be pickled: {reason})")
-    return error

@@ -17,8 +17,8 @@ that tell what they find as they go; `WireContract`, what a wire must do.
 from typing import TYPE_CHECKING, Any
 
 from ..bootstrap.local import launch, send
+from ..bootstrap.outcome import RankFailure
 from .oracle import expected
-from .outcome import RankFailure
 from .processes import processes
 from .spmd import run, spmd
 

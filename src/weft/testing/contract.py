@@ -14,9 +14,10 @@ top of this module so that other processes can find them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ from torch import Tensor
 from ..errors import WireError
 from ..wire.base import Pending, Wire, peers
 from .pace import patient
-
-Ranks = Callable[..., list[Any]]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -43,95 +42,24 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 
-
-class WireContract:
-    """Inherit it, and give it the fixture `ranks`: see the module."""
-
-    @pytest.fixture
-    def ranks(self) -> Ranks:
-        raise NotImplementedError("a test of a wire says with the fixture ranks how to run ranks")
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
-    def test_everybody_sends_to_everybody(self, ranks: Ranks, size: int) -> None:
-        ranks(size, exchange)
-
-    def test_messages_of_a_pair_keep_their_order(self, ranks: Ranks) -> None:
-        ranks(3, keep_order)
-
-    def test_channels_are_independent(self, ranks: Ranks) -> None:
-        ranks(2, channels)
-
-    def test_a_message_may_be_shorter_than_its_receive(self, ranks: Ranks) -> None:
-        ranks(2, shorter)
-
-    def test_empty_messages_arrive(self, ranks: Ranks) -> None:
-        ranks(2, empty)
-
-    def test_leased_views_come_back(self, ranks: Ranks) -> None:
-        ranks(2, leases)
-
-    def test_many_messages_may_be_under_way(self, ranks: Ranks) -> None:
-        ranks(2, many)
-
-    def test_large_messages_cross(self, ranks: Ranks) -> None:
-        ranks(2, swap_large)
-
-    def test_a_receiver_may_be_late(self, ranks: Ranks) -> None:
-        ranks(2, late)
-
-    def test_long_and_short_messages_keep_their_order(self, ranks: Ranks) -> None:
-        ranks(2, mixed)
-
-    def test_traffic_is_counted(self, ranks: Ranks) -> None:
-        ranks(3, traffic)
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 8])
-    def test_small_all_gather(self, ranks: Ranks, size: int) -> None:
-        ranks(size, gather_small)
-
-    @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-    def test_dense_all_reduce_of_every_dtype_and_op(self, ranks: Ranks, size: int) -> None:
-        ranks(size, reduce_exactly)
-
-    @pytest.mark.parametrize("size", [2, 3, 7])
-    def test_dense_all_reduce_gives_all_ranks_the_same_bits(self, ranks: Ranks, size: int) -> None:
-        results = ranks(size, reduce_floats)
-        for result in results[1:]:
-            assert result == results[0]
-
-    def test_dense_all_reduce_carries_nan(self, ranks: Ranks) -> None:
-        ranks(3, reduce_nan)
-
-    def test_reductions_and_messages_may_be_under_way_together(self, ranks: Ranks) -> None:
-        ranks(3, reduce_beside_messages)
-
-    @pytest.mark.parametrize("size", [1, 2, 5])
-    def test_parts_are_wires_of_their_own(self, ranks: Ranks, size: int) -> None:
-        ranks(size, parts)
-
-    def test_a_wait_ends_at_its_deadline(self, ranks: Ranks) -> None:
-        ranks(2, deadline, timeout=0.7)
-
-    def test_the_rank_that_all_wait_for_is_named(self, ranks: Ranks) -> None:
-        ranks(4, absent, timeout=0.7)
-
-    def test_abort_ends_every_wait_and_names_the_rank(self, ranks: Ranks) -> None:
-        ranks(4, abort)
-
-    def test_abort_ends_a_reduction(self, ranks: Ranks) -> None:
-        ranks(3, abort_reduction)
-
-    def test_a_rank_that_left_is_named(self, ranks: Ranks) -> None:
-        ranks(3, left)
-
-    def test_those_that_stay_go_on(self, ranks: Ranks) -> None:
-        ranks(3, stay)
-
-    def test_a_closed_wire_says_so(self, ranks: Ranks) -> None:
-        ranks(2, closed)
+_Body = TypeVar("_Body", bound=Callable[[Wire], object])
+_CASES: list[Any] = []
 
 
+def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
+    """A body that every wire must pass, on so many ranks; what it returns is alike on all."""
+
+    def register(body: _Body) -> _Body:
+        for size in sizes:
+            _CASES.append(pytest.param(size, body, options, id=f"{body.__name__}-{size}"))
+        return body
+
+    return register
+
+
+@_on(1, 2, 3, 4, 7, 8)
 def exchange(wire: Wire) -> None:
+    """Everybody sends to everybody."""
     assert sorted([wire.rank, *peers(wire)]) == list(range(wire.size))
     for dtype in _DTYPES:
         sent = [(peer, _data(wire.rank, peer, dtype)) for peer in peers(wire)]
@@ -145,34 +73,40 @@ def exchange(wire: Wire) -> None:
         pending.release()
 
 
+@_on(3)
 def keep_order(wire: Wire) -> None:
+    """Messages of a pair keep their order."""
     counts = range(10)
     sent = [[_number(100 * wire.rank + 10 * i + j) for j in counts] for i in counts]
     posts = []
     for row in sent:
         sends = [(peer, each) for each in row for peer in peers(wire)]
-        places = [(peer, torch.empty(1, dtype=torch.int64)) for _ in row for peer in peers(wire)]
+        places = [(peer, _number(0)) for _ in row for peer in peers(wire)]
         posts.append(wire.post(sends, places))
     for i in reversed(counts):  # waiting is not bound to the order of posting
         got = [int(each) for each in posts[i].wait()]
         assert got == [100 * peer + 10 * i + j for j in counts for peer in peers(wire)]
 
 
+@_on(2)
 def channels(wire: Wire) -> None:
+    """Channels are independent."""
     peer = 1 - wire.rank
     if wire.rank == 0:
         second = wire.post([(peer, _number(2))], channel=2)
         first = wire.post([(peer, _number(1))])
     else:
-        first = wire.post((), [(peer, torch.empty(1, dtype=torch.int64))])
+        first = wire.post((), [(peer, _number(0))])
         assert first.wait()[0].item() == 1  # the other channel has nowhere to go yet
-        second = wire.post((), [(peer, torch.empty(1, dtype=torch.int64))], channel=2)
+        second = wire.post((), [(peer, _number(0))], channel=2)
         assert second.wait()[0].item() == 2
     first.wait()
     second.wait()
 
 
+@_on(2)
 def shorter(wire: Wire) -> None:
+    """A message may be shorter than its receive."""
     peer = 1 - wire.rank
     for length in (1, 5, 4095):
         sent = torch.arange(length, dtype=torch.int32) + wire.rank
@@ -186,7 +120,9 @@ def shorter(wire: Wire) -> None:
         pending.release()
 
 
+@_on(2)
 def empty(wire: Wire) -> None:
+    """Empty messages arrive."""
     peer = 1 - wire.rank
     nothing = torch.empty(0)
     pending = wire.post([(peer, nothing)] * 3, [(peer, torch.empty(0)), (peer, 64), (peer, 0)])
@@ -194,11 +130,13 @@ def empty(wire: Wire) -> None:
     assert lengths == [0, 64, 0]
     pending.release()
     assert wire.post().wait() == []
-    got = wire.post([(peer, _number(7))], [(peer, torch.empty(1, dtype=torch.int64))]).wait()
+    got = wire.post([(peer, _number(7))], [(peer, _number(0))]).wait()
     assert got[0].item() == 7  # nothing was left behind
 
 
+@_on(2)
 def leases(wire: Wire) -> None:
+    """Leased views come back."""
     peer = 1 - wire.rank
     for round in range(3):
         with wire.lease(3000) as memory:
@@ -212,16 +150,17 @@ def leases(wire: Wire) -> None:
         pending.release()
 
 
+@_on(2)
 def many(wire: Wire) -> None:
+    """Many messages may be under way."""
     peer = 1 - wire.rank
-    posts = [
-        wire.post([(peer, _number(i))], [(peer, torch.empty(1, dtype=torch.int64))])
-        for i in range(500)
-    ]
+    posts = [wire.post([(peer, _number(i))], [(peer, _number(0))]) for i in range(500)]
     assert [int(each.wait()[0]) for each in posts] == list(range(500))
 
 
+@_on(2)
 def swap_large(wire: Wire) -> None:
+    """Large messages cross."""
     peer = 1 - wire.rank
     count = 2_000_000
     sent = torch.arange(count, dtype=torch.float32) * (wire.rank + 1)
@@ -229,7 +168,9 @@ def swap_large(wire: Wire) -> None:
     assert torch.equal(got, torch.arange(count, dtype=torch.float32) * (peer + 1))
 
 
+@_on(2)
 def late(wire: Wire) -> None:
+    """A receiver may be late."""
     if wire.rank == 0:
         wire.post([(1, torch.arange(100_000))]).wait()
     else:
@@ -238,6 +179,7 @@ def late(wire: Wire) -> None:
         assert torch.equal(got, torch.arange(100_000))
 
 
+@_on(2)
 def mixed(wire: Wire) -> None:
     """Of any length, asked for before they are sent and after, into tensors and anywhere."""
     peer, lengths = 1 - wire.rank, (1, 300_000, 7, 140_000, 0, 60_000, 300_000, 2)
@@ -264,7 +206,9 @@ def mixed(wire: Wire) -> None:
             pending.release()
 
 
+@_on(3)
 def traffic(wire: Wire) -> None:
+    """Traffic is counted."""
     wire.traffic.reset()
     sent = [(peer, torch.zeros(10 + peer)) for peer in peers(wire)]
     wire.post(sent, [(peer, 400) for peer in peers(wire)]).wait()
@@ -273,7 +217,9 @@ def traffic(wire: Wire) -> None:
     assert wire.traffic.bytes == sum(wire.traffic.to.values())
 
 
+@_on(1, 2, 3, 8)
 def gather_small(wire: Wire) -> None:
+    """Small all gather."""
     cap = 40
     for round in range(5):
         length = 1 + (wire.rank + round) % cap
@@ -287,7 +233,9 @@ def gather_small(wire: Wire) -> None:
         pending.release()
 
 
+@_on(1, 2, 3, 4, 7)
 def reduce_exactly(wire: Wire) -> None:
+    """Dense all reduce of every dtype and op."""
     for count in (0, 1, 1000, 40_000):
         for dtype in _DTYPES:
             parts = [_reducible(rank, count, dtype) for rank in range(wire.size)]
@@ -307,7 +255,9 @@ def reduce_exactly(wire: Wire) -> None:
                 pending.release()
 
 
+@_on(2, 3, 7)
 def reduce_floats(wire: Wire) -> list[bytes]:
+    """Dense all reduce gives all ranks the same bits."""
     results = []
     for dtype in _FLOATS:
         parts = [
@@ -324,7 +274,9 @@ def reduce_floats(wire: Wire) -> list[bytes]:
     return results
 
 
+@_on(3)
 def reduce_nan(wire: Wire) -> None:
+    """Dense all reduce carries nan."""
     for op in ("sum", "min", "max", "prod"):
         mine = torch.tensor([1.0, float("nan") if wire.rank == 1 else 2.0, float("inf")])
         wire.dense_all_reduce(mine, op).wait()
@@ -332,7 +284,9 @@ def reduce_nan(wire: Wire) -> None:
         assert mine[2] == float("inf")
 
 
+@_on(3)
 def reduce_beside_messages(wire: Wire) -> None:
+    """Reductions and messages may be under way together."""
     following, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
     first = torch.full((5000,), float(wire.rank))
     second = torch.full((3,), wire.rank, dtype=torch.int64)
@@ -345,7 +299,9 @@ def reduce_beside_messages(wire: Wire) -> None:
     assert second.tolist() == [wire.size - 1] * 3
 
 
+@_on(1, 2, 5)
 def parts(wire: Wire) -> None:
+    """Parts are wires of their own."""
     ranks = list(range(wire.size))
     evens, twins = ranks[::-2], [wire.sub(ranks), wire.sub(ranks)]
     part = wire.sub(evens)
@@ -363,7 +319,7 @@ def parts(wire: Wire) -> None:
     if wire.size > 1:
         sends = [w.post([(following, _number(i))]) for i, w in enumerate(wires)]
         for i, w in reversed(list(enumerate(wires))):
-            got = w.post((), [(before, torch.empty(1, dtype=torch.int64))]).wait()[0]
+            got = w.post((), [(before, _number(0))]).wait()[0]
             assert got.item() == i
         for pending in sends:
             pending.wait()
@@ -372,71 +328,68 @@ def parts(wire: Wire) -> None:
     exchange(wire)
 
 
+@_on(2, timeout=0.7)
 def deadline(wire: Wire) -> None:
+    """A wait ends at its deadline."""
     if wire.rank == 1:
         time.sleep(3 * wire.timeout)
-        _verdict(wire, culprit=1)
+        _is_broken(wire, culprit=1)
         return
     began = time.monotonic()
-    with pytest.raises(WireError, match=r"rank 0: .*rank 1") as caught:
-        wire.post((), [(1, 8)]).wait()
-    took = time.monotonic() - began
-    assert caught.value.rank == 0 and caught.value.culprit == 1
-    assert wire.timeout * 0.9 < took < wire.timeout + patient(_SLACK)
-    _verdict(wire, culprit=1)
+    _breaks(wire, lambda: wire.post((), [(1, 8)]), culprit=1, match=r"rank 0: .*rank 1")
+    assert wire.timeout * 0.9 < time.monotonic() - began < wire.timeout + patient(_SLACK)
 
 
+@_on(4, timeout=0.7)
 def absent(wire: Wire) -> None:
     """Each awaits the next; the last is asleep in its own code: none blames its neighbour."""
     last = wire.size - 1
     if wire.rank == last:
         time.sleep(2 * wire.timeout + 1)
+        _is_broken(wire, culprit=last)
     else:
-        with pytest.raises(WireError) as caught:
-            wire.post((), [(wire.rank + 1, 8)]).wait()
-        assert caught.value.culprit == last, str(caught.value)
-    _verdict(wire, culprit=last)
+        _breaks(wire, lambda: wire.post((), [(wire.rank + 1, 8)]), culprit=last)
 
 
+@_on(4)
 def abort(wire: Wire) -> None:
+    """An abort ends every wait, also of innocents that await each other, and names the rank."""
+    others = [rank for rank in range(wire.size) if rank != 1]
     if wire.rank == 1:
         time.sleep(0.2)
         wire.abort("out of memory")
-    else:  # innocents that await each other
-        others = [rank for rank in range(wire.size) if rank != 1]
+        _is_broken(wire, culprit=1)
+    else:
         before = others[others.index(wire.rank) - 1]
-        began = time.monotonic()
-        with pytest.raises(WireError, match="out of memory") as caught:
-            wire.post((), [(before, 8)]).wait()
-        assert caught.value.culprit == 1
-        assert time.monotonic() - began < wire.timeout / 2  # not the deadline ended it
-    _verdict(wire, culprit=1)
+        awaits = functools.partial(wire.post, (), [(before, 8)])
+        _breaks(wire, awaits, culprit=1, match="out of memory", at_once=True)
 
 
+@_on(3)
 def abort_reduction(wire: Wire) -> None:
+    """An abort ends a reduction."""
     if wire.rank == 2:
         time.sleep(0.2)
         wire.abort("interrupted")
+        _is_broken(wire, culprit=2)
     else:
-        with pytest.raises(WireError, match="interrupted"):
-            wire.dense_all_reduce(torch.ones(50_000), "sum").wait()
-    _verdict(wire, culprit=2)
+        reduces = functools.partial(wire.dense_all_reduce, torch.ones(50_000), "sum")
+        _breaks(wire, reduces, culprit=2, match="interrupted", at_once=True)
 
 
+@_on(3)
 def left(wire: Wire) -> None:
+    """A rank that left is named."""
     if wire.rank == 1:
         time.sleep(0.2)
         wire.close()
-        return
-    began = time.monotonic()
-    with pytest.raises(WireError) as caught:
-        wire.post((), [(1, 8)]).wait()
-    assert caught.value.culprit == 1, str(caught.value)
-    assert time.monotonic() - began < wire.timeout / 2
-    _verdict(wire, culprit=1)
+    else:
+        _breaks(wire, lambda: wire.post((), [(1, 8)]), culprit=1, at_once=True)
 
 
+@_on(3)
 def stay(wire: Wire) -> None:
+    """Those that stay go on."""
     if wire.rank == 2:
         wire.close()
         return
@@ -447,7 +400,9 @@ def stay(wire: Wire) -> None:
         assert got.view(torch.int64).item() == peer
 
 
+@_on(2)
 def closed(wire: Wire) -> None:
+    """A closed wire says so."""
     exchange(wire)
     wire.close()
     wire.close()
@@ -456,14 +411,27 @@ def closed(wire: Wire) -> None:
             wire.post([(1 - wire.rank, _number(1))]).wait()
 
 
-def _verdict(wire: Wire, culprit: int) -> None:
+def _breaks(
+    wire: Wire,
+    use: Callable[[], Pending],
+    *,
+    culprit: int,
+    match: str | None = None,
+    at_once: bool = False,
+) -> None:
+    """What is waited for fails on account of a rank: before the deadline, if at once."""
+    began = time.monotonic()
+    with pytest.raises(WireError, match=match) as caught:
+        use().wait()
+    assert (caught.value.rank, caught.value.culprit) == (wire.rank, culprit), str(caught.value)
+    assert not at_once or time.monotonic() - began < wire.timeout / 2
+    _is_broken(wire, culprit)
+
+
+def _is_broken(wire: Wire, culprit: int) -> None:
     """Every further use of a broken wire says at once what broke it."""
     texts = set()
-    uses: list[Callable[[], Pending]] = [
-        wire.post,
-        lambda: wire.dense_all_reduce(torch.ones(2), "sum"),
-    ]
-    for use in uses:
+    for use in (wire.post, functools.partial(wire.dense_all_reduce, torch.ones(2), "sum")):
         began = time.monotonic()
         with pytest.raises(WireError) as caught:
             use().wait()
@@ -487,3 +455,22 @@ def _reducible(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     """Small integers, so that every dtype reduces them exactly, in any order."""
     numbers = (torch.arange(count) * 5 + rank * 3) % (2 if dtype is torch.bool else 3)
     return numbers.to(dtype)
+
+
+class WireContract:
+    """Inherit it, and give it the fixture `ranks`: see the module."""
+
+    @pytest.fixture
+    def ranks(self) -> Callable[..., list[Any]]:
+        raise NotImplementedError("a test of a wire says with the fixture ranks how to run ranks")
+
+    @pytest.mark.parametrize(("size", "body", "options"), _CASES)
+    def test_contract(
+        self,
+        ranks: Callable[..., list[Any]],
+        size: int,
+        body: Callable[[Wire], object],
+        options: dict[str, float],
+    ) -> None:
+        first, *others = ranks(size, body, **options)
+        assert all(each == first for each in others)

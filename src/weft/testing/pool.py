@@ -1,8 +1,8 @@
 """Processes kept for a whole test run, which run one body after another over real sockets.
 
 Starting a process and its connections takes far longer than most tests; here both are made once.
-The members come from multiprocessing's forkserver, one thread of each listens to this process, and
-a member ends when this process does or lets go of it. Ranks that stop answering are asked where
+The members are ranks as `bootstrap.local` starts them; a thread of each listens to this process,
+and a member ends when this process does or lets go of it. Ranks that stop answering are asked where
 they are, and then the whole pool is ended and started again.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import queue
@@ -19,28 +18,23 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing import connection as connections
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ..bootstrap.local import start_forkserver
+from ..bootstrap import rendezvous
+from ..bootstrap.local import Rank, end, pump, receive, send
+from ..bootstrap.outcome import Outcome, place, results
 from ..errors import Error, WeftError
-from ..wire import default
 from ..wire.base import Wire
 from ..wire.process_group import TRANSPORTS, connect
-from .outcome import Outcome, RankFailure, place
 from .pace import patient
+from .threads import outcome_on
 
 _START = 60.0  # seconds that new processes may take to answer
 _ANSWER = 2.0  # seconds that a rank has to say where it is
@@ -69,16 +63,15 @@ class _Job:
     environment: dict[str, str]
     filters: list[Any]
 
-    def load(self) -> Callable[[Wire], Any]:
-        """The body with its arguments, in the process that runs it."""
+    def call(self, wire: Wire) -> Any:
+        """Run the body with its arguments, in the process that is told to."""
         found: Any = _loaded(self.module, self.file)
         for name in self.qualname.split("."):
             found = getattr(found, name)
         for _ in range(self.layers):
             found = found.__wrapped__
         args, kwargs = pickle.loads(self.arguments)
-        body: Callable[..., Any] = found
-        return lambda wire: body(wire, *args, **kwargs)
+        return found(wire, *args, **kwargs)
 
 
 def _loaded(name: str, file: str) -> types.ModuleType:
@@ -127,24 +120,22 @@ def _job(
 
 
 def on_pool(
-    size: int,
+    key: _Key,
     body: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    timeout: float,
     limit: float,
-    transport: str = "tcp",
 ) -> list[Outcome]:
     """Run `body(wire, *args, **kwargs)` on processes of the pool; what became of each rank."""
     global _pool
     with _lock:
-        job = _job((transport, size, timeout), body, args, kwargs)
-        if _pool is not None and not all(member.process.is_alive() for member in _pool.members):
+        job = _job(key, body, args, kwargs)
+        if _pool is not None and not all(map(_is_there, _pool.members)):
             _stop()
         _pool = _pool or _Pool()
         try:
-            outcomes = _pool.run(size, job, limit)
+            outcomes = _pool.run(key[1], job, limit)
         except BaseException:  # interrupted: what the members still say belongs to no later run
             _stop()
             raise
@@ -157,101 +148,68 @@ class _Pool:
     """The members, in rank order: a run of some ranks uses the first ones."""
 
     def __init__(self) -> None:
-        limit = timedelta(seconds=patient(_START))
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
-        )
-        self.members: list[_Member] = []
+        self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
+        self.members: list[Rank] = []
+        self._said: dict[int, Any] = {}  # by rank: what it has answered
         self._broken: Counter[_Key] = Counter()  # how many wires of a key were
 
     def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
         """Run a job on the first members, after starting those that there are not."""
-        ranks = range(len(self.members), size)
-        new = [_Member(rank, self._store.port) for rank in ranks]
-        self.members += new  # first, so that they are ended whatever happens now
-        deadline = time.monotonic() + patient(_START)
-        for member in new:
-            member.meet(max(0.0, deadline - time.monotonic()))
+        self._grow(size)
+        members = self.members[:size]
         wire = f"{job.key}-{self._broken[job.key]}"
-        for member in self.members[:size]:
-            member.tell(replace(job, wire=wire, rank=member.rank))
-        outcomes, healthy = self._gather(self.members[:size], limit)
+        self._said.clear()
+        for member in members:
+            _tell(member, replace(job, wire=wire, rank=member.number))
+        if not self._hear(members, limit):
+            left = [member for member in members if member.alive]
+            if left == members:
+                for member in left:
+                    _tell(member, None)  # where are you?
+            self._hear(left, patient(_ANSWER if left == members else _AFTERMATH))
+        outcomes, healthy = [], True
+        for member in members:
+            told, fine = self._said.get(member.number, (None, False))
+            healthy = healthy and fine
+            silent = Outcome(member.number, hangs="gave no answer, not even where it is")
+            outcomes.append(pickle.loads(told) if told else member.outcome or silent)
         if not healthy:
             self._broken[job.key] += 1  # the next run connects anew
         return outcomes
 
-    def _gather(self, members: Sequence[_Member], limit: float) -> tuple[list[Outcome], bool]:
-        outcomes = {
-            each.rank: Outcome(each.rank, hangs="it does not even say where") for each in members
-        }
-        healthy, asked = True, False
-        waiting = {member.connection: member for member in members}
-        deadline = time.monotonic() + limit
-        while waiting:
-            ready = connections.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready and asked:
-                break
-            if not ready:
-                asked, deadline = True, time.monotonic() + patient(_ANSWER)
-                for member in waiting.values():
-                    member.tell(None)  # where are you?
-            for connection in ready:
-                member = waiting.pop(connection)  # type: ignore[call-overload]  # only these are
-                try:
-                    outcomes[member.rank], fine = member.connection.recv()
-                except (EOFError, ConnectionError):
-                    outcomes[member.rank], fine = Outcome(member.rank, died=member.fate()), False
-                    deadline = min(deadline, time.monotonic() + patient(_AFTERMATH))
-                healthy = healthy and fine
-        return [outcomes[rank] for rank in sorted(outcomes)], healthy and not waiting
-
-
-class _Member:
-    """One process of the pool, as this process sees it."""
-
-    def __init__(self, rank: int, port: int) -> None:
-        self.rank = rank
-        context = multiprocessing.get_context("forkserver")
-        self.connection, there = context.Pipe()
-        self.process: ForkServerProcess = context.Process(
-            target=_serve, args=(there, port), name=f"weft pool {rank}", daemon=True
-        )
+    def _grow(self, size: int) -> None:
+        """Start the members that there are not, and wait until they take jobs."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        body = pickle.dumps((_serve, (self._port,)))
+        new = range(len(self.members), size)
         with _no_main():
-            start_forkserver(context)
-            self.process.start()
-        there.close()
+            for rank in new:
+                self.members.append(Rank.start(rank, environment, "", body))
+        members = self.members[new.start :]
+        if not self._hear(members, patient(_START)):
+            late = "has not started in time"
+            results([each.outcome or Outcome(each.number, hangs=late) for each in members], "pool")
 
-    def meet(self, seconds: float) -> None:
-        """Wait until it is there and takes jobs."""
-        try:
-            if self.connection.poll(seconds):
-                self.connection.recv()
-                return
-            why = "has not started in time"
-        except (EOFError, ConnectionError):
-            why = self.fate()
-        raise RankFailure(f"rank {self.rank} {why} (processes)")
+    def _hear(self, members: Sequence[Rank], seconds: float) -> bool:
+        """Wait until all of these have answered, or one has died; whether all have."""
 
-    def tell(self, message: _Job | None) -> None:
-        with contextlib.suppress(ConnectionError):  # its death is noticed when it is heard
-            self.connection.send(message)
+        def have_answered() -> bool:
+            return all(member.number in self._said for member in members)
 
-    def fate(self) -> str:
-        """How its process ended."""
-        self.process.join(patient(_ANSWER))
-        code = self.process.exitcode
-        if code is None:
-            return "closed its connection"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}"
+        def is_enough() -> bool:
+            return have_answered() or not all(member.alive for member in members)
 
-    def end(self) -> None:
-        self.process.join(patient(_ANSWER))
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+        pump(members, self._said.__setitem__, time.monotonic() + seconds, is_enough)
+        return have_answered()
+
+
+def _tell(member: Rank, message: _Job | None) -> None:
+    with contextlib.suppress(ConnectionError):  # it has died, as will be seen
+        member.connection.send(message)
+
+
+def _is_there(member: Rank) -> bool:
+    return member.alive and member.process.is_alive()
 
 
 @contextlib.contextmanager
@@ -274,107 +232,77 @@ def _stop() -> None:
     """End the members: at once those that run something."""
     global _pool
     pool, _pool = _pool, None
-    for member in pool.members if pool is not None else ():
-        member.connection.close()
-    for member in pool.members if pool is not None else ():
-        member.end()
+    if pool is not None:
+        for member in pool.members:
+            member.connection.close()
+        pump(pool.members, lambda rank, said: None, time.monotonic() + patient(_ANSWER))
+        end(pool.members, [(signal.SIGKILL, 10.0)])
 
 
 # A member.
 
 
-def _serve(connection: Connection, port: int) -> None:
+def _serve(port: int) -> None:
     """What a process of the pool does: run what it is told to, until nobody tells it any more."""
-    os.setsid()  # a Ctrl-C is for the process that runs the tests
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=patient(_START))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    listener = _Listener(connection)
-    listener.say("here")
+    store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(_START))
+    jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    runs: list[_Job] = []  # what it has not answered yet: one
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                job = receive()
+                if job is not None:
+                    runs.append(job)
+                    jobs.put(job)
+                elif runs:  # this process ends afterwards: an answer more is no harm
+                    where = place(threading.main_thread())
+                    _answer(Outcome(runs[0].rank, hangs=where), healthy=False)
+        if runs:
+            os._exit(1)  # nobody wants to know how that ends
+        jobs.put(None)
+
+    threading.Thread(target=listen, daemon=True).start()
+    send("here")
     wires: dict[_Key, tuple[str, Wire]] = {}
-    while (job := listener.jobs.get()) is not None:
+    while (job := jobs.get()) is not None:
         outcome = _run(job, store, wires)
-        listener.runs = None
-        listener.answer(outcome, healthy=_is_usable(wires.get(job.key)))
+        runs.clear()
+        _answer(outcome, healthy=_is_usable(wires.get(job.key)))
     for _, wire in wires.values():
         wire.close()
 
 
-class _Listener:
-    """The thread that listens, and what it hears; a job is answered once, by whoever does first."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.runs: _Job | None = None
-        self._connection = connection
-        self._lock = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def say(self, message: object) -> None:
-        with self._lock, contextlib.suppress(ConnectionError):  # nobody is there any more
-            self._connection.send(message)
-
-    def answer(self, outcome: Outcome, *, healthy: bool) -> None:
-        try:
-            pickle.loads(pickle.dumps(outcome))
-        except Exception as reason:
-            what = outcome.value if outcome.error is None else outcome.error
-            text = f"{type(what).__name__} {what} cannot be pickled: {reason}"
-            outcome = replace(outcome, value=None, error=WeftError(text))
-        self.say((outcome, healthy))
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                job = self._connection.recv()
-            except (EOFError, OSError):
-                if self.runs is not None:
-                    os._exit(1)  # nobody wants to know how that ends
-                self.jobs.put(None)
-                return
-            if job is not None:
-                self.runs = job
-                self.jobs.put(job)
-            elif self.runs is not None:  # this process ends afterwards: an answer more is no harm
-                where = place(threading.main_thread(), __file__)
-                self.answer(Outcome(self.runs.rank, hangs=where), healthy=False)
+def _answer(outcome: Outcome, *, healthy: bool) -> None:
+    with contextlib.suppress(ConnectionError):  # nobody is there any more
+        send((outcome.packed(), healthy))
 
 
 def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Outcome:
     """Run one rank's program; what became of it."""
+    made = Outcome.of(job.rank, _connected, job, store, wires)
+    if made.error is not None:
+        return made
+    with warnings.catch_warnings():
+        warnings.filters[:] = job.filters  # type: ignore[index]  # typed as a Sequence
+        if os.environ != job.environment:
+            os.environ.clear()
+            os.environ.update(job.environment)
+        return outcome_on(made.value, job.call, (), {})
+
+
+def _connected(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Wire:
+    """The wire of that name: the one that is kept, or a new one."""
     name, wire = wires.pop(job.key, ("", None))
-    transport, size, timeout = job.key
-    try:
-        if wire is not None and name != job.wire:
-            wire.close()
-            wire = None
-        if wire is None:
-            way = TRANSPORTS[transport]
-            wire = connect(store, job.rank, size, timeout, name=job.wire, transport=way)
-        wires[job.key] = (job.wire, wire)
-        with warnings.catch_warnings():
-            warnings.filters[:] = job.filters  # type: ignore[index]  # typed as a Sequence
-            if os.environ != job.environment:
-                os.environ.clear()
-                os.environ.update(job.environment)
-            body = job.load()
-            default.set(wire)
-            try:
-                return Outcome(job.rank, body(wire))
-            finally:
-                default.clear("the body has ended")
-    except BaseException as error:
-        if wire is not None:
-            wire.abort(f"{type(error).__name__}: {error}")
-        return Outcome(job.rank, error=error, trace=_trace(error))
-
-
-def _trace(error: BaseException) -> str:
-    """The traceback as text, without the frames of this file that lead to the body."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
-        at = at.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(at)))
+    if wire is not None and name != job.wire:
+        wire.close()
+        wire = None
+    if wire is None:
+        transport, size, timeout = job.key
+        way = TRANSPORTS[transport]
+        wire = connect(store, job.rank, size, timeout, name=job.wire, transport=way)
+    wires[job.key] = job.wire, wire
+    return wire
 
 
 def _is_usable(kept: tuple[str, Wire] | None) -> bool:

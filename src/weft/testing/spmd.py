@@ -6,41 +6,19 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from ..bootstrap.outcome import results
 from ..errors import WeftError
-from .outcome import Outcome, results
+from ..wire.threads import group
 from .pace import patient
-from .threads import on_threads
+from .threads import on_wires
 
 TIMEOUT = 90.0  # seconds that one wait on a wire may last: the machine may be busy
 LIMIT = 120.0  # seconds for a whole body, on an idle machine; at most: below the suite's own limit
 
 
-class _Ranks(Protocol):
-    def __call__(
-        self,
-        size: int,
-        body: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        timeout: float,
-        limit: float,
-    ) -> list[Outcome]: ...
-
-
-def _processes(*args: Any, **kwargs: Any) -> list[Outcome]:
-    from .pool import on_pool  # here: most uses need no processes
-
-    return on_pool(*args, **kwargs)
-
-
-_TRANSPORTS: dict[str, _Ranks] = {
-    "threads": on_threads,
-    "processes": _processes,
-    "torch": functools.partial(_processes, transport="torch"),
-}
+_TRANSPORTS = {"threads": "", "processes": "tcp", "torch": "torch"}
 
 
 def run(
@@ -78,8 +56,13 @@ def run(
     __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
     if on not in _TRANSPORTS:
         raise WeftError(f"ranks run on {' or '.join(_TRANSPORTS)}, not on {on!r}")
-    ranks, most = _TRANSPORTS[on], patient(LIMIT) if limit is None else limit
-    return results(ranks(size, body, args, kwargs, timeout=timeout, limit=most), on)
+    most = patient(LIMIT) if limit is None else limit
+    if on == "threads":
+        return results(on_wires(group(size, timeout), body, args, kwargs, limit=most), on)
+    from .pool import on_pool  # here: most uses need no processes
+
+    key = _TRANSPORTS[on], size, timeout
+    return results(on_pool(key, body, args, kwargs, limit=most), on)
 
 
 def spmd(

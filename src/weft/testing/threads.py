@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..bootstrap.outcome import Outcome, place
 from ..wire import default
 from ..wire.base import Wire
-from ..wire.threads import group
-from .outcome import Outcome, place
 
 
-def on_threads(
-    size: int,
-    body: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    timeout: float,
-    limit: float,
-) -> list[Outcome]:
-    """Run `body(wire, *args, **kwargs)` on the threads of one group; what became of each rank."""
-    return on_wires(group(size, timeout), body, args, kwargs, limit=limit)
+def outcome_on(
+    wire: Wire, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Outcome:
+    """Run a body with its wire, as the default wire, too; a body that raises aborts it."""
+    default.set(wire)
+    outcome = Outcome.of(wire.rank, body, wire, *args, **kwargs)
+    default.clear("the body has ended")
+    if outcome.error is not None:
+        wire.abort(f"{type(outcome.error).__name__}: {outcome.error}")
+    return outcome
 
 
 def on_wires(
@@ -44,14 +41,8 @@ def on_wires(
     outcomes: list[Outcome | None] = [None] * len(wires)
 
     def program(index: int, wire: Wire) -> None:
-        default.set(wire)
-        try:
-            outcomes[index] = Outcome(wire.rank, body(wire, *args, **(kwargs or {})))
-        except BaseException as error:
-            outcomes[index] = Outcome(wire.rank, error=error, trace=traceback.format_exc())
-            wire.abort(f"{type(error).__name__}: {error}")
-        finally:
-            wire.close()
+        outcomes[index] = outcome_on(wire, body, args, kwargs or {})
+        wire.close()
 
     threads = [
         threading.Thread(
@@ -68,11 +59,10 @@ def on_wires(
     deadline = time.monotonic() + limit
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
+    late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
+    if late:
         wires[0].abort(f"the ranks had {limit} s")
-        for thread in threads:
-            thread.join(0.2)
-    return [
-        Outcome(wire.rank, hangs=place(thread, __file__)) if outcome is None else outcome
-        for wire, thread, outcome in zip(wires, threads, outcomes, strict=True)
-    ]
+    for number, where in late.items():
+        threads[number].join(0.2)
+        outcomes[number] = Outcome(wires[number].rank, hangs=where)
+    return [outcome for outcome in outcomes if outcome is not None]

@@ -1,0 +1,126 @@
+"""What became of each rank of a run, and how it is told to whoever started it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import WeftError, WireError
+
+
+class RankFailure(WireError, AssertionError):
+    """A rank did not end by itself: it hangs, or its process died."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """How the program of one rank ended.
+
+    Attributes:
+        rank: which.
+        value: what it returned, if it did.
+        error: what it raised, if it did.
+        trace: the traceback of that, as text; for ranks in other processes.
+        died: how its process ended, if it did without an answer.
+        hangs: that it did not end in time, and where it was, if so.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    died: str = ""
+    hangs: str = ""
+
+    @classmethod
+    def of(cls, rank: int, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+        """Run a rank's program here."""
+        try:
+            return cls(rank, program(*args, **kwargs))
+        except BaseException as error:  # whatever it is, it is raised again where it is wanted
+            at = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+            trace = "".join(traceback.format_exception(error.with_traceback(at)))
+            return cls(rank, error=error, trace=trace)
+
+    def packed(self) -> bytes:
+        """It, as another process can read it.
+
+        Plain pickle: multiprocessing's own would pass tensors as shared memory of a process that
+        may be about to end.
+        """
+        try:
+            told = pickle.dumps(self)
+            pickle.loads(told)
+        except Exception as reason:
+            what = self.value if self.error is None else self.error
+            text = f"{type(what).__name__} {what} cannot be pickled: {reason}"
+            told = pickle.dumps(replace(self, value=None, error=WeftError(text)))
+        return told
+
+    def said(self, size: int) -> str:
+        """What went wrong, in one sentence; where it was, below."""
+        name = f"rank {self.rank} of {size}"
+        if self.error is not None:
+            return f"{name} raised {type(self.error).__name__}: {self.error}"
+        return f"{name} {self.died or self.hangs}"
+
+
+class _Remote(Exception):
+    """The traceback of another process or thread, shown as the cause of its exception."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
+    """What the ranks returned, in rank order.
+
+    Raises:
+        RankFailure: a process died, or ranks hang; it says which and where.
+        BaseException: what a rank raised. Of several, the one that caused the others: whatever is
+            no WireError comes first, and a death before the wire errors that it causes.
+
+    Notes say which rank it was, and what became of the others.
+    """
+    __tracebackhide__ = True
+    size = len(outcomes)
+    raised = [each for each in outcomes if each.error is not None]
+    echoes = [each for each in raised if isinstance(each.error, WireError)]
+    died = [each for each in outcomes if each.died]
+    hangs = [each for each in outcomes if each.hangs]
+    first = ([each for each in raised if each not in echoes] or died or echoes or hangs)[:1]
+    if not first:
+        return [each.value for each in outcomes]
+    error, cause = first[0].error, None
+    if error is None:
+        alike = died or hangs
+        error = RankFailure(
+            f"{'; '.join(each.said(size) for each in alike)} ({where})", culprit=alike[0].rank
+        )
+        others = [each for each in (*echoes, *hangs) if each not in alike]
+    else:
+        error.add_note(f"on rank {first[0].rank} of {size} ({where})")
+        others = [each for each in (*raised, *died, *hangs) if each not in first]
+        if error.__traceback__ is None and first[0].trace:  # it comes from another process
+            cause = _Remote(first[0].trace)
+    for each in others:
+        error.add_note(each.said(size))
+    if cause is not None:
+        raise error from cause
+    raise error
+
+
+def place(thread: threading.Thread) -> str:
+    """That a thread gives no answer, and where it is: its stack from the rank's program on."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "has just ended"
+    stack = traceback.extract_stack(frame)
+    above = [depth for depth, each in enumerate(stack) if each.filename == __file__]
+    lines = traceback.format_list(stack[max(above, default=-1) + 1 :] or stack)
+    return "gave no answer; it was here:\n" + "".join(lines)
