@@ -87,7 +87,6 @@ def test_cells_have_each_figure_and_say_what_is_computed() -> None:
     ]
     dense.memory = []
     assert dense.cells()[3:5] == ["6.00 MiB computed", "no figure"]
-    assert run("torch").cells()[3] == "no figure"
 
 
 @pytest.mark.parametrize("other", [4.0 * (1 + 2 * TOLERANCE), math.nan, math.inf, -2.0])

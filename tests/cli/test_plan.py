@@ -115,7 +115,8 @@ def test_a_recorded_run_says_the_overlap(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"head": {"ranks": 4}, "rows": [ROW, ROW]}))
     [sizes] = recorded(file)
-    assert (sizes.row, sizes.partial, sizes.rows) == (16, 32, 400.0)
+    load = sizes.load(4)
+    assert (load.row, load.partial, sizes.rows) == (16, 32, 400.0)
     assert sizes.union(4) == pytest.approx(1000, rel=1e-3)
     assert 400 < sizes.union(2) < 1000 < sizes.union(16)
     result = invoke(f"--record {file} --ranks 4,32")

@@ -120,6 +120,8 @@ class Case:
             )
         if self.index_dtype == "int32" and self.height > 2**31:
             return f"a height of {self.height} needs --index-dtype int64"
+        if self.op not in _REDUCE:
+            return f"there is no op {self.op}"
         floats = self.torch_dtype.is_floating_point and self.op in ("sum", "avg", "min", "max")
         if self.values == "normal" and not floats:
             return (

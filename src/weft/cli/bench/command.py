@@ -73,18 +73,11 @@ def bench(
         options.refuse("--unprivileged", "there is prctl on Linux only")
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     kind = {"ids": ids, "values": values, "dtype": dtype, "index_dtype": index_dtype, "op": op}
-    job = Job(
-        cases=options.cases_of(case, "all", own, kind, size, density),
-        algorithms=options.names("--algorithm", algorithm, ("auto", *weft.sparse.ALGORITHMS)),
-        peers=() if peers == "none" else options.names("--peers", peers, PEERS),
-        iters=iters,
-        warmup=warmup,
-        checked=check,
-        seed=seed,
-        link=link,
-        timeout=timeout,
-        unprivileged=unprivileged,
-    )
+    cases = options.cases_of(case, "all", own, kind, size, density)
+    algorithms = options.names("--algorithm", algorithm, ("auto", *weft.sparse.ALGORITHMS))
+    others = () if peers == "none" else options.names("--peers", peers, PEERS)
+    when = iters, warmup, check
+    job = Job(cases, algorithms, others, *when, seed, link, timeout, unprivileged)
     shown = Shown(Console(highlight=False), job.peers, link is not None, json)
     with options.failing("bench", 1), shown:
         if here:

@@ -127,8 +127,8 @@ def _horovod(coo: Tensor) -> Tensor:
 
     def gathered(tensor: Tensor) -> Tensor:
         if len(tensor) < longest:
-            padding = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
-            tensor = torch.cat([tensor, padding])
+            padding = (0, 0) * (tensor.dim() - 1) + (0, longest - len(tensor))
+            tensor = torch.nn.functional.pad(tensor, padding)
         out = tensor.new_empty((size * longest, *tensor.shape[1:]))
         gather(out, tensor.contiguous())
         if min(counts) == longest:
@@ -147,11 +147,7 @@ def _dense(coo: Tensor) -> Tensor:
     return table
 
 
-PEERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "torch": _torch,
-    "horovod": _horovod,
-    "dense": _dense,
-}
+PEERS = {"torch": _torch, "horovod": _horovod, "dense": _dense}
 """What a user would call instead of weft, by name: a COO tensor in, the sum out."""
 
 

@@ -79,7 +79,7 @@ class Run:
         pairs: pairs of word and context that all ranks together take in a step.
         figures: `FIGURES` of each step, `[steps, len(FIGURES)]`.
         algorithms: what weft chose, in each step.
-        sent: bytes that the average rank sent in each step; empty where that is not known.
+        sent: bytes that the average rank sent in each step; see `count_sent`.
         memory: highest resident bytes of a rank that trained this way only, and of one that had
             only started; from a run of its own.
         interrupted: it was ended from outside.
@@ -161,18 +161,14 @@ class Run:
 
     def cells(self) -> list[str]:
         """The figures as they are printed under `COLUMNS`, on the terminal and in the report."""
-        sent, peak = "no figure", "no figure"
-        if len(self.sent):
-            computed = "" if self.way == "weft" else " computed"
-            sent = mib(float(np.median(self.sent))) + computed
+        sent, peak = mib(float(np.median(self.sent))), "no figure"
         if self.memory:
             high, growth = max(high for high, _ in self.memory), max(a - b for a, b in self.memory)
             peak = f"{mib(high)} (+{number(growth, 2**-20)})"
         waited = f"{ms(self.typical('synchronisation'))} ({self.share:.0%})"
-        return [
-            *(str(self.done), ms(self.typical("seconds")), waited, sent, peak),
-            f"{self.speed:,.0f}",
-        ]
+        sent += "" if self.way == "weft" else " computed"
+        step, speed = ms(self.typical("seconds")), f"{self.speed:,.0f}"
+        return [str(self.done), step, waited, sent, peak, speed]
 
 
 def agreement(weft: Run, other: Run) -> tuple[bool, str]:

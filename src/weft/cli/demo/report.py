@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 import jinja2
@@ -45,10 +44,11 @@ def write_report(
     neighbours: Mapping[str, Sequence[tuple[str, float]]],
 ) -> str:
     """The page; every run has at least one step, the first is weft's."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
-    weft = runs[0]
-    return environment.from_string(source).render(
+    loader, weft = jinja2.PackageLoader("weft.cli.demo", ""), runs[0]
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("report.html.j2").render(
         corpus=corpus,
         job=job,
         runs=runs,
@@ -135,8 +135,7 @@ def _bytes(axes: Axes, runs: Sequence[Run]) -> None:
         axes.set_yscale("log")
         pictures.logarithmic(axes.yaxis)
         axes.set_ylabel("MiB sent by a rank, logarithmic")
-        low, high = axes.get_ylim()
-        axes.set_ylim(low / 1.3, high * 1.3)  # no line along the edge
+        axes.margins(y=0.1)  # no line along the edge
 
 
 def _rows(axes: Axes, weft: Run) -> None:

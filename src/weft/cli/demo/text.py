@@ -76,7 +76,7 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
         weft.WeftError: a path is missing or cannot be read, or there are too few words for so
             many ranks.
     """
-    documents = [_words_of(path, named) for path, named in _files(text)]
+    documents = list(_documents(text))
     words = [word for document in documents if document for word in document]
     skipped, counted = documents.count(None), Counter(words)
     source = ", ".join(map(str, text)) or "the source of the Python standard library"
@@ -101,34 +101,32 @@ def read(text: Sequence[Path], *, min_count: int, ranks: int) -> Corpus:
     return Corpus(source, about, list(number), counts, tokens)
 
 
-def _files(text: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """The files to read, each with whether a person named it (then it must be readable)."""
+def _documents(text: Sequence[Path]) -> Iterator[list[str] | None]:
+    """The words of each file; None for one in a folder that is no text or cannot be read."""
     for given in text or [Path(sysconfig.get_paths()["stdlib"])]:
         if not given.exists():
             raise weft.WeftError(f"no such file or folder: {given}")
         if not given.is_dir():
-            yield given, True
+            yield _words_of(given)
             continue
         for folder, below, names in os.walk(given):
             below[:] = sorted(name for name in {*below} - _SKIPPED_FOLDERS if name[0] != ".")
             for path in (Path(folder, name) for name in sorted(names) if name[0] != "."):
                 if path.is_file() and (text or path.suffix == ".py"):
-                    yield path, False
+                    try:
+                        yield _words_of(path)
+                    except weft.WeftError:
+                        yield None
 
 
-def _words_of(path: Path, named: bool) -> list[str] | None:
-    """The words of one file; None if it is to be skipped."""
+def _words_of(path: Path) -> list[str]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        why = f"cannot read {path}: {error.strerror}"
-    else:
-        if b"\0" not in content[:8192]:
-            return tokenize(content.decode("utf-8", "replace"))
-        why = f"{path} is not text: it holds zero bytes; convert it to UTF-8"
-    if named:
-        raise weft.WeftError(why)
-    return None
+        raise weft.WeftError(f"cannot read {path}: {error.strerror}") from None
+    if b"\0" in content[:8192]:
+        raise weft.WeftError(f"{path} is not text: it holds zero bytes; convert it to UTF-8")
+    return tokenize(content.decode("utf-8", "replace"))
 
 
 def subsample(corpus: Corpus, *, seed: int, at_least: int) -> npt.NDArray[np.int32]:

@@ -117,8 +117,10 @@ def _show(groups: list[list[Prediction]]) -> None:
     algorithms = list(weft.sparse.ALGORITHMS)
     for lines in groups:
         sizes, link = lines[0].sizes, lines[0].link
-        words = f"{sizes.name}: {lines[0].answer.load.most} rows a rank of {sizes.height}, "
-        words += f"{sizes.row} bytes each; link {link.name}: {link.link}"
+        words = (
+            f"{sizes.case.name}: {lines[0].answer.load.most} rows a rank of {sizes.case.height}, "
+        )
+        words += f"{sizes.case.row_bytes} bytes each; link {link.name}: {link.link}"
         console.print(words, style="dim", soft_wrap=True)
         titles = ["ranks", "union", "chosen", "ms", "MB", "messages", "xbound"]
         console.print(show.table(titles, map(_chosen, lines), left=0))

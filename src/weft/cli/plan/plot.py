@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
@@ -33,7 +33,7 @@ def draw(path: Path, groups: Sequence[Sequence[Prediction]], names: Sequence[str
         for (left, right), lines in zip(rows, groups, strict=True):
             _times(left, lines, colours)
             _map(right, lines, colours)
-            left.set(title=f"{lines[0].sizes.name}, {lines[0].link.name}")
+            left.set(title=f"{lines[0].sizes.case.name}, {lines[0].link.name}")
             right.set(title="predicted quickest, independent rows")
         shown = [Patch(color=colour, label=name) for name, colour in colours.items()]
         figure.legend(handles=shown, loc="outside upper center", ncols=min(len(names), 8))
@@ -56,7 +56,7 @@ def _times(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) 
 
 def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) -> None:
     first, ranks, order = lines[0], [one.ranks for one in lines], list(colours)
-    most = first.sizes.height or np.inf
+    most = first.sizes.case.height
     rows = [count for count in _ROWS if count <= most] or [1.0]
     winners = []
     for count in rows:
@@ -67,7 +67,8 @@ def _map(axes: Axes, lines: Sequence[Prediction], colours: Mapping[str, str]) ->
         rows,
         winners,
         cmap=ListedColormap(list(colours.values())),
-        norm=BoundaryNorm(np.arange(len(order) + 1) - 0.5, len(order)),
+        vmin=-0.5,
+        vmax=len(order) - 0.5,
         shading="nearest",
         rasterized=True,  # an element for each cell would make a file of half a megabyte
     )

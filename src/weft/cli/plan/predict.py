@@ -33,57 +33,45 @@ class Sizes:
     """What a rank brings, and how it overlaps with others.
 
     Attributes:
-        name: what it is called.
+        case: what it is called, its height, and the values of a row.
         rows: rows of a rank, its duplicates removed.
-        height: rows of the dense tensor.
-        row: bytes of a row's values.
-        partial: their bytes while only some ranks' are added.
         union: rows in the union of so many ranks.
     """
 
-    name: str
+    case: Case
     rows: float
-    height: int
-    row: int
-    partial: int
     union: Callable[[int], float]
-
-    @classmethod
-    def of(cls, case: Case, rows: float, union: Callable[[int], float]) -> Sizes:
-        """Those of a case, which says its values; for one of weft's own operations."""
-        wider = weft.kernels.OPS[case.op].accumulator(case.torch_dtype)
-        partial = case.width * wider.itemsize
-        return cls(case.name, rows, case.height, case.row_bytes, partial, union)
 
     def load(self, ranks: int, per_host: int = 1) -> weft.sparse.Load:
         """The load of a call of so many ranks, some of which share a host."""
-        rows = round(self.rows)
+        case, rows = self.case, round(self.rows)
+        partial = case.width * weft.kernels.OPS[case.op].accumulator(case.torch_dtype).itemsize
         union = min(rows * ranks, max(rows, round(self.union(ranks))))
         return weft.sparse.Load(
-            *(ranks, rows * ranks, rows, rows, union, self.height, self.row, self.partial),
-            index=4 if self.height <= 2**31 else 8,
-            places=self.height,
+            *(ranks, rows * ranks, rows, rows, union, case.height, case.row_bytes, partial),
+            index=4 if case.height <= 2**31 else 8,
+            places=case.height,
             hosts=weft.sparse.Hosts(tuple(rank // per_host for rank in range(ranks))),
         )
 
     def with_rows(self, rows: float) -> Sizes:
         """Ranks that bring so many rows, drawn independently."""
-        return replace(self, rows=rows, union=_independent(rows, self.height))
+        return replace(self, rows=rows, union=_independent(rows, self.case.height))
 
 
 def drawn(case: Case) -> Sizes:
     """Rows drawn as `weft bench` draws them."""
     if case.distribution == "identical":
-        return Sizes.of(case, case.rows, lambda ranks: case.rows)
+        return Sizes(case, case.rows, lambda ranks: case.rows)
     if case.distribution == "uniform":
-        return Sizes.of(case, case.rows, _independent(case.rows, case.height))
+        return Sizes(case, case.rows, _independent(case.rows, case.height))
     chances, places = _zipf(case.height)
 
     @lru_cache
     def union(ranks: int) -> float:
         return float(-(places * np.expm1(case.rows * ranks * np.log1p(-chances))).sum())
 
-    return Sizes.of(case, union(1), union)
+    return Sizes(case, union(1), union)
 
 
 def _independent(rows: float, places: int) -> Callable[[int], float]:
@@ -125,7 +113,7 @@ def _of_record(row: dict[str, Any], ranks: int) -> Sizes:
         *(ranks, total, round(mean), round(mean), union, case.height),
         *(case.row_bytes, case.row_bytes, 4),
     )
-    return Sizes.of(case, mean, seen.union_of)
+    return Sizes(case, mean, seen.union_of)
 
 
 @lru_cache(maxsize=2)
@@ -175,7 +163,7 @@ class Prediction:
         """As plain values; milliseconds, bytes received and messages sent by a rank."""
         load = self.answer.load
         return {
-            "case": self.sizes.name,
+            "case": self.sizes.case.name,
             "link": self.link.name,
             "ranks": self.ranks,
             "per_host": self.per_host,
