@@ -1,20 +1,21 @@
 """One rank's program of `weft bench`, on real processes: who is right, who is wrong, how long."""
 
 import ctypes
+import itertools
+import math
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import weft
 from weft.cli.bench.cases import CASES, Case, answer, indices, sizes, values
 from weft.cli.bench.measure import DENSE_LIMIT, Job, contender, fault, parts, run
 from weft.cli.bench.results import Found, Row, head_lines
@@ -42,9 +43,28 @@ def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any,
         dist.destroy_process_group()
 
 
-def found_by(job: Job) -> tuple[bool, list[Found]]:
+def measured(
+    job: Job, since: float = math.inf, culprit: int | None = None, seconds: float = 0.0
+) -> tuple[bool, list[Found]]:
+    """What one rank finds.
+
+    From a call on weft adds 1 to a value on the culprit (None: on all); on rank 1 each call takes
+    so many seconds more.
+    """
+    real: Callable[..., Any] = weft.sparse_all_reduce
+    numbers = itertools.count(1)
+
+    def changed(*given: Any, **named: Any) -> Any:
+        result = real(*given, **named)
+        if next(numbers) >= since and culprit in (None, dist.get_rank()):
+            result.values[0] += 1
+        time.sleep(seconds * (dist.get_rank() == 1))
+        return result
+
     found: list[Found] = []
-    return run(job, found.append), found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft, "sparse_all_reduce", changed)
+        return run(job, found.append), found
 
 
 def the_rows(found: list[Found]) -> dict[tuple[str, str], Row]:
@@ -54,7 +74,7 @@ def the_rows(found: list[Found]) -> dict[tuple[str, str], Row]:
 def test_all_contenders_are_right_and_timed() -> None:
     cases = (TINY, *(CASES[name].scaled(0.002) for name in ("scalar", "identical", "full")))
     job = Job(cases, ("auto", "split", "gather"), PEERS, iters=3, warmup=1, link=1e9)
-    results = on(3, found_by, job)
+    results = on(3, measured, job)
     assert [right for right, _ in results] == [True] * 3
     assert [found for _, found in results[1:]] == [[], []]  # only rank 0 speaks
     found = results[0][1]
@@ -78,36 +98,6 @@ def test_all_contenders_are_right_and_timed() -> None:
         assert split["bytes_ratio"] >= 1
 
 
-@contextmanager
-def changed_calls(change: Callable[[int, Any], object]) -> Iterator[None]:
-    """weft's calls do something more: `change(number of the call, its result)`."""
-    import weft
-
-    real: Callable[..., Any] = weft.sparse_all_reduce
-    numbers = count(1)
-
-    def faulty(*given: Any, **named: Any) -> Any:
-        result = real(*given, **named)
-        change(next(numbers), result)
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weft, "sparse_all_reduce", faulty)
-        yield
-
-
-def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]]:
-    """As `found_by`, where weft adds 1 to a value on that rank (None: all) from a call on."""
-
-    def fault(number: int, result: Any) -> None:
-        if number >= since and rank in (None, dist.get_rank()):
-            result.values[0] += 1
-
-    with changed_calls(fault):
-        right, found = found_by(job)
-    return right, list(the_rows(found).values())
-
-
 @pytest.mark.parametrize(
     ("rank", "since", "words"),
     [
@@ -118,33 +108,25 @@ def with_faults(job: Job, rank: int | None, since: int) -> tuple[bool, list[Row]
 )
 def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> None:
     job = Job((TINY,), ("gather",), ("torch",), iters=2, warmup=0)
-    results = on(2, with_faults, job, rank, since)
+    results = on(2, measured, job, since, rank)
     assert [right for right, _ in results] == [False, False]  # all exit with the same status
-    weft_row, torch_row = results[0][1]
+    weft_row, torch_row = the_rows(results[0][1]).values()
     assert weft_row["status"] == "wrong" and words in weft_row["why"]
     assert weft_row["median"] is None and torch_row["status"] == "ok"
     assert torch_row["times"] == {}
 
 
-def with_a_slow_rank(job: Job) -> tuple[bool, list[Found]]:
-    """As `found_by`, where weft's calls take rank 1 a while longer than the others."""
-    with changed_calls(lambda calls, result: time.sleep(0.3 * (dist.get_rank() == 1))):
-        return found_by(job)
-
-
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     job = Job((TINY,), ("gather",), (), iters=2, warmup=0)
-    rows = the_rows(on(2, with_a_slow_rank, job)[0][1])
+    rows = the_rows(on(2, measured, job, math.inf, None, 0.3)[0][1])
     assert min(rows["tiny", "weft:gather"]["seconds"]) >= 0.3
 
 
 def ordinary(job: Job) -> tuple[bool, list[Found]]:
     """In a process of its own, since the setting stays."""
-    found: list[Found] = []
-    right = run(job, found.append)
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE
-    return right, found
+    found = measured(job)
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -156,8 +138,8 @@ def test_ranks_run_as_an_ordinary_users_do() -> None:
 
 def test_no_check_means_no_check() -> None:
     job = Job((TINY,), ("gather",), (), iters=1, warmup=0, checked=False)
-    [(right, rows)] = on(1, with_faults, job, None, 1)
-    assert right and rows[0]["status"] == "ok"
+    [(right, found)] = on(1, measured, job, 1)
+    assert right and the_rows(found)["tiny", "weft:gather"]["status"] == "ok"
 
 
 def test_every_kind_of_data() -> None:
@@ -170,7 +152,7 @@ def test_every_kind_of_data() -> None:
         replace(TINY, name="bits", op="bxor", dtype="uint8"),
     )
     job = Job(cases, ("auto", "split"), PEERS, iters=1, warmup=0)
-    rows = the_rows(on(2, found_by, job)[0][1])
+    rows = the_rows(on(2, measured, job)[0][1])
     for case in cases:
         for name in ("weft:auto", "weft:split"):
             assert rows[case.name, name]["status"] == "ok", rows[case.name, name]["why"]
@@ -187,7 +169,7 @@ def test_what_does_not_serve_is_refused_with_the_reason() -> None:
         replace(TINY, height=DENSE_LIMIT // 20 + 1, name="tall"),
     )
     job = Job(cases, ("gather",), PEERS, iters=1, warmup=0)
-    right, found = on(2, found_by, job)[0]
+    right, found = on(2, measured, job)[0]
     rows = the_rows(found)
     assert right  # refusing is not being wrong
     assert rows["tiny", "weft:gather"]["status"] == rows["tall", "torch"]["status"] == "ok"
@@ -197,8 +179,6 @@ def test_what_does_not_serve_is_refused_with_the_reason() -> None:
 
 def unchanged(case: Case) -> bool:
     """Whether the rows are as before after everybody has had them."""
-    import weft
-
     with weft.init():
         own = indices(case, dist.get_rank(), 0), values(case, dist.get_rank(), 0)
         before = own[0].clone(), own[1].clone()
@@ -216,8 +196,6 @@ def test_nobody_changes_the_data_of_the_next() -> None:
 
 def uneven(case: Case) -> str | None:
     """Horovod's way with as many rows as the rank's number, so that all are padded but one."""
-    import weft
-
     with weft.init():
         rank = dist.get_rank()
         own = torch.arange(rank), torch.full((rank, 5), float(rank + 1))
