@@ -40,14 +40,16 @@ def test_vocabulary_is_by_frequency_then_alphabet_without_rare_words(tmp_path: P
 
 
 def test_folders_are_read_whole_in_order_but_for_what_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "deep.md").write_text("deep " * 20)
-    (tmp_path / "b.txt").write_text("high " * 20)
-    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait ".encode("latin-1") * 20)
-    (tmp_path / "z.bin").write_bytes(b"PK\0\1 third")
-    (tmp_path / ".hidden").write_text("hidden")
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / "x.py").write_text("cached")
+    for name, content in (
+        ("a/deep.md", b"deep " * 20),
+        ("b.txt", b"high " * 20),
+        ("latin.txt", "caf\xe9 au lait ".encode("latin-1") * 20),
+        ("z.bin", b"PK\0\1 third"),
+        (".hidden", b"hidden"),
+        ("__pycache__/x.py", b"cached"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "loop").symlink_to(tmp_path)
     found = read(tmp_path)
     assert found.words == ["au", "caf", "deep", "high", "lait"]
