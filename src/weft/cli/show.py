@@ -65,6 +65,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def listed(versions: Mapping[str, str]) -> str:
-    """Versions in a line."""
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+def listed(facts: Mapping[str, object]) -> str:
+    """Names with what belongs to them, in a line."""
+    return ", ".join(f"{name} {fact}" for name, fact in facts.items())

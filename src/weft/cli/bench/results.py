@@ -49,24 +49,12 @@ _WIDTHS = {"case": -10, "by": -14, "algorithm": -9, "spread": 15, "horovod/x": 9
 """Of columns, where it is not 8; negative: to the left."""
 
 
-def head_lines(head: dict[str, Any]) -> list[str]:
-    """With what, on what and how it was measured, in words."""
-    link = "not given" if head["link"] is None else f"{head['link'] / 1e6:g} Mbit/s a rank"
-    ordinary = ", ranks as an ordinary user's" if head["unprivileged"] else ""
-    lines = [
-        listed({name: head[name] for name in ("weft", "torch", "python", "kernels")}),
-        f"ranks {head['ranks']}{ordinary}, hosts {head['hosts']}, cores of this host "
-        f"{head['cores']}, threads {head['threads']}, link {link}",
-        f"{head['iters']} iterations after {head['warmup']} to warm up, "
-        f"results {'checked' if head['checked'] else 'not checked'}, seed {head['seed']}",
-        "ms: median of the slowest rank's time; spread: its quartiles; MB: of the average rank",
-        "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on "
-        "the link; peer/x: the peer's time / this time, above 1 this is faster",
-        "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
-    ]
-    if head["ranks"] == 1:
-        lines.append("one rank alone communicates nothing: --ranks 4 starts four")
-    return lines
+_LEGEND = (
+    "ms: median of the slowest rank's time; spread: its quartiles; MB: sent by the average rank",
+    "xbound: bytes sent / bytes of the bound; xlink: time / time of the bound's bytes on the link",
+    "peer/x: the peer's time / this time, above 1 this is faster; link: bits a second of a rank",
+    "horovod: Horovod's way, in torch (all-gather, coalesce); Horovod itself is not run",
+)
 
 
 def summary(
@@ -172,7 +160,8 @@ class Shown:
             self._status.update(what)
         elif kind == "head":
             self._found["head"] = what
-            for line in head_lines(what):
+            alone = ["one rank alone communicates nothing: --ranks 4 starts four"]
+            for line in (listed(what), *_LEGEND, *(alone if what["ranks"] == 1 else [])):
                 self._line(f"# {line}", "dim")
             self._columns("#", {title: title for title in self._titles}, "bold")
         else:

@@ -11,6 +11,7 @@ A batch is a pure function of (seed, rank, step), so all ways train on the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import sys
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -123,83 +124,84 @@ class SkipGram(nn.Module):
         return loss / len(words)
 
 
-class Training:
-    """One way's training on one rank, step by step."""
-
-    def __init__(self, job: Job, way: str, wire: Wire, kept: Path | None = None) -> None:
-        tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
-        noise = np.load(job.folder / "noise.npy", mmap_mode="r")
-        part = np.array_split(tokens, wire.size)[wire.rank]
-        self._draw = partial(batch, part, noise, job.batch, job.seed, wire.rank)
-        self._model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
-        self._tables = [self._model.context.weight, self._model.word.weight]
-        self._updates = [
-            torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in self._tables
-        ]
-        # kept from step to step: fresh pages would make this way slower
-        self._buffers = {one: torch.zeros_like(one) for one in self._tables if way == "dense"}
-        self._way, self._wire = way, wire
-        self._sums: dict[Tensor, Callable[[], Tensor]] = {}  # each waits for a sum under way
-        self._records: list[Any] = []
-        self._spent = dict.fromkeys(PARTS, 0.0)  # seconds of each part of a step
-        self._clock = 0.0
-        self._number = 0
-        self._batch = self._draw(0)
-        for table in self._tables:
-            table.register_post_accumulate_grad_hook(self._hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
+def training(
+    job: Job, way: str, wire: Wire, kept: Path | None = None
+) -> Iterator[tuple[str, list[float]]]:
+    """One way's training on one rank: for each step what weft chose in it, and its `FIGURES`."""
+    tokens = np.load(job.folder / "tokens.npy", mmap_mode="r")
+    noise = np.load(job.folder / "noise.npy", mmap_mode="r")
+    part = np.array_split(tokens, wire.size)[wire.rank]
+    draw = partial(batch, part, noise, job.batch, job.seed, wire.rank)
+    model = SkipGram(job.vocabulary, job.dim, seed=job.seed, kept=kept)
+    tables = [model.context.weight, model.word.weight]
+    updates = [torch.optim.Adagrad([one], lr=_LEARNING_RATE, eps=_EPS) for one in tables]
+    # kept from step to step: fresh pages would make this way slower
+    buffers = {one: torch.zeros_like(one) for one in tables if way == "dense"}
+    sums: dict[Tensor, _Sum] = {}  # under way
+    spent: dict[str, float] = {}
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def timed(part: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._spent[part] += time.perf_counter() - began
+        spent[part] += time.perf_counter() - began
 
-    def _hand_over(self, table: Tensor) -> None:
+    def hand_over(table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
-        gradient = table.grad
-        assert gradient is not None
-        with self._timed("hand_over"):
-            if self._way == "weft":
-                self._sums[table] = weft.sparse_all_reduce(gradient, op="avg", async_op=True).wait
-                # calls take turns, so what runs next in the queue finds the record of this one
-                self._records.append(self._wire.worker.submit("record", weft.sparse.last_call))
-                return
-            if self._way == "dense":
-                total = self._buffers[table].zero_()
-                gradient = total.index_add_(0, gradient._indices()[0], gradient._values())
-            self._sums[table] = partial(_mean, gradient, dist.all_reduce(gradient, async_op=True))
+        assert table.grad is not None
+        with timed("hand_over"):
+            sums[table] = _started(table.grad, way, wire, buffers.get(table))
 
-    def step(self) -> tuple[str, list[float]]:
-        """Train one step; what weft chose in it, and its `FIGURES` on this rank."""
-        self._spent = dict.fromkeys(PARTS, 0.0)
-        self._records.clear()
-        with self._timed("forward"):
-            loss = self._model(*self._batch)
-        with self._timed("backward"):
+    for table in tables:
+        table.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]  # torch has no types here
+    clock, now = 0.0, draw(0)
+    for number in itertools.count(1):
+        spent.update(dict.fromkeys(PARTS, 0.0))
+        with timed("forward"):
+            loss = model(*now)
+        with timed("backward"):
             loss.backward()
-        self._spent["backward"] -= self._spent["hand_over"]
-        with self._timed("prepare"):
-            self._number += 1
-            self._batch = self._draw(self._number)
+        spent["backward"] -= spent["hand_over"]
+        with timed("prepare"):
+            now = draw(number)
         gradients = []
-        for table, update in zip(self._tables, self._updates, strict=True):
-            with self._timed("wait"):
-                table.grad = self._sums[table]()
-            gradients.append(table.grad)
-            with self._timed("update"):
+        for table, update in zip(tables, updates, strict=True):
+            with timed("wait"):
+                gradient = table.grad = sums[table].wait()
+            gradients.append(gradient)
+            with timed("update"):
                 update.step()
                 table.grad = None
-        self._clock += sum(self._spent.values())
-        records = [one.wait() for one in self._records]
-        figures = {
-            "clock": self._clock,
-            "loss": loss.item(),
-            "gradient": _length(gradients),  # after the clock: checking is no part of training
-            **self._spent,
-            **{name: sum(getattr(one, name) for one in records) for name in RECORDED},
-        }
+        clock += sum(spent.values())
+        records = [one.record() for one in sums.values() if way == "weft"]
+        figures = {"clock": clock, "loss": loss.item(), **spent}
+        figures["gradient"] = _length(gradients)  # after the clock: it is no part of training
+        figures |= {name: sum(getattr(one, name) for one in records) for name in RECORDED}
         algorithm = " + ".join(dict.fromkeys(one.algorithm for one in records))
-        return algorithm, [figures[name] for name in FIGURES]
+        yield algorithm, [figures[name] for name in FIGURES]
+
+
+class _Sum(NamedTuple):
+    """A sum under way: what waits for the mean over the ranks, and for what weft noted."""
+
+    wait: Callable[[], Tensor]
+    record: Callable[[], Any]
+
+
+def _started(gradient: Tensor, way: str, wire: Wire, buffer: Tensor | None) -> _Sum:
+    if way == "weft":
+        work = weft.sparse_all_reduce(gradient, op="avg", async_op=True)
+        # calls take turns, so what runs next in the queue finds the record of this one
+        return _Sum(work.wait, wire.worker.submit("record", weft.sparse.last_call).wait)
+    if buffer is not None:
+        gradient = buffer.zero_().index_add_(0, gradient._indices()[0], gradient._values())
+    pending = dist.all_reduce(gradient, async_op=True)
+
+    def mean() -> Tensor:
+        pending.wait()
+        return gradient.div_(wire.size)
+
+    return _Sum(mean, lambda: None)
 
 
 def train(job: Job) -> None:
@@ -210,12 +212,12 @@ def train(job: Job) -> None:
     """
     with _group() as wire:
         kept = {job.ways[0]: job.folder / "table"} if wire.rank == 0 else {}
-        trainings = {way: Training(job, way, wire, kept.get(way)) for way in job.ways}
+        trainings = {way: training(job, way, wire, kept.get(way)) for way in job.ways}
         weft.barrier()  # all are here, so the clocks start together
         began = time.monotonic()
         for first in range(0, job.steps, _TURN):
-            for way, training in trainings.items():
-                turn = [training.step() for _ in range(min(_TURN, job.steps - first))]
+            for way, steps in trainings.items():
+                turn = list(itertools.islice(steps, min(_TURN, job.steps - first)))
                 figures = torch.tensor([figures for _, figures in turn], dtype=torch.float64)
                 mean = weft.all_reduce(figures, "avg")
                 if wire.rank == 0:
@@ -229,9 +231,7 @@ def measure_memory(job: Job, way: str) -> tuple[int, int]:
     """Train one way alone for a few steps, as one rank: the peak memory, and that before."""
     with _group() as wire:
         idle = _peak_bytes()
-        training = Training(job, way, wire)
-        for _ in range(_MEMORY_STEPS):
-            training.step()
+        list(itertools.islice(training(job, way, wire), _MEMORY_STEPS))
         return _peak_bytes(), idle
 
 
@@ -240,12 +240,6 @@ def _group() -> Iterator[Wire]:
     """Checks of sparse tensors are off: PyTorch warns where they are neither on nor off."""
     with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:  # type: ignore[no-untyped-call]
         yield wire
-
-
-def _mean(total: Tensor, work: dist.Work) -> Tensor:
-    """Of a sum by PyTorch that is under way."""
-    work.wait()
-    return total.div_(dist.get_world_size())
 
 
 def _length(gradients: list[Tensor]) -> float:
