@@ -17,7 +17,7 @@ from ..agree import DIRECT
 from ..errors import WeftError
 from ..wire.base import Link, Wire, hosts_of
 from .cost import Cost, Load
-from .header import RowsInHeader
+from .header import Header
 from .link import link_of
 from .record import apart
 from .registry import ALGORITHMS, Algorithm, find
@@ -152,7 +152,7 @@ def packs(link: Link) -> bool:
 
 def is_eager(load: Load, index: torch.dtype) -> bool:
     """Whether all ranks' rows, with indices of that dtype, fit in the opening exchange."""
-    return load.ranks <= DIRECT and RowsInHeader.fit(load.most, index.itemsize, load.row)
+    return load.ranks <= DIRECT and Header.fits(load.most, index.itemsize, load.row)
 
 
 def choose(load: Load, algorithm: str) -> str:

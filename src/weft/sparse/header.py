@@ -2,8 +2,8 @@
 
 A header is the body of the statement that `agree` carries. Headers combine, so one made of all
 ranks' headers says everything that the choice of an algorithm depends on, whether it came in one
-round or in log2 P. A rank with few rows sends the rows themselves instead of describing them; when
-all ranks did, the call needs no second round.
+round or in log2 P. A rank with few rows sends the rows themselves instead of saying where they lie;
+when all ranks did, the call needs no second round.
 
 Where rows lie is told by *points*: quantiles of a rank's indices, each standing for its share of
 the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`).
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,22 +23,26 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
+from ..rows import Rows
 from ..wire.base import as_bytes, typed
 from . import sketch
 
 _POINTS = 128  # points of one rank
 _KEPT = 1024  # points of a combined header
-_FIXED = struct.Struct("<9q2?6x16s")  # 96 bytes: what follows stays aligned
+# the first fields of a header, in their order; then how long the sketch is and how many points
+# there are, or for rows -1 and the bytes of an index. 96 bytes: what follows stays aligned
+_FIXED = struct.Struct("<6q2?6x16s2q8x")
+_FIELDS = 9
 _GRAIN = 16  # bytes: values begin at a multiple
 _DIGESTED = 1 << 20  # bytes of indices; digesting more would take longer than it may save
 _NONE = bytes(16)  # the digest of ranks that have different index sets, or too large ones
 NO_LIMIT = 1 << 62
 
 Longs = NDArray[np.int64]
+_NOTHING: Longs = np.empty(0, np.int64)
 
 
-@dataclass(slots=True)
-class Header:
+class Header(NamedTuple):
     """What one rank, or some ranks together, said.
 
     Attributes:
@@ -48,9 +52,10 @@ class Header:
         capacity, tightest: rows that the smallest caller's `out` holds, and whose it is.
         alike: all ranks have the same index set, as far as sketches tell.
         fallible: somebody passed a function, which may raise.
+        digest: of the index set that all ranks have, if digests tell; else zeros.
         sketch: sample of the union of the index sets, see `sketch`.
         points, weights: indices, ascending, and how many rows lie from each to the next.
-        digest: of the index set that all ranks have, if digests tell; else zeros.
+        rows: of one rank, sent in place of sketch and points.
     """
 
     total: int
@@ -61,10 +66,11 @@ class Header:
     tightest: int
     alike: bool
     fallible: bool
-    sketch: Longs
-    points: Longs
-    weights: Longs
     digest: bytes = _NONE
+    sketch: Longs = _NOTHING
+    points: Longs = _NOTHING
+    weights: Longs = _NOTHING
+    rows: Rows | None = None
 
     @classmethod
     def of(
@@ -75,69 +81,66 @@ class Header:
         capacity: int | None = None,
         fallible: bool = False,
         highest: int | None = None,
+        values: Tensor | None = None,
     ) -> Header:
         """The header of one rank, from its sorted, unique indices; of those in any order, whose
-        `highest` is told, without a sample."""
-        total, indices = indices.numel(), indices if highest is None else indices[:0]
+        `highest` is told, without a sample. With `values` it has the rows."""
+        count = indices.numel()
+        limit = NO_LIMIT if capacity is None else capacity
+        top = last(indices) if highest is None else highest
+        header = cls(count, count, count, top, limit, rank, True, fallible)
+        if values is not None:
+            return header._replace(rows=Rows(indices, values))
+        return header._described(indices if highest is None else indices[:0])
+
+    def _described(self, indices: Tensor) -> Header:
+        """This header, of one rank, with what says where its rows lie."""
         count = indices.numel()
         parts = min(_POINTS, count)
         shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
-        return cls(
-            total,
-            total,
-            total,
-            last(indices) if highest is None else highest,
-            NO_LIMIT if capacity is None else capacity,
-            rank,
-            True,
-            fallible,
-            kernels.sketch(indices, sketch.SIZE).numpy(),
-            kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
-            np.diff(shares),
-            _digest(indices),
+        return self._replace(
+            digest=_digest(indices),
+            sketch=kernels.sketch(indices, sketch.SIZE).numpy(),
+            points=kernels.quantiles(indices, max(parts, 1)).numpy()[:parts],
+            weights=np.diff(shares),
+            rows=None,
         )
+
+    @staticmethod
+    def fits(count: int, index_bytes: int, row_bytes: int) -> bool:
+        """Whether so many rows may travel in a header."""
+        return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= BODY
 
     def pack(self) -> Tensor:
         """The header as bytes."""
-        fixed = _FIXED.pack(
-            self.total,
-            self.most,
-            self.fewest,
-            self.highest,
-            self.capacity,
-            self.tightest,
-            len(self.sketch),
-            len(self.points),
-            0,
-            self.alike,
-            self.fallible,
-            self.digest,
-        )
-        parts = [np.frombuffer(fixed, np.uint8)]
-        parts += [part.view(np.uint8) for part in (self.sketch, self.points, self.weights)]
-        return torch.from_numpy(np.concatenate(parts))
+        parts: Sequence[Any] = self[_FIELDS:-1]
+        sizes = len(self.sketch), len(self.points)
+        if self.rows is not None:
+            indices, values = (each.contiguous() for each in (self.rows.indices, self.rows.values))
+            sizes, gap = (-1, indices.itemsize), bytes(-indices.nbytes % _GRAIN)
+            parts = as_bytes(indices).numpy().data, gap, as_bytes(values).numpy().data
+        raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
+        return torch.frombuffer(raw, dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, body: Tensor) -> Header:
-        """A header from bytes, which may be reused afterwards."""
+    def unpack(
+        cls, body: Tensor, row_shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+    ) -> Header:
+        """A header from bytes; they may be reused, unless it has rows, of that shape and dtype."""
         raw = body.numpy()
-        fixed = _FIXED.unpack_from(raw.data)
-        total, most, fewest, highest, capacity, tightest, sampled, points, _, *said = fixed
-        alike, fallible, digest = said
+        *said, sampled, points = _FIXED.unpack_from(raw.data)
+        header = cls(*said)
+        if sampled < 0:
+            index = torch.int32 if points == 4 else torch.int64
+            start = _FIXED.size + -(-header.total * points // _GRAIN) * _GRAIN
+            indices = typed(body, (header.total,), index, _FIXED.size)
+            values = typed(body, (header.total, *row_shape), dtype, start)
+            return header._replace(rows=Rows(indices, values))
         longs = raw[_FIXED.size :].view(np.int64).copy()
-        return cls(
-            total,
-            most,
-            fewest,
-            highest,
-            capacity,
-            tightest,
-            alike,
-            fallible,
+        return header._replace(
             sketch=longs[:sampled],
             points=longs[sampled : sampled + points],
             weights=longs[sampled + points :],
-            digest=digest,
         )
 
     def combine(self, other: Header) -> Header:
@@ -146,28 +149,35 @@ class Header:
 
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
-        """One header of several, in the order of their ranks."""
-        first = headers[0]
-        alike = all(
-            one.alike and one.most == first.most and np.array_equal(one.sketch, first.sketch)
-            for one in headers
-        )
+        """One header of several, in the order of their ranks; without a sample of rows that all
+        sent, since nobody needs it."""
         tightest = min(headers, key=lambda one: one.capacity)
-        points = np.concatenate([one.points for one in headers])
-        weights = np.concatenate([one.weights for one in headers])
-        order = np.argsort(points, kind="stable")
-        return cls(
+        header = cls(
             sum(one.total for one in headers),
             max(one.most for one in headers),
             min(one.fewest for one in headers),
             max(one.highest for one in headers),
             tightest.capacity,
             tightest.tightest,
-            alike,
+            False,
             any(one.fallible for one in headers),
-            sketch.merge([one.sketch for one in headers]),
-            *_thinned(points[order], weights[order]),
-            first.digest if all(one.digest == first.digest for one in headers) else _NONE,
+        )
+        if all(one.rows is not None for one in headers):
+            return header
+        said = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
+        first, most, digest = said[0].sketch, said[0].most, said[0].digest
+        points = np.concatenate([one.points for one in said])
+        weights = np.concatenate([one.weights for one in said])
+        order = np.argsort(points, kind="stable")
+        points, weights = _thinned(points[order], weights[order])
+        return header._replace(
+            alike=all(
+                one.alike and one.most == most and np.array_equal(one.sketch, first) for one in said
+            ),
+            digest=digest if all(one.digest == digest for one in said) else _NONE,
+            sketch=sketch.merge([one.sketch for one in said]),
+            points=points,
+            weights=weights,
         )
 
     @property
@@ -217,88 +227,3 @@ def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
         return points, weights
     starts = np.arange(_KEPT, dtype=np.int64) * len(points) // _KEPT
     return points[starts], np.add.reduceat(weights, starts)
-
-
-@dataclass(frozen=True, slots=True)
-class RowsInHeader:
-    """A rank's rows, sent in place of its header: indices, the largest of them, and values."""
-
-    indices: Tensor
-    values: Tensor
-    highest: int
-    capacity: int | None
-    fallible: bool
-
-    @property
-    def total(self) -> int:
-        """How many rows there are."""
-        return self.indices.numel()
-
-    @staticmethod
-    def fit(count: int, index_bytes: int, row_bytes: int) -> bool:
-        """Whether so many rows may travel so."""
-        return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= BODY
-
-    def pack(self) -> Tensor:
-        """The rows as bytes."""
-        count, wide = self.indices.numel(), self.indices.dtype is torch.int64
-        limit = NO_LIMIT if self.capacity is None else self.capacity
-        # -1 in place of the sketch's length is what tells rows from a header
-        head = _FIXED.pack(
-            count, 0, 0, self.highest, limit, 0, -1, 0, 0, wide, self.fallible, _NONE
-        )
-        parts = (np.frombuffer(head, np.uint8), *map(_numpy_bytes, (self.indices, self.values)))
-        start = _FIXED.size + -(-parts[1].size // _GRAIN) * _GRAIN
-        body = np.empty(start + parts[2].size, np.uint8)
-        body[: _FIXED.size] = parts[0]
-        body[_FIXED.size : _FIXED.size + parts[1].size] = parts[1]
-        body[start:] = parts[2]
-        return torch.from_numpy(body)
-
-    @staticmethod
-    def are_in(body: Tensor) -> bool:
-        """Whether a statement's body holds rows rather than a header."""
-        return bool(_FIXED.unpack_from(body.numpy().data)[6] == -1)
-
-    @classmethod
-    def unpack(cls, body: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> RowsInHeader:
-        """Rows from bytes, as views of them."""
-        count, _, _, highest, limit, *_, wide, fallible, _ = _FIXED.unpack_from(body.numpy().data)
-        index = torch.int64 if wide else torch.int32
-        start = _FIXED.size + -(-count * index.itemsize // _GRAIN) * _GRAIN
-        return cls(
-            typed(body, (count,), index, _FIXED.size),
-            typed(body, (count, *row_shape), dtype, start),
-            highest,
-            None if limit == NO_LIMIT else limit,
-            fallible,
-        )
-
-    def described(self, rank: int) -> Header:
-        """The header of these rows."""
-        return Header.of(self.indices, rank, capacity=self.capacity, fallible=self.fallible)
-
-
-def of_all(everyone: Sequence[RowsInHeader]) -> Header:
-    """The header of ranks that all sent their indices: without a sample, since nobody needs it."""
-    counts = [said.total for said in everyone]
-    limits = [NO_LIMIT if said.capacity is None else said.capacity for said in everyone]
-    nothing = np.empty(0, np.int64)
-    return Header(
-        sum(counts),
-        max(counts),
-        min(counts),
-        max(said.highest for said in everyone),
-        min(limits),
-        limits.index(min(limits)),
-        False,
-        any(said.fallible for said in everyone),
-        nothing,
-        nothing,
-        nothing,
-    )
-
-
-def _numpy_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    array: NDArray[np.uint8] = as_bytes(tensor.contiguous()).numpy()
-    return array

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
@@ -24,7 +23,7 @@ from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
 from .cost import Load
-from .header import Header, RowsInHeader, combined, last, of_all
+from .header import Header, combined
 from .local_rows import LocalRows
 from .record import Record
 from .registry import find
@@ -68,8 +67,8 @@ class Opened:
 
     call: Call
     own: LocalRows
-    said: list[Header | RowsInHeader]
-    everyone: list[RowsInHeader] | None
+    said: list[Header]
+    everyone: list[Rows] | None
 
 
 Schedule = Callable[[Opened], tuple[str, Rows]]
@@ -112,13 +111,14 @@ def opened(
         agreement = _agreement(request, name, call, own, eager=eager, moves=moves)
         _learn(agreement.fields, request, call, moves=moves)
         own.row_shape = call.row_shape
-        said = [_unpacked(body, call) for body in agreement.bodies]
-        rows = [one for one in said if isinstance(one, RowsInHeader)]
-        call.header, call.load = _together(said, rows, call)
+        said = [Header.unpack(body, call.row_shape, call.dtype) for body in agreement.bodies]
+        call.header = Header.together(said)
+        call.load = _load(call)
         is_over = eager and is_eager(call.load, call.index)
         if wire.size > 1 and not is_over:
             call.load = with_link(wire, call.load)
-        yield Opened(call, own, said, rows if is_over else None)
+        everyone = [one.rows for one in said if one.rows is not None]
+        yield Opened(call, own, said, everyone if is_over else None)
     finally:
         own.release()
         if agreement is not None:
@@ -129,16 +129,18 @@ def _agreement(
     request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
 ) -> Agreement:
     """Exchange headers, or in place of this rank's its rows if few; collective."""
-    about: dict[str, Any] = {"capacity": request.capacity, "fallible": request.fallible}
-    highest = request.highest if moves else None
-    ends = last(own.indices) if highest is None else highest
     row = row_bytes(call.row_shape, call.dtype)
-    if eager and RowsInHeader.fit(len(own), own.indices.element_size(), row):
-        body = RowsInHeader(own.indices, own.values, ends, **about).pack()
-    else:
-        body = Header.of(own.indices, call.wire.rank, **about, highest=highest).pack()
+    carries = eager and Header.fits(len(own), own.indices.element_size(), row)
+    header = Header.of(
+        own.indices,
+        call.wire.rank,
+        capacity=request.capacity,
+        fallible=request.fallible,
+        highest=request.highest if moves else None,
+        values=own.values if carries else None,
+    )
 
-    agreement = agree(call.wire, name, request.fields, request.error, body, combined)
+    agreement = agree(call.wire, name, request.fields, request.error, header.pack(), combined)
     request.agreed = agreement.fields
     return agreement
 
@@ -157,27 +159,10 @@ def _learn(fields: dict[str, str], request: Request, call: Call, *, moves: bool)
         call.height = int(fields["height"]) if fields["height"].isdigit() else None
 
 
-def _unpacked(body: Tensor, call: Call) -> Header | RowsInHeader:
-    if RowsInHeader.are_in(body):
-        return RowsInHeader.unpack(body, call.row_shape, call.dtype)
-    return Header.unpack(body)
-
-
-def _together(
-    said: list[Header | RowsInHeader], rows: list[RowsInHeader], call: Call
-) -> tuple[Header, Load]:
-    """What all ranks together said."""
-    if len(rows) == len(said):
-        header = of_all(rows)
-    else:
-        header = Header.together(
-            [
-                one if isinstance(one, Header) else one.described(rank)
-                for rank, one in enumerate(said)
-            ]
-        )
-    header.highest = max(one.highest for one in said)
-    return header, Load(
+def _load(call: Call) -> Load:
+    """The sizes of a call, as all ranks together said them."""
+    header = call.header
+    return Load(
         ranks=call.wire.size,
         total=header.total,
         most=header.most,
@@ -252,7 +237,7 @@ def handed_out(result: Rows, call: Call) -> Rows:
     return call.target
 
 
-def merge_eager(everyone: list[RowsInHeader], call: Call) -> Rows:
+def merge_eager(everyone: list[Rows], call: Call) -> Rows:
     """Merge the rows that came in the opening exchange."""
     union = kernels.union([rows.indices.to(call.wire_index) for rows in everyone])
     result = call.result_at(union.indices)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -115,14 +114,14 @@ def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
     parts = []
     for rows in opening.everyone:
         part = within(rows.indices, mine, highest)[0]
-        parts.append(replace(rows, indices=rows.indices[part], values=rows.values[part]))
+        parts.append(Rows(rows.indices[part], rows.values[part]))
     return EAGER, merge_eager(parts, call)
 
 
 def _balanced(opening: Opened) -> list[int]:
     call, header = opening.call, opening.call.header
-    if opening.everyone is not None:  # then nobody has described his rows yet
-        everyone = [rows.described(rank) for rank, rows in enumerate(opening.everyone)]
+    if opening.everyone is not None:  # then nobody has said yet where rows lie
+        everyone = [Header.of(rows.indices, rank) for rank, rows in enumerate(opening.everyone)]
         header = Header.together(everyone)
     bounds = balanced(header, call.wire.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
