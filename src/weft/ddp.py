@@ -34,7 +34,7 @@ from .comm.opening import opened
 from .errors import WeftError
 from .sparse import Record, last_call
 from .sparse.api import job_of
-from .sparse.arguments import wrong_wire_dtype
+from .sparse.request import wrong_wire_dtype
 from .wire import process_group
 from .wire.base import Wire, Work
 

@@ -1,4 +1,4 @@
-"""Whether a tensor has elements in memory, which is what can be sent, and what one is that has not.
+"""Whether a tensor has elements in memory, which is what can be sent; what it is if not; and where.
 
 Each call asks this of what it is given before it tells the other ranks of it. What stands for
 others, or for none, would fail where their elements are read: in the middle of an exchange.
@@ -75,3 +75,18 @@ def lacking(tensor: Tensor) -> str:
     if tensor.layout == torch.strided:
         return "without memory: it was freed, or stands for zeros"
     return f"of layout {tensor.layout}"
+
+
+def overlapping(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have memory in common, or lie one within the other."""
+    if first.device != second.device or not first.numel() or not second.numel():
+        return False
+    (start, end), (low, high) = extent(first), extent(second)
+    return start < high and low < end
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and of that behind its last."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (steps + 1) * tensor.itemsize

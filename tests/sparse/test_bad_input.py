@@ -115,27 +115,27 @@ WRONG = {
     ),
     "out's dtype": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4).half())},
-        "out's values are torch.float16",
+        "the values of out are torch.float16",
     ),
     "out's shape": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 3))},
-        r"out's values have row shape \(3,\)",
+        r"the values of out have row shape \(3,\)",
     ),
     "out in steps": (
         lambda: {"out": (torch.empty(18, dtype=torch.int64)[::2], torch.empty(9, 4))},
-        "out's indices are not contiguous",
+        "the indices of out are not contiguous",
     ),
     "out on meta": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), torch.empty(9, 4, device="meta"))},
-        "out's tensor of values is on the meta device, where nothing is held",
+        "the values of out are on the meta device, where nothing is held",
     ),
     "out of inference": (
         lambda: {"out": (torch.empty(9, dtype=torch.int64), in_inference_mode(9, 4))},
-        "out's values are made in inference mode",
+        "the values of out are made in inference mode",
     ),
     "one out for both": (
         lambda: {"out": (SHARED[:9], SHARED.view(torch.float32)[:36].view(9, 4))},
-        "out's indices and values are in the same memory",
+        "the indices and values of out are in the same memory",
     ),
     "an allocator of one": (
         lambda: {
@@ -144,9 +144,9 @@ WRONG = {
                 SHARED.view(torch.float32)[: 4 * count].view(count, 4),
             )
         },
-        "out returned the same memory for indices and values",
+        "the indices and values that out returned are in the same memory",
     ),
-    "an allocator of nothing": (lambda: {"out": lambda *_: None}, "out returned a NoneType, not"),
+    "an allocator of nothing": (lambda: {"out": lambda *_: None}, "out returned a NoneType: pass"),
     "rows on meta": (
         lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
         "the tensor of indices is on the meta device, where nothing is held",
@@ -155,7 +155,10 @@ WRONG = {
         lambda: {"rows": weft.Rows(torch.ones(2).long(), nested())},
         "of values is nested",
     ),
-    "rows of lists": (lambda: {"rows": weft.Rows([1], [2.0])}, "weft.Rows of list and list"),
+    "rows of lists": (
+        lambda: {"rows": weft.Rows([1], [2.0])},
+        "rows are a Rows of list and list: pass tensors",
+    ),
     "a height in words": (lambda: {"rows": one(1, height="ten")}, "height is 'ten': pass the num"),
     "a name too long": (
         lambda: {"op": long_name},

@@ -257,7 +257,7 @@ def test_buffers_that_only_stand_for_some(wire, name, kind):
         def err(use=use, tensor=out[number]):
             return made(use, tensor) if wire.rank == root(wire) else call(wire, memory())
 
-        told(wire, f"out's tensor of {part} is {text}", err)
+        told(wire, f"the {part} of out are {text}", err)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..sparse.api import job_of
-from ..sparse.arguments import op_name
+from ..sparse.request import op_name
 from ..wire import process_group
 from ..wire.base import Wire
 from . import collectives

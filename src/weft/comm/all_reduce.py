@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._torch import uncompiled
 from ..agree import is_direct
-from ..sparse.arguments import op_name, wrong_wire_dtype
+from ..sparse.request import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
 from ..wire.base import Wire, as_bytes, fresh

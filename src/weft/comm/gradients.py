@@ -23,8 +23,8 @@ from .._torch import uncompiled
 from ..errors import WeftError
 from ..kernels.ops import DTYPES
 from ..sparse.api import job_of
-from ..sparse.arguments import wrong_wire_dtype
 from ..sparse.call import shape_in
+from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
 from .buckets import reduce_dense

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..sparse.call import extent
+from ..tensors import extent
 from ..wire.base import Wire
 from .all_to_all import Scatter
 from .opening import Mode

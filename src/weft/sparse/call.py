@@ -18,17 +18,14 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
-from ..tensors import has_elements, lacking
+from ..tensors import has_elements, lacking, overlapping
 from ..wire.base import Wire, as_bytes, fresh, typed
 from .cost import Load
 from .header import Header
-
-Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], tuple[Tensor, Tensor]]
-"""(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
-
-Out = tuple[Tensor, Tensor] | Allocator | None
+from .out import Out, Pair, checked
 
 _TAIL = 1 << 12  # numbers that are rather copied than widened in steps that halve
 
@@ -95,22 +92,20 @@ class Call:
     def result(self, count: int) -> Rows:
         """Memory for a result of so many rows: the caller's where it will do, else fresh."""
         shape, dtype = (count, *self.row_shape), self.wide or self.dtype
-        indices = values = None
+        place: Pair | None = None
         if callable(self.out):
             try:
                 made = self.out(count, self.row_shape, (self.index, dtype))
-                indices, values = self._allocated(made, shape, dtype)
+                place = checked(made, (self.index, dtype), self.row_shape, " returned")
+                if place[0].numel() != count:
+                    raise WeftError(f"out returned {place[0].numel()} rows for {count}")
             except Exception as error:
-                self.trouble = self.trouble or error
-                indices = values = None
+                self.trouble, place = self.trouble or error, None
         elif self.out is not None and count <= self.out[0].numel():
-            indices, values = self.out[0][:count], self.out[1][:count]
-        if indices is not None and values is not None:
-            place = Rows(indices, values, self.height)
-            if values.device.type != "cpu" or self._is_read(place):
-                self.target, indices = place, None
-        if indices is None or values is None:
-            indices, values = fresh((count,), self.index), fresh(shape, dtype)
+            place = self.out[0][:count], self.out[1][:count]
+        if place is not None and (place[1].device.type != "cpu" or self._is_read(place)):
+            self.target, place = Rows(*place, self.height), None
+        indices, values = place or (fresh((count,), self.index), fresh(shape, dtype))
         result = Rows(indices, values, self.height)
         if self.wide is None:
             return result
@@ -155,34 +150,10 @@ class Call:
         if partial is not values or self.divisor != 1:
             kernels.finish(partial, values, self.divisor)
 
-    def _is_read(self, place: Rows) -> bool:
+    def _is_read(self, place: Pair) -> bool:
         """Whether the schedule may still read what a result here would overwrite."""
         rows = () if self.given is None else (self.given.indices, self.given.values)
-        return any(
-            overlapping(one, other) for one in rows for other in (place.indices, place.values)
-        )
-
-    def _allocated(
-        self, made: object, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        if not isinstance(made, tuple | list) or len(made) != 2:
-            raise TypeError(f"out returned a {type(made).__name__}, not two tensors")
-        for wanted_shape, wanted, tensor in zip(
-            (shape[:1], shape), (self.index, dtype), made, strict=True
-        ):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"out returned {type(tensor).__name__}, not two tensors")
-            if reason := unwritable(tensor):
-                raise ValueError(f"out returned memory that is {reason}")
-            if tuple(tensor.shape) != wanted_shape or tensor.dtype != wanted:
-                raise ValueError(
-                    f"out returned {tuple(tensor.shape)} of {tensor.dtype} for "
-                    f"{wanted_shape} of {wanted}"
-                )
-        indices, values = made
-        if overlapping(indices, values):
-            raise ValueError("out returned the same memory for indices and values")
-        return indices, values.detach()
+        return any(overlapping(one, other) for one in rows for other in place)
 
     def _guarded(
         self, function: Callable[[Tensor, Tensor], Tensor]
@@ -196,45 +167,18 @@ class Call:
                     raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
                 if not has_elements(both):
                     raise ValueError(f"op returned a tensor that is {lacking(both)}")
-                if both.device != left.device:
-                    raise ValueError(f"op returned a tensor on {both.device}, not {left.device}")
-                if both.shape != left.shape or both.dtype != left.dtype:
-                    raise ValueError(
-                        f"op returned {tuple(both.shape)} of {both.dtype} for two operands of "
-                        f"{tuple(left.shape)} of {left.dtype}"
+                got, wanted = ((tuple(t.shape), t.dtype, t.device) for t in (both, left))
+                if got != wanted:
+                    said = " for two operands of ".join(
+                        f"{shape} of {dtype} on {device}" for shape, dtype, device in (got, wanted)
                     )
+                    raise ValueError(f"op returned {said}")
             except Exception as error:
                 self.trouble = error
                 return left
             return both.detach()
 
         return combine
-
-
-def unwritable(tensor: Tensor) -> str | None:
-    """Why a result cannot be written to memory of the caller's, or None if it can."""
-    if not has_elements(tensor):
-        return f"{lacking(tensor)}: pass memory"
-    if not tensor.is_contiguous():
-        return "not contiguous: results are written in place"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "made in inference mode: make them outside, or call inside it"
-    return None
-
-
-def overlapping(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have memory in common, or lie one within the other."""
-    if first.device != second.device or not first.numel() or not second.numel():
-        return False
-    (start, end), (low, high) = extent(first), extent(second)
-    return start < high and low < end
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and of that behind its last."""
-    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (steps + 1) * tensor.itemsize
 
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:

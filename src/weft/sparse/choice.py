@@ -168,7 +168,8 @@ def choose(load: Load, algorithm: str) -> str:
             raise WeftError(f"algorithm {algorithm} cannot serve this call: {reason}")
         return algorithm
     serve = [found for found in ALGORITHMS.values() if found.applies(load) is None]
-    if fits := [line for line in _lines(load, serve) if not line.verdict]:
+    pay = [found for found in serve if found.pays(load) is None]
+    if fits := [line for line in _lines(load, pay) if not line.verdict]:
         return fits[0].algorithm
     # so much is asked for that nothing keeps within what is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name

@@ -1,12 +1,12 @@
 """What the caller asked for, checked on this rank without raising.
 
 A rank that was asked for something wrong must still make its opening statement, or the others
-would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated. The
-checks of one argument, which raise, are in `arguments`; here is what they come to for a call.
+would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -15,27 +15,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from .. import kernels
 from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
+from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
+from ..wire.base import is_plain
 from . import link, registry
-from .arguments import (
-    WrongError,
-    operation,
-    outside,
-    place,
-    readable,
-    unwrapped,
-    wrong_wire_dtype,
-)
-from .call import Out
+from .out import Out, checked
 
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
 """No rows, of no shape in particular."""
 
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+"""What `wire_dtype` may be beside None."""
+
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
+_NO_OP = object()  # of a call that reduces nothing
+_SAID = (int, float, str, type(None))  # what an error repeats; other objects may raise
+_LONGEST = 160  # bytes of the name of a caller's function
 
 
 @dataclass(slots=True)
@@ -72,17 +73,15 @@ class Request:
 
     @classmethod
     def of(
-        cls,
-        rows: object,
-        op: object,
-        algorithm: object,
-        wire_dtype: object,
-        out: object,
+        cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
     ) -> Request:
         """Check the arguments of a call, and sort the indices."""
-        request = cls.unsorted(rows, op, algorithm, wire_dtype, out)
-        request.sort()
-        return request
+        return cls.unsorted(rows, op, algorithm, wire_dtype, out).sort()
+
+    @classmethod
+    def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
+        """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
+        return cls.unsorted(rows, _NO_OP, "auto", wire_dtype, out).look()
 
     @classmethod
     def unsorted(
@@ -91,47 +90,38 @@ class Request:
         """Check the arguments of a call, all but the indices."""
         request = cls()
         with request._stating():
-            request._take_rows(rows)
-            request._take_op(op)
+            given, request.restore = unwrapped(rows)
+            request.rows = readable(given)
+            request.fields = _fields(request.rows)
+            if op is not _NO_OP:
+                request._take_op(op)
             request._take_algorithm(algorithm)
             request._take_wire_dtype(wire_dtype)
-            request._take_out(out)
+            request.take_out(out)
         return request
 
-    def sort(self) -> None:
+    def sort(self) -> Request:
         """Find what is distinct among the indices, and check them, if that was not done before."""
         indices = self.rows.indices
         if self.error is None and indices.numel() and not self.distinct.indices.numel():
             with self._stating():
                 self.distinct = kernels.distinct(indices)
                 found = self.distinct.indices
-                self.highest = int(found[-1])
-                self._check_range(int(found[0]), self.highest)
+                self._take_ends(int(found[0]), int(found[-1]))
+        return self
 
-    def look(self) -> None:
+    def look(self) -> Request:
         """Find the largest index, and check them all, without sorting them."""
-        if self.error is None:
+        if self.error is None and len(self.rows):
             with self._stating():
-                self._take_ends()
+                low, high = self.rows.indices.aminmax()
+                self._take_ends(int(low), int(high))
+        return self
 
     def of_rows(self, rows: Rows) -> Request:
         """The same call for other rows, of the same dtype of values, which are right."""
-        request = replace(self, rows=rows, distinct=_NONE, out=None)
-        request.fields = self.fields | _fields(rows)
-        request.sort()
-        return request
-
-    @classmethod
-    def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
-        """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
-        request = cls()
-        with request._stating():
-            request._take_rows(rows)
-            request._take_ends()
-            request._take_algorithm("auto")
-            request._take_wire_dtype(wire_dtype)
-            request._take_out(out)
-        return request
+        fields = self.fields | _fields(rows)
+        return replace(self, rows=rows, distinct=_NONE, out=None, fields=fields).sort()
 
     @contextmanager
     def _stating(self) -> Iterator[None]:
@@ -139,7 +129,7 @@ class Request:
         try:
             yield
         except Exception as error:  # raised here it would leave the others waiting
-            ours = isinstance(error, WrongError | WeftError)
+            ours = isinstance(error, WeftError)
             self.error = str(error) if ours else f"{type(error).__name__}: {error}"
             self.dtype = self.rows.values.dtype
 
@@ -167,28 +157,35 @@ class Request:
         return self.rounded
 
     def take_out(self, out: object) -> None:
-        """Check `out`, for a request that was made without."""
+        """Check `out`."""
+        if out is None or callable(out):
+            self.out = out
+            return
+        rows = self.rows
         with self._stating():
-            self._take_out(out)
+            shape = tuple(rows.row_shape) if len(rows) else None
+            self.out = checked(out, (rows.indices.dtype, rows.values.dtype), shape)
+            # without rows the row shape is the others' to say, and must be this
+            self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
-    def _take_rows(self, given: object) -> None:
-        rows, self.restore = unwrapped(given)
-        self.rows = readable(rows)
-        self.fields = _fields(self.rows)
+    def take_root(self, name: str, root: int, given: object, size: int) -> None:
+        """Have all ranks compare the root, `root_in` of what was given; state what is wrong."""
+        self.fields[name] = root
+        if root < 0:
+            said = repr(given) if type(given) in _SAID else f"a {type(given).__name__}"
+            self.error = self.error or (
+                f"{name} is {said}: pass a rank of the group, 0 to {size - 1}"
+            )
 
-    def _take_ends(self) -> None:
-        if self.rows.indices.numel():
-            low, self.highest = (int(end) for end in self.rows.indices.aminmax())
-            self._check_range(low, self.highest)
-
-    def _check_range(self, low: int, high: int) -> None:
+    def _take_ends(self, low: int, high: int) -> None:
+        self.highest = high
         if error := outside(low, high, self.rows.height):
-            raise WrongError(error)
+            raise WeftError(error)
 
     def _take_op(self, op: object) -> None:
         self.op = operation(op)
         if reason := self.op.refuses(self.rows.values.dtype):
-            raise WrongError(reason)
+            raise WeftError(reason)
         self.fields["op"] = self.op.name
 
     def _take_algorithm(self, name: object) -> None:
@@ -201,27 +198,18 @@ class Request:
             link.parse(said)  # raises here rather than when the link is needed
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
 
-    def _take_wire_dtype(self, dtype: object) -> None:
+    def _take_wire_dtype(self, dtype: Any) -> None:
         own = self.rows.values.dtype
-        if dtype is None:
-            self.dtype, self.fields["wire dtype"] = own, "no wire_dtype"
-            return
         if error := wrong_wire_dtype(dtype):
-            raise WrongError(error)
-        assert isinstance(dtype, torch.dtype)
-        if not own.is_floating_point:
-            raise WrongError(
+            raise WeftError(error)
+        if dtype is not None and not own.is_floating_point:
+            raise WeftError(
                 f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
                 "leave it None"
             )
-        self.rounded, self.fields["wire dtype"] = dtype, str(dtype)
+        self.rounded, self.dtype = dtype, own
+        self.fields["wire dtype"] = "no wire_dtype" if dtype is None else str(dtype)
         self.dtype = self.travelling(own)
-
-    def _take_out(self, out: object) -> None:
-        self.out = place(out, self.rows)
-        if isinstance(self.out, tuple) and not len(self.rows):
-            # then the row shape is the others' to say, and must be this
-            self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
 
 def _fields(rows: Rows) -> dict[str, object]:
@@ -234,6 +222,92 @@ def _fields(rows: Rows) -> dict[str, object]:
     }
 
 
+def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
+    """The rows that were given, and what gives a result the same form, on the same device.
+
+    Raises:
+        WeftError: they are none.
+    """
+    form: Callable[[Rows], Any]
+    if isinstance(given, Tensor):
+        stands = is_made_of_others(given) or is_transformed(given)
+        if stands or given.layout != torch.sparse_coo:
+            what = lacking(given) if stands else f"a tensor of layout {given.layout}"
+            raise WeftError(
+                f"rows is {what}: pass a sparse COO tensor (x.to_sparse(1) makes one), "
+                "(indices, values) or weft.Rows"
+            )
+        heights, rows = given.shape[: given.sparse_dim()], Rows.from_coo(given.detach())
+
+        def form(rows: Rows) -> Tensor:
+            return rows.to_coo(heights + rows.row_shape, canonical=True)
+
+    elif isinstance(given, Rows):
+        rows, form = given, lambda found: replace(found, height=given.height)
+    elif isinstance(given, tuple | list) and len(given) == 2:
+        rows, form = Rows(*given), lambda found: (found.indices, found.values)
+    else:
+        raise WeftError(
+            f"rows is a {type(given).__name__}: pass a sparse COO tensor, (indices, values) or "
+            "weft.Rows"
+        )
+    if not (isinstance(rows.indices, Tensor) and isinstance(rows.values, Tensor)):
+        what = f"{type(rows.indices).__name__} and {type(rows.values).__name__}"
+        raise WeftError(f"rows are a {type(given).__name__} of {what}: pass tensors")
+    device = rows.values.device
+    if device.type == "cpu":
+        return rows, form
+    return rows, lambda found: form(
+        Rows(found.indices.to(device), found.values.to(device), found.height)
+    )
+
+
+def readable(given: Rows) -> Rows:
+    """Rows that were given, on the CPU, as kernels can read them.
+
+    Raises:
+        WeftError: they cannot be read.
+    """
+    indices, values = given.indices, given.values
+    if given.height is not None and not isinstance(given.height, int):
+        raise WeftError(f"height is {given.height!r}: pass the number of rows, or None")
+    for name, tensor in (("indices", indices), ("values", values)):
+        if not has_elements(tensor):
+            raise WeftError(f"the tensor of {name} is {lacking(tensor)}: pass one with data")
+    if indices.dim() != 1:
+        raise WeftError(f"indices have shape {tuple(indices.shape)}: they must be 1-D")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise WeftError(f"indices are {indices.dtype}: they must be int32 or int64")
+    if values.dim() == 0 or values.shape[0] != indices.numel():
+        raise WeftError(
+            f"{indices.numel()} indices come with values of shape {tuple(values.shape)}: "
+            "the first dimension must be the number of indices"
+        )
+    if indices.is_quantized or values.is_quantized:  # their scale is not in their memory
+        raise WeftError("indices or values are quantized: pass them dequantized")
+    if indices.device != values.device:
+        raise WeftError(f"indices are on {indices.device}, values on {values.device}")
+    if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
+        values = values.detach().cpu().resolve_conj().resolve_neg()
+    return Rows(indices.cpu(), values, given.height)
+
+
+def wrong_wire_dtype(dtype: object) -> str | None:
+    """What is wrong with a `wire_dtype`, in a sentence, or None."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in WIRE_DTYPES):
+        return None
+    return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
+
+
+def outside(low: int, high: int, height: int | None) -> str | None:
+    """What is wrong with indices from `low` to `high`."""
+    if low < 0:
+        return f"index {low} is negative: indices count from 0"
+    if height is not None and high >= height:
+        return f"index {high} is outside of a height of {height}"
+    return None
+
+
 def root_in(given: Any, size: int) -> int:
     """The root's number, as the caller gave it; -1 where that is no rank of so many."""
     try:
@@ -243,14 +317,34 @@ def root_in(given: Any, size: int) -> int:
     return root if 0 <= root < size else -1
 
 
-def take_root(request: Request, name: str, root: int, given: object, size: int) -> None:
-    """Have all ranks compare the root, `root_in` of what was given; state what is wrong."""
-    request.fields[name] = root
-    if root < 0:
-        try:
-            said = repr(given)
-        except Exception:  # raised here it would leave the others waiting
-            said = f"a {type(given).__name__}"
-        request.error = request.error or (
-            f"{name} is {said}: pass a rank of the group, 0 to {size - 1}"
-        )
+def op_name(op: object) -> object:
+    """The name of a `torch.distributed.ReduceOp`; anything else as it is."""
+    if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        return op
+    members = dist.ReduceOp.RedOpType.__members__
+    name = next((name for name in members if op == getattr(dist.ReduceOp, name)), "?")
+    return "prod" if name == "PRODUCT" else name.lower()
+
+
+def operation(op: object) -> Op:
+    """The reduction that a caller asked for.
+
+    Raises:
+        WeftError: there is none such.
+    """
+    op = op_name(op)
+    if isinstance(op, str):
+        if op not in OPS:
+            raise WeftError(
+                f"op {op!r} is unknown: use one of {', '.join(OPS)}, a torch ReduceOp, or a "
+                "function of two tensors"
+            )
+        return OPS[op]
+    if not callable(op):
+        raise WeftError(f"op is a {type(op).__name__}: pass a name, a ReduceOp or a function")
+    name = getattr(op, "__qualname__", None) or type(op).__qualname__
+    name = f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}"
+    if len(name.encode()) > _LONGEST:  # it travels with every call
+        digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+        name = f"{name[: _LONGEST // 4]}... (digest {digest})"
+    return Op(name, op, builtin=False)

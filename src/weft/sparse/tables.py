@@ -28,10 +28,10 @@ from torch import Tensor
 from ..agree import agree, confess
 from ..errors import WeftError
 from ..rows import Rows
-from ..tensors import has_elements
+from ..tensors import extent, has_elements
 from ..wire.base import Wire, fresh
 from . import choice, run
-from .call import Call, extent, shape_in
+from .call import Call, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
 from .header import NO_LIMIT
 from .request import NOTHING, Request

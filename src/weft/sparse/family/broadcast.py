@@ -19,7 +19,7 @@ from ...wire import default
 from ..call import shape_in
 from ..cost import Load
 from ..record import recording, started
-from ..request import NOTHING, Request, root_in, take_root
+from ..request import NOTHING, Request, root_in
 from ..run import Opened, performed
 from .all_gather import joined
 
@@ -76,7 +76,7 @@ def sparse_broadcast(
     src = root_in(group_src, wire.size)
     here = wire.rank == src
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
-    take_root(request, "group_src", src, group_src, wire.size)
+    request.take_root("group_src", src, group_src, wire.size)
     request.fields["form"] = None
     if here and request.error is None:
         request.fields["form"] = _form_of(rows)

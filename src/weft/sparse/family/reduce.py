@@ -28,7 +28,7 @@ from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..owners import balanced, reduce_to_owners
 from ..record import recording, started
-from ..request import Request, root_in, take_root
+from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
 from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages, wait_all
 
@@ -85,7 +85,7 @@ def sparse_reduce(
     dst = root_in(group_dst, wire.size)
     here = wire.rank == dst
     request = Request.of(rows, op, "auto", wire_dtype, out if here else None)
-    take_root(request, "group_dst", dst, group_dst, wire.size)
+    request.take_root("group_dst", dst, group_dst, wire.size)
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call, load = opening.call, opening.call.load

@@ -1,0 +1,77 @@
+"""Where a caller wants a result: buffers, or a function that allocates them; checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import WeftError
+from ..tensors import has_elements, lacking, overlapping
+
+Pair = tuple[Tensor, Tensor]
+"""Indices and values of some rows."""
+
+Allocator = Callable[[int, tuple[int, ...], tuple[torch.dtype, torch.dtype]], Pair]
+"""(rows, row shape, (index dtype, value dtype)) -> (indices, values) to write the result to."""
+
+Out = Pair | Allocator | None
+
+
+def checked(
+    given: object,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    row_shape: tuple[int, ...] | None,
+    returned: str = "",
+) -> Pair:
+    """Two buffers for rows.
+
+    Args:
+        given: by a caller, or by the caller's allocator.
+        dtypes: of indices and values.
+        row_shape: of the result, where it is known.
+        returned: " returned", of what an allocator gave.
+
+    Raises:
+        WeftError: they are none, or a result of such rows cannot be written there.
+    """
+    if not (isinstance(given, tuple | list) and len(given) == 2):
+        raise WeftError(
+            f"out{returned or ' is'} a {type(given).__name__}: pass (indices, values) or a "
+            "function that allocates them"
+        )
+    whose = "that out returned" if returned else "of out"
+    for tensor, name, dtype in zip(given, ("indices", "values"), dtypes, strict=True):
+        wrong: str | None = f"a {type(tensor).__name__}: pass tensors"
+        if isinstance(tensor, Tensor):
+            wrong = unwritable(tensor)  # looked at first: a lazy one has no dtype
+            if wrong is None and tensor.dtype != dtype:
+                wrong = f"{tensor.dtype}: they must be {dtype}"
+        if wrong:
+            raise WeftError(f"the {name} {whose} are {wrong}")
+    indices, values = given
+    if indices.dim() != 1 or values.dim() == 0 or values.shape[0] != indices.numel():
+        raise WeftError(
+            f"the indices {whose} have shape {tuple(indices.shape)} and the values "
+            f"{tuple(values.shape)}: both must hold the same number of rows"
+        )
+    if row_shape is not None and values.shape[1:] != row_shape:
+        raise WeftError(
+            f"the values {whose} have row shape {tuple(values.shape[1:])}, the rows have "
+            f"{row_shape}"
+        )
+    if overlapping(indices, values):
+        raise WeftError(f"the indices and values {whose} are in the same memory: pass two buffers")
+    return indices, values.detach()
+
+
+def unwritable(tensor: Tensor) -> str | None:
+    """Why a result cannot be written to memory of the caller's, or None if it can."""
+    if not has_elements(tensor):
+        return f"{lacking(tensor)}: pass memory"
+    if not tensor.is_contiguous():
+        return "not contiguous: results are written in place"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "made in inference mode: make them outside, or call inside it"
+    return None
