@@ -121,7 +121,7 @@ def test_errors_name_the_table_of_the_list(wire):
     if wire.rank == 1:
         many[598] = one_hot(wire, 598, 5)
     if wire.size > 1:
-        text = r"differ in table 598: rank 0 has rows of shape \(\), rank 1 .* \(5,\); pass"
+        text = r"table 598: rank 0 has rows of shape \(\), rank 1 .* \(5,\); pass"
         for call in (weft.sparse_all_reduce, weft.explain):
             with pytest.raises(weft.WeftError, match=text):
                 call(many)

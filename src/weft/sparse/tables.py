@@ -8,13 +8,12 @@ compute the same groups and the same ranges. A rank without rows of a table need
 shape.
 
 A result may be wanted in the memory of another table's rows. So results are handed out behind the
-last call; each has memory of its own.
+last call. The values of a group's tables lie in the memory of the tall table's result: each table
+has a storage of its own there, and the last to go takes the memory with it.
 """
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -25,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..agree import agree, confess
+from ..agree import BODY, agree, confess
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import extent, has_elements
-from ..wire.base import Wire, fresh
+from ..wire.base import Wire, as_bytes, fresh
 from . import choice, run
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
@@ -38,18 +37,27 @@ from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"
 
-_MOST = 512  # tables in a statement: of more it might not fit in the opening exchange
-_UNKNOWN = "?"  # in place of a row shape: this rank has no rows
 _END = 2**63 - 1  # of a key space: keys are int64, and so is the end
-_FIXED = struct.Struct("<qq")  # tables, bytes of text
 _FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
 
-_COLUMNS = 5
-_HIGHEST, _ROOM, _WHOSE, _WHO, _FALLIBLE = range(_COLUMNS)
-"""Numbers of a table: its largest index, rows that fit in the tightest `out` and whose that is, who
-told the row shape, whether somebody passed a function for the result."""
+_TABLE = np.dtype(
+    [
+        ("what", "S80"),  # dtypes and height, which must be equal on all ranks
+        ("shape", "S128"),  # of a row; empty if this is not known
+        ("who", np.int64),  # said so
+        ("highest", np.int64),  # index; -1 if there are no rows
+        ("room", np.int64),  # rows that fit in the tightest `out`
+        ("whose", np.int64),  # that is
+        ("fallible", np.int64),  # whether somebody passed a function for the result
+        ("odd", np.int64),  # whether ranks differ
+    ]
+)
+"""What a rank, or some ranks together, say of a table."""
 
-_Longs = NDArray[np.int64]
+_MOST = BODY // _TABLE.itemsize  # tables in a statement
+
+_Tables = NDArray[Any]
+"""Of `_TABLE`, one for each table."""
 
 
 def requests_of(
@@ -109,38 +117,37 @@ def reduced(
     stated = _stated(wire, requests, error, NAME)
     done: list[run.Done] = []
     parts: dict[int, Rows] = {}
-    for group in stated.groups():
+    for group in _groups(stated):
         done.append(run.reduced(wire, group.request(requests)))
         parts |= group.parts(done[-1].rows, requests)
-        done[-1] = replace(done[-1], rows=NOTHING)  # so that its memory goes with its parts
-    for table, part in sorted(parts.items()):
-        room, whose = stated.numbers[table, [_ROOM, _WHOSE]].tolist()
-        if len(part) > room:
-            raise WeftError(f"rank {whose}: table {table}: {run.too_small(room, len(part))}")
+    for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
+        if table in parts and len(parts[table]) > room:
+            text = run.too_small(room, len(parts[table]))
+            raise WeftError(f"rank {whose}: table {table}: {text}")
     nothing = ALONE if wire.size == 1 else EAGER
     note(
         " and ".join(dict.fromkeys(one.algorithm for one in done)) or nothing,
         rows=sum(one.own for one in done),
         total=sum(one.load.total for one in done),
-        union=sum(one.load.union for one in done),
-        bound=sum(one.load.bound for one in done),
+        union=sum(len(one.rows) for one in done),
+        bound=sum(one.bound for one in done),
     )
     results, trouble = [], None
     for table, request in enumerate(requests):
-        part = parts.pop(table) if table in parts else stated.nothing(table, request.rows)
-        part, raised = _handed_out(wire, request, part)
-        trouble = trouble or raised
+        part = parts[table] if table in parts else _nothing(stated[table], request.rows)
+        if request.out is not None:
+            part, raised = _handed_out(wire, request, part)
+            trouble = trouble or raised
         results.append(request.restore(part))
-    if stated.numbers[:, _FALLIBLE].any():
+    if stated["fallible"].any():
         confess(wire, f"the end of {NAME}", trouble)
     return results
 
 
 def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Explanation:
     """Say what `reduced` would do; collective."""
-    stated = _stated(wire, requests, error, f"explain of {NAME}")
     found = []
-    for group in stated.groups():
+    for group in _groups(_stated(wire, requests, error, f"explain of {NAME}")):
         one = run.explained(wire, group.request(requests))
         rows = requests[group.tables[0]].rows
         kind = Group(group.tables, rows.values.dtype, group.row_shape)
@@ -172,184 +179,140 @@ class _Group(NamedTuple):
             rows = Rows(tables[0].indices, shaped[0], tables[0].height)
             return requests[self.tables[0]].of_rows(rows)
         index = torch.int32 if self.starts[-1] < 2**31 else torch.int64
-        keys = torch.empty(sum(map(len, tables)), dtype=index)
-        ends = list(accumulate(map(len, tables)))
-        for rows, start, end in zip(tables, self.starts, ends, strict=False):
-            torch.add(rows.indices, start, out=keys[end - len(rows) : end])
-        rows = Rows(keys, torch.cat(shaped), self.starts[-1])
-        return requests[self.tables[0]].of_rows(rows)
+        counts = torch.tensor([len(rows) for rows in tables])
+        shifts = torch.repeat_interleave(torch.tensor(self.starts[:-1]), counts)
+        keys = torch.cat([rows.indices for rows in tables]).add(shifts).to(index)
+        values = fresh((len(keys), *self.row_shape), shaped[0].dtype)
+        torch.cat(shaped, out=values)
+        return requests[self.tables[0]].of_rows(Rows(keys, values, self.starts[-1]))
 
     def parts(self, result: Rows, requests: Sequence[Request]) -> dict[int, Rows]:
-        """The rows of each table: views of the result where they are wanted in other memory."""
+        """The rows of each table."""
         if len(self.tables) == 1:
             return {self.tables[0]: result}
         ends = torch.searchsorted(result.indices, result.indices.new_tensor(self.starts)).tolist()
-        found = {}
+        memory, found = as_bytes(result.values).numpy(), {}
         for table, start, (low, high) in zip(
             self.tables, self.starts, pairwise(ends), strict=False
         ):
-            request, values = requests[table], result.values[low:high]
-            indices = (result.indices[low:high] - start).to(request.rows.indices.dtype)
-            if request.out is None:
-                values = fresh(tuple(values.shape), values.dtype).copy_(values)
-            found[table] = Rows(indices, values, request.rows.height)
+            rows, values = requests[table].rows, result.values[low:high]
+            if count := values.numel():  # in a storage of its own: saved, it is saved alone
+                offset = low * result.row_bytes
+                whole = torch.frombuffer(memory, dtype=values.dtype, count=count, offset=offset)
+                values = whole.view(values.shape)
+            indices = torch.empty(high - low, dtype=rows.indices.dtype)
+            torch.sub(result.indices[low:high], start, out=indices)
+            found[table] = Rows(indices, values, rows.height)
         return found
 
 
-class _Statement(NamedTuple):
-    """What one rank, or some ranks together, say of the tables.
+def _groups(stated: _Tables) -> list[_Group]:
+    """The tables that somebody has rows of, by their kinds.
 
-    Attributes:
-        lines: of each table what must be equal on all ranks, a tab, and the row shape.
-        numbers: `[tables, 5]`, see `_COLUMNS`.
-        trouble: how ranks differ in the first table in which they do; or "".
+    Raises:
+        WeftError: the indices of some do not fit in one key space.
     """
-
-    lines: tuple[str, ...]
-    numbers: _Longs
-    trouble: str = ""
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], rank: int) -> _Statement:
-        """This rank's."""
-        lines, numbers = [], np.empty((len(requests), _COLUMNS), np.int64)
-        for table, request in enumerate(requests):
-            shape = request.fields["row shape"]
-            lines.append(
-                f"{_values(request.rows.values.dtype, request.dtype)}, "
-                f"{_short(request.rows.indices.dtype)} indices, "
-                f"{'no height' if request.rows.height is None else f'height {request.rows.height}'}"
-                f"\t{_UNKNOWN if shape is None else shape}"
+    kinds: dict[tuple[bytes, bytes], list[int]] = {}
+    what, shape, highest = (stated[name].tolist() for name in ("what", "shape", "highest"))
+    for table, top in enumerate(highest):
+        if top >= 0:
+            kinds.setdefault((what[table].split(b",")[0], shape[table]), []).append(table)
+    found = []
+    for (_, row_shape), tables in kinds.items():
+        sizes = [highest[table] + 1 for table in tables]
+        starts = [0, *accumulate(sizes)]
+        if starts[-1] > _END and len(tables) > 1:
+            most = max(zip(sizes, tables, strict=True))
+            raise WeftError(
+                f"table {most[1]}: index {most[0] - 1} is too large for a list: pass it alone"
             )
-            room = NO_LIMIT if request.capacity is None else request.capacity
-            numbers[table] = request.highest, room, rank, rank, callable(request.out)
-        return cls(tuple(lines), numbers)
-
-    def pack(self) -> Tensor:
-        """The statement as bytes."""
-        text = "\n".join((self.trouble, *self.lines)).encode()
-        parts = _FIXED.pack(len(self.lines), len(text)), self.numbers.tobytes(), text
-        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
-
-    @classmethod
-    def unpack(cls, body: Tensor) -> _Statement:
-        """A statement from bytes, which may be reused afterwards."""
-        raw = body.numpy().tobytes()
-        tables, size = _FIXED.unpack_from(raw)
-        numbers = np.frombuffer(raw, np.int64, tables * _COLUMNS, _FIXED.size)
-        start = _FIXED.size + numbers.nbytes
-        trouble, *lines = raw[start : start + size].decode().split("\n")
-        return cls(tuple(lines), numbers.reshape(tables, _COLUMNS), trouble)
-
-    @classmethod
-    def together(cls, said: Sequence[_Statement]) -> _Statement:
-        """One statement of several, in the order of their ranks."""
-        first = said[0]
-        if len({len(one.lines) for one in said}) > 1:
-            return first  # the fingerprints tell
-        everyone = np.stack([one.numbers for one in said])
-        numbers = everyone.max(0)
-        tightest = everyone[:, :, _ROOM].argmin(0), np.arange(len(numbers))
-        for column in (_ROOM, _WHOSE):
-            numbers[:, column] = everyone[*tightest, column]
-        numbers[:, _WHO] = first.numbers[:, _WHO]
-        lines, trouble = list(first.lines), first.trouble
-        for one in said[1:]:
-            if not trouble and tuple(lines) != one.lines:
-                trouble = _reconcile(lines, numbers, one)
-            trouble = trouble or one.trouble
-        return cls(tuple(lines), numbers, trouble)
-
-    def groups(self) -> list[_Group]:
-        """The tables that somebody has rows of, by their kinds.
-
-        Raises:
-            WeftError: the indices of some do not fit in one key space.
-        """
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for table in np.flatnonzero(self.numbers[:, _HIGHEST] >= 0).tolist():
-            what, shape = self.lines[table].split("\t")
-            kinds.setdefault((what.split(",")[0], shape), []).append(table)
-        found = []
-        for (_, shape), tables in kinds.items():
-            sizes = [int(self.numbers[table, _HIGHEST]) + 1 for table in tables]
-            starts = [0, *accumulate(sizes)]
-            if starts[-1] > _END and len(tables) > 1:
-                most = max(zip(sizes, tables, strict=True))
-                raise WeftError(
-                    f"table {most[1]}: index {most[0] - 1} is too large for a list: pass it alone"
-                )
-            found.append(_Group(tuple(tables), shape_in(shape), starts))
-        return found
-
-    def nothing(self, table: int, rows: Rows) -> Rows:
-        """The result of a table that nobody has rows of: a rank may know their shape of `out`."""
-        shape = self.lines[table].split("\t")[1]
-        row_shape = rows.row_shape if shape == _UNKNOWN else shape_in(shape)
-        return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
+        found.append(_Group(tuple(tables), shape_in(row_shape.decode()), starts))
+    return found
 
 
-def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: str) -> _Statement:
+def _nothing(stated: Any, rows: Rows) -> Rows:
+    """The result of a table that nobody has rows of: a rank may know their shape of `out`."""
+    shape = stated["shape"].decode()
+    row_shape = shape_in(shape) if shape else rows.row_shape
+    return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
+
+
+def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
     """What all ranks together say of the tables; collective.
 
     Raises:
         WeftError: what is wrong on some rank, or how the ranks differ; on all of them.
     """
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
-    said = []
+    mine = np.zeros(len(requests) if error is None else 0, _TABLE)
+    if error is None:
+        mine[:] = [_said(request, wire.rank) for request in requests]
+    found = []
     for start in range(0, len(requests), _MOST):
-        body = torch.empty(0, dtype=torch.uint8)
-        if error is None:
-            body = _Statement.of(requests[start : start + _MOST], wire.rank).pack()
+        body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(wire, name, fields, error, body, _combined)
-        said.append(_Statement.together(list(map(_Statement.unpack, agreement.bodies))))
+        found.append(_together(agreement.bodies))
         agreement.release()
-        if said[-1].trouble:
-            table, how = said[-1].trouble.split("\t")
-            raise WeftError(f"the ranks differ in table {start + int(table)}: {how}")
-    lines = tuple(line for one in said for line in one.lines)
-    return _Statement(lines, np.concatenate([one.numbers for one in said]))
+    stated = np.concatenate(found)
+    if stated["odd"].any():
+        table = int(stated["odd"].argmax())
+        confess(wire, name, None, _difference(mine[table], stated[table], wire.rank, table))
+    return stated
+
+
+def _said(request: Request, rank: int) -> tuple[object, ...]:
+    """What a rank says of a table."""
+    values, index = (str(each.dtype)[6:] for each in (request.rows.values, request.rows.indices))
+    travels = "" if request.wide is None else f" as {str(request.dtype)[6:]}"
+    height = "no height" if request.rows.height is None else f"height {request.rows.height}"
+    shape = request.fields["row shape"]
+    room = NO_LIMIT if request.capacity is None else request.capacity
+    what = f"{values} values{travels}, {index} indices, {height}"
+    shape = "" if shape is None else str(shape)
+    return what, shape, rank, request.highest, room, rank, callable(request.out), False
+
+
+def _together(bodies: Sequence[Tensor]) -> _Tables:
+    """What some ranks say of the tables, in the order of the ranks, as one."""
+    each: list[_Tables] = [np.frombuffer(body.numpy(), _TABLE) for body in bodies]
+    if len({len(one) for one in each}) > 1:
+        return each[0]  # the fingerprints tell
+    said = np.stack(each)
+    every = np.arange(said.shape[1])
+    known = said["shape"] != b""
+    stated: _Tables = said[known.argmax(0), every]  # as the first says who knows the row shape
+    tightest = said["room"].argmin(0)
+    for name in ("room", "whose"):
+        stated[name] = said[name][tightest, every]
+    odd = (said["what"] != stated["what"]) | (known & (said["shape"] != stated["shape"]))
+    for name in ("highest", "fallible", "odd"):
+        stated[name] = said[name].max(0)
+    stated["odd"] |= odd.any(0)
+    return stated
 
 
 def _combined(lower: Tensor, upper: Tensor) -> Tensor:
-    return _Statement.together([_Statement.unpack(lower), _Statement.unpack(upper)]).pack()
+    return torch.from_numpy(_together([lower, upper]).view(np.uint8))
 
 
-def _reconcile(lines: list[str], numbers: _Longs, other: _Statement) -> str:
-    """Fill in what only the other knows of tables; returns how they differ, or ""."""
-    for table, (mine, theirs) in enumerate(zip(lines, other.lines, strict=True)):
-        (what, shape), (their_what, their_shape) = mine.split("\t"), theirs.split("\t")
-        if what == their_what and shape != their_shape and _UNKNOWN in (shape, their_shape):
-            if shape == _UNKNOWN:
-                lines[table], numbers[table, _WHO] = theirs, other.numbers[table, _WHO]
-        elif mine != theirs:
-            if what == their_what:
-                what, their_what = (f"rows of shape {each}" for each in (shape, their_shape))
-            ranks = int(numbers[table, _WHO]), int(other.numbers[table, _WHO])
-            return (
-                f"{table}\trank {ranks[0]} has {what}, rank {ranks[1]} has {their_what}; pass the "
-                "same on every rank"
-            )
-    return ""
+def _difference(mine: Any, stated: Any, rank: int, table: int) -> str | None:
+    """How this rank's table differs from what was stated; None if it does not."""
+    ours, theirs = (one["what"].decode() for one in (mine, stated))
+    if ours == theirs and mine["shape"]:
+        ours, theirs = (f"rows of shape {one['shape'].decode()}" for one in (mine, stated))
+    if ours == theirs:
+        return None
+    return (
+        f"table {table}: rank {stated['who']} has {theirs}, rank {rank} has {ours}; pass the same "
+        "on every rank"
+    )
 
 
 def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, Exception | None]:
     """A table's result in the memory that its caller gave, and what a function for that raised."""
-    if request.out is None:
-        return part, None
     dtypes = part.indices.dtype, part.values.dtype
     call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)
     place = call.result(len(part))
     place.indices.copy_(part.indices)
     place.values.copy_(part.values)
     return run.handed_out(place, call), call.trouble
-
-
-@functools.cache
-def _values(dtype: torch.dtype, travels: torch.dtype) -> str:
-    """In words, the dtype of values, and the one that they travel in."""
-    return f"{_short(dtype)} values" + (f" as {_short(travels)}" if travels != dtype else "")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
