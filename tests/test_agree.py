@@ -41,15 +41,6 @@ def test_bodies_arrive_in_rank_order(wire):
         agreement.release()
 
 
-@spmd(4, 8, on=("processes",))
-def test_the_same_on_processes(wire):
-    agreement = agree(wire, "test", {}, None, number(wire.rank + 1), total)
-    assert sum(int(body.view(torch.int64)) for body in agreement.bodies) == sum(
-        range(wire.size + 1)
-    )
-    agreement.release()
-
-
 @spmd(1, 3, 18, on=("threads",))
 def test_what_some_do_not_know_the_others_say(wire):
     knows = wire.rank == wire.size - 1
@@ -151,7 +142,7 @@ def test_a_call_too_many_is_named_and_healed(wire):
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\xff" * 200, b"weft", struct.pack("<Q4sIIIII", 1, b"weft", 4, 1 << 31, 1, 1, 1)],
+    [b"", b"\xff" * 200, b"weft", struct.pack("<4sIIIII", b"weft", 4, 1 << 31, 1, 1, 1)],
 )
 @spmd(3, on=("threads",))
 def test_bytes_that_are_no_statement_end_the_wire_and_name_who_sent_them(wire, garbage):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,8 +41,8 @@ _FINGERPRINT = 1024  # bytes that a rank's may have
 # bytes that fingerprints and errors may have, each: room for four of the longest. Of those that
 # agree no call has more than three, by what is unknown to some; so one that differs is among them.
 _TEXT = 4608
-# number of the call; magic, bytes of: groups, error, body, what is said in private; whose error
-_HEAD = struct.Struct("<Q4sIIIII")
+# magic, bytes of: groups, error, body, what is said in private; whose error
+_HEAD = struct.Struct("<4sIIIII")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
@@ -95,84 +95,78 @@ _Fields = tuple[tuple[str, str], ...]
 
 
 class _Group(NamedTuple):
-    """Ranks that state the same fingerprint; the first few are named, all are counted.
-
-    `number` is that of their call; 0 where the head of the statement has it.
-    """
+    """Ranks that state the same fingerprint, of the call that is theirs by `number`; the first few
+    are named, all are counted."""
 
     fields: _Fields
     ranks: tuple[int, ...]
     total: int
     number: int
 
-
-@functools.lru_cache(_SPELLED)
-def _spelled(groups: tuple[_Group, ...]) -> bytes:
-    """Groups as they travel."""
-    texts = []
-    for fields, ranks, total, number in groups:
-        said = _FIELD.join(f"{name}{_VALUE}{value}" for name, value in fields)
-        texts.append(_FIELD.join([said, ",".join(map(str, ranks)), str(total), str(number)]))
-    return _GROUP.join(texts).encode()
+    def spelled(self) -> str:
+        """As it travels."""
+        ranks = ",".join(map(str, self.ranks))
+        return _FIELD.join([_spelled(self.fields), ranks, str(self.total), str(self.number)])
 
 
 @functools.lru_cache(_SPELLED)
+def _spelled(fields: _Fields) -> str:
+    return _FIELD.join(f"{name}{_VALUE}{value}" for name, value in fields)
+
+
+@functools.lru_cache(_SPELLED)
+def _fields_in(text: str) -> _Fields:
+    pairs = ((name, value) for name, value in (each.split(_VALUE) for each in text.split(_FIELD)))
+    return tuple(pairs)
+
+
 def _groups_in(raw: bytes) -> tuple[_Group, ...]:
-    """What `_spelled` made that of. Raises ValueError if that is nothing it makes."""
+    """What `spelled` made that of. Raises ValueError if that is nothing it makes."""
     groups = []
     for text in raw.decode().split(_GROUP):
-        *fields, ranks, count, number = text.split(_FIELD)
+        fields, ranks, count, number = text.rsplit(_FIELD, 3)
         named = tuple(map(int, ranks.split(",")))
-        pairs = ((name, value) for name, value in (each.split(_VALUE, 1) for each in fields))
-        groups.append(_Group(tuple(pairs), named, int(count), int(number)))
+        groups.append(_Group(_fields_in(fields), named, int(count), int(number)))
     return tuple(groups)
+
+
+def _written(groups: Sequence[_Group]) -> bytes:
+    return _GROUP.join(group.spelled() for group in groups).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    number: int
     groups: tuple[_Group, ...]
     error: bytes
     error_rank: int
     body: memoryview
     private: memoryview = _NOTHING
 
-    def pack(self) -> Callable[[Private], Tensor]:
-        """Makes the messages, each with what is said in private to whom it is for."""
-        spelled = _spelled(self.groups)
-        groups, error, body = len(spelled), len(self.error), len(self.body)
-        gap, rest = -(_HEAD.size + groups + error) % _ALIGNED, -body % _ALIGNED
-        common = b"".join([spelled, self.error, bytes(gap), self.body, bytes(rest)])
-
-        def message(private: Private) -> Tensor:
-            size = sum(map(len, private))
-            head = _HEAD.pack(self.number, _MAGIC, groups, error, body, size, self.error_rank)
-            return torch.frombuffer(bytearray().join([head, common, *private]), dtype=torch.uint8)
-
-        return message
+    def pack(self, private: Private = ()) -> Tensor:
+        """The message to a rank, with what is said to it in private."""
+        groups, size = _written(self.groups), sum(map(len, private))
+        gap = bytes(-(_HEAD.size + len(groups) + len(self.error)) % _ALIGNED)
+        rest, lengths = bytes(-len(self.body) % _ALIGNED), map(len, (groups, self.error, self.body))
+        head = _HEAD.pack(_MAGIC, *lengths, size, self.error_rank)
+        parts = [head, groups, self.error, gap, self.body, rest, *private]
+        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, raw: memoryview) -> _Statement:
         """The statement in a message. Raises ValueError or struct.error if there is none."""
-        number, magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
+        magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
         if magic != _MAGIC or after + private > len(raw):
             raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
         return cls(
-            number,
             _groups_in(bytes(raw[_HEAD.size : middle])),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
             raw[after : after + private],
         )
-
-    def numbered(self) -> _Statement:
-        """The same, with the number of the call in its groups."""
-        groups = tuple(group._replace(number=group.number or self.number) for group in self.groups)
-        return replace(self, groups=groups)
 
 
 def _tensor(raw: memoryview) -> Tensor:
@@ -224,22 +218,25 @@ def agree(
     number = _calls[wire] = calls_of(wire) + 1
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
-        number,
-        (_Group((("call", call), *values), (wire._named,), 1, 0),),
+        (_Group((("call", call), *values), (wire._named,), 1, number),),
         b"" if error is None else f"rank {wire._named}: {error}".encode()[:_TEXT],
         wire._named,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
     )
+    fingerprint = len(_written(mine.groups))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
-    if len(_spelled(mine.groups)) > _FINGERPRINT or longest > BODY:
-        raise RuntimeError(f"a statement of {len(_spelled(mine.groups))} + {longest} bytes")
+    if fingerprint > _FINGERPRINT or longest > BODY:
+        raise RuntimeError(f"a statement of {fingerprint} + {longest} bytes")
     if wire.size == 1:
         return _agreed(wire, [mine])
     if not is_direct(wire):
-        return _agreed(wire, [_combining(wire, mine.numbered(), combine)])
-    pending = _directly(wire, mine, private)
-    watch(pending)
+        return _agreed(wire, [_combining(wire, mine, combine)])
+    messages = [mine.pack()] * wire.size if private is None else [*map(mine.pack, private)]
+    sends = [(peer, messages[peer]) for peer in peers(wire)]
     others = [rank for rank in range(wire.size) if rank != wire.rank]
+    # what is received comes in rank order, without this rank's own
+    pending = wire.post(sends, [(peer, CAP) for peer in others], SMALL)
+    watch(pending)
     heard = zip(others, pending.wait(), strict=True)
     said = [_heard(wire, peer, message) for peer, message in heard]
     said.insert(wire.rank, mine)
@@ -266,18 +263,6 @@ def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | Non
         raise error from trouble
 
 
-def _directly(wire: Wire, mine: _Statement, private: Sequence[Private] | None) -> Pending:
-    """From each to all; what is received comes in rank order, without this rank's own."""
-    order = [rank for rank in range(wire.size) if rank != wire.rank]
-    message = mine.pack()
-    if private is None:
-        same = message(())
-        sends = [(peer, same) for peer in peers(wire)]
-    else:
-        sends = [(peer, message(private[peer])) for peer in peers(wire)]
-    return wire.post(sends, [(peer, CAP) for peer in order], SMALL)
-
-
 def _heard(wire: Wire, peer: int, message: Tensor) -> _Statement:
     """What a peer stated.
 
@@ -296,12 +281,12 @@ def _agreed(
     wire: Wire, said: list[_Statement], release: Callable[[], None] = lambda: None
 ) -> Agreement:
     """The conclusion; raises what every rank raises."""
-    stated = {(s.number, group.fields, group.number) for s in said for group in s.groups}
+    stated = {(group.fields, group.number) for each in said for group in each.groups}
     try:
         if len(stated) == 1 and not any(each.error for each in said):
             agreed = dict(said[0].groups[0].fields)
         else:
-            agreed = _conclude(wire, [each.numbered() for each in said])
+            agreed = _conclude(wire, said)
     except WeftError:
         release()
         raise
@@ -321,7 +306,7 @@ def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
     rank = wire.rank
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
-        pending = wire.post([(peer, mine.pack()(()))] * send, [(peer, CAP)] * receive)
+        pending = wire.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
         got = pending.wait()
         other = _heard(wire, peer, got[0].clone()) if receive else mine
         pending.release()
@@ -352,7 +337,7 @@ def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statem
     body = lower.body
     if not first.error and len({group.fields[0] for group in groups}) == 1:
         body = combine(_tensor(lower.body), _tensor(upper.body)).numpy().data
-    return _Statement(0, groups, first.error, first.error_rank, body)
+    return _Statement(groups, first.error, first.error_rank, body)
 
 
 def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:
@@ -364,7 +349,7 @@ def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:
         ranks = (same.ranks + group.ranks)[:_NAMED]
         found[key] = group._replace(ranks=ranks, total=same.total + group.total)
     kept = tuple(found.values())
-    while len(kept) > 1 and len(_spelled(kept)) > _TEXT:
+    while len(kept) > 1 and len(_written(kept)) > _TEXT:
         kept = kept[:-1]
     return kept
 
