@@ -13,7 +13,7 @@ faster. The idea of a recipe that is pure data, executed thinly, is einops'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -128,6 +128,10 @@ class Move:
     put: Box
 
 
+Moves = list[tuple[Box, Box]]
+"""(take, put) of what goes from one rank to another, in an order that both can tell."""
+
+
 @dataclass(frozen=True)
 class Local:
     """What a plan asks of one rank.
@@ -135,43 +139,31 @@ class Local:
     Its boxes are made once and used on every call of a layer with tensors of the same shapes.
 
     Attributes:
-        sends: the boxes of its tensor that go to each peer, in the order both ends know.
-        recvs: the boxes of its result that come from each peer, in that order.
-        own: (take, put) of what it moves from its own tensor to its own result.
-        sources: (rank, take, put) of all that its result is made of, its own included, by rank.
-        result: the shape of its result, or None if it has none.
+        sends: the boxes of its tensor that go to each peer.
+        sources: what its result is made of, by rank, its own included, in ascending order.
+        result: the shape of its result; `(0,)` if it has none.
         adds: whether several values meet anywhere in its result.
         fills: whether every place of its result is written.
     """
 
     sends: Mapping[int, tuple[Box, ...]]
-    sources: list[tuple[int, Box, Box]]
-    rank: int
-    result: Shape | None
+    sources: Mapping[int, Moves]
+    result: Shape
 
     @cached_property
-    def own(self) -> list[tuple[Box, Box]]:
-        return [(take, put) for source, take, put in self.sources if source == self.rank]
-
-    @cached_property
-    def recvs(self) -> Mapping[int, list[Box]]:
-        found: dict[int, list[Box]] = {}
-        for source, _, put in self.sources:
-            if source != self.rank:
-                found.setdefault(source, []).append(put)
-        return found
+    def _puts(self) -> list[Box]:
+        return [put for moves in self.sources.values() for _, put in moves]
 
     @cached_property
     def adds(self) -> bool:
-        return overlap([put for *_, put in self.sources])
+        return overlap(self._puts)
 
     @cached_property
     def fills(self) -> bool:
-        everything = whole(self.result or ())
-        puts = [put for *_, put in self.sources]
+        everything = whole(self.result)
         if self.adds:
-            return everything in puts
-        return sum(put.volume for put in puts) == everything.volume
+            return everything in self._puts
+        return sum(put.volume for put in self._puts) == everything.volume
 
 
 @dataclass(frozen=True)
@@ -213,29 +205,30 @@ class Plan:
         return tuple(
             Move(source, take, rank, put)
             for rank in sorted(self.want.shapes)
-            for source in sorted(self.have.shapes)
-            for take, put in self.meet(source, rank)
+            for source, moves in self.local(rank).sources.items()
+            for take, put in moves
         )
 
     def local(self, rank: int) -> Local:
         """What one rank has to do; found without looking at what other pairs of ranks do."""
         found = self._locals.get(rank)
         if found is None:
-            goes = {peer: tuple(take for take, _ in self.meet(rank, peer)) for peer in self.ranks}
+            sends = {p: tuple(take for take, _ in self._meet(rank, p)) for p in self.ranks}
+            sources = {p: self._meet(p, rank) for p in self.ranks}
             found = self._locals[rank] = Local(
-                {peer: takes for peer, takes in goes.items() if takes and peer != rank},
-                [(peer, take, put) for peer in self.ranks for take, put in self.meet(peer, rank)],
-                rank,
-                self.want.shapes.get(rank),
+                {peer: takes for peer, takes in sends.items() if takes and peer != rank},
+                {peer: moves for peer, moves in sources.items() if moves},
+                self.want.shapes.get(rank, (0,)),
             )
         return found
 
-    def meet(self, source: int, destination: int) -> Iterator[tuple[Box, Box]]:
-        """(take, put) of the moves between two ranks, in an order that both can tell."""
-        for have in self.have.by_rank.get(source, ()):
-            for want in self.want.by_rank.get(destination, ()):
-                if have.sheet == want.sheet and (both := have.box & want.box) is not None:
-                    yield have.local(both), want.local(both)
+    def _meet(self, source: int, destination: int) -> Moves:
+        return [
+            (have.local(both), want.local(both))
+            for have in self.have.by_rank.get(source, ())
+            for want in self.want.by_rank.get(destination, ())
+            if have.sheet == want.sheet and (both := have.box & want.box) is not None
+        ]
 
     @cached_property
     def hint(self) -> Hint | None:

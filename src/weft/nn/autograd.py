@@ -139,7 +139,8 @@ class Call:
             )
         sources = self.spec.sources
         plan = planned(self.spec, tuple((r, said[r].shape) for r in self.ranks if r in sources))
-        return Agreed(self, plan.T if self.order % 2 else plan, said, own)
+        needs = any(each.needs for each in said.values())
+        return Agreed(self, plan.T if self.order % 2 else plan, said, own, needs)
 
     def _error(self, x: Any) -> str | None:
         """What is wrong with this rank's own argument."""
@@ -180,43 +181,32 @@ class Agreed:
         plan: what moves.
         said: what each rank brings.
         dtype: of the tensor that moves.
+        needs: whether anybody asks for a gradient, so that all take part in finding it.
     """
 
     call: Call
     plan: Plan
     said: Mapping[int, Statement]
     dtype: torch.dtype
-
-    @property
-    def needs(self) -> bool:
-        """Whether anybody asks for a gradient, so that all take part in finding it."""
-        return any(each.needs for each in self.said.values())
+    needs: bool
 
     def run(self, x: Tensor) -> Tensor:
         """Carry the plan out; collective."""
         call, plan, wire = self.call, self.plan, self.call.wire
-        sources = plan.have.shapes
-        with record_function(f"weft::{call.name}"):
+        name, sources = call.name, plan.have.shapes
+        with record_function(f"weft::{name}"):
             if all(self.said[rank].payload is not None for rank in sources):
-                tensors = {rank: self._payload(rank, shape) for rank, shape in sources.items()}
-                y = assemble(plan, tensors, wire.rank, self.dtype)
+                came = {r: self.said[r].tensor(shape, self.dtype) for r, shape in sources.items()}
+                y = assemble(plan, came, wire.rank, self.dtype)
             else:
                 # if its own is another, the tensor has no volume, so that its own said nothing
-                typed = (
-                    x.detach() if x.dtype == self.dtype else torch.empty_like(x, dtype=self.dtype)
-                )
+                same = x.dtype == self.dtype
+                typed = x.detach() if same else torch.empty_like(x, dtype=self.dtype)
                 local = typed.cpu().resolve_conj().resolve_neg()
-                y = wire.worker.call(call.name, lambda: execute(plan, local, wire))
+                y = wire.worker.call(name, lambda: execute(plan, local, wire))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(call.nothing)
         return y.to(x.device)
-
-    def _payload(self, rank: int, shape: Shape) -> Tensor:
-        """The tensor of a rank, which was small enough to come along."""
-        payload = self.said[rank].payload
-        if not payload:
-            return torch.empty(shape, dtype=self.dtype)
-        return torch.frombuffer(payload, dtype=self.dtype).view(shape)
 
 
 def _unreadable(x: Tensor) -> str | None:

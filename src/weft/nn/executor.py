@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..grid import Box, whole
-from ..plan import Local, Plan
+from ..grid import Box
+from ..plan import Local, Moves, Plan
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
 from .handshake import among
 
@@ -84,64 +84,45 @@ def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """The result of a rank that has everybody's tensor already; nothing is sent.
+    """The result of a rank that has everybody's tensor already; nothing is sent."""
+    local, bits = plan.local(rank), _BITS.get(dtype, dtype)
+    y = _room(local, bits)
+    for source, moves in local.sources.items():
+        x = tensors[source].view(bits)
+        _write(y, local, moves, (x[take.slices] for take, _ in moves))
+    return y.to(bits).view(dtype)
 
-    Contributions add up in rank order, so ranks with the same sum have the same bits.
+
+def _room(local: Local, dtype: torch.dtype) -> Tensor:
+    """Memory for a result, of a wider type where values of a narrow one are added up."""
+    y = fresh(local.result, _WIDE.get(dtype, dtype) if local.adds else dtype)
+    return y if local.fills and not local.adds else y.zero_()
+
+
+def _write(y: Tensor, local: Local, moves: Moves, values: Iterable[Tensor]) -> None:
+    """Put what comes from one rank into a result.
+
+    Ranks do so in ascending order of where it comes from: who has the same sum has the same bits.
     """
-    local = plan.local(rank)
-    if local.result is None:
-        return torch.empty(0, dtype=dtype)
-    bits = _BITS.get(dtype, dtype)
-    into = _Result(local, bits, local.sources[0][2] if local.sources else None)
-    for source, take, put in local.sources:
-        into.write(put, tensors[source].view(bits)[take.slices])
-    return into.done(dtype)
-
-
-class _Result:
-    """A result under construction, summed in a wider type where values of a narrow one meet."""
-
-    def __init__(self, local: Local, dtype: torch.dtype, first: Box | None) -> None:
-        """Room for a result; `first` is the box that is written first, if that is known."""
-        assert local.result is not None
-        self._adds = local.adds
-        self.tensor = fresh(local.result, _WIDE.get(dtype, dtype) if self._adds else dtype)
-        self._is_empty = first == whole(local.result)
-        if not self._is_empty and (self._adds or not local.fills):
-            self.tensor.zero_()
-
-    def write(self, put: Box, values: Tensor) -> None:
-        place = self.tensor[put.slices]
-        if self._adds and not self._is_empty:
-            place.add_(values)
-        else:
-            place.copy_(values)
-        self._is_empty = False
-
-    def done(self, dtype: torch.dtype) -> Tensor:
-        if self.tensor.dtype == dtype:
-            return self.tensor
-        return self.tensor.view(dtype) if dtype in _BITS else self.tensor.to(dtype)
+    for (_, put), each in zip(moves, values, strict=True):
+        place = y[put.slices]
+        (place.add_ if local.adds else place.copy_)(each)
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
-    """Each box from its rank to those that want it.
-
-    Contributions add up in rank order, but that what comes from nobody else is there first.
-    """
+    """Each box from its rank to those that want it."""
     local = plan.local(wire.rank)
-    into: _Result | None = None
-    if local.result is not None:
-        into = _Result(local, x.dtype, local.own[0][1] if local.own else None)
-    coming: dict[int, tuple[Pending, bool]] = {}
+    y = _room(local, x.dtype)
+    coming: dict[int, Pending] = {}
+    in_place = set()
     for peer in reversed(peers(wire)):  # as they send
-        if puts := local.recvs.get(peer):
-            assert into is not None
-            place = into.tensor[puts[0].slices]
-            apart = len(puts) > 1 or local.adds or not place.is_contiguous()
-            size = sum(put.volume for put in puts) * x.element_size()
-            recv = (peer, size if apart else place)
-            coming[peer] = wire.post((), [recv], _CHANNEL), apart
+        if moves := local.sources.get(peer):
+            place = y[moves[0][1].slices]
+            if len(moves) == 1 and not local.adds and place.is_contiguous():
+                in_place.add(peer)
+            size = sum(put.volume for _, put in moves) * x.element_size()
+            recv = (peer, place if peer in in_place else size)
+            coming[peer] = wire.post((), [recv], _CHANNEL)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
     for takes in local.sends.values():
@@ -149,18 +130,16 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
             messages[takes] = _packed(x, takes, wire, leases)
     sends = [(peer, messages[local.sends[peer]]) for peer in peers(wire) if peer in local.sends]
     going = [wire.post(sends, (), _CHANNEL)] if sends else []
-    if into is not None:
-        for take, put in local.own:
-            into.write(put, x[take.slices])
-        for peer in sorted(coming):
-            pending, apart = coming[peer]
-            (message,) = pending.wait()
-            if apart:
-                for put, values in _split(message, local.recvs[peer], x.dtype):
-                    into.write(put, values)
-                pending.release()
+    for source, moves in local.sources.items():
+        if source == wire.rank:
+            _write(y, local, moves, (x[take.slices] for take, _ in moves))
+            continue
+        (message,) = coming[source].wait()
+        if source not in in_place:
+            _write(y, local, moves, _split(message, [put for _, put in moves], x.dtype))
+            coming[source].release()
     _finish(going, leases)
-    return x.new_empty(0) if into is None else into.done(x.dtype)
+    return y.to(x.dtype)
 
 
 def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:
@@ -169,18 +148,16 @@ def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) ->
     if len(takes) == 1 and first.is_contiguous():
         return first
     leases.append(wire.lease(sum(take.volume for take in takes) * x.element_size()))
-    for take, place in _split(leases[-1].tensor, takes, x.dtype):
+    for take, place in zip(takes, _split(leases[-1].tensor, takes, x.dtype), strict=True):
         place.copy_(x[take.slices])
     return leases[-1].tensor
 
 
-def _split(
-    memory: Tensor, found: Iterable[Box], dtype: torch.dtype
-) -> Iterable[tuple[Box, Tensor]]:
-    """The boxes of a message, each with its values."""
+def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable[Tensor]:
+    """The values of each box of a message."""
     at = 0
     for box in found:
-        yield box, typed(memory, box.shape, dtype, at)
+        yield typed(memory, box.shape, dtype, at)
         at += box.volume * dtype.itemsize
 
 

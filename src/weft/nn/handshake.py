@@ -50,6 +50,12 @@ class Statement:
         head = _HEAD.pack(rank, flags, ndim, count)
         return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
 
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The tensor that travelled along."""
+        if not self.payload:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.payload, dtype=dtype).view(shape)
+
     @classmethod
     def unpack(cls, raw: memoryview) -> Iterator[tuple[int, Statement]]:
         """The statements that lie behind each other, each with its rank."""
