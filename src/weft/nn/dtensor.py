@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch import shard_order
+from .._torch import shard_order, uncompiled
 from ..errors import WeftError
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
@@ -128,35 +128,22 @@ class Layout:
         return cls(shape, tuple(cuts), tuple(partial))
 
     @property
-    def reductions(self) -> dict[int, str]:
-        """How to reduce, for each dimension of the mesh that is Partial."""
-        return dict(self.partial)
+    def reductions(self) -> set[str]:
+        """How to reduce what is Partial."""
+        return {how for _, how in self.partial}
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold the same."""
-        return math.prod(self.mesh[dim] for dim in self._copies())
-
-    def replica(self, cell: Shape) -> int:
-        """Which of the replicas a cell is part of."""
-        dims = self._copies()
-        return ravel([cell[dim] for dim in dims], [self.mesh[dim] for dim in dims])
+    def replica(self, number: int, cell: Shape | None) -> int:
+        """Which of the replicas a rank reads: the one that its cell is part of, else any."""
+        used = {each.along for each in self.cuts} | {dim for dim, _ in self.partial}
+        dims = [dim for dim in range(len(self.mesh)) if dim not in used]
+        extents = [self.mesh[dim] for dim in dims]
+        if cell is None:
+            return number % math.prod(extents)
+        return ravel([cell[dim] for dim in dims], extents)
 
     def carries(self, cell: Shape) -> bool:
         """Whether a cell holds values, not zeros, of a tensor that becomes Partial."""
         return all(how != "sum" or cell[dim] == 0 for dim, how in self.partial)
-
-    def check(self, name: str, shape: Shape) -> None:
-        """See that there is such a tensor.
-
-        Raises:
-            WeftError: it lacks a dimension that is cut.
-        """
-        for each in self.cuts:
-            if not -len(shape) <= each.dim < len(shape):
-                raise WeftError(
-                    f"{name}: Shard({each.dim}) of a tensor of {len(shape)} dimensions, {shape}"
-                )
 
     def ranges(self, shape: Shape, cell: Shape) -> list[list[Range]]:
         """What a cell holds in each dimension, in the order it is held."""
@@ -187,10 +174,6 @@ class Layout:
             (Box(tuple(r[0] for r in box), tuple(r[1] for r in box)), tuple(r[2] for r in box))
             for box in product(*dims)
         ]
-
-    def _copies(self) -> list[int]:
-        used = {each.along for each in self.cuts} | {dim for dim, _ in self.partial}
-        return [dim for dim in range(len(self.mesh)) if dim not in used]
 
     def __str__(self) -> str:
         names = ["Replicate()"] * len(self.mesh)
@@ -239,7 +222,7 @@ class FromDTensorSpec(Spec):
         return f"a DTensor of shape {self.extents} with {self.layout}{lengths}"
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        if odd := set(self.layout.reductions.values()) - {"sum", "avg"}:
+        if odd := self.layout.reductions - {"sum", "avg"}:
             raise WeftError(
                 f"{self.name}: a DTensor that is Partial({min(odd)!r}) is no linear map of what "
                 "ranks hold: redistribute() it to Replicate() first"
@@ -255,7 +238,7 @@ class FromDTensorSpec(Spec):
                     "tensors to weft.nn layers as they are, without a DTensor"
                 )
         held = tuple(
-            Piece(rank, box, at, self.layout.replica(cell))
+            Piece(rank, box, at, self.layout.replica(rank, cell))
             for rank, cell in sorted(self.mesh.cells.items())
             for box, at in self.layout.pieces(self.extents, cell)
         )
@@ -263,17 +246,13 @@ class FromDTensorSpec(Spec):
         lengths = cut(self.name, self.target, dims, self.extents, self.lengths)
         want = shards(self.target.cells, lengths, dims)
         wanted = tuple(
-            Piece(rank, box, origin, self._nearest(rank)) for rank, box in sorted(want.items())
+            Piece(rank, box, origin, self.layout.replica(rank, self.mesh.cells.get(rank)))
+            for rank, box in sorted(want.items())
         )
         return between(
             Side({rank: shapes[rank] for rank in self.mesh.ranks}, held),
             Side({rank: box.shape for rank, box in want.items()}, wanted),
         )
-
-    def _nearest(self, rank: int) -> int:
-        """The replica that a rank reads: the one it is part of, else any."""
-        cell = self.mesh.cells.get(rank)
-        return rank % self.layout.replicas if cell is None else self.layout.replica(cell)
 
 
 @dataclass(frozen=True)
@@ -290,7 +269,7 @@ class ToDTensorSpec(Spec):
         return str(self.layout)
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        if odd := set(self.layout.reductions.values()) - {"sum", "avg", "min", "max"}:
+        if odd := self.layout.reductions - {"sum", "avg", "min", "max"}:
             raise WeftError(
                 f"{self.name}: no DTensor is made Partial({min(odd)!r}): use Replicate(), or "
                 "Partial() of sum, avg, min or max"
@@ -298,7 +277,12 @@ class ToDTensorSpec(Spec):
         _ascending(self.name, self.mesh, self.layout)
         lengths = self.lengths(shapes)
         extents = tuple(map(sum, lengths))
-        self.layout.check(self.name, extents)
+        for each in self.layout.cuts:
+            if not -len(extents) <= each.dim < len(extents):
+                raise WeftError(
+                    f"{self.name}: Shard({each.dim}) of a tensor of {len(extents)} dimensions, "
+                    f"{extents}"
+                )
         cells = self.mesh.cells
         pieces = tuple(
             Piece(rank, box, at)
@@ -315,6 +299,7 @@ class ToDTensorSpec(Spec):
         return fitting(self.name, self.source.cells, shapes, range(self.source.dim))
 
 
+@uncompiled
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
     """This rank's shard, on a grid, of the tensor that a DTensor is; differentiable.
 
@@ -350,14 +335,11 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     """
     from torch.distributed.tensor import DTensor  # here: it takes a while
 
-    _not_compiled("from_dtensor")
     wire = partition.wire
     if not isinstance(x, DTensor):
-        if isinstance(x, Tensor) and not x.numel() and not partition.active:
-            return x.clone()  # of no mesh and no grid
-        fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         if not partition.active:
-            raise WeftError(f"rank {wire.rank}: {fault}")
+            return outside("from_dtensor", wire, x)
+        fault = f"from_dtensor takes a DTensor, not a {type(x).__name__}"
         ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
         handshake(wire, ranks, "from_dtensor", {}, fault, nothing)  # where all raise
         raise AssertionError("a fault was stated and not heard")
@@ -369,13 +351,14 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     if ranks is None:
         return local.detach().clone()
     agreed = Call(spec, wire, ranks).agree(local)
-    averages, dtype = "avg" in layout.reductions.values(), agreed.dtype
+    averages, dtype = "avg" in layout.reductions, agreed.dtype
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise WeftError(f"from_dtensor: {dtype} has no average: use Partial('sum')")
     y: Tensor = _FromDTensor.apply(x, anchor_of(agreed, x), agreed)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
+@uncompiled
 def to_dtensor(
     x: Tensor, partition: Partition, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor | Tensor:
@@ -409,7 +392,6 @@ def to_dtensor(
         ...     weft.nn.to_dtensor(torch.arange(3), grid, grid.to_mesh(), [Replicate()]).to_local()
         tensor([0, 1, 2])
     """
-    _not_compiled("to_dtensor")
     wire = partition.wire
     spec = ToDTensorSpec(partition, _grid(mesh, partition), Layout.of(mesh, placements))
     ranks = spec.groups.get(wire.rank)
@@ -431,7 +413,7 @@ class _FromDTensor(torch.autograd.Function):
         ctx.partition, ctx.mesh = spec.target, x.device_mesh
         ctx.placements = _of_gradients(x.placements)
         y = agreed.run(_local(x))
-        for dim, how in spec.layout.reductions.items():
+        for dim, how in spec.layout.partial:
             if how == "avg":
                 y = y / spec.mesh.shape[dim]
         return y
@@ -523,8 +505,3 @@ def _ascending(name: str, mesh: Partition, layout: Layout) -> None:
                     "the mesh, along which the DTensor is cut; PyTorch mixes up such shards: use "
                     "a mesh whose ranks ascend"
                 )
-
-
-def _not_compiled(name: str) -> None:
-    if torch.compiler.is_compiling():
-        raise WeftError(f"{name} is not compiled: call it outside of torch.compile")

@@ -12,12 +12,11 @@ without padding. Source: Hewett and Grady, arXiv:2006.03108, section on the halo
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from ..errors import WeftError
 from ..grid import Box, Shape
@@ -40,7 +39,7 @@ class HaloSpec(Spec):
 
     Attributes:
         partition: the grid.
-        width: of each rank's margins, by its number in the grid; one entry if all are alike.
+        width: of each rank's margins, in the order of the grid's cells.
         boundary: what lies beyond the edges.
         padded: whether tensors have their margins already.
     """
@@ -54,7 +53,7 @@ class HaloSpec(Spec):
 
     def settings(self) -> str:
         told = "" if self.shape is None else f", shape={self.shape}"
-        width = f"{self.width[0]}" if len(self.width) == 1 else f"{self.width} by cell"
+        width = f"{self.width} by cell" if len(set(self.width)) > 1 else f"{self.width[0]}"
         return f"width={width}, boundary={self.boundary}{told}{', padded' * self.padded}"
 
     def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
@@ -73,12 +72,8 @@ class HaloSpec(Spec):
 
     def _widths(self, rank: int, ndim: int) -> Widths:
         """Of a rank's margins in each dimension of a tensor."""
-        number = 0 if len(self.width) == 1 else self._numbers[rank]
-        return (*self.width[number], *((0, 0),) * ndim)[:ndim]
-
-    @functools.cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {rank: number for number, rank in enumerate(self.partition.ranks)}
+        width = self.width[self.partition.ranks.index(rank)]
+        return (*width, *((0, 0),) * ndim)[:ndim]
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         cells = self.partition.cells
@@ -87,11 +82,9 @@ class HaloSpec(Spec):
             for dim, extent in enumerate(self.partition.shape)
             if extent > 1 or any(any(widths[dim]) for widths in self.width)
         ]
-        name, within = self.name, shapes
-        if self.padded:
-            name = f"{self.name} without the margins"
-            within = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
-        lengths = fitting(name, cells, within, dims)
+        name = f"{self.name} without the margins" if self.padded else self.name
+        inner = {rank: self._within(rank, shape) for rank, shape in shapes.items()}
+        lengths = fitting(name, cells, inner, dims)
         widths = {rank: self._widths(rank, len(lengths)) for rank in cells}
         self._check(lengths, widths)
         held = shards(cells, lengths, dims)
@@ -119,11 +112,13 @@ class HaloSpec(Spec):
         return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
 
     def _within(self, rank: int, shape: Shape) -> Shape:
-        """The shape of what lies between a tensor's margins.
+        """The shape of what lies between a tensor's margins, if it has any.
 
         Raises:
             WeftError: they are wider than the tensor.
         """
+        if not self.padded:
+            return shape
         found = self._grown(rank, shape, -1)
         if min(found, default=0) < 0:
             raise WeftError(
@@ -164,17 +159,16 @@ class HaloSpec(Spec):
                         continue
                     mirror = edge and self.boundary == "reflect"
                     filler = place if mirror else beside % len(each)
-                    if width > each[filler] - mirror:
-                        self._raise(dim, filler, width, each[filler], mirror=mirror)
-
-    def _raise(self, dim: int, place: int, width: int, length: int, *, mirror: bool) -> NoReturn:
-        cells = self.partition.cells
-        rank = next(each for each, cell in cells.items() if cell[dim] == place)
-        edge = ", without its edge, which a reflection does not repeat" * mirror
-        raise WeftError(
-            f"{self.name}: a halo of {width} in dimension {dim} is wider than the shard of rank "
-            f"{rank}, which has {length} there{edge}: use fewer ranks or a narrower halo"
-        )
+                    if width <= each[filler] - mirror:
+                        continue
+                    cells = self.partition.cells.items()
+                    who = next(rank for rank, cell in cells if cell[dim] == filler)
+                    beyond = ", without its edge, which a reflection does not repeat" * mirror
+                    raise WeftError(
+                        f"{self.name}: a halo of {width} in dimension {dim} is wider than the "
+                        f"shard of rank {who}, which has {each[filler]} there{beyond}: use fewer "
+                        "ranks or a narrower halo"
+                    )
 
 
 class HaloExchange(Layer):
@@ -232,12 +226,12 @@ class HaloExchange(Layer):
             raise WeftError(
                 f"HaloExchange: boundary {boundary!r} is unknown: use zero, periodic or reflect"
             )
-        asked = [width]
+        cells = partition.cells.values()
         if callable(width):
-            asked = [width(partition.cells[rank]) for rank in partition.ranks]
-        found = tuple(_widths(partition, each) for each in asked)
-        found = found[:1] if len(set(found)) == 1 else found
-        super().__init__(HaloSpec(partition, found, boundary, padded, shape=checked_shape(shape)))
+            widths = tuple(_widths(partition, width(cell)) for cell in cells)
+        else:
+            widths = (_widths(partition, width),) * partition.size
+        super().__init__(HaloSpec(partition, widths, boundary, padded, shape=checked_shape(shape)))
 
 
 def _widths(partition: Partition, width: Any) -> Widths:

@@ -7,6 +7,7 @@ is a `Movement` from one form to another; where all bring a whole, they are adde
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -76,9 +77,10 @@ class SliceSpec(Spec):
             found.setdefault(rest, []).append(rank)
         return found.values()
 
-    def _sources(self) -> Iterable[int]:
+    @functools.cached_property
+    def sources(self) -> frozenset[int]:
         ranks = self.partition.ranks
-        return self._first(ranks) if self.movement.brings == "first" else ranks
+        return frozenset(self._first(ranks) if self.movement.brings == "first" else ranks)
 
     def _first(self, ranks: Iterable[int]) -> list[int]:
         """Those of some ranks that are first along `dims`."""

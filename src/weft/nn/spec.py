@@ -67,10 +67,6 @@ class Spec(abc.ABC):
         """Sets of ranks that must hear of each other; they may overlap."""
         return [[rank for each in self.partitions for rank in each.ranks]]
 
-    def _sources(self) -> Iterable[int]:
-        """The ranks that bring a tensor."""
-        return self.partitions[0].ranks
-
     def settings(self) -> str:
         """The arguments besides the partitions, for comparing them across ranks."""
         told = {name: getattr(self, name, None) for name in ("dims", "lengths", "shape")}
@@ -100,7 +96,7 @@ class Spec(abc.ABC):
     @functools.cached_property
     def sources(self) -> frozenset[int]:
         """The ranks that bring a tensor; what others bring has no volume."""
-        return frozenset(self._sources())
+        return frozenset(self.partitions[0].ranks)
 
     @functools.cached_property
     def arguments(self) -> str:
@@ -233,18 +229,17 @@ def cut(
     Raises:
         WeftError: the tensor has too few dimensions, or what was given does not fit.
     """
-    along = tuple(dims)
-    if any(dim >= len(shape) and partition.shape[dim] > 1 for dim in along):
+    counts = {dim: partition.shape[dim] for dim in dims}
+    if any(dim >= len(shape) and count > 1 for dim, count in counts.items()):
         raise WeftError(
-            f"{name}: the grid is cut along dims {along}, and the tensor has "
+            f"{name}: the grid is cut along dims {tuple(counts)}, and the tensor has "
             f"{len(shape)} dimensions, {shape}"
         )
-    found: list[Shape] = []
-    for dim, extent in enumerate(shape):
-        lengths = given[dim] if given is not None and dim < len(given) else None
-        count = partition.shape[dim] if dim in along else 1
-        found.append(parts(name, extent, count, lengths, dim))
-    return found
+    lengths = (*(given or ()), *(None,) * len(shape))
+    return [
+        parts(name, extent, counts.get(dim, 1), lengths[dim], dim)
+        for dim, extent in enumerate(shape)
+    ]
 
 
 def shards(
@@ -263,12 +258,12 @@ def shards(
 
 def evenly(partition: Partition, dims: Iterable[int], shape: Shape) -> dict[int, Shape]:
     """What each rank has of a tensor that is cut evenly along some dimensions of a grid."""
-    kept = [dim for dim in dims if dim < len(shape)]
+    along = set(dims)
     lengths = [
-        balanced(extent, partition.shape[dim] if dim in kept else 1)
+        balanced(extent, partition.shape[dim] if dim in along else 1)
         for dim, extent in enumerate(shape)
     ]
-    return {rank: box.shape for rank, box in shards(partition.cells, lengths, kept).items()}
+    return {rank: box.shape for rank, box in shards(partition.cells, lengths, along).items()}
 
 
 # Arguments
