@@ -188,32 +188,6 @@ def test_halos_make_a_convolution(wire, extents, cells, kernel, stride, dilation
     torch.testing.assert_close(x.grad, whole.grad[own])
 
 
-@spmd(5)
-def test_the_exchange_of_the_manual(wire):
-    """5 x 4 on 2 x 2 workers, filled with their numbers; corners, and the adjoint."""
-    P_x = grid((2, 2))
-    if not P_x.active:
-        x = zero_volume_tensor()
-        assert HaloExchange(P_x, None)(x).shape == (0,)
-        return
-    halo = [[int(at == 1), int(at == 0)] for at in P_x.index]
-    x = torch.full(tuple(compute_subshape(P_x.shape, P_x.index, [5, 4])), P_x.rank + 1.0)
-    x = F.pad(x, distdl_padding_to_torch_padding(halo)).requires_grad_()
-    y = HaloExchange(P_x, halo, halo, halo)(x)
-    rows, columns = ([1, 1, 1, 3], [1, 3, 3])[P_x.index[0]], ([0, 0, 1], [0, 1, 1])[P_x.index[1]]
-    assert y.tolist() == [[row + column for column in columns] for row in rows]
-    y.backward(torch.full_like(y, P_x.rank + 1.0))
-    assert (
-        x.grad.tolist()
-        == [
-            [[1, 3, 0], [1, 3, 0], [4, 10, 0], [0, 0, 0]],
-            [[0, 3, 2], [0, 3, 2], [0, 10, 6], [0, 0, 0]],
-            [[0, 0, 0], [4, 10, 0], [3, 7, 0]],
-            [[0, 0, 0], [0, 10, 6], [0, 7, 4]],
-        ][P_x.rank]
-    )
-
-
 @spmd(3, on=("threads",))
 def test_halos_that_are_none(wire):
     P_x, last = grid((3,)), wire.rank == 2
@@ -234,9 +208,12 @@ def test_halos_that_are_none(wire):
     assert layer(torch.ones(3)).tolist() == [1, 1, 1]
 
 
-@spmd(2, on=("threads",))
+@spmd(3, on=("threads",))
 def test_padding_at_the_edge_is_kept(wire):
     P_x = grid((2,))
+    if not P_x.active:
+        assert HaloExchange(P_x, None)(zero_volume_tensor()).shape == (0,)
+        return
     x = torch.tensor([9.0, 1, 0] if wire.rank == 0 else [0.0, 2, 8]).requires_grad_()
     y = HaloExchange(P_x, [[1, 1]])(x)
     assert y.tolist() == ([9, 1, 2] if wire.rank == 0 else [1, 2, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import inspect
 import threading
 
 import numpy as np
@@ -35,24 +36,10 @@ def kept():
 
 def through_event(wire, **changed):
     """One call as the document writes it; its values."""
-    given = {
-        "send_ind_buf": torch.tensor([5, 2, 5]),
-        "send_ind_count": 3,
-        "send_val_buf": torch.arange(6.0),
-        "send_val_count": 6,
-        "recv_ind_buf": None,
-        "recv_ind_count": 0,
-        "recv_val_buf": None,
-        "recv_val_count": 0,
-        "ind_dtype": torch.int64,
-        "val_dtype": torch.float32,
-        "rtype": "sum",
-        "comm": wire,
-        "stream": None,
-        "attr": kept(),
-        "deps": [],
-    }
-    given |= changed
+    sent = torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6
+    arguments = [*sent, *[None] * 4, torch.int64, torch.float32, "sum", wire, None, kept(), []]
+    names = inspect.signature(event.sparse_allreduce).parameters
+    given = dict(zip(names, arguments, strict=True)) | changed
     event.sparse_allreduce(*given.values()).wait()
     return given["attr"].fn_ctx[0]
 
@@ -203,61 +190,3 @@ def test_an_address_for_results_holds_as_much_as_is_sent(wire, kind):
     assert list(room[0]) == [-7] * 9 and list(room[1]) == [-7.0] * 9
     call(torch.tensor([5, 8, 2]))
     assert list(room[0]) == [2, 5, 8] + [-7] * 6 and list(room[1]) == [3.0] * 3 + [-7.0] * 6
-
-
-ONE = torch.empty(64, dtype=torch.uint8)
-REQUEST = {
-    "the same memory": (
-        {"recv_ind_buf": ONE.view(torch.int64), "recv_val_buf": ONE.view(torch.float32)},
-        "recv_ind_buf and recv_val_buf are in the same memory",
-    ),
-    "a count among the indices": (
-        {"recv_ind_buf": ONE.view(torch.int64), "recv_ind_count": ONE.view(torch.int64)[7]},
-        "recv_ind_buf and recv_ind_count are in the same memory",
-    ),
-    "a count among the values": (
-        {"recv_val_buf": ONE.view(torch.float32), "recv_val_count": ONE[60:61]},
-        "recv_val_buf and recv_val_count are in the same memory",
-    ),
-    "a count of the other's among the values": (
-        {"recv_val_buf": ONE.view(torch.float32), "recv_ind_count": ONE[60:61]},
-        "recv_val_buf and recv_ind_count are in the same memory",
-    ),
-    "one place for both counts": (
-        {"recv_ind_count": ONE[:1], "recv_val_count": ONE[:1]},
-        "recv_ind_count and recv_val_count are in the same memory",
-    ),
-    "no memory": (
-        {"recv_val_buf": torch.empty(8, device="meta")},
-        "recv_val_buf is on the meta device, where nothing is held",
-    ),
-    "inference": (
-        {"recv_val_buf": in_inference_mode(8)},
-        "recv_val_buf is of inference mode",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REQUEST)
-@spmd(3, on=("threads",))
-def test_request(wire, what):
-    changed, text = REQUEST[what]
-
-    def call(**changed):
-        into = {
-            "recv_ind_buf": torch.empty(4, dtype=torch.int64),
-            "recv_ind_count": None,
-            "recv_val_buf": torch.empty(8),
-            "recv_val_count": None,
-        } | changed
-        request.sparse_allreduce(
-            *(torch.tensor([5, 2, 5]), 3, torch.arange(6.0), 6, *into.values()),
-            *("int64", "float", "sum"),
-            comm=wire,
-        ).wait()
-        return into["recv_val_buf"][:4].tolist()
-
-    with pytest.raises(weft.WeftError, match=text) as caught:
-        call(**(changed if wire.rank == 1 else {}))
-    assert str(caught.value).startswith("rank 1: ")
-    assert call() == [6.0, 9.0, 12.0, 18.0]

@@ -17,10 +17,8 @@ from weft.compat.oneccl import request
 from weft.compat.oneccl.buffers import (
     NAMES,
     Address,
-    counted,
     dtype_in,
     dtype_of,
-    index_dtype_of,
     is_dtype,
     one_integer,
     seen,
@@ -120,16 +118,6 @@ def test_what_is_only_read_may_be_read_only():
             seen(buffer, 4, torch.float32, "x", write=True)
 
 
-def test_addresses():
-    held = (ctypes.c_double * 4)(*FLOATS)
-    where = ctypes.addressof(held)
-    for buffer in (where, ctypes.c_void_p(where), Address(where, 4, "double")):
-        assert seen(buffer, 3, torch.float64, "x").tolist() == FLOATS[:3]
-    assert seen(Address(where, 4, torch.float64), None, torch.float64, "x").tolist() == FLOATS
-    assert seen(0, 0, torch.float64, "x").numel() == 0  # no elements need no memory
-    assert seen(None, 0, torch.float64, "x").numel() == 0
-
-
 def test_memory_lives_as_long_as_it_is_seen():
     owner = np.arange(1000)
     gone = weakref.ref(owner)
@@ -194,13 +182,6 @@ def test_what_cannot_be_a_buffer(what):
         seen(buffer, count, torch.float32, "x")
 
 
-def test_counts_are_integers():
-    assert counted(np.int64(3), "x") == 3
-    for bad in (None, 2.0, "2", -1):
-        with pytest.raises(WeftError, match=r"x is .*: pass the number of elements"):
-            counted(bad, "x")
-
-
 def test_buffers_of_one_integer():
     assert one_integer(None, "x") is None
     for buffer in (
@@ -222,10 +203,3 @@ def test_buffers_of_one_integer():
             one_integer(bad, "x")
     with pytest.raises(WeftError, match="x is an address, which has no dtype"):
         one_integer(HELD.ctypes.data, "x")
-
-
-def test_indices_are_of_an_integer_type():
-    assert index_dtype_of("uint64", "ind_dtype") is torch.uint64
-    for bad in ("float", torch.bool):
-        with pytest.raises(WeftError, match=r"ind_dtype is torch.*: indices are of an integer"):
-            index_dtype_of(bad, "ind_dtype")

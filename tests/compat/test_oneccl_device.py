@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from weft.compat.oneccl import callback, event, request
+from weft.compat.oneccl import event, request
 from weft.compat.oneccl.operation import _Memory
 from weft.testing import spmd
 
@@ -113,13 +113,6 @@ def completion():
     return kept, complete
 
 
-def by_callback(sent):
-    kept, complete = completion()
-    attributes = callback.Attributes(sparse_allreduce_completion_fn=complete)
-    callback.sparse_allreduce(*sent, *UNUSED, "int64", "float", "sum", attributes).wait()
-    return tuple(kept)
-
-
 def by_completion(sent):
     kept, complete = completion()
     attr = event.create_sparse_allreduce_attr(completion_fn=complete)
@@ -139,7 +132,7 @@ def by_allocation(sent):
     return tuple(each.tolist() for each in kept)
 
 
-@pytest.mark.parametrize("face", [by_request, by_callback, by_completion, by_allocation])
+@pytest.mark.parametrize("face", [by_request, by_completion, by_allocation])
 @spmd(2, on=("threads",))
 def test_the_accelerator_is_waited_for_on_the_way_in_and_out(wire, accelerator, face):
     assert face(queued(wire.rank)) == ([2, 3, 5], [2.0, 2.0, 10.0])

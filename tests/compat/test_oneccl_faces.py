@@ -1,7 +1,10 @@
-"""What the three generations have alike, through each of them."""
+"""What the three generations have alike, through each of them; and the second's callback."""
 
 from __future__ import annotations
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from weft.compat.oneccl import callback, event, request
 from weft.testing import run, spmd
 
 FACES = ["request", "callback", "event"]
-UNUSED = [None] * 4
+UNUSED = [np.full(3, -7), object(), "anything", -4]  # what the last two ignore
 
 
 def reduced(face, sent, op="sum", dtype=torch.float32, **named):
@@ -113,3 +116,87 @@ def test_a_function_with_an_algorithm_that_cannot_serve_it(monkeypatch, face, na
         return reduced(face, sent)
 
     assert run(2, program) == [([1, 2], [3.0, 1.0])] * 2
+
+
+def by_callback(fn, match_id="", **changed):
+    """A call as the second generation's document writes it."""
+    attributes = callback.Attributes(
+        sparse_allreduce_completion_fn=fn,
+        sparse_allreduce_completion_ctx="mine",
+        match_id=match_id,
+    )
+    sent = torch.tensor([7, 2, 7]), 3, torch.tensor([1.0, 2.0, 4.0]), 3
+    given = [*sent, *UNUSED, "int64", "float", "sum", attributes]
+    names = list(inspect.signature(callback.sparse_allreduce).parameters)
+    return callback.sparse_allreduce(*(dict(zip(names, given, strict=False)) | changed).values())
+
+
+@spmd(1, 3)
+def test_a_completion_callback_is_told_all_there_is(wire):
+    calls = []
+    made = by_callback(lambda *arguments: calls.append(arguments), "table")
+    made.wait()
+    assert made.test()
+    ((indices, count, index_dtype, values, value_count, value_dtype, fn_ctx, user_ctx),) = calls
+    assert (indices.tolist(), values.tolist()) == ([2, 7], [2.0 * wire.size, 5.0 * wire.size])
+    assert (count, value_count) == (2, 2)
+    assert (index_dtype, value_dtype) == (torch.int64, torch.float32)
+    assert fn_ctx == callback.FnContext(match_id="table", offset=0)
+    assert user_ctx == "mine"
+
+
+def fails(*_):
+    return callback.Status.out_of_resource
+
+
+def raises(*_):
+    raise MemoryError("no room")
+
+
+CALLBACK = {
+    "no attributes": ({"attributes": None}, "attributes is None: pass callback.Attributes"),
+    "no callback": (
+        {"attributes": callback.Attributes()},
+        "sparse_allreduce_completion_fn is not set: results go to it alone",
+    ),
+    "no function": (
+        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=7)},
+        "sparse_allreduce_completion_fn is a int",
+    ),
+    "a status": (
+        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=fails)},
+        "sparse_allreduce_completion_fn returned status <Status.out_of_resource: 1>",
+    ),
+    "another status": (
+        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=lambda *_: "bad")},
+        "sparse_allreduce_completion_fn returned status 'bad'",
+    ),
+    "an exception": (
+        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=raises)},
+        "MemoryError: no room",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLBACK)
+@spmd(1, 3, on=("threads",))
+def test_a_completion_callback_that_fails_on_one_rank_is_told_to_all(wire, what):
+    changed, text = CALLBACK[what]
+    last = wire.size - 1
+    with pytest.raises(weft.WeftError, match=text) as caught:
+        by_callback(lambda *_: 0, **(changed if wire.rank == last else {})).wait()
+    assert str(caught.value).startswith(f"rank {last}: ")
+    if what == "an exception" and wire.rank == last:
+        assert isinstance(caught.value.__cause__, MemoryError)  # with the place where it was raised
+    result = []
+    by_callback(lambda *all: result.append(all)).wait()
+    assert len(result) == 1
+
+
+@spmd(2, on=("threads",))
+def test_the_callback_must_not_call_the_group(wire):
+    def again(*_):
+        weft.sparse_all_reduce((torch.tensor([1]), torch.ones(1)), group=wire)
+
+    with pytest.raises(weft.WeftError, match=r"^rank 0: sparse_all_reduce was called from inside"):
+        by_callback(again).wait()
