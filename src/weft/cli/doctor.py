@@ -184,10 +184,9 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
 
     def seconds(size: int) -> float:
         message = torch.zeros(size, dtype=torch.uint8)
-        room = torch.zeros(size, dtype=torch.uint8)
         began = time.perf_counter()
         for sending in (first, not first):
-            pending = wire.post([(peer, message)]) if sending else wire.post([], [(peer, room)])
+            pending = wire.post([(peer, message)]) if sending else wire.post([], [(peer, message)])
             pending.wait()
             pending.release()
         return time.perf_counter() - began

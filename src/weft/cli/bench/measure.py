@@ -209,20 +209,15 @@ def run(job: Job, emit: Callable[[Found], None]) -> bool:
 
     Rank 0 passes what it finds to `emit`.
     """
-    if job.unprivileged:
-        _keep_others_out()
+    # PR_SET_DUMPABLE: no process without CAP_SYS_PTRACE reads this one's memory from now on
+    if job.unprivileged and ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
     with weft.init(timeout=job.timeout) as wire:
         head = _head(job, wire)
         speak = emit if wire.rank == 0 else lambda found: None
         speak(("head", head))
         right = [_measure(job, case, speak) for case in job.cases]
         return all(right)
-
-
-def _keep_others_out() -> None:
-    """PR_SET_DUMPABLE: no process without CAP_SYS_PTRACE reads this one's memory from now on."""
-    if ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
 def _measure(job: Job, case: Case, speak: Callable[[Found], None]) -> bool:

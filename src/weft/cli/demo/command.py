@@ -25,7 +25,7 @@ import weft
 from weft.testing import launch
 
 from .. import options, show
-from .figures import COLUMNS, NOTE, WAYS, Floats, Run, agreement, speedups
+from .figures import COLUMNS, WAYS, Floats, Run, agreement, speedups
 from .live import Display
 from .text import WINDOW, choose_words, nearest, noise, read, subsample, vector_lines
 from .train import Job, measure_memory, train
@@ -108,7 +108,7 @@ def _run(job: Job, ranks: int, text: Sequence[Path], min_count: int, out: Path) 
 
     checks = [agreement(runs[0], other) for other in runs[1:]]
     figures = show.table(["", *COLUMNS], [[run.name, *run.cells()] for run in runs])
-    console.print("", figures, f"[dim]{NOTE}[/]", "", sep="\n")
+    console.print("", figures, "", sep="\n")
     for agrees, words in checks:
         console.print(f"[green]✓[/] {words}" if agrees else f"[bold red]✗[/] {words}")
     if len(runs) > 1:

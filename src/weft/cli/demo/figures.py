@@ -46,17 +46,6 @@ FIGURES = ("clock", "loss", "gradient", *PARTS, *RECORDED)
 
 COLUMNS = ("steps", "step", "synchronisation", "sent a step", "peak memory", "pairs/s")
 
-NOTE = (
-    "Times are means over the ranks and over the middle half of the steps by length; the ways took "
-    "turns of ten steps. Synchronisation is what the training spends on starting and on waiting "
-    "for sums, slower ranks included. Sent: bytes a rank sends in a step (median), counted for "
-    "weft, computed from the known algorithm for PyTorch (ring all-gather of int64 indices and "
-    "values; ring all-reduce of both tables). Pairs: of a word and a context, all ranks together. "
-    "Peak memory: highest resident memory (RSS) of a process that trained this way only, for a few "
-    "steps; in parentheses what is beyond a process that has only started."
-)
-"""What the figures under `COLUMNS` are."""
-
 TOLERANCE = 1e-3
 """Largest relative difference of two ways, at any step, that counts as equal.
 

@@ -21,14 +21,12 @@ from matplotlib.ticker import StrMethodFormatter
 
 from .. import pictures
 from ..show import listed, ms, number, versions
-from .figures import COLUMNS, NOTE, PARTS, RECORDED, TOLERANCE, Floats, Run, speedups
+from .figures import COLUMNS, PARTS, RECORDED, TOLERANCE, Floats, Run, speedups
 from .text import WINDOW, Corpus
 from .train import NEGATIVES, Job
 
 COLOURS = {"weft": "#0b7285", "torch": "#c2571a", "dense": "#7a4fb5"}
-_OF_PARTS = dict(
-    zip(PARTS, ("#c9d1da", "#aab5c2", "#f0a868", "#dfe4ea", "#d9480f", "#8e9bab"), strict=True)
-)
+_OF_PARTS = ("#c9d1da", "#aab5c2", "#f0a868", "#dfe4ea", "#d9480f", "#8e9bab")
 _OF_ROWS = (
     ("total", "all ranks together", "#9aa6b4"),
     ("union", "in the sum (union)", "#3b6fb6"),
@@ -66,7 +64,6 @@ def write_report(
         },
         constants={"window": WINDOW, "negatives": NEGATIVES, "tolerance": f"{TOLERANCE:.0e}"},
         columns=COLUMNS,
-        note=NOTE,
         colours=COLOURS,
         ms=ms,
         number=number,
@@ -103,16 +100,15 @@ def _losses(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _smooth(values: Floats, width: int = 10) -> Floats:
     """The mean of the last `width` values at each place, of fewer at the start."""
-    weights = np.ones(width)
-    sums = np.convolve(values, weights)[: len(values)]
+    sums = np.convolve(values, np.ones(width))[: len(values)]
     return sums / np.minimum(np.arange(len(values)) + 1, width)
 
 
 def _parts(axes: Axes, runs: Sequence[Run]) -> None:
     places, left = np.arange(len(runs))[::-1], np.zeros(len(runs))
-    for part, name in PARTS.items():
+    for (part, name), colour in zip(PARTS.items(), _OF_PARTS, strict=True):
         widths = np.array([run.typical(part) * 1e3 for run in runs])
-        axes.barh(places, widths, 0.56, left=left, color=_OF_PARTS[part], label=name)
+        axes.barh(places, widths, 0.56, left=left, color=colour, label=name)
         left += widths
     for place, end, run in zip(places, left, runs, strict=True):
         words = f"  {ms(run.typical('seconds'))}, {run.share:.0%} for sums"
