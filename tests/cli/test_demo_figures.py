@@ -58,7 +58,7 @@ def test_the_parts_of_a_typical_step_add_up_and_slow_ones_do_not_move_it() -> No
         feed(made, n, n + 1, scale=100.0 if n == 0 else 1.0 + n / 100)
     whole = made.typical("seconds")
     assert whole == pytest.approx(sum(made.typical(part) for part in PARTS))
-    waited = made.typical("hand_over") + made.typical("wait")
+    waited = made.typical("start sums") + made.typical("wait for sums")
     assert made.typical("synchronisation") == pytest.approx(waited)
     assert made.share == pytest.approx(waited / whole)
     assert 0.021 < whole < 0.023

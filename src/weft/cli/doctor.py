@@ -67,12 +67,8 @@ class Pair(NamedTuple):
 
 
 def doctor(
-    mib: Annotated[
-        float, Option(min=0.01, help="Size of the messages that show the bandwidth, in MiB.")
-    ] = 4.0,
-    rendezvous: Annotated[
-        str | None, Option(help="Where the ranks meet, as for weft.init.")
-    ] = None,
+    mib: Annotated[float, Option(min=0.01, help="Size of messages for the bandwidth.")] = 4.0,
+    rendezvous: Annotated[str | None, Option(help="Where the ranks meet.")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
 ) -> None:
     """Say what is wrong with this machine, this launch and this network, and what to type.

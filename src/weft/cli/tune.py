@@ -20,9 +20,7 @@ from . import options, show
 
 
 def tune(
-    ranks: Annotated[
-        int | None, Option(min=2, help="Processes to start.", show_default="4")
-    ] = None,
+    ranks: Annotated[int | None, Option(min=2, help="Processes.", show_default="4")] = None,
     out: Annotated[Path | None, Option(help="Write the profile here, on each host.")] = None,
     any_host: Annotated[bool, Option(help="It may serve other hosts too; needs --out.")] = False,
     timeout: options.Timeout = None,

@@ -255,10 +255,9 @@ def digest(parts: Sequence[Tensor]) -> str:
 def differs(got: Tensor, answer: Answer) -> str | None:
     """In what the values of a result differ from the answer, or None if they do not."""
     case, exact, slack = answer.case, answer.exact, answer.slack
-    if got.dtype != case.torch_dtype:
-        return f"the values are {got.dtype}, not {case.torch_dtype}"
-    if got.shape != exact.shape:
-        return f"the values have shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+    if (got.dtype, got.shape) != (case.torch_dtype, exact.shape):
+        wanted = f"{case.torch_dtype} of shape {tuple(exact.shape)}"
+        return f"the values are {got.dtype} of shape {tuple(got.shape)}, not {wanted}"
     if slack is None:
         bad = got != exact.to(case.torch_dtype)
     else:

@@ -22,19 +22,14 @@ from .cases import Dtype, Ids, IndexDtype, Numbers, Op
 from .measure import PEERS, Job, run
 from .results import Shown
 
+_ALL = ",".join(PEERS)
+
 
 def bench(
     case: options.Cases = None,
     algorithm: Annotated[str, Option(help="Algorithms of weft, or all; a row for each.")] = "auto",
-    peers: Annotated[
-        str,
-        Option(
-            help="Of torch (its sparse all-reduce), horovod (its way, in torch), dense; or none."
-        ),
-    ] = ",".join(PEERS),
-    ranks: Annotated[
-        int | None, Option(min=1, help="Processes to start.", show_default="1")
-    ] = None,
+    peers: Annotated[str, Option(help="Who is measured beside weft, or none.")] = _ALL,
+    ranks: Annotated[int | None, Option(min=1, help="Processes.", show_default="1")] = None,
     size: Annotated[float, Option(help="Times the rows and the height of each case.")] = 1.0,
     rows: options.Rows = None,
     height: options.Height = None,
@@ -48,16 +43,10 @@ def bench(
     op: Annotated[Op, Option(help="The reduction; peers know sum and avg.")] = "sum",
     iters: Annotated[int, Option(min=1, help="Timed calls of each contender.")] = 10,
     warmup: Annotated[int, Option(min=0, help="Untimed calls before them.")] = 2,
-    check: Annotated[
-        bool, Option(help="Compare results with the right one and across ranks.")
-    ] = True,
+    check: Annotated[bool, Option(help="Compare each result with the right one.")] = True,
     seed: Annotated[int, Option(help="Of the data.")] = 0,
-    link: Annotated[
-        float | None, Option(parser=options.rate, help="Of a rank, such as 1gbit; shows xlink.")
-    ] = None,
-    unprivileged: Annotated[
-        bool, Option(help="Ranks keep each other out of their memory, as ordinary users' do.")
-    ] = False,
+    link: Annotated[float | None, Option(parser=options.rate, help="Such as 1gbit.")] = None,
+    unprivileged: Annotated[bool, Option(help="As ordinary users' processes run.")] = False,
     json: options.Json = None,
     timeout: options.Timeout = None,
 ) -> None:

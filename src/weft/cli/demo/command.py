@@ -39,10 +39,7 @@ Compared = Literal["all", "torch", "dense", "none"]
 
 
 def demo(
-    text: Annotated[
-        list[Path] | None,
-        Option(help="File or folder, may be repeated; without: the Python standard library."),
-    ] = None,
+    text: Annotated[list[Path] | None, Option(help="A file or folder; may be repeated.")] = None,
     ranks: Annotated[int, Option(min=1, help="Processes to start on this machine.")] = 4,
     steps: Annotated[int | None, Option(min=1, help=_STEPS_HELP)] = None,
     dim: Annotated[int, Option(min=1, help="Floats of a word's vector.")] = 64,
@@ -50,12 +47,11 @@ def demo(
     min_count: Annotated[int, Option(min=1, help="Leave rarer words out.")] = 2,
     compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
     seed: Annotated[int, Option(min=0, help="Of the first weights and of the batches.")] = 0,
-    out: Annotated[
-        Path, Option(file_okay=False, writable=True, help="Folder for the report.")
-    ] = _OUT,
+    out: Annotated[Path, Option(file_okay=False, help="Folder for what is made.")] = _OUT,
 ) -> None:
     """Train word vectors on real text, on several processes, and show what weft does there.
 
+    Without --text it is the source of the Python standard library.
     Sparse gradients are summed by weft, by PyTorch's sparse all-reduce and by a dense one, all on
     the same batches from the same start. Ctrl-C ends it and keeps what was made.
     """

@@ -21,15 +21,12 @@ Floats = npt.NDArray[np.float64]
 WAYS = {"weft": "weft", "torch": "PyTorch sparse", "dense": "PyTorch dense"}
 """The ways to sum the gradients, in the order of their turns, and how they are called in print."""
 
-PARTS = {
-    "forward": "forward",
-    "backward": "backward",
-    "hand_over": "start sums",
-    "prepare": "next batch",
-    "wait": "wait for sums",
-    "update": "update",
-}
-"""The parts of a step, in the order they begin, and how they are called in print."""
+PARTS = ("forward", "backward", "start sums", "next batch", "wait for sums", "update")
+"""The parts of a step, in the order they begin.
+
+"start sums" is a part of the backward pass, the next batch is made while the sums are under way,
+and "wait for sums" is for what is not done by then.
+"""
 
 RECORDED = ("rows", "total", "union", "sent_bytes", "bound_bytes")
 """What weft notes of a call (`weft.sparse.Record`), here summed over both tables."""
@@ -39,8 +36,7 @@ FIGURES = ("clock", "loss", "gradient", *PARTS, *RECORDED)
 
 * clock: seconds from the start of the first step to the end of this one;
 * loss: over the pairs; gradient: length of the mean gradient of both tables, as one vector;
-* the parts of the step in seconds: `hand_over` is what starting the sums costs, `prepare` makes the
-  next batch while they are under way, `wait` is for what is not done by then;
+* the parts of the step, in seconds;
 * what weft noted; 0 for the other ways.
 """
 
@@ -110,7 +106,7 @@ class Run:
 
         The latter is what the training itself spent on summing: starting sums and waiting.
         """
-        parts = {"seconds": tuple(PARTS), "synchronisation": ("hand_over", "wait")}
+        parts = {"seconds": PARTS, "synchronisation": ("start sums", "wait for sums")}
         places = [FIGURES.index(part) for part in parts.get(name, (name,))]
         values: Floats = self.figures[:, places].sum(axis=1)
         return values

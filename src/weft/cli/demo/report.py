@@ -106,9 +106,9 @@ def _smooth(values: Floats, width: int = 10) -> Floats:
 
 def _parts(axes: Axes, runs: Sequence[Run]) -> None:
     places, left = np.arange(len(runs))[::-1], np.zeros(len(runs))
-    for (part, name), colour in zip(PARTS.items(), _OF_PARTS, strict=True):
+    for part, colour in zip(PARTS, _OF_PARTS, strict=True):
         widths = np.array([run.typical(part) * 1e3 for run in runs])
-        axes.barh(places, widths, 0.56, left=left, color=colour, label=name)
+        axes.barh(places, widths, 0.56, left=left, color=colour, label=part)
         left += widths
     for place, end, run in zip(places, left, runs, strict=True):
         words = f"  {ms(run.typical('seconds'))}, {run.share:.0%} for sums"

@@ -149,7 +149,7 @@ def training(
     def hand_over(table: Tensor) -> None:
         """Runs in the backward pass, as soon as the gradient of one table is there."""
         assert table.grad is not None
-        with timed("hand_over"):
+        with timed("start sums"):
             sums[table] = _started(table.grad, way, wire, buffers.get(table))
 
     for table in tables:
@@ -161,12 +161,12 @@ def training(
             loss = model(*now)
         with timed("backward"):
             loss.backward()
-        spent["backward"] -= spent["hand_over"]
-        with timed("prepare"):
+        spent["backward"] -= spent["start sums"]
+        with timed("next batch"):
             now = draw(number)
         gradients = []
         for table, update in zip(tables, updates, strict=True):
-            with timed("wait"):
+            with timed("wait for sums"):
                 gradient = table.grad = sums[table].wait()
             gradients.append(gradient)
             with timed("update"):

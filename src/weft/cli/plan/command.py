@@ -32,19 +32,13 @@ def plan(
     width: options.Width = None,
     dtype: Annotated[Dtype, Option(help="Of the values.")] = "float32",
     distribution: options.Drawn = None,
-    record: Annotated[
-        Path | None, Option(help="Take sizes and overlap from this file of weft bench --json.")
-    ] = None,
+    record: Annotated[Path | None, Option(help="Sizes and overlap: weft bench --json.")] = None,
     ranks: Annotated[str, Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
     per_host: Annotated[int, Option(min=1, help="Ranks that share a host, and its link.")] = 1,
     link: Annotated[str, Option(help="Speeds of a host's link, divided by commas.")] = _LINK,
-    latency: Annotated[
-        float, Option(min=1e-3, help="Microseconds of a round of messages.")
-    ] = _LATENCY,
+    latency: Annotated[float, Option(min=1e-3, help="Microseconds of a round.")] = _LATENCY,
     work: Annotated[float, Option(min=1e-3, help="Microseconds of a core a message.")] = _WORK,
-    profile: Annotated[
-        Path | None, Option(help="Take the link's figures from this file of weft tune.")
-    ] = None,
+    profile: Annotated[Path | None, Option(help="The link's figures: weft tune --out.")] = None,
     plot: options.Picture = None,
     json: options.Json = None,
 ) -> None:
