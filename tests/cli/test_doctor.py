@@ -15,9 +15,8 @@ from weft.testing import launch, run
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WEFT_INTERFACE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME"):
+    names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    for name in (*names.split(), "WEFT_INTERFACE", "SAR_SOCKET_NAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -14,7 +14,7 @@ from weft.cli import app
     ("line", "words"),
     [
         ("bench --case uniform,nope", "unknown 'nope': there is uniform, zipf, small"),
-        ("bench --case ,", "names nothing: there is uniform"),
+        ("bench --case ,", "unknown ',': there is uniform"),
         ("bench --algorithm nope", "unknown 'nope': there is auto, "),
         ("bench --peers mpi", "unknown 'mpi': there is torch, horovod, dense"),
         ("bench --op mean", "--op"),

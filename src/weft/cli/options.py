@@ -71,11 +71,9 @@ def names(option: str, given: str, there_is: Iterable[str]) -> tuple[str, ...]:
     if given == "all":
         return tuple(known)
     found = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
-    for name in found:
-        if name not in known:
-            refuse(option, f"unknown {name!r}: there is {', '.join(known)}")
-    if not found:
-        refuse(option, f"names nothing: there is {', '.join(known)}")
+    unknown = [name for name in found if name not in known]
+    if unknown or not found:
+        refuse(option, f"unknown {(*unknown, given)[0]!r}: there is {', '.join(known)}")
     return found
 
 
