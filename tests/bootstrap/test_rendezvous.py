@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft.bootstrap import membership, rendezvous
 from weft.bootstrap.launchers import Launch
 from weft.bootstrap.membership import Member, check
-from weft.bootstrap.rendezvous import File, Mpi, Place, Tcp, can_host, place
+from weft.bootstrap.rendezvous import File, Mpi, Tcp, place
 from weft.errors import WeftError, WireError
 
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
@@ -134,23 +134,6 @@ def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Pat
 def test_places_that_are_none(url: str | None, env: dict[str, str], complaint: str) -> None:
     with pytest.raises(WeftError, match=complaint):
         place(ONE, url, env)
-
-
-@pytest.mark.parametrize(
-    ("where", "able"),
-    [
-        (Tcp("127.0.0.1", 29500, "there"), True),
-        (Tcp("::1", 29500, "there"), True),
-        (Tcp("localhost", 29500, "there"), True),
-        (Tcp("127.0.0.1", 29500, "there", agent=True), False),  # torchrun's store
-        (Tcp("192.0.2.7", 29500, "there"), False),  # a documentation address: nobody's
-        (Tcp("no-such-host.invalid", 29500, "there"), False),
-        (File(Path("/nfs/run7")), True),
-        (Mpi(), False),
-    ],
-)
-def test_who_can_host_though_it_does_not_know_its_rank(where: Place, able: bool) -> None:
-    assert can_host(where) is able
 
 
 # At a host and a port.

@@ -50,7 +50,7 @@ class _Running:
 
 _running: _Running | None = None
 _GLOO = "GLOO_SOCKET_IFNAME"
-_named: list[tuple[str, str | None]] = []  # the interface that weft named to gloo; what was there
+_before: list[str | None] = []  # what gloo's variable had, while weft's choice stands there
 
 
 def init(
@@ -175,29 +175,30 @@ def _start(
     from ..wire import process_group  # here: `import weft` shall be quick
 
     made = not dist.is_initialized()
-    if made:
-        url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, transport, env)
-    else:
-        _check_backend(backend)
-        process_group.chosen(transport)
-        if url is not None:
-            raise WeftError(
-                f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
-                "already: leave rendezvous= out to use that group"
-            )
-        kernels.prepare()
-        _agree_on_versions(timeout)
-    group = dist.group.WORLD
-    assert group is not None  # it was there, or was started
     try:
+        if made:
+            url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, transport, env)
+        else:
+            _check_backend(backend)
+            process_group.chosen(transport)
+            if url is not None:
+                raise WeftError(
+                    f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
+                    "already: leave rendezvous= out to use that group"
+                )
+            kernels.prepare()
+            _agree_on_versions(timeout)
+        group = dist.group.WORLD
+        assert group is not None  # it was there, or was started
         process_group.choose(transport)
         wire = process_group.of_group(None, timeout=timeout)
         _check_same(wire, url, None, None, timeout, None)
     except BaseException:
         process_group.choose(None)
         if made:
-            dist.destroy_process_group()
             _unname_interface()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         raise
     end_with(wire, shutdown)
     default.set(wire)
@@ -216,20 +217,16 @@ def _set_up(
     """Set up the default group; where its ranks met, None if this one is alone."""
     from ..wire import process_group  # here: `import weft` shall be quick
 
+    launch = launchers.Launch("environment", -1, 0, 0, 0)  # until more is known
     try:
         launch = launchers.detect(env)
         place = places.place(launch, url, env)
-    except WeftError as error:
-        raise _told(error, url, env) from error
-    try:
         process_group.chosen(transport)
         if backend is not None:
             backends.spec(backend)
     except WeftError as error:
-        if place is None:
-            raise
-        mine = membership.Member.mine(launch.rank, launch.size, backend, error=str(error))
-        raise _refused(error, mine, launch, place, timeout) from error
+        _tell(error, launch, url, timeout, env)
+        raise
     kernels.prepare()
     if place is None:
         _alone(backends.spec(backend or backends.best([backends.able()])), timeout)
@@ -294,9 +291,7 @@ def _together(
     deadline = time.monotonic() + timeout
     meeting: places.Rendezvous | None = None
     try:
-        meeting, decision, space = membership.meet(
-            place, launch, lambda store: _member(launch.rank, launch.size, backend, store), deadline
-        )
+        meeting, decision, space = membership.meet(place, launch, backend, deadline)
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
             launch.rank,
@@ -335,45 +330,31 @@ def _together(
         ) from failed
 
 
-def _refused(
+def _tell(
     error: WeftError,
-    mine: membership.Member,
     launch: launchers.Launch,
-    place: places.Place,
+    url: str | None,
     timeout: float,
-) -> WeftError:
+    env: Mapping[str, str],
+) -> None:
     """Come to the rendezvous only to say why this rank cannot take part: else the others wait.
 
-    Returns:
-        What all raise; the error itself if nobody came.
+    A process that does not know its rank may be rank 0, without which they have no place: so where
+    it can, it opens that.
+
+    Raises:
+        WeftError: what all raise, if anybody was there.
     """
-    _log.warning("%s", error)  # now: the others may be long in coming
-    with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
-        try:
-            membership.meet(place, launch, lambda _: mine, time.monotonic() + timeout)
-        except WeftError as agreed:
-            return agreed
-    return error
-
-
-def _told(error: WeftError, url: str | None, env: Mapping[str, str]) -> WeftError:
-    """Let the others know, if they wait somewhere or come soon, that this process cannot come.
-
-    It may be rank 0, without which they have no place: so where it can, it opens that.
-
-    Returns:
-        What all raise; the error itself if nobody was there.
-    """
-    launch = launchers.Launch("environment", -1, 0, 0, 0)
     try:
         place = places.place(launch, url, env)
     except WeftError:
-        return error
-    if place is None or isinstance(place, places.Mpi):
-        return error
-    if places.can_host(place):
-        launch = dataclasses.replace(launch, rank=0)
-    return _refused(error, membership.Member.mine(-1, 0, error=str(error)), launch, place, _TELL)
+        return
+    if place is None or (launch.rank < 0 and isinstance(place, places.Mpi)):
+        return
+    _log.warning("%s", error)  # now: the others may be long in coming
+    until = time.monotonic() + (_TELL if launch.rank < 0 else timeout)
+    with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
+        membership.meet(place, launch, None, until, str(error))
 
 
 def _agree_on_versions(timeout: float | None) -> None:
@@ -394,22 +375,12 @@ def _agree_on_versions(timeout: float | None) -> None:
     )
     deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
     try:
-        membership.check(meeting, _member(rank, size, None, store), deadline)
+        membership.check(meeting, membership.Member.mine(rank, size, store), deadline)
     except RuntimeError as error:  # torch's store errors are
         raise WireError(
             f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
             rank=rank,
         ) from error
-
-
-def _member(rank: int, size: int, backend: str | None, store: dist.Store) -> membership.Member:
-    """What this rank says of itself; if it cannot take part, why."""
-    address, error = "", ""
-    try:
-        address = own_address(store)
-    except OSError as wrong:
-        error = str(wrong)
-    return membership.Member.mine(rank, size, backend, address, error)
 
 
 def _tell_gloo(store: dist.Store) -> None:
@@ -425,15 +396,14 @@ def _tell_gloo(store: dist.Store) -> None:
 
 
 def _name_interface(name: str) -> None:
-    _named.append((name, os.environ.get(_GLOO)))
+    _before.append(os.environ.get(_GLOO))
     os.environ[_GLOO] = name
 
 
 def _unname_interface() -> None:
-    while _named:
-        name, before = _named.pop()
-        if os.environ.get(_GLOO) == name:
-            if before is None:
-                del os.environ[_GLOO]
-            else:
-                os.environ[_GLOO] = before
+    while _before:
+        there = _before.pop()
+        if there is None:
+            os.environ.pop(_GLOO, None)
+        else:
+            os.environ[_GLOO] = there

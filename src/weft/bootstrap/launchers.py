@@ -74,11 +74,6 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
             break
     else:
         launch = Launch("alone", 0, 1, 0, 1)
-    if launch.rank >= launch.size:
-        raise WeftError(
-            f"the environment has {_names(env, launch)}: ranks start at 0, so there are more "
-            "processes than the world size says, or this one has a wrong number"
-        )
     if launch.local_rank >= launch.local_size or launch.local_size > launch.size:
         raise WeftError(
             f"the environment has LOCAL_RANK={launch.local_rank}, "
@@ -99,7 +94,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
                 f"the environment has {other}={env[other]} but no {name}: start with torchrun, "
                 "or set both, or neither for a group of one"
             )
-    rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
+    rank, size = _ranked(env, "RANK", "WORLD_SIZE")
     local_rank = _whole(env, "LOCAL_RANK", rank)
     local_size = _whole(env, "LOCAL_WORLD_SIZE", max(size, local_rank + 1))
     kind = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
@@ -109,8 +104,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
 def _open_mpi(env: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    size = _whole(env, "OMPI_COMM_WORLD_SIZE")
-    rank = _whole(env, "OMPI_COMM_WORLD_RANK", 0 if size == 1 else None)
+    rank, size = _ranked(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     return Launch(
         "mpirun",
         rank,
@@ -125,7 +119,7 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     """mpirun of MPICH and of Intel MPI."""
     if "PMI_SIZE" not in env:
         return None
-    rank, size = _whole(env, "PMI_RANK"), _whole(env, "PMI_SIZE")
+    rank, size = _ranked(env, "PMI_RANK", "PMI_SIZE")
     local_rank = _whole(env, "MPI_LOCALRANKID", rank)
     local_size = _whole(env, "MPI_LOCALNRANKS", size)
     return Launch("mpirun", rank, size, local_rank, local_size, _starter("PMI_RANK="))
@@ -143,7 +137,7 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
             "which says how many tasks there are: hand on what srun sets (into a container, too), "
             "or set RANK and WORLD_SIZE, or unset SLURM_PROCID for a group of one"
         )
-    rank, size = _whole(env, "SLURM_PROCID"), _whole(env, counted)
+    rank, size = _ranked(env, "SLURM_PROCID", counted)
     if env.get("PMI_SIZE", "1") != "1" and (env.get("PMI_RANK"), env["PMI_SIZE"]) != (
         str(rank),
         str(size),
@@ -218,17 +212,16 @@ def _starter(mark: str) -> str:
     return f"process-{pid}"
 
 
-def _names(env: Mapping[str, str], launch: Launch) -> str:
-    """The variables that told rank and size."""
-    for rank, size in (
-        ("RANK", "WORLD_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *(("SLURM_PROCID", size) for size in _SLURM_SIZES),
-        ("PMI_RANK", "PMI_SIZE"),
-    ):
-        if rank in env and size in env:
-            return f"{rank}={launch.rank} and {size}={launch.size}"
-    return f"rank {launch.rank} and size {launch.size}"
+def _ranked(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    """Rank and size, from the variables of these names; a group of one need not tell its rank."""
+    ranks = _whole(env, size)
+    number = _whole(env, rank, 0 if ranks == 1 else None)
+    if number >= ranks:
+        raise WeftError(
+            f"the environment has {rank}={number} and {size}={ranks}: ranks start at 0, so there "
+            "are more processes than the world size says, or this one has a wrong number"
+        )
+    return number, ranks
 
 
 def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire.base import names
-from ..wire.interface import is_loopback
+from ..wire.interface import is_loopback, own_address
 from . import backends, rendezvous
 from .launchers import Launch
 from .rendezvous import Place, Rendezvous, has, pauses
@@ -73,11 +73,16 @@ class Member:
 
     @classmethod
     def mine(
-        cls, rank: int, size: int, backend: str | None = None, address: str = "", error: str = ""
+        cls, rank: int, size: int, store: dist.Store, backend: str | None = None, error: str = ""
     ) -> Member:
-        """That of this process."""
+        """That of this process, for those at that store."""
         from .. import __version__  # weft imports this module before it has one
 
+        address = ""
+        try:
+            address = own_address(store)
+        except OSError as wrong:
+            error = error or str(wrong)
         return cls(
             rank,
             size,
@@ -142,18 +147,16 @@ def judge(members: Sequence[Member]) -> Decision | None:
 
 
 def meet(
-    place: Place,
-    launch: Launch,
-    mine: Callable[[dist.Store], Member],
-    deadline: float,
+    place: Place, launch: Launch, backend: str | None, deadline: float, error: str = ""
 ) -> tuple[Rendezvous, Decision, dist.Store]:
     """Come to a place, and be checked there; collective.
 
     Args:
         place: where the ranks meet.
         launch: which of them this process is.
-        mine: what this process says at that store.
+        backend: what it was asked for.
         deadline: as `time.monotonic` tells it.
+        error: why this process cannot take part, if so.
 
     Returns:
         The meeting, the decision, and a store for what follows.
@@ -163,7 +166,8 @@ def meet(
     """
     try:
         meeting = rendezvous.come(place, launch, deadline)
-        return meeting, *check(meeting, mine(meeting.store), deadline)
+        mine = Member.mine(launch.rank, launch.size, meeting.store, backend, error)
+        return meeting, *check(meeting, mine, deadline)
     except WeftError:  # all that came have heard it there
         raise
     except BaseException:

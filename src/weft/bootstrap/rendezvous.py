@@ -187,7 +187,8 @@ class Tcp:
     space: str = ""  # of the keys, where others' programs may have chosen the same port
 
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
-        if launch.rank != 0 or self.agent:
+        stands_in = launch.rank < 0 and is_here(self.host)  # for rank 0, which it may be
+        if not (launch.rank == 0 or stands_in) or self.agent:
             store = self.join(launch.rank, _left(deadline))
             return Rendezvous(store, self.where, lasts=self.agent)
         where, address = self.where, self.host
@@ -251,11 +252,11 @@ class File:
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         began = time.monotonic()
         # a folder that rank 0 has just made takes a while to be seen on other hosts
-        for _ in pauses(min(deadline, began + _SETTLED) if launch.rank else began):
+        for _ in pauses(min(deadline, began + _SETTLED) if launch.rank > 0 else began):
             try:
                 store = self._opened()
                 if store is not None:
-                    return Rendezvous(store, self.where, hosts=launch.rank == 0, lasts=True)
+                    return Rendezvous(store, self.where, hosts=launch.rank <= 0, lasts=True)
                 why = "it was taken away at once, again and again"
             except OSError as error:
                 folder = self.path.parent
@@ -263,7 +264,8 @@ class File:
                 if folder.is_dir():
                     why = error.strerror or str(error)
                     break
-        raise WeftError(f"rank {launch.rank}: {self.path} cannot be used for a rendezvous: {why}")
+        who = f"rank {launch.rank}: " if launch.rank >= 0 else ""
+        raise WeftError(f"{who}{self.path} cannot be used for a rendezvous: {why}")
 
     def _opened(self) -> dist.FileStore | None:
         """The store; None if the last of an earlier run has just taken the file away.
@@ -388,13 +390,6 @@ def place(
         f"{' and no '.join(missing)}: start with torchrun, or set it, or pass "
         "rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
     )
-
-
-def can_host(where: Place) -> bool:
-    """Whether this process can open the rendezvous, though it does not know that it is rank 0."""
-    if isinstance(where, File):
-        return True
-    return isinstance(where, Tcp) and not where.agent and is_here(where.host)
 
 
 def come(where: Place, launch: Launch, deadline: float) -> Rendezvous:

@@ -49,6 +49,7 @@ _NAMES = sys.platform.startswith("linux")  # sockets may have names that are no 
 _WHO = struct.Struct("!II")  # rank, lane
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
+_UNKNOWN = 32  # open ones, where nobody says
 _SPARE = 128  # that the rest of the program may want, where the hard limit allows
 
 _log = logging.getLogger("weft")
@@ -319,7 +320,10 @@ def make_room(connections: int) -> str | None:
     if resource is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = psutil.Process().num_fds()
+    try:
+        opened = psutil.Process().num_fds()
+    except psutil.Error:  # /proc is hidden from this process
+        opened = _UNKNOWN
     needed = opened + connections + _OWN
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return None
