@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from itertools import product
 
 import pytest
@@ -23,24 +22,16 @@ from weft.testing import run
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-@contextlib.contextmanager
-def world(wire, path):
-    """torch's default group and weft's, of the ranks of a test."""
+def started(wire, program, path):
+    """A program in torch's default group and weft's, of the ranks of a test."""
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size
     )
     try:
         with weft.init():
-            yield DeviceMesh("cpu", torch.arange(wire.size).view(2, -1))
+            globals()[program](wire, DeviceMesh("cpu", torch.arange(wire.size).view(2, -1)))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def on_processes(tmp_path):
-    return lambda size, program, *args: run(
-        size, program, str(tmp_path / "store"), *args, on="processes"
-    )
 
 
 def held(mesh, whole, placements):
@@ -77,221 +68,183 @@ def numbers(shape, seed=0):
     return torch.randint(-50, 50, shape, generator=generator).double() * 4  # halves are exact
 
 
-def everything(wire, path):
+def everything(wire, mesh):
     """Each pair of placements: values, the DTensor again, gradients and what they are placed as."""
     plain = (Shard(0), Shard(1), Replicate(), Partial(), Partial("avg"))
     pairs = [pair for pair in product(plain, plain) if {*pair} != {Partial(), Partial("avg")}]
-    with world(wire, path) as mesh:
-        first = weft.Partition(1)
-        grids = weft.Partition((2, 2)), weft.Partition((1, 3), ranks=[3, 1, 0])
-        for number, pair in enumerate([*pairs, (STRIDED, Shard(0))]):
-            shape = [(10, 7), (3, 1), (0, 4)][number % 3] if pair[0] != STRIDED else (12, 3)
-            whole, weight = numbers(shape), numbers(shape, 1)
-            grid = grids[number % 2]
-            x = made(mesh, whole, pair)
-            y = nn.from_dtensor(x, grid)
-            assert torch.equal(y, part(grid, whole)), (pair, y)
-            y.backward(part(grid, weight))
-            grads = tuple(Replicate() if each.is_partial() else each for each in pair)
-            assert x.grad.placements == grads and x.grad.shape == x.shape
-            assert torch.equal(x.grad.to_local(), held(mesh, weight, grads)), pair
-
-            y = y.detach().requires_grad_()
-            z = nn.to_dtensor(y, grid, mesh, pair)
-            assert z.placements == pair and z.shape == x.shape and z.stride() == whole.stride()
-            assert torch.equal(nn.from_dtensor(z, first), part(first, whole)), pair
-            if any(each.is_partial() for each in pair):
-                assert torch.equal(z.full_tensor(), whole), pair
-            else:
-                assert torch.equal(z.to_local(), held(mesh, whole, pair)), pair
-            other = pairs[-1 - number % len(pairs)]
-            z.backward(made(mesh, weight, other).detach())  # gradients are placed as they like
-            assert torch.equal(y.grad, part(grid, weight)), pair
-
-
-def test_every_pair_of_placements(on_processes):
-    on_processes(4, everything)
-
-
-def derivatives(wire, path):
-    with world(wire, path) as mesh:
-        grid = weft.Partition((2, 2))
-        whole = numbers((5, 3)) / 100
-        x = made(mesh, whole, (Shard(0), Partial()))
+    first = weft.Partition(1)
+    grids = weft.Partition((2, 2)), weft.Partition((1, 3), ranks=[3, 1, 0])
+    for number, pair in enumerate([*pairs, (STRIDED, Shard(0))]):
+        shape = [(10, 7), (3, 1), (0, 4)][number % 3] if pair[0] != STRIDED else (12, 3)
+        whole, weight = numbers(shape), numbers(shape, 1)
+        grid = grids[number % 2]
+        x = made(mesh, whole, pair)
         y = nn.from_dtensor(x, grid)
-        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-        shard = nn.from_dtensor(grad, grid)
-        assert torch.allclose(shard, part(grid, 3 * whole**2))
-        (second,) = torch.autograd.grad(shard.sum(), x)
-        assert torch.allclose(second.to_local(), held(mesh, 6 * whole, (Shard(0), Replicate())))
+        assert torch.equal(y, part(grid, whole)), (pair, y)
+        y.backward(part(grid, weight))
+        grads = tuple(Replicate() if each.is_partial() else each for each in pair)
+        assert x.grad.placements == grads and x.grad.shape == x.shape
+        assert torch.equal(x.grad.to_local(), held(mesh, weight, grads)), pair
 
-        # between two layers, one rank alone needs a gradient, and all take part
-        y = part(grid, whole).clone().requires_grad_(wire.rank == 2)
-        z = nn.to_dtensor(nn.AllSumReduce(grid, ())(y), grid, mesh, (Replicate(), Shard(1)))
-        assert z.requires_grad
-        (z * z).sum().backward()
-        assert (y.grad is None) == (wire.rank != 2)
-        assert wire.rank != 2 or torch.allclose(y.grad, 2 * y)
-
-        with torch.no_grad():
-            assert not nn.from_dtensor(x, grid).requires_grad
-        code = torch.compile(lambda x: nn.from_dtensor(2 * x, grid) + 1, backend="eager")
-        plain = x.detach()
-        assert torch.equal(code(plain), nn.from_dtensor(2 * plain, grid) + 1)
-        late = distribute_tensor(whole, mesh, (Shard(0), Shard(0)))
-        late = late.redistribute(placements=(Replicate(), Replicate()), async_op=True)
-        assert torch.equal(nn.from_dtensor(late, grid), part(grid, whole))
-        kept = nn.from_dtensor(
-            distribute_tensor(torch.arange(10), mesh, (Shard(0), Shard(0))),
-            weft.Partition(4),
-            lengths=[(3, 2, 3, 2)],
-        )
-        assert kept.shape == (3 - wire.rank % 2,)
-        half = made(mesh, whole, (Partial(), Shard(1))).detach().to(torch.bfloat16)
-        assert nn.from_dtensor(half, grid).dtype == torch.bfloat16
-
-
-def test_derivatives(on_processes):
-    on_processes(4, derivatives)
-
-
-def some_ranks(wire, path):
-    with world(wire, path):
-        mesh = DeviceMesh("cpu", torch.tensor([1, 3]))
-        grid = weft.Partition(2, ranks=[2, 1])
-        whole = numbers((7, 2))
-        x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
-        x = x.detach().requires_grad_()
-        y = nn.from_dtensor(x if wire.rank else torch.empty(0), grid)
-        assert torch.equal(y, part(grid, whole)) if grid.active else not y.numel()
-        if wire.rank:
-            (y * y).sum().backward()
-        if wire.rank in (1, 3):
-            assert torch.equal(x.grad.to_local(), 2 * x.to_local())
         y = y.detach().requires_grad_()
-        z = nn.to_dtensor(y, grid, mesh, [Shard(-1)])
-        if wire.rank == 0:
-            assert type(z) is torch.Tensor and not z.numel()
-            DeviceMesh("cpu", torch.tensor([3, 1]))  # which is collective
-            return
-        assert z.shape == (7, 2) and z.placements == (Shard(1),)
-        if wire.rank != 2:
-            assert torch.equal(z.to_local(), whole[:, :1] if wire.rank == 1 else whole[:, 1:])
-        z.backward(torch.ones_like(z) * 3)
-        assert torch.equal(y.grad, torch.full_like(y, 3))
-
-        down = DeviceMesh("cpu", torch.tensor([3, 1]))
-        for program in (
-            lambda: nn.from_dtensor(distribute_tensor(whole.clone(), down, [Shard(0)]), grid),
-            lambda: nn.to_dtensor(y, grid, down, [Shard(0)]),
-        ):
-            with pytest.raises(weft.WeftError, match="ranks 3 and 1 follow each other"):
-                program()
-        z = nn.to_dtensor(y, grid, down, [Replicate()])
-        assert torch.equal(nn.from_dtensor(z, grid), y)
+        z = nn.to_dtensor(y, grid, mesh, pair)
+        assert z.placements == pair and z.shape == x.shape and z.stride() == whole.stride()
+        assert torch.equal(nn.from_dtensor(z, first), part(first, whole)), pair
+        if any(each.is_partial() for each in pair):
+            assert torch.equal(z.full_tensor(), whole), pair
+        else:
+            assert torch.equal(z.to_local(), held(mesh, whole, pair)), pair
+        other = pairs[-1 - number % len(pairs)]
+        z.backward(made(mesh, weight, other).detach())  # gradients are placed as they like
+        assert torch.equal(y.grad, part(grid, weight)), pair
 
 
-def test_meshes_and_grids_on_some_of_the_ranks(on_processes):
-    on_processes(4, some_ranks)
+def derivatives(wire, mesh):
+    grid = weft.Partition((2, 2))
+    whole = numbers((5, 3)) / 100
+    x = made(mesh, whole, (Shard(0), Partial()))
+    y = nn.from_dtensor(x, grid)
+    (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    shard = nn.from_dtensor(grad, grid)
+    assert torch.allclose(shard, part(grid, 3 * whole**2))
+    (second,) = torch.autograd.grad(shard.sum(), x)
+    assert torch.allclose(second.to_local(), held(mesh, 6 * whole, (Shard(0), Replicate())))
+
+    # between two layers, one rank alone needs a gradient, and all take part
+    y = part(grid, whole).clone().requires_grad_(wire.rank == 2)
+    z = nn.to_dtensor(nn.AllSumReduce(grid, ())(y), grid, mesh, (Replicate(), Shard(1)))
+    assert z.requires_grad
+    (z * z).sum().backward()
+    assert (y.grad is None) == (wire.rank != 2)
+    assert wire.rank != 2 or torch.allclose(y.grad, 2 * y)
+
+    with torch.no_grad():
+        assert not nn.from_dtensor(x, grid).requires_grad
+    code = torch.compile(lambda x: nn.from_dtensor(2 * x, grid) + 1, backend="eager")
+    plain = x.detach()
+    assert torch.equal(code(plain), nn.from_dtensor(2 * plain, grid) + 1)
+    late = distribute_tensor(whole, mesh, (Shard(0), Shard(0)))
+    late = late.redistribute(placements=(Replicate(), Replicate()), async_op=True)
+    assert torch.equal(nn.from_dtensor(late, grid), part(grid, whole))
+    kept = nn.from_dtensor(
+        distribute_tensor(torch.arange(10), mesh, (Shard(0), Shard(0))),
+        weft.Partition(4),
+        lengths=[(3, 2, 3, 2)],
+    )
+    assert kept.shape == (3 - wire.rank % 2,)
+    half = made(mesh, whole, (Partial(), Shard(1))).detach().to(torch.bfloat16)
+    assert nn.from_dtensor(half, grid).dtype == torch.bfloat16
 
 
-def faults(wire, path):
+def some_ranks(wire, mesh):
+    mesh = DeviceMesh("cpu", torch.tensor([1, 3]))
+    grid = weft.Partition(2, ranks=[2, 1])
+    whole = numbers((7, 2))
+    x = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    x = x.detach().requires_grad_()
+    y = nn.from_dtensor(x if wire.rank else torch.empty(0), grid)
+    assert torch.equal(y, part(grid, whole)) if grid.active else not y.numel()
+    if wire.rank:
+        (y * y).sum().backward()
+    if wire.rank in (1, 3):
+        assert torch.equal(x.grad.to_local(), 2 * x.to_local())
+    y = y.detach().requires_grad_()
+    z = nn.to_dtensor(y, grid, mesh, [Shard(-1)])
+    if wire.rank == 0:
+        assert type(z) is torch.Tensor and not z.numel()
+        DeviceMesh("cpu", torch.tensor([3, 1]))  # which is collective
+        return
+    assert z.shape == (7, 2) and z.placements == (Shard(1),)
+    if wire.rank != 2:
+        assert torch.equal(z.to_local(), whole[:, :1] if wire.rank == 1 else whole[:, 1:])
+    z.backward(torch.ones_like(z) * 3)
+    assert torch.equal(y.grad, torch.full_like(y, 3))
+
+    down = DeviceMesh("cpu", torch.tensor([3, 1]))
+    for program in (
+        lambda: nn.from_dtensor(distribute_tensor(whole.clone(), down, [Shard(0)]), grid),
+        lambda: nn.to_dtensor(y, grid, down, [Shard(0)]),
+    ):
+        with pytest.raises(weft.WeftError, match="ranks 3 and 1 follow each other"):
+            program()
+    z = nn.to_dtensor(y, grid, down, [Replicate()])
+    assert torch.equal(nn.from_dtensor(z, grid), y)
+
+
+def faults(wire, mesh):
     """What PyTorch computes wrong values of is an error, on every rank, and the next call works."""
-    with world(wire, path) as mesh:
-        line, grid = DeviceMesh("cpu", torch.arange(4)), weft.Partition(4)
-        uneven = torch.ones([1, 4, 3, 2][wire.rank], 2)
+    line, grid = DeviceMesh("cpu", torch.arange(4)), weft.Partition(4)
+    uneven = torch.ones([1, 4, 3, 2][wire.rank], 2)
 
-        def fails(match, program, *args, **kwargs):
-            with pytest.raises(weft.WeftError, match=match):
-                program(*args, **kwargs)
-            x = distribute_tensor(torch.arange(4), line, [Shard(0)])
-            assert torch.equal(nn.from_dtensor(x, grid), torch.tensor([wire.rank]))
-
-        x = DTensor.from_local(uneven, line, [Shard(0)])  # each rank believes in another shape
-        fails(
-            "rank 0 has a DTensor of shape .4, 2.* rank 1 has a DTensor of shape .16, 2.",
-            nn.from_dtensor,
-            x,
-            grid,
-        )
-        x = DTensor.from_local(uneven, line, [Shard(0)], shape=(10, 2), stride=(2, 1))
-        fails(
-            r"rank 0 holds \(1, 2\) of a DTensor of shape \(10, 2\) with placements .Shard\(0\). "
-            r"on a mesh of \(4,\), by which it should hold \(3, 2\)",
-            nn.from_dtensor,
-            x,
-            grid,
-        )
-        nested = distribute_tensor(torch.arange(10), mesh, [Shard(0), Shard(0)])
-        x = DTensor.from_local(nested.to_local(), line, [Shard(0)], shape=(10,), stride=(1,))
-        fails(r"rank 1 holds \(2,\) of", nn.from_dtensor, x, grid)  # as on the flattened mesh
-
+    def fails(match, program, *args, **kwargs):
+        with pytest.raises(weft.WeftError, match=match):
+            program(*args, **kwargs)
         x = distribute_tensor(torch.arange(4), line, [Shard(0)])
-        fails(
-            "rank 1: from_dtensor takes a DTensor, not a Tensor",
-            nn.from_dtensor,
-            x if wire.rank != 1 else x.to_local(),
-            grid,
-        )
-        fails(
-            "rank 1: AllGather takes .* this one is a DTensor: pass the shard that weft.nn.from_dt",
-            nn.AllGather(grid, 0),
-            x if wire.rank == 1 else x.to_local(),
-        )
-        fails(
-            "dimension 0 has 4 and is cut into 4 parts, which lengths",
-            nn.from_dtensor,
-            x,
-            grid,
-            lengths=[(1, 1, 1, 2)],
-        )
-        x = DTensor.from_local(torch.ones(2), line, [Partial("max")])
-        fails(r"Partial\('max'\) is no linear map", nn.from_dtensor, x, grid)
-        x = DTensor.from_local(torch.ones(2, dtype=torch.int64), line, [Partial("avg")])
-        fails("torch.int64 has no average", nn.from_dtensor, x, grid)
-        x = DTensor.from_local(torch.ones(2, dtype=torch.bool), line, [Partial()])
-        fails("torch.bool has no addition", nn.from_dtensor, x, grid)
+        assert torch.equal(nn.from_dtensor(x, grid), torch.tensor([wire.rank]))
 
-        one = torch.ones(1)
-        fails("Shard.1. of a tensor of 1 dimensions", nn.to_dtensor, one, grid, line, [Shard(1)])
-        fails("2 placements for a mesh of 1", nn.to_dtensor, one, grid, line, [Shard(0), Shard(0)])
-        fails("made Partial.'product'", nn.to_dtensor, one, grid, line, [Partial("product")])
-        fails(
-            "ranks 0, 1, 2 have placements .Shard.0.* rank 3 has placements .Replicate",
-            nn.to_dtensor,
-            one,
-            grid,
-            line,
-            [Shard(0) if wire.rank < 3 else Replicate()],
-        )
-        wide = torch.ones(1, 2 + (wire.rank == 2))
-        fails("in dimension 1 rank 2 has 3", nn.to_dtensor, wide, grid, line, [Replicate()])
-        assert (nn.to_dtensor(one, grid, line, [Partial("max")]).to_local() == 1).all()
+    x = DTensor.from_local(uneven, line, [Shard(0)])  # each rank believes in another shape
+    text = "rank 0 has a DTensor of shape .4, 2.* rank 1 has a DTensor of shape .16, 2."
+    fails(text, nn.from_dtensor, x, grid)
+    text = (
+        r"rank 0 holds \(1, 2\) of a DTensor of shape \(10, 2\) with placements .Shard\(0\). "
+        r"on a mesh of \(4,\), by which it should hold \(3, 2\)"
+    )
+    x = DTensor.from_local(uneven, line, [Shard(0)], shape=(10, 2), stride=(2, 1))
+    fails(text, nn.from_dtensor, x, grid)
+    nested = distribute_tensor(torch.arange(10), mesh, [Shard(0), Shard(0)])
+    x = DTensor.from_local(nested.to_local(), line, [Shard(0)], shape=(10,), stride=(1,))
+    fails(r"rank 1 holds \(2,\) of", nn.from_dtensor, x, grid)  # as on the flattened mesh
 
+    x = distribute_tensor(torch.arange(4), line, [Shard(0)])
+    some = x if wire.rank != 1 else x.to_local()
+    fails("rank 1: from_dtensor takes a DTensor, not a Te", nn.from_dtensor, some, grid)
+    text = "rank 1: AllGather takes .* this one is a DTensor: pass the shard that weft.nn.from_dt"
+    fails(text, nn.AllGather(grid, 0), x if wire.rank == 1 else x.to_local())
+    text = "dimension 0 has 4 and is cut into 4 parts, which lengths"
+    fails(text, nn.from_dtensor, x, grid, lengths=[(1, 1, 1, 2)])
+    for reduction, dtype, text in (
+        ("max", torch.float32, r"Partial\('max'\) is no linear map"),
+        ("avg", torch.int64, "torch.int64 has no average"),
+        ("sum", torch.bool, "torch.bool has no addition"),
+    ):
+        x = DTensor.from_local(torch.ones(2, dtype=dtype), line, [Partial(reduction)])
+        fails(text, nn.from_dtensor, x, grid)
 
-def test_faults(on_processes):
-    on_processes(4, faults)
+    one, wide = torch.ones(1), torch.ones(1, 2 + (wire.rank == 2))
+    other = [Shard(0) if wire.rank < 3 else Replicate()]
+    for shard, placements, text in (
+        (one, [Shard(1)], "Shard.1. of a tensor of 1 dimensions"),
+        (one, [Shard(0), Shard(0)], "2 placements for a mesh of 1"),
+        (one, [Partial("product")], "made Partial.'product'"),
+        (one, other, "ranks 0, 1, 2 have placements .Shard.0.* rank 3 has placements .Replicate"),
+        (wide, [Replicate()], "in dimension 1 rank 2 has 3"),
+    ):
+        fails(text, nn.to_dtensor, shard, grid, line, placements)
+    assert (nn.to_dtensor(one, grid, line, [Partial("max")]).to_local() == 1).all()
 
 
-def group_of_its_own(wire, path):
-    with world(wire, path) as mesh:
-        group = dist.new_group([1, 3])
-        if wire.rank not in (1, 3):
-            return
-        grid = weft.Partition(2, group=group)
-        x = torch.arange(2) + 2 * grid.rank
-        column = DeviceMesh.from_group(group, "cpu", torch.tensor([1, 3]))
-        y = nn.to_dtensor(x, grid, column, [Replicate()])
-        assert torch.equal(y.to_local(), torch.arange(4))
-        assert torch.equal(nn.from_dtensor(y, grid), x)
-        awaited = all_reduce(x, "sum", group)  # a subclass that can be read
-        assert nn.AllGather(grid, 0)(awaited).tolist() == [2, 4, 2, 4]
-        with pytest.raises(weft.WeftError, match="ranks 0 and 2 of the default group"):
-            nn.to_dtensor(x, grid, mesh, [Replicate(), Replicate()])
+def group_of_its_own(wire, mesh):
+    group = dist.new_group([1, 3])
+    if wire.rank not in (1, 3):
+        return
+    grid = weft.Partition(2, group=group)
+    x = torch.arange(2) + 2 * grid.rank
+    column = DeviceMesh.from_group(group, "cpu", torch.tensor([1, 3]))
+    y = nn.to_dtensor(x, grid, column, [Replicate()])
+    assert torch.equal(y.to_local(), torch.arange(4))
+    assert torch.equal(nn.from_dtensor(y, grid), x)
+    awaited = all_reduce(x, "sum", group)  # a subclass that can be read
+    assert nn.AllGather(grid, 0)(awaited).tolist() == [2, 4, 2, 4]
+    with pytest.raises(weft.WeftError, match="ranks 0 and 2 of the default group"):
+        nn.to_dtensor(x, grid, mesh, [Replicate(), Replicate()])
 
 
-def test_a_group_of_its_own(on_processes):
-    on_processes(4, group_of_its_own)
+PROGRAMS = ["everything", "derivatives", "some_ranks", "faults", "group_of_its_own"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_on_processes(program, tmp_path):
+    run(4, started, program, str(tmp_path / "store"), on="processes")
 
 
 # how DTensor cuts, against torch itself

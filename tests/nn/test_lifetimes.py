@@ -11,7 +11,6 @@ import torch
 import weft
 from weft import Partition, WeftError
 from weft.nn.compiled import number, spec_of
-from weft.nn.slices import SliceSpec
 from weft.testing import run, spmd
 
 
@@ -30,17 +29,6 @@ def test_what_is_kept_of_layers_keeps_no_wire():
     wires = run(2, every_kind_of_plan)
     gc.collect()
     assert [wire() for wire in wires] == [None, None]
-
-
-def test_equal_layers_of_different_groups_share_a_plan(monkeypatch):
-    made = []
-    plan = SliceSpec.plan
-    monkeypatch.setattr(
-        SliceSpec, "plan", lambda self, shapes: made.append(shapes) or plan(self, shapes)
-    )
-    for _ in range(2):
-        run(1, lambda wire: weft.nn.AllGather(Partition(1, group=wire), 0)(torch.ones(29)))
-    assert made == [{0: (29,)}]
 
 
 @spmd(1, on=("threads",))
