@@ -1,8 +1,7 @@
 """Pictures of plans: who holds what, and who gets what from whom.
 
 `frames` says what is to be seen, in integers; `drawn` paints it with matplotlib (the extra
-`report`), which is imported there alone. Neither knows what a plan is: `Plan.shown` says what both
-sides of one look like.
+`report`), which is imported there alone.
 
 A side is one frame where its ranks hold different parts of one tensor; where they hold the same,
 or parts that overlap, it is a frame for each rank, all to the same scale.
@@ -16,13 +15,15 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from .errors import WeftError
-from .grid import Box, Shape, overlap, whole
+from .grid import Box, overlap, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Colours = dict[int, tuple[float, float, float, float]]
+    from .plan import Piece, Plan, Side
+
+Colours = Mapping[int, tuple[float, float, float, float]]
 
 _FLAT, _TALL = 0.15, 1.5  # the shapes of tensors that are drawn as they are, height by width
 
@@ -44,35 +45,6 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One side of a plan.
-
-    Attributes:
-        shapes: of each rank's tensor.
-        extents: for each rank the boxes of the whole tensor that its own consists of; None where
-            that cannot be said, and boxes count in its own tensor.
-        joint: whether there is one whole tensor.
-        cells: for each rank whose values it gets; None: it has its own.
-    """
-
-    shapes: Mapping[int, Shape]
-    extents: Mapping[int, list[Box] | None]
-    joint: bool
-    cells: Mapping[int, list[Cell]] | None = None
-
-    def boxes(self, rank: int) -> list[Box]:
-        """What a rank holds."""
-        found = self.extents[rank]
-        return [whole(self.shapes[rank])] if found is None else found
-
-    def coloured(self, rank: int) -> list[Cell]:
-        """Whose values a rank has, and where."""
-        if self.cells is None:
-            return [Cell(box, (rank,)) for box in self.boxes(rank)]
-        return list(self.cells[rank])
-
-
-@dataclass(frozen=True, slots=True)
 class Frame:
     """A part of the picture.
 
@@ -87,7 +59,7 @@ class Frame:
     outlines: tuple[tuple[Box, str], ...]
 
 
-def frames(have: Shown, want: Shown) -> tuple[list[Frame], list[Frame]]:
+def frames(plan: Plan) -> tuple[list[Frame], list[Frame]]:
     """What is to be seen: of what ranks have, and of what they get.
 
     Raises:
@@ -97,26 +69,61 @@ def frames(have: Shown, want: Shown) -> tuple[list[Frame], list[Frame]]:
         >>> from weft.grid import Box
         >>> from weft.plan import between
         >>> plan = between({0: Box((0,), (3,)), 1: Box((3,), (5,))}, {1: Box((0,), (5,))})
-        >>> (have,), (get,) = frames(*plan.shown())
+        >>> (have,), (get,) = frames(plan)
         >>> [cell.ranks for cell in get.cells], get.title
         ([(0,), (1,)], 'rank 1 gets (5,)')
     """
-    boxes = [box for side in (have, want) for rank in side.shapes for box in side.boxes(rank)]
+    sides = plan.have, plan.want
+    boxes = [box for side in sides for rank in side.shapes for box in _held(side, rank)]
     if not boxes:
         raise WeftError("this plan moves nothing: there is nothing to draw")
     # the two dimensions in which boxes differ most, in their order
     ndim = max(len(box.start) for box in boxes)
     parts = [{(box.start[d : d + 1], box.stop[d : d + 1]) for box in boxes} for d in range(ndim)]
     dims = sorted(sorted(range(ndim), key=lambda d: (-len(parts[d]), d))[:2])
-    return _frames(have, dims, "has"), _frames(want, dims, "gets")
+    has = {
+        rank: [Cell(box, (rank,)) for box in _held(plan.have, rank)] for rank in plan.have.shapes
+    }
+    gets: dict[int, list[Cell]] = {rank: [] for rank in plan.want.shapes}
+    for move in plan.moves:
+        box = _placed(plan.want, move.destination, move.put)
+        gets[move.destination].append(Cell(box, (move.source,)))
+    return _frames(plan.have, has, dims, "has"), _frames(plan.want, gets, dims, "gets")
 
 
-def _frames(side: Shown, dims: Sequence[int], verb: str) -> list[Frame]:
+def _tiles(side: Side, rank: int) -> list[Piece] | None:
+    """The pieces that a rank's tensor consists of, if it is of one tensor."""
+    pieces, everything = side.by_rank.get(rank, []), whole(side.shapes[rank])
+    for piece in pieces:  # all of it; others are images that lie in the same place
+        if piece.local(piece.box) == everything:
+            return [piece]
+    return pieces if sum(p.box.volume for p in pieces) == everything.volume else None
+
+
+def _held(side: Side, rank: int) -> list[Box]:
+    """What a rank holds: boxes of the whole tensor, or its own where that cannot be said."""
+    pieces = _tiles(side, rank)
+    return [whole(side.shapes[rank])] if pieces is None else [piece.box for piece in pieces]
+
+
+def _placed(side: Side, rank: int, box: Box) -> Box:
+    """A box of a rank's tensor, as one of the whole tensor where that can be said."""
+    for piece in _tiles(side, rank) or ():
+        if box & piece.local(piece.box) == box:
+            return box.shifted([a - b for a, b in zip(piece.box.start, piece.at, strict=True)])
+    return box
+
+
+def _frames(
+    side: Side, cells: Mapping[int, list[Cell]], dims: Sequence[int], verb: str
+) -> list[Frame]:
     ranks = sorted(side.shapes)
     outlines = {
-        rank: [_flat(box, dims) for box in side.boxes(rank) if box.volume] for rank in ranks
+        rank: [_flat(box, dims) for box in _held(side, rank) if box.volume] for rank in ranks
     }
-    known = side.joint and None not in side.extents.values()
+    known = len({piece.sheet for piece in side.pieces}) < 2 and all(
+        _tiles(side, rank) is not None for rank in ranks
+    )
     apart = not overlap([box for each in outlines.values() for box in each])
     together = len(ranks) > 1 and known and apart
     found = []
@@ -124,7 +131,7 @@ def _frames(side: Shown, dims: Sequence[int], verb: str) -> list[Frame]:
         parts = [
             Cell(_flat(cell.box, dims), cell.ranks)
             for rank in group
-            for cell in side.coloured(rank)
+            for cell in cells[rank]
             if cell.box.volume
         ]
         labels = tuple((box, f"rank {r}" * together) for r in group for box in outlines[r])
@@ -132,7 +139,7 @@ def _frames(side: Shown, dims: Sequence[int], verb: str) -> list[Frame]:
     return found
 
 
-def _title(side: Shown, group: Sequence[int], verb: str) -> str:
+def _title(side: Side, group: Sequence[int], verb: str) -> str:
     if len(group) == 1:
         return f"rank {group[0]} {verb} {side.shapes[group[0]]}"
     empty = [str(rank) for rank in group if 0 in side.shapes[rank]]
@@ -165,19 +172,21 @@ def _flat(box: Box, dims: Sequence[int]) -> Box:
 # The painting
 
 
-def drawn(have: Shown, want: Shown, title: str) -> Figure:
+def drawn(plan: Plan, title: str) -> Figure:
     """The picture of a plan; see `Plan.draw`.
 
     Raises:
         WeftError: matplotlib is not there, or there is nothing to draw.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise WeftError("a plan is drawn by matplotlib: pip install 'weft[report]'") from error
 
-    sides = frames(have, want)
-    ranks = sorted({*have.shapes, *want.shapes})
+    sides = frames(plan)
+    ranks = plan.ranks
     columns = min(4, max(map(len, sides)))
     rows = [-(-len(side) // columns) for side in sides]
     boxes = [box for side in sides for frame in side for box, _ in frame.outlines]
@@ -187,30 +196,28 @@ def drawn(have: Shown, want: Shown, title: str) -> Figure:
     width = 2.6 if columns > 1 else 4.2
     size = (width * columns, (width * ratio + 0.5) * sum(rows) + 0.9)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    colours = _colours(ranks)
+    palette = colormaps["Set2" if len(ranks) <= 8 else "turbo"].resampled(len(ranks))
+    colours = {rank: palette(number) for number, rank in enumerate(ranks)}
     grid = figure.add_gridspec(sum(rows), columns)
     for number, side in enumerate(sides):
         for at, frame in enumerate(side):
             row = at // columns + number * rows[0]
             place = grid[row, :] if len(side) == 1 else grid[row, at % columns]
             _paint(figure.add_subplot(place), frame, bounds, colours)
-    more = max(len(have.shapes), len(want.shapes)) - MOST
+    more = max(len(plan.have.shapes), len(plan.want.shapes)) - MOST
     left = f"; {more} more ranks are not drawn" if more > 0 and columns > 1 else ""
     sums = any(len(cell.ranks) > 1 for frame in sides[1] for cell in frame.cells)
-    _legend(figure, colours, f"whose values{', added up where hatched' * sums}{left}")
+    legend = figure.legend(
+        handles=[Patch(color=colours[rank], label=f"rank {rank}") for rank in ranks[: 2 * MOST]],
+        loc="outside lower center",
+        ncols=min(len(ranks), 8),
+        fontsize=7,
+        frameon=False,
+        title=f"whose values{', added up where hatched' * sums}{left}",
+    )
+    legend.get_title().set_fontsize(7)
     figure.suptitle(title, fontsize=10)
     return figure
-
-
-def _colours(ranks: Sequence[int]) -> Colours:
-    from matplotlib import colormaps
-
-    few = colormaps["Set2" if len(ranks) <= 8 else "tab20"]
-    many = colormaps["turbo"]
-    return {
-        rank: few(number) if len(ranks) <= 20 else many(number / len(ranks))
-        for number, rank in enumerate(ranks)
-    }
 
 
 def _paint(axes: Axes, frame: Frame, bounds: Box, colours: Colours) -> None:
@@ -262,18 +269,3 @@ def _rectangle(
 def _write(axes: Axes, box: Box, text: str) -> None:
     x, y = (box.start[1] + box.stop[1]) / 2, (box.start[0] + box.stop[0]) / 2
     axes.text(x, y, text, ha="center", va="center", fontsize=7.5)
-
-
-def _legend(figure: Figure, colours: Colours, title: str) -> None:
-    from matplotlib.patches import Patch
-
-    shown = list(colours)[: 2 * MOST]
-    legend = figure.legend(
-        handles=[Patch(color=colours[rank], label=f"rank {rank}") for rank in shown],
-        loc="outside lower center",
-        ncols=min(len(shown), 8),
-        fontsize=7,
-        frameon=False,
-        title=title,
-    )
-    legend.get_title().set_fontsize(7)

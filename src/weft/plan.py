@@ -14,11 +14,11 @@ faster. The idea of a recipe that is pure data, executed thinly, is einops'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from .draw import Cell, Shown, drawn
+from .draw import drawn
 from .grid import Box, Shape, overlap, whole
 
 if TYPE_CHECKING:
@@ -78,26 +78,6 @@ class Side:
         for piece in self.pieces:
             found.setdefault(piece.rank, []).append(piece)
         return found
-
-    def tiles(self, rank: int) -> list[Piece] | None:
-        """The pieces that a rank's tensor consists of, if it is of one tensor."""
-        pieces, everything = self.by_rank.get(rank, []), whole(self.shapes[rank])
-        for piece in pieces:  # all of it; others are images that lie in the same place
-            if piece.local(piece.box) == everything:
-                return [piece]
-        return pieces if sum(p.box.volume for p in pieces) == everything.volume else None
-
-    def extent(self, rank: int) -> list[Box] | None:
-        """What a rank holds, as boxes of the whole tensor, if that can be said."""
-        pieces = self.tiles(rank)
-        return None if pieces is None else [piece.box for piece in pieces]
-
-    def placed(self, rank: int, box: Box) -> Box:
-        """A box of a rank's tensor, as one of the whole tensor where that can be said."""
-        for piece in self.tiles(rank) or ():
-            if box & piece.local(piece.box) == box:
-                return box.shifted([a - b for a, b in zip(piece.box.start, piece.at, strict=True)])
-        return box
 
     @cached_property
     def whole(self) -> dict[int, Box] | None:
@@ -281,23 +261,7 @@ class Plan:
         pairs = len({(move.source, move.destination) for move in travel})
         summary = f"{values:,} values in {pairs} messages between {len(self.ranks)} ranks"
         hint = f"{self.hint}: " if self.hint else ""
-        return drawn(*self.shown(), f"{hint}{summary}" if title is None else title)
-
-    def shown(self) -> tuple[Shown, Shown]:
-        """What a picture is made of: what ranks have, and what they get."""
-        cells: dict[int, list[Cell]] = {rank: [] for rank in self.want.shapes}
-        for move in self.moves:
-            box = self.want.placed(move.destination, move.put)
-            cells[move.destination].append(Cell(box, (move.source,)))
-        have, want = (
-            Shown(
-                side.shapes,
-                {rank: side.extent(rank) for rank in side.shapes},
-                len({piece.sheet for piece in side.pieces}) < 2,
-            )
-            for side in (self.have, self.want)
-        )
-        return have, replace(want, cells=cells)
+        return drawn(self, f"{hint}{summary}" if title is None else title)
 
 
 def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> Plan:

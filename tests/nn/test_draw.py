@@ -13,11 +13,6 @@ from weft.grid import Box, whole
 from weft.plan import Side, between
 from weft.testing import run
 
-
-def seen(plan):
-    return frames(*plan.shown())
-
-
 HALVES = {0: Box((0, 0), (3, 4)), 2: Box((3, 0), (5, 4))}
 
 
@@ -39,7 +34,7 @@ def points(cells):
 
 
 def test_parts_of_one_tensor_are_one_frame():
-    (have,), gets = seen(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))))
+    (have,), gets = frames(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))))
     assert have.title == "each rank has its part"
     assert points(have.cells) == points({((0, 0), (3, 4)): (0,), ((3, 0), (5, 4)): (2,)})
     assert have.outlines == tuple((box, f"rank {rank}") for rank, box in HALVES.items())
@@ -49,7 +44,7 @@ def test_parts_of_one_tensor_are_one_frame():
 
 
 def test_sums_name_all_that_are_added():
-    have, (gets,) = seen(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))).T)
+    have, (gets,) = frames(between(HALVES, dict.fromkeys(HALVES, whole((5, 4)))).T)
     assert [each.title for each in have] == ["rank 0 has (5, 4)", "rank 2 has (5, 4)"]
     assert gets.title == "each rank gets its part"
     assert {cell.ranks for cell in gets.cells} == {(0, 2)}
@@ -57,10 +52,10 @@ def test_sums_name_all_that_are_added():
 
 def test_halos_lie_where_they_come_from():
     plan = plan_of(2, lambda: weft.nn.HaloExchange(weft.Partition(2), 1), {0: (3,), 1: (2,)})
-    _, gets = seen(plan)
+    _, gets = frames(plan)
     assert points(gets[1].cells) == points({((0, 2), (1, 3)): (0,), ((0, 3), (1, 5)): (1,)})
     assert gets[1].outlines == ((Box((0, 2), (1, 6)), ""),)  # nobody fills what is beyond the edge
-    (sums,) = seen(plan.T)[1]
+    (sums,) = frames(plan.T)[1]
     assert points(sums.cells) == points(
         {
             ((0, 0), (1, 2)): (0,),
@@ -71,7 +66,7 @@ def test_halos_lie_where_they_come_from():
     ring = plan_of(
         2, lambda: weft.nn.HaloExchange(weft.Partition(2), 1, "periodic"), {0: (3,), 1: (2,)}
     )
-    assert points(seen(ring)[1][0].cells) == points(
+    assert points(frames(ring)[1][0].cells) == points(
         {
             ((0, -1), (1, 0)): (1,),
             ((0, 0), (1, 3)): (0,),
@@ -84,7 +79,7 @@ def test_the_dimensions_that_are_cut_are_shown():
     def grid():
         return weft.nn.Repartition(weft.Partition((1, 2)), weft.Partition((1, 1, 1, 2)))
 
-    (have,), (gets,) = seen(plan_of(2, grid, {0: (7, 2, 9, 6), 1: (7, 1, 9, 6)}))
+    (have,), (gets,) = frames(plan_of(2, grid, {0: (7, 2, 9, 6), 1: (7, 1, 9, 6)}))
     assert points(have.cells) == points({((0, 0), (2, 6)): (0,), ((2, 0), (3, 6)): (1,)})
     assert points(gets.cells) == points(have.cells)  # as the outlines cut them
     assert [box.stop for box, _ in gets.outlines] == [(3, 3), (3, 6)]
@@ -98,14 +93,14 @@ def test_pieces_of_a_rank_and_tensors_of_their_own():
             for at, rank in ((0, 0), (2, 1), (4, 0), (6, 1))
         ),
     )
-    (have,), _ = seen(between(strided, {0: whole((8,))}))
+    (have,), _ = frames(between(strided, {0: whole((8,))}))
     assert [points(have.cells)[0, at] for at in (0, 2, 4, 6)] == [(0,), (1,)] * 2
     own = [Side.of({rank: whole((3,))}, sheet=rank) for rank in (0, 1)]
     both = Side({0: (3,), 1: (3,)}, own[0].pieces + own[1].pieces)
-    have, _ = seen(between(both, both))
+    have, _ = frames(between(both, both))
     assert [each.title for each in have] == ["rank 0 has (3,)", "rank 1 has (3,)"]
     empty = between({0: whole((3,)), 1: Box((3,), (3,))}, {0: whole((3,))})
-    assert seen(empty)[0][0].title == "each rank has its part, ranks 1 nothing"
+    assert frames(empty)[0][0].title == "each rank has its part, ranks 1 nothing"
 
 
 def test_the_figure_shows_the_frames(tmp_path):
