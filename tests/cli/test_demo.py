@@ -121,7 +121,7 @@ def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path: Path, text: 
 
 def batch(step: int = 0, rank: int = 0, seed: int = 0, size: int = 5000):
     tokens = np.arange(1000, dtype=np.int32)  # a token is its own place
-    return train.batch(tokens, np.array([2000, 2001], np.int32), size, seed, rank, step)
+    return train.batch(tokens, np.array([0.25, 1.0]), size, seed, rank, step)
 
 
 def test_a_batch_depends_on_seed_rank_and_step_alone() -> None:
@@ -140,9 +140,9 @@ def test_contexts_are_within_the_window_near_ones_more_often() -> None:
     counts = torch.bincount(distance.abs(), minlength=WINDOW + 1)[1:]
     assert (counts[:-1] > counts[1:]).all()
     assert abs(int((distance > 0).sum()) - 25_000) < 800  # 7 sd of a fair coin
-    assert set(others[:, 1:].unique().tolist()) == {2000, 2001}
+    assert others[:, 1:].float().mean() == pytest.approx(0.75, abs=0.01)
     least = np.arange(2 * WINDOW + 1, dtype=np.int32)
-    words, others = train.batch(least, np.array([0], np.int32), 64, 0, 0, 0)
+    words, others = train.batch(least, np.array([1.0]), 64, 0, 0, 0)
     assert set(words.tolist()) == {WINDOW}
     assert int(others.min()) >= 0 and int(others.max()) <= 2 * WINDOW
 
@@ -182,7 +182,7 @@ def test_every_rank_starts_from_the_same_tables_and_one_keeps_its_own(tmp_path: 
 def test_the_ways_train_alike_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, in this process: every step is sent, in order, and all ways learn the same."""
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 40, 500).astype(np.int32))
-    np.save(tmp_path / "noise.npy", np.arange(40, dtype=np.int32))
+    np.save(tmp_path / "noise.npy", np.arange(1, 41) / 40)
     job = train.Job(("weft", "torch", "dense"), 23, 16, 4, 1, None, 40, tmp_path)
     sent = {way: np.empty((0, len(FIGURES))) for way in job.ways}
     algorithms: list[str] = []

@@ -45,8 +45,8 @@ Row = dict[str, Any]
 * times: for each peer, the peer's median over this one's: above 1, this one is faster.
 """
 
-_WIDTHS = {"case": -10, "by": -14, "algorithm": -9, "spread": 15, "horovod/x": 9}
-"""Of columns, where it is not 8; negative: to the left."""
+_WIDTHS = {"case": "<10", "by": "<14", "algorithm": "<9", "spread": ">15", "horovod/x": ">9"}
+"""Of columns, where it is not 8, to the right."""
 
 
 _LEGEND = (
@@ -173,10 +173,7 @@ class Shown:
                 self._line(f"# {what['case']} {what['name']} {what['status']}: {what['why']}")
 
     def _columns(self, mark: str, cells: dict[str, str], style: str) -> None:
-        padded = []
-        for title in self._titles:
-            width, cell = _WIDTHS.get(title, 8), cells.get(title, "-")
-            padded.append(cell.rjust(width) if width > 0 else cell.ljust(-width))
+        padded = [f"{cells.get(each, '-'):{_WIDTHS.get(each, '>8')}}" for each in self._titles]
         self._line(mark + " ".join(padded).rstrip(), style)
 
     def _line(self, text: str, style: str = "yellow") -> None:

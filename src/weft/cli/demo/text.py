@@ -142,16 +142,14 @@ def subsample(corpus: Corpus, *, seed: int, at_least: int) -> npt.NDArray[np.int
     return kept if len(kept) >= at_least else corpus.tokens
 
 
-def noise(counts: npt.NDArray[np.int64], size: int = 1 << 20) -> npt.NDArray[np.int32]:
-    """A table from which a uniform draw is a word, drawn by its count to the power 3/4.
+def noise(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Distribution function of random words, drawn by their count to the power 3/4.
 
-    The noise distribution of the same paper (section 2.2), as a table since a draw from it is then
-    one look-up.
+    The noise distribution of the same paper, section 2.2.
     """
-    steps = np.cumsum(counts.astype(np.float64) ** 0.75)
-    places = (np.arange(size) + 0.5) / size * steps[-1]
-    table: npt.NDArray[np.int32] = np.searchsorted(steps, places).astype(np.int32)
-    return table
+    sums = np.cumsum(counts.astype(np.float64) ** 0.75)
+    sums /= sums[-1]
+    return sums
 
 
 def vector_lines(words: Sequence[str], table: npt.NDArray[np.float32]) -> Iterator[str]:

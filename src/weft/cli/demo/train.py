@@ -34,7 +34,7 @@ import weft
 from weft.testing import send
 from weft.wire.base import Wire
 
-from .figures import FIGURES, PARTS, RECORDED
+from .figures import FIGURES, PARTS, RECORDED, Floats
 from .text import WINDOW
 
 Tokens = npt.NDArray[np.int32]
@@ -63,7 +63,7 @@ class Job:
         seed: of the first weights and of every batch.
         limit: seconds of training after which to stop, all ways together, or None.
         vocabulary: number of words.
-        folder: with `tokens.npy` and `noise.npy`, int32; the first way's word table is kept there
+        folder: with `tokens.npy` and `noise.npy`; the first way's word table is kept there
             in `table`, so that it is there whatever becomes of the ranks. Both are known when the
             text has been read.
     """
@@ -79,7 +79,7 @@ class Job:
 
 
 def batch(
-    tokens: Tokens, noise: Tokens, size: int, seed: int, rank: int, step: int
+    tokens: Tokens, noise: Floats, size: int, seed: int, rank: int, step: int
 ) -> tuple[Tensor, Tensor]:
     """A batch: words `[size]`, and each one's context and random words `[size, 1 + NEGATIVES]`.
 
@@ -88,7 +88,7 @@ def batch(
 
     Args:
         tokens: this rank's part of the text; at least `2 * WINDOW + 1` of them.
-        noise: a table to draw random words from.
+        noise: the distribution function of random words.
     """
     random = np.random.default_rng((seed, rank, step))
     at = random.integers(WINDOW, len(tokens) - WINDOW, size)
@@ -96,7 +96,7 @@ def batch(
     distance *= random.integers(0, 2, size) * 2 - 1
     others = np.empty((size, 1 + NEGATIVES), np.int64)
     others[:, 0] = tokens[at + distance]
-    others[:, 1:] = noise[random.integers(0, len(noise), (size, NEGATIVES))]
+    others[:, 1:] = noise.searchsorted(random.random((size, NEGATIVES)), side="right")
     return torch.from_numpy(tokens[at].astype(np.int64)), torch.from_numpy(others)
 
 

@@ -83,26 +83,20 @@ def _counts(given: str) -> list[int]:
 
 
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
-    merge = weft.sparse.MERGE
-    return [
-        Named(
-            name.strip(),
-            weft.sparse.Link(latency * 1e-6, 8 / options.rate(name), merge, work * 1e-6),
-        )
-        for name in speeds.split(",")
-    ]
+    links = []
+    for name in speeds.split(","):
+        figures = latency * 1e-6, 8 / options.rate(name), weft.sparse.MERGE, work * 1e-6
+        links.append(Named(name.strip(), weft.sparse.Link(*figures)))
+    return links
 
 
 def _profiled(path: Path) -> list[Named]:
-    found = weft.sparse.link.read(path)
-    return [
-        Named(name, weft.sparse.Link(part.alpha, part.beta, found.merge, part.work), within)
-        for name, part, within in (
-            ("between hosts", found.between, False),
-            ("within a host", found.within, True),
-        )
-        if part is not None
-    ]
+    found, links = weft.sparse.link.read(path), []
+    for name, part in (("between hosts", found.between), ("within a host", found.within)):
+        if part is not None:
+            link = weft.sparse.Link(part.alpha, part.beta, found.merge, part.work)
+            links.append(Named(name, link, part is found.within))
+    return links
 
 
 def _show(groups: list[list[Prediction]]) -> None:
