@@ -183,10 +183,10 @@ def wrong_root(wire, count):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (wrong_sizes, "rank 1: its tensor has 4 elements, and output 1 has room for 3"),
+        (wrong_sizes, "rank 1: output 1 has 3 elements, and the tensor that goes with it 4"),
         (wrong_dtype, "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has"),
         (wrong_op, "rank 0: op band does not apply to torch.float32"),
-        (wrong_lists, "rank 1: 2 inputs and 3 outputs were given for 3 ranks"),
+        (wrong_lists, "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank"),
         (wrong_splits, "rank 1 has 1 elements for rank 1, which has room for 2 from it"),
         (wrong_call, "the ranks are in different calls"),
         (wrong_root, None),

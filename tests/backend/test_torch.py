@@ -284,10 +284,10 @@ def erring(wire, backend, meeting):
             with pytest.raises(weft.WeftError, match="rank 0: index -1 is negative"):
                 dist.all_reduce(wild, op)
         work = dist.all_gather([torch.empty(2)] * size, torch.ones(2 + (me == 2)), async_op=True)
-        with pytest.raises(weft.WeftError, match="rank 2: its tensor has 3") as caught:
+        with pytest.raises(weft.WeftError, match="rank 2: output 2 has 2") as caught:
             work.wait()
         said.append(str(caught.value))
-        with pytest.raises(RuntimeError, match="rank 2: its tensor has 3"):
+        with pytest.raises(RuntimeError, match="rank 2: output 2 has 2"):
             work.get_future().wait()  # as C++ sees it
         right = table(me)
         dist.all_reduce(right)

@@ -9,15 +9,20 @@ same bits.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from ..agree import agree, is_direct
+from ..agree import is_direct
+from ..comm.opening import opened
 from ..errors import WeftError
+from ..sparse.api import job_of
 from ..wire import dense
-from ..wire.base import Wire, as_bytes, flattened, is_plain, peers, plain, typed
+from ..wire.base import Wire, flattened, is_plain, peers, plain, typed
 
 _SAID = 200  # characters of sizes that are compared as they are; more of them by a digest
 
@@ -44,16 +49,23 @@ def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
     return tensors
 
 
+def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
+    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
+    # entries of one index are its summands, which only a sum may take one by one
+    given = [
+        tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
+        for tensor in tensors
+    ]
+    alone = len(given) == 1  # without the exchange that opens a list
+    done = job_of(wire, given[0] if alone else given, op, "auto", None)()
+    for tensor, result in zip(tensors, [done] if alone else done, strict=True):
+        tensor.data = result  # the caller's takes over the memory of the result
+    return tensors
+
+
 def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
     """Every rank's tensor to every rank; `outs` may differ in size, alike on every rank."""
-    error = _reason([mine, *outs])
-    if error is None and len(outs) != wire.size:
-        error = f"{len(outs)} outputs were given for {wire.size} ranks: pass one for each"
-    elif error is None and outs[wire.rank].numel() != mine.numel():
-        error = (
-            f"its tensor has {mine.numel()} elements, and output {wire.rank} has room for "
-            f"{outs[wire.rank].numel()}: every rank passes outputs as large as the ranks' tensors"
-        )
+    error = _reason([mine, *outs]) or _misfit("output", outs, _own(wire, mine))
     _open(wire, "all_gather", _said(outs), error)
     _exchange(wire, [mine] * wire.size, outs)
     return outs
@@ -61,14 +73,7 @@ def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
 
 def reduce_scatter(wire: Wire, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
     """Reduce the ranks' `ins[p]` on rank p; they may differ in size, alike on every rank."""
-    error = _reason([out, *ins], op)
-    if error is None and len(ins) != wire.size:
-        error = f"{len(ins)} inputs were given for {wire.size} ranks: pass one for each"
-    elif error is None and ins[wire.rank].numel() != out.numel():
-        error = (
-            f"its output has room for {out.numel()} elements, and input {wire.rank} has "
-            f"{ins[wire.rank].numel()}: they must be as many"
-        )
+    error = _reason([out, *ins], op) or _misfit("input", ins, _own(wire, out))
     _open(wire, "reduce_scatter", {"op": op, **_said(ins)}, error)
     _reduce_parts(wire, out, ins, op)
     return [out]
@@ -77,8 +82,8 @@ def reduce_scatter(wire: Wire, out: Tensor, ins: list[Tensor], op: str) -> list[
 def reduce(wire: Wire, tensor: Tensor, root: int, op: str) -> list[Tensor]:
     """Reduce a tensor on one rank, in place there; the others' stay as they are."""
     _open(wire, "reduce", {"root": root, "op": op, **_said([tensor])}, _reason([tensor], op))
-    none = tensor.new_empty(0)
-    parts = [tensor if rank == root else none for rank in range(wire.size)]
+    parts = [tensor.new_empty(0)] * wire.size
+    parts[root] = tensor
     _reduce_parts(wire, parts[wire.rank], parts, op)
     return [tensor]
 
@@ -98,12 +103,7 @@ def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
 
 def gather(wire: Wire, outs: list[Tensor], mine: Tensor, root: int) -> list[Tensor]:
     """Every rank's tensor to one rank; `outs` is empty on the others."""
-    error = _reason([mine, *outs])
-    here = wire.rank == root
-    if error is None and here and any(out.numel() != mine.numel() for out in outs):
-        error = f"an output has another size than the tensor of {mine.numel()} elements"
-    if error is None and len(outs) != (wire.size if here else 0):
-        error = f"{len(outs)} outputs were given for {wire.size} ranks, gathered on rank {root}"
+    error = _reason([mine, *outs]) or _misfit("output", outs, _all(wire, root, mine))
     _open(wire, "gather", {"root": root, **_said([mine])}, error)
     _exchange(wire, _at(root, mine, wire.size), outs)
     return outs
@@ -111,12 +111,7 @@ def gather(wire: Wire, outs: list[Tensor], mine: Tensor, root: int) -> list[Tens
 
 def scatter(wire: Wire, out: Tensor, ins: list[Tensor], root: int) -> list[Tensor]:
     """A tensor from one rank to each; `ins` is empty on the others."""
-    error = _reason([out, *ins])
-    here = wire.rank == root
-    if error is None and here and any(each.numel() != out.numel() for each in ins):
-        error = f"an input has another size than the output of {out.numel()} elements"
-    if error is None and len(ins) != (wire.size if here else 0):
-        error = f"{len(ins)} inputs were given for {wire.size} ranks, scattered from rank {root}"
+    error = _reason([out, *ins]) or _misfit("input", ins, _all(wire, root, out))
     _open(wire, "scatter", {"root": root, **_said([out])}, error)
     _exchange(wire, ins, _at(root, out, wire.size))
     return [out]
@@ -128,17 +123,14 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
     Sizes may be any. Among up to 16 ranks each checks that all outputs are as large as what is
     going to arrive in them.
     """
+    any_size: list[int | None] = [None] * wire.size
     error = _reason([*ins, *outs])
-    if error is None and not len(ins) == len(outs) == wire.size:
-        error = (
-            f"{len(ins)} inputs and {len(outs)} outputs were given for {wire.size} ranks: pass "
-            "one of each for each rank"
-        )
+    error = error or _misfit("input", ins, any_size) or _misfit("output", outs, any_size)
     dtypes = sorted({str(tensor.dtype) for tensor in (*ins, *outs)})
-    counts = torch.tensor([tensor.numel() for tensor in (*ins, *outs)], dtype=torch.int64)
-    shown = as_bytes(counts) if is_direct(wire) and error is None else None
-    wrong = _open(wire, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
-    if wrong is not None:  # known to all, so that nobody sends anything
+    counts = struct.pack(f"<{len(ins) + len(outs)}q", *(each.numel() for each in (*ins, *outs)))
+    shown = counts if is_direct(wire) and error is None else b""
+    said = _open(wire, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
+    if shown and (wrong := _unequal(wire.size, said)):  # so say all, and nobody sends anything
         raise WeftError(wrong)
     _exchange(wire, ins, outs)
     return outs
@@ -147,38 +139,29 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
 def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
     """Every rank's tensor to every rank, one after the other in one tensor."""
     place = _place(out)
-    if place.numel() != wire.size * mine.numel():
-        outs = [place[:0]] * wire.size  # which `all_gather` complains of, on every rank
-    else:
-        outs = list(place.view(wire.size, -1))
-    all_gather(wire, outs, mine)
+    all_gather(wire, _split(place, [], wire.size), mine)
     _put(place, out)
     return [out]
 
 
 def reduce_scatter_single(wire: Wire, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
     """Reduce each equal part of the ranks' tensors on one rank."""
-    flat = _flat(mine)
-    parts = [flat[:0]] * wire.size
-    if flat.numel() == wire.size * out.numel():
-        parts = list(flat.view(wire.size, -1))
-    return reduce_scatter(wire, out, parts, op)
+    return reduce_scatter(wire, out, _split(_flat(mine), [], wire.size), op)
 
 
 def all_to_all_single(
     wire: Wire, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
 ) -> list[Tensor]:
     """Parts of one tensor, cut along its first dimension, to each rank; no sizes are equal ones."""
-    place = out.detach() if is_plain(out) else torch.empty_like(out).contiguous()
-    outs = _split(place, out_sizes, wire.size)
-    all_to_all(wire, outs, _split(mine.detach(), in_sizes, wire.size))
-    if place.data_ptr() != out.data_ptr():
-        out.detach().copy_(place)
+    all_to_all(wire, _split(out, out_sizes, wire.size), _split(mine, in_sizes, wire.size))
     return [out]
 
 
 def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
-    """The parts of a tensor; none where the sizes are not its own, which `all_to_all` refuses."""
+    """The parts of a tensor; none, or empty ones, where the sizes are not its own.
+
+    Those do not go with what is sent or received, so that every rank is told.
+    """
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         return list(tensor.chunk(ranks)) if rows % ranks == 0 and rows else [tensor[:0]] * ranks
@@ -186,20 +169,37 @@ def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
 
 
 def _open(
-    wire: Wire,
-    call: str,
-    fields: Mapping[str, object],
-    error: str | None,
-    counts: Tensor | None = None,
-) -> str | None:
-    """The opening exchange; what is wrong with the counts of elements that all ranks show."""
-    body = torch.empty(0, dtype=torch.uint8) if counts is None else counts
-    with torch.profiler.record_function(f"weft::{call}"):
-        agreement = agree(wire, call, fields, error, body, lambda left, right: left)
-        try:
-            return None if counts is None else _unequal(wire.size, agreement.bodies)
-        finally:
-            agreement.release()
+    wire: Wire, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
+) -> list[bytes]:
+    """The opening exchange; what each rank says of its own, where statements are direct."""
+    with record_function(f"weft::{call}"), opened(wire, call, fields, error, own=own) as said:
+        return [bytes(each) for each in said.own]
+
+
+def _own(wire: Wire, tensor: Tensor) -> list[int | None]:
+    """How large of a tensor for each rank this rank's must be."""
+    return [tensor.numel() if rank == wire.rank else None for rank in range(wire.size)]
+
+
+def _all(wire: Wire, root: int, tensor: Tensor) -> list[int | None]:
+    """How large the tensors for each rank must be, which the root alone has."""
+    return [tensor.numel()] * wire.size if wire.rank == root else []
+
+
+def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) -> str | None:
+    """Why these are not the tensors that are wanted, of so many elements each, or None."""
+    if len(parts) != len(counts):
+        return (
+            f"{len(parts)} {what}s were given, and {len(counts)} are wanted: pass one for each "
+            "rank, and none where another rank is the root"
+        )
+    for rank, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        if count is not None and part.numel() != count:
+            return (
+                f"{what} {rank} has {part.numel()} elements, and the tensor that goes with it "
+                f"{count}: they must be as many"
+            )
+    return None
 
 
 def _at(root: int, tensor: Tensor, size: int) -> Parts:
@@ -240,16 +240,16 @@ def _reduce_parts(wire: Wire, out: Tensor, parts: Sequence[Tensor], op: str) -> 
     _put(place, out)
 
 
-def _unequal(size: int, bodies: list[Tensor]) -> str | None:
+def _unequal(size: int, said: Sequence[bytes]) -> str | None:
     """Where an output is not as large as what arrives in it; alike on every rank."""
-    counts = [typed(body, (2, size), torch.int64).tolist() for body in bodies]
-    for source, (sends, _) in enumerate(counts):
-        for target, (_, takes) in enumerate(counts):
-            if sends[target] != takes[source]:
-                return (
-                    f"rank {source} has {sends[target]} elements for rank {target}, which has room "
-                    f"for {takes[source]} from it: split sizes must match"
-                )
+    counts = [struct.unpack(f"<{2 * size}q", each) for each in said]
+    for source, target in itertools.product(range(size), repeat=2):
+        sends, takes = counts[source][target], counts[target][size + source]
+        if sends != takes:
+            return (
+                f"rank {source} has {sends} elements for rank {target}, which has room for {takes} "
+                "from it: split sizes must match"
+            )
     return None
 
 
@@ -275,6 +275,13 @@ def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         text = f"{text[:20]} ... ({len(tensors)} sizes, digest {digest})"
     return {"dtype": tensors[0].dtype if tensors else None, "sizes": text}
+
+
+def _in_range(tensor: Tensor) -> bool:
+    """Whether all indices are of the tensor: `coalesce` writes where others point to."""
+    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
+    indices = tensor._indices()
+    return bool(((indices >= 0) & (indices < sizes)).all())
 
 
 def _sum(op: str) -> str:

@@ -6,34 +6,14 @@ C++ reads these too (DistributedDataParallel, functional collectives), through `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..wire.base import Pending, Wire, Work
-
-
-def started(
-    wire: Wire,
-    name: str,
-    job: Callable[[], list[Tensor]],
-    options: Any,
-) -> Collective:
-    """Run a collective on a wire when its turn has come.
-
-    A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself, which
-    saves two hand-overs between threads.
-
-    Raises:
-        Exception: whatever the job raises, if the caller runs it.
-    """
-    if getattr(options, "asyncOp", True):
-        return Collective(wire.worker.submit(name, job))
-    return Collective(None, wire.worker.call(name, job))
+from ..wire.base import Pending, Work
 
 
 class Collective(dist.Work):
