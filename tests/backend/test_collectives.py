@@ -155,6 +155,14 @@ def wrong_dtype(wire, count):
     collectives.all_reduce(wire, [torch.ones(3, dtype=torch.float64 if count else None)], "sum")
 
 
+def wrong_count(wire, count):
+    collectives.all_reduce(wire, [torch.ones(40_000 if count else 3)], "sum")
+
+
+def other_op(wire, count):
+    collectives.all_reduce(wire, [torch.ones(3)], "max" if count else "sum")
+
+
 def wrong_op(wire, count):
     collectives.reduce_scatter(wire, torch.empty(2), [torch.ones(2)] * wire.size, "band")
 
@@ -185,6 +193,8 @@ def wrong_root(wire, count):
     [
         (wrong_sizes, "rank 1: output 1 has 3 elements, and the tensor that goes with it 4"),
         (wrong_dtype, "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has"),
+        (wrong_count, "the ranks differ in sizes: ranks 0, 2 have 3, rank 1 has 40000"),
+        (other_op, "the ranks differ in op: ranks 0, 2 have sum, rank 1 has max"),
         (wrong_op, "rank 0: op band does not apply to torch.float32"),
         (wrong_lists, "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank"),
         (wrong_splits, "rank 1 has 1 elements for rank 1, which has room for 2 from it"),
