@@ -246,7 +246,7 @@ def test_memory_is_what_the_cost_says_and_not_the_rows_of_all(kind):
         wire.lease = counted
         total = weft.sparse_all_reduce(rows, algorithm="holders")
         wire.lease = lease
-        return peak, load.with_union(len(total))
+        return peak, load.but(union=len(total))
 
     for peak, load in run(ranks, body):
         assert peak <= ALGORITHMS["holders"].cost(load).memory + (1 << 20)  # and index lists

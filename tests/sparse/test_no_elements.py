@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -161,10 +162,10 @@ PARTS = {
 }
 
 
-def told(wire, text, call):
-    """That error is raised, the same on every rank; the next call works."""
+def told(wire, text, wrong, right):
+    """What is wrong on one rank is raised, the same on every rank; the next call works."""
     with pytest.raises(weft.WeftError, match=rf"^rank {root(wire)}: .*{text}") as caught:
-        call()
+        (wrong if wire.rank == root(wire) else right)()
     alike(wire, str(caught.value))
     for _ in range(2):
         indices, values = weft.sparse_all_reduce(good())
@@ -192,10 +193,8 @@ def test_rows_that_only_stand_for_some(wire, name, kind):
         def use(tensor, of=of, other=pair[1 - number]):
             return call(wire, of(tensor, other))
 
-        def err(use=use, tensor=pair[number]):
-            return made(use, tensor) if wire.rank == root(wire) else call(wire, good())
-
-        told(wire, f"the tensor of {part.split()[0]} is {text}", err)
+        wrong, right = partial(made, use, pair[number]), partial(call, wire, good())
+        told(wire, f"the tensor of {part.split()[0]} is {text}", wrong, right)
 
 
 COO = {
@@ -214,14 +213,8 @@ COO = {
 def test_sparse_tensors_that_only_stand_for_some(wire, name, kind):
     call, (made, text) = CALLS[name], COO[kind]
     call(wire, coo(*good()))
-
-    def err():
-        def use(rows):
-            return call(wire, rows)
-
-        return made(use) if wire.rank == root(wire) else use(coo(*good()))
-
-    told(wire, text, err)
+    use = partial(call, wire)
+    told(wire, text, lambda: made(use), lambda: use(coo(*good())))
 
 
 OUTS = {
@@ -254,10 +247,8 @@ def test_buffers_that_only_stand_for_some(wire, name, kind):
         def use(tensor, other=out[1 - number], number=number):
             return call(wire, (tensor, other) if number == 0 else (other, tensor))
 
-        def err(use=use, tensor=out[number]):
-            return made(use, tensor) if wire.rank == root(wire) else call(wire, memory())
-
-        told(wire, f"the {part} of out are {text}", err)
+        wrong, right = partial(made, use, out[number]), partial(call, wire, memory())
+        told(wire, f"the {part} of out are {text}", wrong, right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,15 +257,10 @@ def test_functions_that_return_what_only_stands_for_some(wire, kind):
     made, text = KINDS[kind]
 
     def allocate(count, row_shape, dtypes):
-        indices, values = (
-            torch.ones(count, dtype=dtypes[0]),
-            torch.ones(count, *row_shape, dtype=dtypes[1]),
-        )
+        found = [torch.ones(count, *row_shape, dtype=dtypes[1])]
         if wire.rank == root(wire):
-            found = []
-            made(found.append, values)
-            return indices, found[0]
-        return indices, values
+            made(found.append, found[0])
+        return torch.ones(count, dtype=dtypes[0]), found[-1]
 
     def add(left, right):
         found = [left + right]
@@ -283,8 +269,11 @@ def test_functions_that_return_what_only_stands_for_some(wire, kind):
         return found[-1]
 
     duplicates = torch.tensor([1, 1, 2, 2]), torch.ones(4, 4)
-    told(wire, text, lambda: weft.sparse_all_reduce(good(), out=allocate))
-    told(wire, text, lambda: weft.sparse_all_reduce(duplicates, add))
+    for call in (
+        lambda: weft.sparse_all_reduce(good(), out=allocate),
+        lambda: weft.sparse_all_reduce(duplicates, add),
+    ):
+        told(wire, text, call, call)
 
 
 WHERE = torch.tensor([[1, 5, 2], [1, 8, 0]])

@@ -86,14 +86,16 @@ def test_each_table_as_if_alone(wire, name, kinds):
         assert record.algorithm == ("eager" if name == "auto" else name)
 
 
-def check_against_single_calls(wire, rows, **options):
+def check_against_single_calls(wire, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
-    got = weft.sparse_all_reduce(rows, **options)
+    got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
     record = last_call()
     for result, each in zip(got, rows, strict=True):
-        want = weft.sparse_all_reduce(each, algorithm="gather")
+        single = "gather" if algorithm == "auto" else algorithm
+        want = weft.sparse_all_reduce(each, algorithm=single, **options)
         assert torch.equal(result.indices, want.indices)
-        assert torch.equal(result.values, want.values)
+        assert result.values.dtype is want.values.dtype
+        assert torch.equal(result.values, want.values), (algorithm, options)
     return record.algorithm
 
 
@@ -117,32 +119,12 @@ def test_more_than_fits_in_the_opening(wire, kinds, rate):
         assert check_against_single_calls(wire, rows) != "eager"
 
 
-@pytest.mark.parametrize("op", ["avg", "max", "last"])
-@spmd(1, 3, on=("threads",))
-def test_operations(wire, op):
-    kinds = [kind for kind in KINDS if kind[1] is not torch.int8]
-    for name in ("auto", "gather", "split"):
-        got = weft.sparse_all_reduce(
-            mine(wire, kinds, 30), last if op == "last" else op, algorithm=name
-        )
-        everyone = [tables_of(rank, kinds, 30) for rank in range(wire.size)]
-        for number, result in enumerate(got):
-            want = expected([tables[number] for tables in everyone], last if op == "last" else op)
-            torch.testing.assert_close(
-                result.values, want.values, rtol=2**-7 if op == "avg" else 0, atol=0
-            )
-
-
-def last(left, right):
-    return right
-
-
 FLOATS = [kind for kind in LARGE if kind[1].is_floating_point]
 
 
 @pytest.mark.parametrize("kinds", [[LARGE[0], LARGE[3]], FLOATS], ids=["alike", "mixed"])
 @spmd(1, 2, 3, on=("threads",))
-def test_rounded_on_the_wire_in_one_call(wire, kinds):
+def test_operations_and_rounding(wire, kinds):
     """The bits of a call for each table; tables that are as narrow already are not rounded."""
     set_link(wire, Link(1e-4, 1e-8, 1e-10, 1e-5))
     seen = set()
@@ -151,25 +133,18 @@ def test_rounded_on_the_wire_in_one_call(wire, kinds):
         seen.add(left.dtype)
         return right
 
-    for count, narrow in ((9, torch.bfloat16), (1100, torch.float16)):
+    for count, narrow in ((9, torch.bfloat16), (1100, torch.float16), (30, None)):
         rows = mine(wire, kinds, count, missing={(1, 1)})
         for each in rows:  # what must be rounded
             each.values.add_(torch.linspace(0, 1, each.values.numel()).view(each.values.shape))
         for op in ("sum", "avg", "max", last):
             for name in ("auto", "gather", "split", "doubling"):
                 seen.clear()
-                got = weft.sparse_all_reduce(rows, op, algorithm=name, wire_dtype=narrow)
-                if op is last and count > 9:
-                    assert seen and seen <= {kind[1] for kind in kinds}, name
-                record = last_call()
+                ran = check_against_single_calls(wire, rows, name, op=op, wire_dtype=narrow)
+                if op is last:
+                    assert seen <= {kind[1] for kind in kinds} and (seen or count < 1000), name
                 if wire.size > 1 and name == "auto":
-                    assert (record.algorithm == "eager") == (count == 9), (record, op)
-                for result, each in zip(got, rows, strict=True):
-                    single = "gather" if name == "auto" else name
-                    want = weft.sparse_all_reduce(each, op, algorithm=single, wire_dtype=narrow)
-                    assert torch.equal(result.indices, want.indices)
-                    assert result.values.dtype is want.values.dtype
-                    assert torch.equal(result.values, want.values), (name, op)
+                    assert (ran == "eager") == (count < 1000), op
 
 
 @spmd(3, on=("threads",))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,10 +87,6 @@ class Load:
     def but(self, **changes: Any) -> Load:
         """This load, with some of its sizes changed."""
         return replace(self, **changes)
-
-    def with_union(self, union: int) -> Load:
-        """The same load, with the union's size as it turned out."""
-        return self.but(union=union)
 
     def of_partials(self) -> Load:
         """The same load, of rows that are sums of some ranks' already."""
@@ -222,15 +219,7 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         """One after the other."""
-        return Cost(
-            self.rounds + other.rounds,
-            self.messages + other.messages,
-            self.bytes + other.bytes,
-            self.merged + other.merged,
-            self.overlapped + other.overlapped,
-            self.delayed + other.delayed,
-            self.memory + other.memory,
-        )
+        return Cost(*map(operator.add, _figures(self), _figures(other)))
 
     def seconds(self, link: Link) -> float:
         """Predicted time on that link."""
@@ -241,3 +230,8 @@ class Cost:
         late = max(0.0, self.overlapped * link.gamma - idle)
         waiting = self.rounds * link.alpha + self.messages * link.work
         return waiting + streaming + late + self.merged * link.gamma
+
+
+_figures = operator.attrgetter(
+    "rounds", "messages", "bytes", "merged", "overlapped", "delayed", "memory"
+)

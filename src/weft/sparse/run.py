@@ -203,7 +203,7 @@ def performed(
         raise WeftError(
             f"rank {call.header.tightest}: {too_small(call.header.capacity, len(result))}"
         )
-    load = call.load if apart else call.load.with_union(len(result))
+    load = call.load if apart else call.load.but(union=len(result))
     bound = load.bound_to_one if apart else load.bound
     return Done(algorithm, handed_out(call.widened(result), call), load, bound, len(opening.own))
 

@@ -95,7 +95,7 @@ def simulate(
             before = wire.traffic.messages, wire.traffic.bytes
             done = run.reduced(wire, request)
             count = wire.traffic.messages - 2 * before[0], wire.traffic.bytes - 2 * before[1]
-            load = load.with_union(len(done.rows))
+            load = load.but(union=len(done.rows))
             return opened, wire.clock, *count, done.algorithm, load
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
