@@ -346,7 +346,7 @@ def failed():
 
 make = event.create_sparse_allreduce_attr
 WRONG = {
-    "neither": ({}, "attr has neither completion_fn nor alloc_fn: .* set exactly one"),
+    "neither": ({}, "attr has neither completion_fn nor alloc_fn: .* set one"),
     "default": ({"attr": event.default_sparse_allreduce_attr}, "attr has neither"),
     "both": ({"attr": make(print, short)}, "attr has both completion_fn and alloc_fn"),
     "no function": ({"attr": make(completion_fn=3)}, "completion_fn is a int"),

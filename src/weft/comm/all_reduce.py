@@ -23,7 +23,7 @@ from ..agree import is_direct
 from ..sparse.request import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
-from ..wire.base import Wire, as_bytes, fresh
+from ..wire.base import as_bytes, fresh
 from .differentiable import Linear, applied
 from .opening import Mode, opened
 from .rounding import narrowed, travelling
@@ -72,15 +72,8 @@ def all_reduce(
         >>> run(3, lambda wire: weft.all_reduce(torch.tensor([1.0, wire.rank])).tolist())
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    return combined(default.resolve(group), tensor, op, None, wire_dtype)
-
-
-def combined(
-    wire: Wire, tensor: Tensor, op: Any, error: str | None, wire_dtype: torch.dtype | None = None
-) -> Tensor:
-    """`all_reduce`, for a caller that knows of something else that is wrong, or None."""
-    name = op_name(op)
-    error = _wrong(tensor, name, wire_dtype) or error
+    wire, name = default.resolve(group), op_name(op)
+    error = _wrong(tensor, name, wire_dtype)
     if error:
         tensor, wire_dtype = torch.empty(0), None
     said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")

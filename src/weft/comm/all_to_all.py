@@ -68,44 +68,25 @@ def all_to_all(
         [[[], [1]], [[0], [1, 1]]]
     """
     wire = default.resolve(group)
-    return scattered(wire, inputs, round_bytes, check_round(round_bytes))
-
-
-def scattered(
-    wire: Wire,
-    inputs: Sequence[Tensor],
-    limit: int | None,
-    error: str | None,
-    name: str = "inputs",
-) -> list[Tensor]:
-    """`all_to_all`, for a caller whose arguments have other names.
-
-    Args:
-        wire: among whom.
-        inputs: as for `all_to_all`.
-        limit: bytes of a round, or None.
-        error: what is wrong with the caller's other arguments, or None.
-        name: what the caller calls the inputs.
-    """
-    error = _wrong(inputs, wire.size, name) or error
+    error = _wrong(inputs, wire.size) or check_round(round_bytes)
     tensors = [torch.empty(0)] * wire.size if error else list(inputs)
-    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else limit)
+    scatter = Scatter(wire, "all_to_all", error, limit=NO_LIMIT if error else round_bytes)
     return applied(scatter, tensors)
 
 
-def _wrong(inputs: object, size: int, name: str) -> str | None:
-    """What is wrong with what a caller passed under that name, or None."""
+def _wrong(inputs: object, size: int) -> str | None:
+    """What is wrong with what a caller passed, or None."""
     if not isinstance(inputs, list | tuple):
-        return f"{name} is a {type(inputs).__name__}: pass a list of {size} tensors"
+        return f"inputs is a {type(inputs).__name__}: pass a list of {size} tensors"
     for to, tensor in enumerate(inputs):
-        if error := unsendable(f"{name}[{to}]", tensor):
+        if error := unsendable(f"inputs[{to}]", tensor):
             return error
         for what in ("dtype", "device"):
             first, this = getattr(inputs[0], what), getattr(tensor, what)
             if this != first:
-                return f"{name}[{to}] has {what} {this}, {name}[0] has {first}: pass one {what}"
+                return f"inputs[{to}] has {what} {this}, inputs[0] has {first}: pass one {what}"
     if len(inputs) != size:
-        return f"{name} has {len(inputs)} tensors for {size} ranks: pass one for each"
+        return f"inputs has {len(inputs)} tensors for {size} ranks: pass one for each"
     return None
 
 

@@ -31,13 +31,12 @@ from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
 
 
-def applied(spec: Spec, x: Tensor, nothing: Shape = (0,)) -> Tensor:
+def applied(spec: Spec, x: Tensor) -> Tensor:
     """What a layer gives for a tensor; collective among the ranks that it concerns.
 
     Args:
         spec: of the layer.
         x: the tensor.
-        nothing: the shape of the result where a rank that takes part has none.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; the same text on
@@ -48,7 +47,7 @@ def applied(spec: Spec, x: Tensor, nothing: Shape = (0,)) -> Tensor:
     ranks = spec.groups.get(wire.rank)
     if ranks is None:
         return outside(spec.name, wire, x)
-    return _recorded(Call(spec, wire, ranks, nothing=nothing), x)
+    return _recorded(Call(spec, wire, ranks), x)
 
 
 def outside(name: str, wire: Wire, x: Any) -> Tensor:

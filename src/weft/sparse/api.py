@@ -15,7 +15,7 @@ from ..wire import default
 from ..wire.base import Wire
 from . import run, tables
 from .choice import Explanation
-from .record import Record, recording, started
+from .record import recording, started
 from .request import Request
 
 
@@ -114,7 +114,7 @@ def job_of(
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
         request = Request.of(rows, op, algorithm, wire_dtype, out)
-        return lambda: reduce_now(wire, request)[0]
+        return lambda: _reduced(wire, request)
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
@@ -124,8 +124,8 @@ def job_of(
     return job
 
 
-def reduce_now(wire: Wire, request: Request) -> tuple[Any, Record]:
-    """One call whose turn on the wire it is: the result in the form asked for, and what it did."""
+def _reduced(wire: Wire, request: Request) -> Any:
     with recording(wire, "sparse_all_reduce") as note:
         done = run.reduced(wire, request)
-    return request.restore(done.rows), done.noted(note)
+    done.noted(note)
+    return request.restore(done.rows)

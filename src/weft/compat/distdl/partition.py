@@ -371,13 +371,10 @@ class MPICartesianPartition(MPIPartition):
 
         -1 beyond the edges.
         """
-        found = []
-        for dim, at in enumerate(self.cartesian_index(rank)):
-            step = int(np.prod(self.shape[dim + 1 :]))
-            before = rank - step if at > 0 else PROC_NULL
-            after = rank + step if at + 1 < self.shape[dim] else PROC_NULL
-            found.append((before, after))
-        return found
+        at = self.cartesian_index(rank) + 1
+        ranks = np.pad(np.arange(self.size).reshape(self.shape), 1, constant_values=PROC_NULL)
+        steps = np.eye(self.dim, dtype=np.int64)
+        return [(int(ranks[*(at - step)]), int(ranks[*(at + step)])) for step in steps]
 
     def create_cartesian_subtopology_partition(
         self, remain_shape: Sequence[bool]
@@ -390,11 +387,9 @@ class MPICartesianPartition(MPIPartition):
         self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
     ) -> MPICartesianPartition:
         """The sub-grid through this worker along some dimensions, of extent 1 in the others."""
-        kept = self.grid.keep(sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce)))
-        shape = [1] * self.dim
-        for axis in np.ravel(axes_reduce):
-            shape[axis] = self.grid.shape[axis]
-        return self._made(MPICartesianPartition, kept.reshape(shape))
+        axes = sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce))
+        shape = [extent if dim in axes else 1 for dim, extent in enumerate(self.grid.shape)]
+        return self._made(MPICartesianPartition, self.grid.keep(axes).reshape(shape))
 
 
 def _array(x: torch.Tensor) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,15 @@ class ZeroVolumeCorrectorFunction:
         return nn.functional.zero_volume_corrector(input)
 
 
+@dataclass(init=False)
 class TensorStructure:
     """Shape, dtype and requires_grad of a tensor; None where unknown."""
 
+    shape: Any = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool | None = None
+
     def __init__(self, tensor: Tensor | None = None) -> None:
-        self.shape: Any = None
-        self.dtype: torch.dtype | None = None
-        self.requires_grad: bool | None = None
         if tensor is not None:
             self.fill_from_tensor(tensor)
 
@@ -59,13 +62,6 @@ class TensorStructure:
         """Take those of a tensor."""
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.requires_grad = tensor.requires_grad
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorStructure):
-            return NotImplemented
-        return vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]  # it changes
 
 
 def distdl_padding_to_torch_padding(pad: ArrayLike) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,8 @@ class Attributes:
             raise WeftError(
                 f"match_id is {self.match_id!r:.40}: pass a str of at most {_LONGEST} bytes"
             )
-        for name in ("prologue_fn", "epilogue_fn", "reduction_fn"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise WeftError(f"{name} is a {type(function).__name__}: pass a function, or None")
+        names = "prologue_fn", "epilogue_fn", "reduction_fn"
+        check_functions({name: getattr(self, name) for name in names})
 
     def op(self, reduction: Any) -> Any:
         """The reduction as weft takes it."""
@@ -135,6 +133,13 @@ class Attributes:
         check_status(status, "epilogue_fn")
         _check_count(written, count, "epilogue_fn")
         return out
+
+
+def check_functions(given: Mapping[str, object]) -> None:
+    """Raise if one of these, by their names, is set and no function."""
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise WeftError(f"{name} is a {type(function).__name__}: pass a function, or None")
 
 
 def check_status(status: object, name: str) -> None:

@@ -9,8 +9,9 @@ the others its address, by whatever means it has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ TIMEOUT = 300.0
 """Seconds, as of a group that weft.init starts."""
 
 
-class Communicator:
+class Communicator(AbstractContextManager["Communicator"]):
     """A group of ranks; closes what it opened when it is closed, or at the end of a `with` block.
 
     Attributes:
@@ -40,9 +41,6 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank()} of {self.size()}>"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -72,7 +70,7 @@ class Communicator:
                 wire.sub([rank for rank, each in enumerate(colors) if each == one])
                 for one in sorted(set(colors))
             ]
-            return next(part for part in parts if part is not None)
+            return next(filter(None, parts))
 
         return Communicator(wire.worker.call("split", job), owned=True)
 
@@ -151,10 +149,8 @@ class Kvs:
         Raises:
             WireError: it was not within the store's timeout, or the store is gone.
         """
-        try:
+        with _answered(f"key {key!r} has no value"):
             return bytes(self.store.get(f"user/{key}"))
-        except RuntimeError as error:  # torch's store errors are
-            raise _unanswered(f"key {key!r} has no value", error) from error
 
     def set(self, key: str, data: bytes) -> None:
         """Set a key.
@@ -165,17 +161,19 @@ class Kvs:
         """
         if not isinstance(data, bytes | bytearray | str):
             raise WeftError(f"key {key!r} is set to a {type(data).__name__}: pass bytes")
-        try:
-            given = bytes(data) if isinstance(data, bytearray) else data
+        given = data if isinstance(data, str) else bytes(data)
+        with _answered(f"key {key!r} was not set"):
             self.store.set(f"user/{key}", given)  # type: ignore[arg-type]  # bytes are served too
-        except RuntimeError as error:
-            raise _unanswered(f"key {key!r} was not set", error) from error
 
 
-def _unanswered(what: str, error: Exception) -> WireError:
-    return WireError(
-        f"{what}: is the process that made the store alive? ({str(error).splitlines()[0]})"
-    )
+@contextmanager
+def _answered(what: str) -> Iterator[None]:
+    """What a store does not answer in here is an error that says so."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's store errors are
+        why = str(error).splitlines()[0]
+        raise WireError(f"{what}: is the process that made the store alive? ({why})") from error
 
 
 def create_main_kvs(host: str | None = None) -> Kvs:
@@ -214,7 +212,5 @@ def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
             raise ValueError
     except (TypeError, ValueError):
         raise WeftError(f"{address!r} is no address of a store: pass host:port") from None
-    try:
+    with _answered(f"no store answers at {text} within {timeout:g} s"):
         return Kvs(connect_store(name.strip("[]"), int(port), timeout), text)
-    except RuntimeError as error:  # torch's store errors are
-        raise _unanswered(f"no store answers at {text} within {timeout:g} s", error) from error

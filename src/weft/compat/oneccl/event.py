@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft import WeftError
 
+from .attributes import check_functions
 from .buffers import distinct, dtype_in, seen
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
 from .operation import MODES, Operation, Result, checked, described, start
@@ -67,13 +68,9 @@ class SparseAllreduceAttr:
         callbacks = {"completion_fn": self.completion_fn, "alloc_fn": self.alloc_fn}
         there = {name: each for name, each in callbacks.items() if each is not None}
         if len(there) != 1:
-            how = (
-                "both completion_fn and alloc_fn" if there else "neither completion_fn nor alloc_fn"
-            )
-            raise WeftError(f"attr has {how}: the result goes to one of them, so set exactly one")
-        for name, each in there.items():
-            if not callable(each):
-                raise WeftError(f"{name} is a {type(each).__name__}: pass a function")
+            how = "both completion_fn and" if there else "neither completion_fn nor"
+            raise WeftError(f"attr has {how} alloc_fn: results go to one of them, so set one")
+        check_functions(there)
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr

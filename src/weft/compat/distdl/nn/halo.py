@@ -72,8 +72,9 @@ def _told(
     if not P_x.active:
         return {}
     line = P_x.grid.reshape((P_x.size,))
-    both = _widths(recv, send, P_x.dim)
-    found: Tensor = nn.AllGather(line, 0)(both[None])
+    received = _widths(recv, P_x.dim)
+    sent = torch.full_like(received, _UNKNOWN) if send is None else _widths(send, P_x.dim)
+    found: Tensor = nn.AllGather(line, 0)(torch.stack([received, sent])[None])
     wrong = (found == _WRONG).flatten(1).any(1)
     if wrong.any():
         rank = line.ranks[int(wrong.int().argmax())]
@@ -99,17 +100,12 @@ def _told(
     return dict(zip(cells, recvs.tolist(), strict=True))
 
 
-def _widths(recv: Any, send: Any, dim: int) -> Tensor:
-    """What this worker receives and sends, [2, dim, 2]."""
-    found = torch.full((2, dim, 2), _WRONG, dtype=torch.int64, device="cpu")
-    for place, given in enumerate((recv, send)):
-        if given is None:
-            found[place] = _UNKNOWN if place else _WRONG
-            continue
-        try:
-            array = np.asarray(given, dtype=np.float64)
-        except (TypeError, ValueError):
-            continue  # it stays wrong, as all workers are told
-        if array.shape == (dim, 2) and (array >= 0).all() and (array == np.floor(array)).all():
-            found[place] = torch.from_numpy(array.astype(np.int64))
-    return found
+def _widths(given: Any, dim: int) -> Tensor:
+    """What was given as widths, [dim, 2]; wrong ones where they are none, as all are to be told."""
+    try:
+        array = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.empty(0)
+    if array.shape == (dim, 2) and (array >= 0).all() and (array == np.floor(array)).all():
+        return torch.from_numpy(array.astype(np.int64))
+    return torch.full((dim, 2), _WRONG, device="cpu")
