@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 # A shell's background job has Ctrl-C ignored, and so would have every process that a test starts.
@@ -74,6 +75,17 @@ def nothing_left() -> Callable[[], contextlib.AbstractContextManager[None]]:
     block, or let it hide what the block left.
     """
     return _nothing_left
+
+
+@pytest.fixture
+def gone() -> Callable[[Iterable[int]], bool]:
+    """Whether processes are gone, after some time at most."""
+
+    def gone(pids: Iterable[int]) -> bool:
+        there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        return not psutil.wait_procs(there, timeout=patient(30.0))[1]
+
+    return gone
 
 
 class Program:

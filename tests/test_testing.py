@@ -226,21 +226,14 @@ def test_a_killed_process_is_reported_as_such():
         processes(2, kill_myself, "1")
 
 
-def gone(pids):
-    deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def test_the_processes_end_when_they_are_not_wanted_any_more():
+def test_the_processes_end_when_they_are_not_wanted_any_more(gone):
     pids = [pid for pid, _ in run(3, process_ids, on="processes")]
     pool._stop()
     assert gone(pids)
     assert not {pid for pid, _ in run(3, process_ids, on="processes")} & set(pids)
 
 
-def test_the_processes_end_when_the_caller_dies(tmp_path):
+def test_the_processes_end_when_the_caller_dies(tmp_path, gone):
     program = """
         import os, sys, weft.testing
         sys.path.insert(0, os.path.dirname(__file__))
@@ -259,7 +252,7 @@ def test_the_processes_end_when_the_caller_dies(tmp_path):
     assert done.stderr == ""
     assert done.returncode == 3
     assert len(done.stdout.split()) == 2
-    assert gone(done.stdout.split())
+    assert gone(map(int, done.stdout.split()))
 
 
 def test_whoever_hangs_is_heard_before_the_process_ends(pytestconfig):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,13 @@ from weft.bootstrap import local
 from weft.bootstrap.init import init
 from weft.errors import WeftError, WireError
 
+Gone = Callable[[list[int]], bool]
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not spend the test's time waiting for ranks that will not end by themselves."""
     monkeypatch.setattr(local, "_GRACE", 0.3)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def gone(pids: list[int], within: float = 60.0) -> bool:
-    until = time.monotonic() + within
-    while any(map(alive, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 # The programs of a rank.
@@ -227,7 +215,7 @@ def test_a_launch_needs_a_rank() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_error_keeps_its_type_and_says_where_it_comes_from() -> None:
+def test_an_error_keeps_its_type_and_says_where_it_comes_from(gone: Gone) -> None:
     pids: list[int] = []
     with pytest.raises(LookupError, match="no such thing") as caught:
         local.launch(3, failing, [1], on_message=lambda number, pid: pids.append(pid))
@@ -236,7 +224,7 @@ def test_an_error_keeps_its_type_and_says_where_it_comes_from() -> None:
     assert "in failing" in str(caught.value.__cause__)  # the remote traceback
     for other in (0, 2):  # how the others ended
         assert f"rank {other} of 3 had not finished and was ended; it was here:" in notes
-    assert not any(map(alive, pids))
+    assert gone(pids)
 
 
 def test_the_cause_is_raised_and_not_its_echoes() -> None:
@@ -270,18 +258,17 @@ def test_a_timeout_names_the_late_ranks() -> None:
     assert "rank 2 of 3 had not" in str(caught.value) and "rank 0" not in str(caught.value)
 
 
-def test_a_rank_that_has_its_result_need_not_end_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local, "_GRACE", 0.3)
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_has_its_result_need_not_end_by_itself() -> None:
     assert local.launch(2, returning_but_not_ending) == [0, 1]
 
 
-def test_what_a_rank_started_ends_with_it() -> None:
+def test_what_a_rank_started_ends_with_it(gone: Gone) -> None:
     assert gone(local.launch(2, leaving_a_child))
 
 
-def test_what_a_rank_started_ends_with_it_when_both_are_deaf(
+def test_an_error_of_the_listener_ends_the_ranks_and_what_they_started_though_both_are_deaf(
+    gone: Gone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ladder = ((signal.SIGINT, 0.2), (signal.SIGTERM, 0.2), (signal.SIGKILL, 10.0))
@@ -295,19 +282,6 @@ def test_what_a_rank_started_ends_with_it_when_both_are_deaf(
     with pytest.raises(KeyError):
         local.launch(1, with_a_child, on_message=listen)
     assert len(pids) == 1
-    assert gone(pids)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_an_error_of_the_listener_ends_the_ranks() -> None:
-    pids: list[int] = []
-
-    def listen(number: int, pid: int) -> None:
-        pids.append(pid)
-        raise KeyError(number)
-
-    with pytest.raises(KeyError):
-        local.launch(2, failing, [-1], on_message=listen)
     assert gone(pids)
 
 
@@ -356,7 +330,7 @@ def started(launcher: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return process, pids
 
 
-def test_ctrl_c_reaches_every_rank_once_and_ends_all(launcher: Path) -> None:
+def test_ctrl_c_reaches_every_rank_once_and_ends_all(gone: Gone, launcher: Path) -> None:
     process, pids = started(launcher)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground
     out, err = process.communicate(timeout=60)
@@ -366,7 +340,7 @@ def test_ctrl_c_reaches_every_rank_once_and_ends_all(launcher: Path) -> None:
     assert gone(pids)
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(launcher: Path) -> None:
+def test_ranks_do_not_outlive_a_killed_launcher(gone: Gone, launcher: Path) -> None:
     process, pids = started(launcher)
     process.kill()
     process.communicate(timeout=60)

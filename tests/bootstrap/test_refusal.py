@@ -36,12 +36,6 @@ except weft.Error as error:
 LONG = 90.0  # seconds that a rank would wait that hears nothing; more than a test may take
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
-
-
 class Ranks:
     """Processes that call `weft.init`, and what each says."""
 
@@ -83,10 +77,10 @@ def at(port: int, **env: str) -> dict[str, str]:
     ],
 )
 def test_the_others_hear_why_rank_0_cannot_come(
-    wrong: dict[str, str], complaint: str, where: str, ranks: Ranks, tmp_path: Path
+    wrong: dict[str, str], complaint: str, where: str, ranks: Ranks, tmp_path: Path, port: int
 ) -> None:
     """They have nobody to meet at, but for the one that cannot come."""
-    port, url = free_port(), where.format(tmp_path)
+    url = where.format(tmp_path)
     ranks.start(at(port, RANK="1", WORLD_SIZE="2"), url)
     ranks.start(at(port, **wrong), url)
     said = [out for out, _ in ranks.said()]
@@ -112,8 +106,8 @@ def test_a_port_that_is_taken_is_told(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks) -> None:
-    env = at(free_port(), WORLD_SIZE="2") | {"MASTER_ADDR": host}
+def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks, port: int) -> None:
+    env = at(port, WORLD_SIZE="2") | {"MASTER_ADDR": host}
     ranks.start(env | {"RANK": "1"})
     time.sleep(3.0)  # it is at the port long since
     ranks.start(env | {"RANK": "0"})
@@ -127,8 +121,10 @@ def test_a_late_rank_0_is_waited_for_in_silence(host: str, ranks: Ranks) -> None
         ("0", r"rank 1 did not come to .* in time \(1 of 2 came, from "),
     ],
 )
-def test_a_rank_that_gives_up_says_one_sentence(rank: str, complaint: str, ranks: Ranks) -> None:
-    ranks.start(at(free_port(), RANK=rank, WORLD_SIZE="2"), timeout=2.0)
+def test_a_rank_that_gives_up_says_one_sentence(
+    rank: str, complaint: str, ranks: Ranks, port: int
+) -> None:
+    ranks.start(at(port, RANK=rank, WORLD_SIZE="2"), timeout=2.0)
     ((out, err),) = ranks.said()
     with pytest.raises(AssertionError, match=f"^WireError: {complaint}"):
         raise AssertionError(out)
@@ -143,7 +139,7 @@ def test_a_rank_that_gives_up_says_one_sentence(rank: str, complaint: str, ranks
     ],
 )
 def test_ranks_that_met_and_cannot_connect_are_told_that(
-    said: str, who: str, culprit: int | None, monkeypatch: pytest.MonkeyPatch
+    said: str, who: str, culprit: int | None, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     """Where one freezes then, or a firewall leaves them the port of the meeting alone."""
 
@@ -155,5 +151,5 @@ def test_ranks_that_met_and_cannot_connect_are_told_that(
     monkeypatch.setattr(dist, "init_process_group", fails)
     complaint = rf"^rank 0: all 1 ranks came to tcp.*, and then {who} did not connect: .*firewall"
     with pytest.raises(WireError, match=complaint) as caught:
-        init.init(rendezvous=f"tcp://127.0.0.1:{free_port()}")
+        init.init(rendezvous=f"tcp://127.0.0.1:{port}")
     assert caught.value.culprit == culprit

@@ -192,7 +192,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
         RuntimeError: from the store.
     """
     stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
-    newcomer = meeting.round == 0
+    newcomer, hint = meeting.round == 0, ""
     store, arrival, decision = meeting.store, 0, Decision(over=True)
     # where another rank 0 hosts, that has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
@@ -207,6 +207,8 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
             # this process came: then rank 0 begins no other
             until = min(deadline, time.monotonic() + _GRACE)
             fresh = decision.error and time.time() - decision.when < _FRESH
+            if not decision.error:
+                hint = "; or the ranks there are complete without it: was one started twice?"
             if not fresh or has(store, f"weft/begun{meeting.round + 1}", until, 1):
                 decision = Decision(over=True)
     if arrival > decision.came and not decision.error:
@@ -215,7 +217,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
             "processes were started than the world size says, or two with one rank"
         )
     if decision.missing is not None:
-        raise WireError(decision.error, rank=mine.rank, culprit=decision.missing)
+        raise WireError(f"{decision.error}{hint}", rank=mine.rank, culprit=decision.missing)
     if decision.error:
         raise WeftError(decision.error)
     return decision, space
