@@ -196,7 +196,8 @@ def drawn(plan: Plan, title: str) -> Figure:
     width = 2.6 if columns > 1 else 4.2
     size = (width * columns, (width * ratio + 0.5) * sum(rows) + 0.9)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    palette = colormaps["Set2" if len(ranks) <= 8 else "turbo"].resampled(len(ranks))
+    few, many = colormaps["Set2"], colormaps["turbo"].resampled(len(ranks))
+    palette = few if len(ranks) <= few.N else many
     colours = {rank: palette(number) for number, rank in enumerate(ranks)}
     grid = figure.add_gridspec(sum(rows), columns)
     for number, side in enumerate(sides):

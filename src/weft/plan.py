@@ -62,12 +62,13 @@ class Side:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, found: Mapping[int, Box], sheet: int = 0) -> Side:
-        """Each rank holds one box, which is all of its tensor."""
+    def of(cls, found: Mapping[int, Box], sheets: Mapping[int, int] | None = None) -> Side:
+        """Each rank holds one box, which is all of its tensor; on its sheet, if there are more."""
+        sheets = sheets or {}
         return cls(
             {rank: box.shape for rank, box in found.items()},
             tuple(
-                Piece(rank, box, (0,) * len(box.start), sheet)
+                Piece(rank, box, (0,) * len(box.start), sheets.get(rank, 0))
                 for rank, box in sorted(found.items())
             ),
         )

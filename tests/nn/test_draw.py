@@ -95,7 +95,7 @@ def test_pieces_of_a_rank_and_tensors_of_their_own():
     )
     (have,), _ = frames(between(strided, {0: whole((8,))}))
     assert [points(have.cells)[0, at] for at in (0, 2, 4, 6)] == [(0,), (1,)] * 2
-    own = [Side.of({rank: whole((3,))}, sheet=rank) for rank in (0, 1)]
+    own = [Side.of({rank: whole((3,))}, {rank: rank}) for rank in (0, 1)]
     both = Side({0: (3,), 1: (3,)}, own[0].pieces + own[1].pieces)
     have, _ = frames(between(both, both))
     assert [each.title for each in have] == ["rank 0 has (3,)", "rank 1 has (3,)"]

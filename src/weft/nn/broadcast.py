@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import WeftError
-from ..grid import Shape, ravel, whole
+from ..grid import Box, Shape, ravel, whole
 from ..plan import Plan, Side, between
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
@@ -82,16 +82,18 @@ class BroadcastSpec(Spec):
         return shape if rank in self.copies.get(rank, ()) else None
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        few, many = [], []
+        few: dict[int, Box] = {}
+        many: dict[int, Box] = {}
+        sheets: dict[int, int] = {}
         for rank, each in self.copies.items():
             brings = each if self.summing else [rank]
             if brings[0] not in shapes:
                 continue  # in another group of ranks
             fitting(self.name, dict.fromkeys(brings, ()), {r: shapes[r] for r in brings}, ())
-            box = whole(shapes[brings[0]])
-            few.append(Side.of({rank: box}, sheet=rank))
-            many.append(Side.of(dict.fromkeys(each, box), sheet=rank))
-        plan = between(_together(few), _together(many))
+            few[rank] = whole(shapes[brings[0]])
+            many |= dict.fromkeys(each, few[rank])
+            sheets |= dict.fromkeys(each, rank)
+        plan = between(Side.of(few, {rank: rank for rank in few}), Side.of(many, sheets))
         return plan.T if self.summing else plan
 
 
@@ -105,13 +107,6 @@ class SumReduceSpec(BroadcastSpec):
     @functools.cached_property
     def copies(self) -> Mapping[int, list[int]]:
         return copies(self.target, self.source)
-
-
-def _together(sides: Sequence[Side]) -> Side:
-    return Side(
-        {rank: shape for side in sides for rank, shape in side.shapes.items()},
-        tuple(piece for side in sides for piece in side.pieces),
-    )
 
 
 class _BetweenGrids(Layer):

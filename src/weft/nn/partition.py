@@ -213,10 +213,11 @@ class Partition:
             WeftError: there is no such cell, or it is named twice.
         """
         numbers = integers("subset", "positions", positions)
-        if len(set(numbers)) < len(numbers) or not all(0 <= at < self.size for at in numbers):
-            raise WeftError(f"{list(numbers)} are not distinct cells of the {self.size} there are")
-        if not numbers:
-            raise WeftError("a grid has at least one cell")
+        inside = numbers and all(0 <= at < self.size for at in numbers)
+        if not inside or len(set(numbers)) < len(numbers):
+            raise WeftError(
+                f"{list(numbers)} are not distinct cells of the {self.size} there are: pass some"
+            )
         return self._like((len(numbers),), [self.ranks[at] for at in numbers])
 
     def reshape(self, shape: Sequence[int]) -> Partition:
@@ -241,7 +242,7 @@ class Partition:
         for other in others:
             same_group("union", self, other)
         ranks = dict.fromkeys(rank for each in (self, *others) for rank in each.ranks)
-        return self._like((len(ranks),), list(ranks))
+        return self._like((len(ranks),), ranks)
 
     def keep(self, dims: Sequence[int] | int) -> Partition:
         """The sub-grid through this rank's cell along some dimensions, in the order given.
@@ -391,12 +392,8 @@ def integers(who: str, what: str, given: Any) -> tuple[int, ...]:
     Raises:
         WeftError: they are none.
     """
-    try:
-        one = operator.index(given)
-    except TypeError:
-        pass
-    else:
-        return (one,)
+    with contextlib.suppress(TypeError):
+        return (operator.index(given),)
     try:
         return tuple(operator.index(each) for each in given)
     except TypeError as error:

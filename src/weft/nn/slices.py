@@ -119,32 +119,10 @@ class SliceSpec(Spec):
         return between(held(self.movement.brings), held(self.movement.gets))
 
 
-class SliceLayer(Layer):
-    """A layer within the slices of one grid."""
+class CuttingLayer(Layer):
+    """A layer within the slices of one grid that cuts tensors, and may be told how."""
 
     movement: ClassVar[Movement]
-
-    def __init__(
-        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
-    ) -> None:
-        self._move(partition, dims, shape)
-
-    def _move(
-        self,
-        partition: Partition,
-        dims: Sequence[int] | int,
-        shape: Sequence[int] | None,
-        lengths: Lengths = None,
-    ) -> None:
-        are_grids(self.movement.name, partition)
-        found = normal_dims(dims, partition.dim)
-        checked = checked_lengths(lengths)
-        spec = SliceSpec(self.movement, partition, found, checked, shape=checked_shape(shape))
-        super().__init__(spec)
-
-
-class CuttingLayer(SliceLayer):
-    """A layer within the slices of one grid that cuts tensors, and may be told how."""
 
     def __init__(
         self,
@@ -154,4 +132,16 @@ class CuttingLayer(SliceLayer):
         shape: Sequence[int] | None = None,
         lengths: Lengths = None,
     ) -> None:
-        self._move(partition, dims, shape, lengths)
+        are_grids(self.movement.name, partition)
+        found, told = normal_dims(dims, partition.dim), checked_shape(shape)
+        cut = checked_lengths(lengths)
+        super().__init__(SliceSpec(self.movement, partition, found, cut, shape=told))
+
+
+class SliceLayer(CuttingLayer):
+    """A layer within the slices of one grid that cuts nothing anew."""
+
+    def __init__(
+        self, partition: Partition, dims: Sequence[int] | int, *, shape: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(partition, dims, shape=shape)
