@@ -209,21 +209,10 @@ def variable(name):
     return os.environ[name]
 
 
-def kill_myself(rank):
-    if os.environ["RANK"] == rank:
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)
-
-
 def test_processes_are_started_as_by_a_launcher():
     assert processes(3, variable, "RANK") == ["0", "1", "2"]
     assert processes(2, variable, "WORLD_SIZE") == ["2", "2"]
     assert processes(1, variable, "WEFT_X", env={"WEFT_X": "y"}) == ["y"]
-
-
-def test_a_killed_process_is_reported_as_such():
-    with pytest.raises(WireError, match="rank 1 of 2 was killed by SIGTERM"):
-        processes(2, kill_myself, "1")
 
 
 def test_the_processes_end_when_they_are_not_wanted_any_more(gone):

@@ -98,23 +98,19 @@ def late() -> None:
         time.sleep(60)  # deaf to the first request
 
 
-def with_a_child() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    local.send(child)
-    time.sleep(60)
-
-
 def leaving_a_child() -> int:
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     return child
+
+
+def with_a_child() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    local.send(leaving_a_child())
+    time.sleep(60)
 
 
 def returning_but_not_ending() -> int:

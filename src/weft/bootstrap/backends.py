@@ -2,7 +2,7 @@
 
 A backend is the name that a person gives; its spec is what `init_process_group` is told, in which
 CPU tensors have a backend of their own where the named one is for another device. To add one,
-write its spec to `_SPECS`, and what it needs to `_lacking`.
+write its spec to `SPECS`, and what it needs to `_lacking`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def spec(backend: str) -> str:
     _check_known(backend)
     if lacking := _lacking(backend):
         raise WeftError(f"backend {backend!r} {lacking}")
-    return _SPECS[backend]
+    return SPECS[backend]
 
 
 def is_in(backend: str, there: str) -> bool:
@@ -46,11 +46,6 @@ def is_in(backend: str, there: str) -> bool:
     _check_known(backend)
     names = {part.rpartition(":")[2] for part in there.split(",")}
     return backend in names or (backend == "mpi" and MPI in names)
-
-
-def known() -> list[str]:
-    """The names, all of them."""
-    return list(_SPECS)
 
 
 def able() -> tuple[str, ...]:
@@ -104,11 +99,11 @@ def _lacking(backend: str) -> str:
 
 
 def _check_known(backend: str) -> None:
-    if backend not in _SPECS:
-        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(known())}")
+    if backend not in SPECS:
+        raise WeftError(f"backend {backend!r} is unknown: use one of {', '.join(SPECS)}")
 
 
-_SPECS = {
+SPECS = {
     "gloo": "gloo",
     "weft": f"cpu:{WEFT}",
     "nccl": "cpu:gloo,cuda:nccl",

@@ -47,7 +47,7 @@ def look_ahead(rendezvous: str | None = None) -> Preview:
         'gloo'
     """
     found = Preview()
-    for name in backends.known():
+    for name in backends.SPECS:
         try:
             found.backends[name] = backends.spec(name)
         except WeftError as error:
