@@ -166,16 +166,6 @@ def test_indices_that_are_not_contiguous():
     assert kernels.sketch(torch.arange(20)[::2], 3).numel() == 3
 
 
-@given(k=st.integers(0, 50), count=st.integers(1, 60), dtype=st.sampled_from(DTYPES))
-def test_quantiles(k, count, dtype):
-    indices = torch.arange(k, dtype=dtype) * 3 + 1
-    expected = (
-        [1 + 3 * min(k - 1, j * k // count) for j in range(count + 1)] if k else [0] * (count + 1)
-    )
-    got = kernels.quantiles(indices, count)
-    assert got.tolist() == expected and got.dtype == torch.int64
-
-
 # Sketches.
 
 

@@ -21,7 +21,7 @@ The vocabulary:
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
   run was given, and where it has them; `put` brings rows to places.
-* `held`, `take`, `quantiles`, `sketch`: see each.
+* `held`, `take`, `sketch`: see each.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
 What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
@@ -53,7 +53,6 @@ from .reference import Shares as Shares
 from .reference import Union as Union
 from .reference import hashed as hashed
 from .reference import held as held
-from .reference import quantiles as quantiles
 
 _ALL = slice(None)
 

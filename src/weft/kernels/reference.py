@@ -306,24 +306,6 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(tensor, max(1, _BLOCK // row))
 
 
-def quantiles(indices: Tensor, count: int) -> Tensor:
-    """Indices that cut sorted unique ones in `count` parts of equal length.
-
-    Returns:
-        int64 `[count + 1]`: entry j is `indices[min(k - 1, j * k // count)]`, the last one the
-        greatest index; zeros if there are none.
-
-    Example:
-        >>> quantiles(torch.tensor([1, 2, 4, 8]), 2)
-        tensor([1, 4, 8])
-    """
-    k = len(indices)
-    if k == 0:
-        return torch.zeros(count + 1, dtype=torch.int64, device=indices.device)
-    places = torch.arange(count + 1, device=indices.device) * k // count
-    return indices[places.clamp_(max=k - 1)].long()
-
-
 def sketch(indices: Tensor, count: int) -> Tensor:
     """See `weft.kernels.sketch`."""
     ids = indices.long()
