@@ -26,6 +26,10 @@ class Wait:
         return self._peer
 
 
+def running() -> tuple[int, str]:
+    return 7, "barrier"
+
+
 class Peers:
     """Ranks 1 and 2 of three, as rank 0 sees them."""
 
@@ -40,7 +44,11 @@ class Peers:
         self.cuts: list[float] = []
         self.unread = {1: b"", 2: b""}
         self.watch = Detector(
-            0, timeout, mesh, lambda: self.cuts.append(time.monotonic()), lambda: (7, "barrier")
+            0,
+            timeout,
+            mesh,
+            lambda: self.cuts.append(time.monotonic()),
+            lambda: lambda: (7, "barrier"),
         )
         stack.callback(self.watch.close)
 
@@ -90,7 +98,7 @@ def test_a_reset_is_a_death(peers):
         near, _ = listener.accept()
         near.setblocking(False)
         with ExitStack() as stack:
-            watch = Detector(0, 20.0, {1: near}, lambda: None, lambda: (0, ""))
+            watch = Detector(0, 20.0, {1: near}, lambda: None, lambda: None)
             stack.callback(watch.close)
             far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))
             far.close()

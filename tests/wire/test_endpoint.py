@@ -14,7 +14,7 @@ import pytest
 
 from weft.wire.tcp.endpoint import AbsentError, Endpoint, Listener
 
-LANES = ("messages", "side")
+LANES = 2
 
 
 def joined(listeners, deadline, stack):
@@ -24,8 +24,8 @@ def joined(listeners, deadline, stack):
 
     def make(rank):
         peers = {peer: each for peer, each in enumerate(endpoints) if peer != rank}
-        made[rank] = listeners[rank].connect(rank, peers, LANES, deadline)
-        for lane in made[rank].values():
+        made[rank] = listeners[rank].connect(rank, peers, deadline)
+        for lane in made[rank]:
             for sock in lane.values():
                 stack.callback(sock.close)
 
@@ -46,24 +46,24 @@ def listeners():
 def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
     endpoint = listeners[0].endpoint
     with ExitStack() as stack:
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(20), bytes(16) + bytes(7) + b"\1"):
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(30), bytes(39) + b"\1"):
             stranger = socket.create_connection((endpoint.address, endpoint.port))
             stack.callback(stranger.close)
             stranger.sendall(words)  # nothing, something else, a rank without the token
         for rank, lane in ((1, 2), (0, 0)):  # it knows the token, but is nobody awaited
             stranger = socket.create_connection((endpoint.address, endpoint.port))
             stack.callback(stranger.close)
-            stranger.sendall(endpoint.token + struct.pack("!II", rank, lane))
+            stranger.sendall(endpoint.token.encode() + struct.pack("!II", rank, lane))
         made = joined(listeners, time.monotonic() + 10.0, stack)
-        for number, lane in enumerate(LANES):
-            assert [sorted(lanes[lane]) for lanes in made] == [[1, 2], [0, 2], [0, 1]]
+        for number in range(LANES):
+            assert [sorted(lanes[number]) for lanes in made] == [[1, 2], [0, 2], [0, 1]]
             for rank, lanes in enumerate(made):
-                for peer, sock in lanes[lane].items():
+                for peer, sock in lanes[number].items():
                     sock.setblocking(True)
                     sock.sendall(bytes([rank, peer, number]))
-        for number, lane in enumerate(LANES):
+        for number in range(LANES):
             for rank, lanes in enumerate(made):
-                for peer, sock in lanes[lane].items():
+                for peer, sock in lanes[number].items():
                     assert sock.recv(3) == bytes([peer, rank, number])
 
 
@@ -75,7 +75,7 @@ def test_ranks_of_one_host_have_unix_sockets():
         unix = {
             (rank, peer)
             for rank, lanes in enumerate(made)
-            for peer, sock in lanes["messages"].items()
+            for peer, sock in lanes[0].items()
             if sock.family == socket.AF_UNIX
         }
     assert unix == {(1, 2), (2, 1)}
@@ -86,30 +86,30 @@ def test_who_does_not_come_is_named(listeners):
     endpoints = {rank: each.endpoint for rank, each in enumerate(others, start=1)}
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="ranks 1 and 2 did not connect"):
-        listener.connect(0, endpoints, LANES, time.monotonic() + 0.3)
+        listener.connect(0, endpoints, time.monotonic() + 0.3)
     assert time.monotonic() - began < 5.0
 
 
 def test_who_cannot_be_reached_is_named(listeners):
     _, other = listeners[:2]
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        endpoint = Endpoint("127.0.0.1", closed.getsockname()[1], bytes(16))
+        endpoint = Endpoint("127.0.0.1", closed.getsockname()[1], "0" * 32)
     with pytest.raises(AbsentError, match=r"^rank 0 cannot be reached at 127.0.0.1 port .*refused"):
-        other.connect(1, {0: endpoint}, LANES, time.monotonic() + 5.0)
+        other.connect(1, {0: endpoint}, time.monotonic() + 5.0)
 
 
 def test_no_time_left_is_said(listeners):
     endpoints = {0: listeners[0].endpoint}
     with pytest.raises(TimeoutError, match="no time was left"):
-        listeners[1].connect(1, endpoints, LANES, time.monotonic() - 1.0)
+        listeners[1].connect(1, endpoints, time.monotonic() - 1.0)
 
 
 def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
     with Listener("127.0.0.1", 1) as gone:
         shut = gone.endpoint
-    endpoints = {0: listeners[0].endpoint, 1: replace(shut, token=bytes(16))}
+    endpoints = {0: listeners[0].endpoint, 1: replace(shut, token="0" * 32)}
     with nothing_left(), pytest.raises(AbsentError):
-        listeners[2].connect(2, endpoints, LANES, time.monotonic() + 5.0)
+        listeners[2].connect(2, endpoints, time.monotonic() + 5.0)
 
 
 def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", failing)
     with ExitStack() as stack:
         made = joined(listeners[:2], time.monotonic() + 10.0, stack)
-        assert not failures and [sorted(lanes["side"]) for lanes in made] == [[1], [0]]
+        assert not failures and [sorted(lanes[1]) for lanes in made] == [[1], [0]]
 
 
 def test_an_address_of_another_machine_is_refused():

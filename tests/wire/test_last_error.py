@@ -103,6 +103,7 @@ CALLS = {
     "Partition": lambda **group: weft.Partition((1,), **group),
     "all_reduce": lambda **group: weft.all_reduce(torch.ones(1), **group),
     "all_to_all": lambda **group: weft.all_to_all([torch.ones(1)], **group),
+    "attempt": lambda **group: weft.attempt(int, **group),
     "barrier": lambda **group: weft.barrier(**group),
     "exchange": lambda **group: weft.exchange(torch.ones(1), [None], **group),
     "explain": lambda **group: weft.explain(rows(), **group),

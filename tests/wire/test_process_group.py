@@ -21,7 +21,7 @@ from weft import WeftError, WireError
 from weft.testing import processes, run
 from weft.wire import process_group
 from weft.wire.base import peers
-from weft.wire.process_group import connect, of, of_group, of_mesh
+from weft.wire.process_group import connect, of, of_group
 
 on_processes = functools.partial(run, on="processes")
 
@@ -74,8 +74,8 @@ def groups(wire, path):
             assert of_group(made[0]) is not of_group(made[2])
 
         mesh = DeviceMesh("cpu", torch.arange(wire.size))
-        talk(of_mesh(mesh))
-        assert of(mesh) is of_mesh(mesh)
+        talk(of(mesh))
+        assert of(mesh) is of(mesh)
         with pytest.raises(WeftError, match=r"shape \(3, 1\) has 2 dimensions"):
             of(DeviceMesh("cpu", torch.arange(wire.size).view(-1, 1)))
 
@@ -112,7 +112,7 @@ def destroy(wire, path):
         talk(again)
         del again, world, kept, group
     gc.collect()
-    assert not process_group._entries, "the wire outlives its group"
+    assert not process_group._wires, "the wire outlives its group"
     with pytest.raises(WeftError, match=r"call weft.init\(\) first"):
         of_group(None)
 

@@ -73,9 +73,10 @@ def test_pages_that_are_not_used_for_a_while_go_back(segment):
 
 def test_a_closed_segment_gives_no_memory_and_keeps_what_it_gave(segment):
     offset = segment.stage(torch.arange(100))
+    held = segment.memory[offset : offset + 800]
     segment.close()
     assert segment.allocate(1) is None
-    assert segment.memory[offset : offset + 800].view(torch.int64).tolist() == list(range(100))
+    assert held.view(torch.int64).tolist() == list(range(100))
 
 
 def shown(segments, descriptors=None):

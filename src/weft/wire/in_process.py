@@ -13,15 +13,15 @@ import abc
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import WeftError, WireError
-from .base import Pending, Recv, Send, Wire, as_bytes, chosen
+from .base import Pending, Recv, Send, Wire, chosen, memory_of
 from .failure.verdict import Verdict
 
 Bytes = NDArray[np.uint8]
@@ -104,44 +104,43 @@ class Exchange(Pending):
         return None
 
 
-class Group(abc.ABC):
+class Group:
     """What the ranks of a group share. Everything is read and written with the lock held.
 
     Attributes:
         hosts: the name of each rank's machine.
-        lock: of the group.
-        wake: for each rank, what wakes it.
+        wake: for each rank, what wakes it; all have the same lock.
         wires: for each rank, its own.
         waiting: what the ranks that wait wait for.
         left: the ranks that closed their wires.
         verdict: what broke the group, or None.
     """
 
-    wires: Sequence[InProcessWire]
-
     def __init__(
         self,
         hosts: Sequence[str],
         timeout: float,
-        lock: threading.RLock,
         wake: list[threading.Condition],
+        make: Callable[[int, Any], Any],
     ) -> None:
-        self.hosts, self.timeout, self.lock, self.wake = hosts, timeout, lock, wake
+        """`make` gives the wire of a rank and its group."""
+        self.hosts, self.timeout, self.wake, self._make = hosts, timeout, wake, make
         self.waiting: dict[int, Exchange] = {}
         self.left: set[int] = set()
         self.verdict: Verdict | None = None
-        self._parts: list[tuple[tuple[int, ...], Self]] = []  # in the order they were made
+        self._parts: list[tuple[tuple[int, ...], Group]] = []  # in the order they were made
         self._unmet: dict[tuple[int, int, int], deque[End]] = {}  # all sends, or all receives
+        self.wires: list[Any] = [make(rank, self) for rank in range(len(hosts))]
 
-    @abc.abstractmethod
-    def _part(self, ranks: tuple[int, ...]) -> Self:
-        """A group of some of the ranks."""
-
-    def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Self]:
+    def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Group]:
         """The part of that number with its ranks: these, if nobody has made it before."""
         if number == len(self._parts):
             self._parts.append((ranks, self._part(ranks)))
         return self._parts[number]
+
+    def _part(self, ranks: tuple[int, ...]) -> Group:
+        hosts, wake = [self.hosts[rank] for rank in ranks], [self.wake[rank] for rank in ranks]
+        return Group(hosts, self.timeout, wake, self._make)
 
     def meet(self, end: End, channel: int) -> None:
         """Add one end of a message; if the other is there, the bytes go over."""
@@ -171,7 +170,7 @@ class Group(abc.ABC):
             )
         if isinstance(target.data, int):
             exchange.results[target.slot] = result = exchange.wire._room(exchange, size, room)
-            target.data = memory_of(result)
+            target.data = bytes_of(result)
         target.data[:size] = source.data
         source.matched = target.matched = True
         exchange.wire._deliver(source, target, size)
@@ -212,30 +211,27 @@ class Group(abc.ABC):
 class InProcessWire(Wire):
     """One rank's end of a group of threads."""
 
-    _group: Group
+    _exchange: type[Exchange]
 
     def __init__(self, rank: int, group: Group) -> None:
         super().__init__(rank, len(group.hosts), group.timeout, group.hosts[rank])
+        self._group = group
         self._splits = 0
         self._closed = False
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        group, exchange = self._group, self._exchange()
-        with group.lock:
+        group, exchange = self._group, self._exchange(self)
+        with group.wake[self.rank]:
             self._check_usable()
             for slot, (peer, into) in enumerate(recvs):
                 exchange.results.append(into)
-                data = into if isinstance(into, int) else memory_of(into)
+                data = into if isinstance(into, int) else bytes_of(into)
                 self._begin(end := End(exchange, peer, data, slot))
                 group.meet(end, channel)
             for peer, tensor in sends:
-                self._begin(end := End(exchange, peer, memory_of(tensor)))
+                self._begin(end := End(exchange, peer, bytes_of(tensor)))
                 group.meet(end, channel)
         return exchange
-
-    def _exchange(self) -> Exchange:
-        """Messages that are about to be posted."""
-        return Exchange(self)
 
     @abc.abstractmethod
     def _begin(self, end: End) -> None:
@@ -251,7 +247,7 @@ class InProcessWire(Wire):
 
     def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
         distinct = chosen(self, ranks)
-        with self._group.lock:
+        with self._group.wake[self.rank]:
             self._check_usable()
             others, part = self._group.part(self._splits, distinct)
             self._splits += 1
@@ -261,15 +257,14 @@ class InProcessWire(Wire):
                     f"rank {self.rank} makes a part of ranks {list(distinct)} where others "
                     f"make one of {list(others)}",
                 )
-        return part.wires[distinct.index(self.rank)] if self.rank in distinct else None
+        return None if self.rank not in distinct else part.wires[distinct.index(self.rank)]
 
     def abort(self, reason: str) -> None:
-        with self._group.lock:
-            self._group.break_for_all(self.rank, f"rank {self.rank} gave up: {reason}")
+        self._fail(self.rank, f"rank {self.rank} gave up: {reason}")
 
     def close(self) -> None:
         group = self._group
-        with group.lock:
+        with group.wake[self.rank]:
             if self._closed:
                 return
             self._closed = True
@@ -281,9 +276,9 @@ class InProcessWire(Wire):
 
     def _await(self, exchange: Exchange) -> None:
         """Wait until nothing of an exchange is under way."""
-        group, rank = self._group, self.rank
+        group, rank, wake = self._group, self.rank, self._group.wake[self.rank]
         until = time.monotonic() + self.timeout
-        with group.lock:
+        with wake:
             if exchange.left:
                 self._check_usable()
                 group.waiting[rank] = exchange
@@ -293,7 +288,7 @@ class InProcessWire(Wire):
                     self._check_usable()
                     if (remaining := until - time.monotonic()) <= 0:
                         raise self._late(exchange)
-                    group.wake[rank].wait(remaining)
+                    wake.wait(remaining)
             finally:
                 group.waiting.pop(rank, None)
 
@@ -323,7 +318,7 @@ class InProcessWire(Wire):
 
     def _fail(self, culprit: int | None, text: str) -> WireError:
         """Break the wire for all ranks; the error to raise on this one."""
-        with self._group.lock:
+        with self._group.wake[self.rank]:
             return self._error(self._group.break_for_all(culprit, text))
 
     def _error(self, verdict: Verdict) -> WireError:
@@ -331,20 +326,20 @@ class InProcessWire(Wire):
         return WireError(text, rank=self.rank, culprit=verdict.culprit)
 
 
-def named(hosts: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
-    """The name of each rank's host: as given or, by default, `names`.
+def woken(hosts: Sequence[str] | None, size: int) -> list[threading.Condition]:
+    """What wakes each of so many ranks.
 
     Raises:
         WeftError: there are no ranks, or not one host for each.
     """
-    if not names:
-        raise WeftError("a group has at least one rank, not 0")
-    if hosts is not None and len(hosts) != len(names):
-        raise WeftError(f"{len(hosts)} hosts for {len(names)} ranks: give one for each")
-    return hosts or names
+    if size < 1:
+        raise WeftError(f"a group has at least one rank, not {size}")
+    if hosts is not None and len(hosts) != size:
+        raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
+    lock = threading.RLock()
+    return [threading.Condition(lock) for _ in range(size)]
 
 
-def memory_of(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor as NumPy sees them: writing them is no torch operation."""
-    view: Bytes = as_bytes(tensor.detach()).numpy()
-    return view
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The bytes of a tensor as an array."""
+    return np.asarray(memory_of(tensor))

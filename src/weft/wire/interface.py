@@ -10,10 +10,11 @@ its very name, or where the machine has nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +61,17 @@ def own_address(store: dist.Store | None = None) -> str:
     host, port = _server(store)
     route = None if host is None else _towards(host, port)
     for variable in VARIABLES:
-        if named := os.environ.get(variable, "").strip():
-            if not named.startswith("^"):
-                return _of_interfaces(variable, named, route)
+        named = os.environ.get(variable, "").strip()
+        if named.startswith("^"):
             return _beside(variable, named, host, route)
-    return _free_choice(host, route, lambda address: True)
+        if named:
+            return _of_interfaces(variable, named, route)
+    return _free_choice(host, route)
 
 
 def free_address() -> str:
     """`own_address` at no store yet, whatever is named."""
-    return _free_choice(None, None, lambda address: True)
+    return _free_choice(None, None)
 
 
 def is_own(address: str) -> bool:
@@ -91,12 +93,13 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _free_choice(host: str | None, route: str | None, may: Callable[[str], bool]) -> str:
+def _free_choice(host: str | None, route: str | None, never: Set[str] = frozenset()) -> str:
     """The address on the way to the store, else another one that may be taken."""
-    leads = host is not None and (not is_loopback(route or "") or _means_loopback(host))
-    if route is not None and leads and may(route):
+    meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
+    if route is not None and route not in never and (meant or not is_loopback(route)):
         return route
-    return next((each for each in _of_machine() if may(each) and _is_here(each)), _LOOPBACK)
+    others = (each for each in _of_machine() if each not in never and _is_here(each))
+    return next(others, _LOOPBACK)
 
 
 def _server(store: dist.Store | None) -> tuple[str | None, int]:
@@ -108,29 +111,24 @@ def _server(store: dist.Store | None) -> tuple[str | None, int]:
 
 def _towards(host: str, port: int) -> str | None:
     """This machine's address on the way to a host; nothing is sent."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, _, _, name in found:
-        try:
-            with socket.socket(family, kind) as sock:
-                sock.connect(name)
-                return str(sock.getsockname()[0])
-        except OSError:
-            continue  # no route by this family
+    for family, kind, _, _, name in _found(host, port, socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
+            sock.connect(name)  # fails where there is no route by this family
+            return str(sock.getsockname()[0])
     return None
+
+
+def _found(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
+    try:
+        return list(socket.getaddrinfo(host, port, type=kind))
+    except OSError:
+        return []
 
 
 def _of_machine() -> Iterator[str]:
     """Addresses by which others may know this machine, the likeliest first."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    yield from (str(name[0]) for *_, name in found)
-    out = _towards(_OUT, 9)
-    if out is not None:
+    yield from (name[0] for *_, name in _found(socket.gethostname(), None, socket.SOCK_STREAM))
+    if (out := _towards(_OUT, 9)) is not None:
         yield out
     for each in interfaces():
         yield from each.addresses
@@ -139,11 +137,6 @@ def _of_machine() -> Iterator[str]:
 def _is_here(address: str) -> bool:
     """Whether it is an address of this machine, but for the loopback."""
     return not is_loopback(address) and is_own(address)
-
-
-def _means_loopback(host: str) -> bool:
-    """Whether a host is the loopback by its spelling, on whatever machine."""
-    return host.lower() == "localhost" or is_loopback(host)
 
 
 def _of_interfaces(variable: str, named: str, route: str | None) -> str:
@@ -167,15 +160,11 @@ def _of_interfaces(variable: str, named: str, route: str | None) -> str:
 
 def _beside(variable: str, named: str, host: str | None, route: str | None) -> str:
     """The free choice, but for the interfaces whose names begin with one of a `^` list."""
-    banned = tuple(filter(None, (name.strip(" ^") for name in named.split(","))))
+    banned = tuple(name for each in named.split(",") if (name := each.strip(" ^")))
     there = interfaces()
-    never = {
-        address
-        for each in there
-        if banned and each.name.startswith(banned)
-        for address in each.addresses
-    }
-    address = _free_choice(host, route, lambda address: address not in never)
+    beside = [each for each in there if banned and each.name.startswith(banned)]
+    never = {address for each in beside for address in each.addresses}
+    address = _free_choice(host, route, never)
     if address in never:
         raise OSError(f"{variable}={named} leaves no interface: there are {_listed(there)}")
     return address

@@ -141,22 +141,6 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
 
 
-def piece_size(nbytes: int, grain: int = 1) -> int:
-    """Bytes of memory made for a result: rounded up to an eighth, for the next of about its size.
-
-    Args:
-        nbytes: of the result.
-        grain: the least to round to.
-    """
-    eighth = max(grain, 1 << max(0, (nbytes - 1).bit_length() - 4))
-    return -(-nbytes // eighth) * eighth
-
-
-def kept_at_most() -> int:
-    """Bytes of memory of past results that this process may keep for the next."""
-    return _shelf().limit
-
-
 class Shelf:
     """Memory that tensors had, kept for the tensors that come next; any thread may ask."""
 
@@ -182,12 +166,18 @@ class Shelf:
         """
         piece = self._found(nbytes)
         if piece is None:
-            size = piece_size(nbytes)
+            eighth = 1 << max(0, (nbytes - 1).bit_length() - 4)
+            size = -(-nbytes // eighth) * eighth  # for the next of about its size, too
             try:
                 piece = _Piece(size)
             except OSError:  # a limit of this process or the machine: what is kept counts, too
-                self.clear()
-                piece = _made(size)
+                with self._lock:
+                    self._back.clear()
+                    self._kept.clear()
+            try:
+                piece = piece or _Piece(size)
+            except OSError as error:
+                raise MemoryError(f"no memory for {size} bytes: {error.strerror}") from None
         piece.passed_over = 0
         view = memoryview(piece.pages)[piece.first : piece.first + nbytes]
         weakref.finalize(view, self._take_back, piece).atexit = False
@@ -203,12 +193,6 @@ class Shelf:
                 other.passed_over += 1
             self._kept = [p for p in self._kept if p is not piece and p.passed_over < PATIENCE]
         return piece
-
-    def clear(self) -> None:
-        """Let go of all memory that lies here."""
-        with self._lock:
-            self._back.clear()
-            self._kept.clear()
 
     def _take_back(self, piece: _Piece) -> None:
         # a collection of garbage may bring us here in the middle of anything, `take` included
@@ -239,21 +223,11 @@ class _Piece:
         huge = size >= _HUGE  # a smaller piece would have all of such a page filled with zeros
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.pages = mmap.mmap(-1, size + _HUGE if huge else size, flags=flags)
-        self.first = -_address(self.pages) % _HUGE if huge else 0
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+        self.first = -address % _HUGE if huge else 0
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):  # not on macOS
             with contextlib.suppress(OSError):  # a kernel without them: small pages do, too
                 self.pages.madvise(mmap.MADV_HUGEPAGE)
-
-
-def _made(size: int) -> _Piece:
-    try:
-        return _Piece(size)
-    except OSError as error:
-        raise MemoryError(f"no memory for {size} bytes: {error.strerror}") from None
-
-
-def _address(pages: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
 
 
 @functools.cache
@@ -269,6 +243,5 @@ def _shelf() -> Shelf:
     return Shelf(limit)
 
 
-if hasattr(os, "register_at_fork"):
-    # a child begins with an empty one: another thread may have had the lock of this one
-    os.register_at_fork(after_in_child=_shelf.cache_clear)
+# a child begins with an empty one: another thread may have had the lock of this one
+os.register_at_fork(after_in_child=_shelf.cache_clear)

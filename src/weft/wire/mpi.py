@@ -182,13 +182,8 @@ def start(timeout: float) -> World:
 def load() -> Any:
     """The module mpi4py.MPI; importing it must not start MPI, nor promise to end it."""
     try:
-        rc: Any = importlib.import_module("mpi4py").rc
-        before = rc.initialize, rc.finalize
-        rc.initialize = rc.finalize = False
-        try:
-            return importlib.import_module("mpi4py.MPI")
-        finally:
-            rc.initialize, rc.finalize = before
+        importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
+        return importlib.import_module("mpi4py.MPI")
     except ModuleNotFoundError as error:
         raise WeftError(
             "backend 'mpi' needs mpi4py, which is not installed: pip install weft[mpi]"

@@ -51,7 +51,11 @@ class Part(Wire):
         return self._post(sends, recvs, channel)  # the wire counts
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        return self._wire.post(self._sends(sends), self._recvs(recvs), channel)
+        return self._wire.post(
+            [(self._ranks[peer], tensor) for peer, tensor in sends],
+            [(self._ranks[peer], into) for peer, into in recvs],
+            channel,
+        )
 
     def sub(self, ranks: Sequence[int]) -> Part | None:
         distinct = [self._ranks[rank] for rank in ranks]
@@ -65,9 +69,3 @@ class Part(Wire):
 
     def close(self) -> None:
         """Nothing to let go of: the wire that this is a part of stays."""
-
-    def _sends(self, sends: Sequence[Send]) -> list[Send]:
-        return [(self._ranks[peer], tensor) for peer, tensor in sends]
-
-    def _recvs(self, recvs: Sequence[Recv]) -> list[Recv]:
-        return [(self._ranks[peer], into) for peer, into in recvs]

@@ -43,16 +43,14 @@ class Transport(NamedTuple):
 
 
 TRANSPORTS = {
-    each.name: each
-    for each in (
-        Transport("tcp", tcp_connect),
-        Transport("torch", Links.over_gloo),
-    )
+    "tcp": Transport("tcp", tcp_connect),
+    "torch": Transport("torch", Links.over_gloo),
 }
 
 _asked: str | None = None  # the transport that the program asks for
 _lock = threading.Lock()
-_entries: weakref.WeakKeyDictionary[dist.ProcessGroup, _Entry] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
 
 
 def choose(transport: str | None) -> None:
@@ -170,10 +168,10 @@ def of(group: object) -> ProcessWire:
     """The wire of a ProcessGroup or of a 1-D DeviceMesh.
 
     Raises:
-        WeftError: it is neither, or as `of_group` and `of_mesh`.
+        WeftError: it is neither, the mesh has more dimensions, or as `of_group`.
     """
     if isinstance(group, DeviceMesh):
-        return of_mesh(group)
+        return of_group(_of_mesh(group))
     if isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return of_group(cast(dist.ProcessGroup, group))
     raise WeftError(
@@ -214,18 +212,28 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
         raise WeftError(f"{_me()}the caller is not in this group: only its ranks may call")
     with _lock:
-        entry = _entries.get(group)
-        if entry is None:
-            entry = _entries[group] = _Entry()
-    return entry.wire(group, timeout)
+        making = _locks.setdefault(group, threading.Lock())
+    with making:  # one thread makes it, and others wait for that
+        wire, store = _wires.get(group), store_of(group)
+        if store is None:
+            if wire is not None:
+                wire.close()
+            raise WeftError(
+                f"rank {group.rank()}: this process group was destroyed, or has no store "
+                "that ranks could meet at: pass a group that is alive, not of MPI"
+            )
+        if wire is None or wire.closed:
+            own = getattr(group, "timeout", None)  # of a backend of weft's
+            limit = timeout or own or _torch.timeout_of(group)
+            # a backend of weft's says itself how its ranks are joined
+            way: Transport | None = getattr(group, "transport", None)
+            wire = connect(store, group.rank(), group.size(), limit, transport=way)
+            _wires[group] = wire
+        return wire
 
 
-def of_mesh(mesh: DeviceMesh) -> ProcessWire:
-    """The wire of a 1-D device mesh: that of its group.
-
-    Raises:
-        WeftError: the mesh has more dimensions, or as `of_group`.
-    """
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a 1-D device mesh."""
     if mesh.ndim != 1:
         raise WeftError(
             f"{_me()}a mesh of shape {tuple(mesh.shape)} has {mesh.ndim} dimensions, and a group "
@@ -233,32 +241,7 @@ def of_mesh(mesh: DeviceMesh) -> ProcessWire:
         )
     if mesh.get_coordinate() is None:
         raise WeftError(f"rank {mesh.get_rank()}: the caller is not in this mesh of {mesh.size()}")
-    return of_group(mesh.get_group())
-
-
-class _Entry:
-    """The wire of one group, once it is made; one thread makes it and others wait for that."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wire: ProcessWire | None = None
-
-    def wire(self, group: dist.ProcessGroup, timeout: float | None) -> ProcessWire:
-        with self._lock:
-            store = store_of(group)
-            if store is None:
-                if self._wire is not None:
-                    self._wire.close()
-                raise WeftError(
-                    f"rank {group.rank()}: this process group was destroyed, or has no store "
-                    "that ranks could meet at: pass a group that is alive, not of MPI"
-                )
-            if self._wire is None or self._wire.closed:
-                limit = _timeout(group) if timeout is None else timeout
-                # a backend of weft's says itself how its ranks are joined
-                way: Transport | None = getattr(group, "transport", None)
-                self._wire = connect(store, group.rank(), group.size(), limit, transport=way)
-            return self._wire
+    return mesh.get_group()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
@@ -268,14 +251,6 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
         return None
     # torch's may have been that of a group of this name that is gone; one of weft's knows better
     return getattr(group, "space", store)
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    """Seconds that an operation of the group may last."""
-    own = getattr(group, "timeout", None)  # of a backend of weft's
-    if own is not None:
-        return float(own)
-    return _torch.timeout_of(group)
 
 
 def _absent(store: dist.Store, name: str, size: int) -> list[int]:

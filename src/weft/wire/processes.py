@@ -9,14 +9,14 @@ Ctrl-C's does, breaks the wire, since messages may have got stuck half-way.
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import functools
 import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class Lost(OSError):
     """A message will not come through: its connection ended, or nothing moved in time."""
 
 
-class Engine(Protocol):
+class Engine(abc.ABC):
     """What moves the messages of one rank to all others.
 
     Attributes:
@@ -43,9 +43,10 @@ class Engine(Protocol):
         segment: the memory of this rank that peers of its host map, or None.
     """
 
-    side: Mapping[int, socket.socket]
-    segment: Segment | None
+    def __init__(self, side: Mapping[int, socket.socket], segment: Segment | None = None) -> None:
+        self.side, self.segment = side, segment
 
+    @abc.abstractmethod
     def post(
         self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Any]:
@@ -55,6 +56,7 @@ class Engine(Protocol):
             For each, receives first, what it is on and a `tcp.connection.Receive` or `Send`.
         """
 
+    @abc.abstractmethod
     def finish(self, messages: Sequence[Any], limit: float, at: Callable[[int], None]) -> None:
         """Move messages until all of these are through.
 
@@ -67,20 +69,26 @@ class Engine(Protocol):
             Lost: one will not come through, or the limit passed.
         """
 
-    def release(self, messages: Sequence[Any]) -> None:
+    def release(self, receives: Sequence[Any]) -> None:
         """Nobody looks any more at what came."""
+        for _, receive in receives:
+            receive.release()
 
+    @abc.abstractmethod
     def cut(self) -> None:
         """End all waits, here and at the peers'; any thread may call it."""
 
-    def stop(self) -> None:
-        """Move nothing any more."""
-
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of everything. What was sent still arrives. Twice is fine."""
 
+    def stop(self) -> None:
+        """Write nothing any more to what was to be received."""
+        self.cut()
+
     def abandon(self) -> None:
         """Let go in a forked child, so that an end in the parent is seen by the peers."""
+        return None
 
 
 class ProcessWire(Wire):
@@ -106,7 +114,7 @@ class ProcessWire(Wire):
         self._broken: tuple[str, int | None] | None = None  # what every use raises: text, culprit
         self._detector: Detector | None = None
         if size > 1:
-            call = functools.partial(_call_of, weakref.ref(self))
+            call = weakref.WeakMethod(self._call)
             self._detector = Detector(rank, timeout, engine.side, engine.cut, call)
         self.memory.segment = engine.segment
         # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
@@ -243,9 +251,9 @@ class _Exchange(Pending):
         self._at = number
 
     def release(self) -> None:
-        messages, self.messages = self.messages, []
-        if messages:
-            self._wire._engine.release(messages)
+        receives, self.messages = self.messages[: len(self._recvs)], []
+        if receives:
+            self._wire._engine.release(receives)
 
     def peer(self) -> int:
         """The rank that is waited for."""
@@ -261,12 +269,6 @@ class _Exchange(Pending):
         want = self._recvs[self._at][1]
         most = f"up to {want}" if isinstance(want, int) else str(want.nbytes)
         return f"awaited {most} bytes from rank {peer}"
-
-
-def _call_of(wire: weakref.ref[ProcessWire]) -> tuple[int, str]:
-    """The number and the name of the call that a wire is in."""
-    alive = wire()
-    return alive._call() if alive is not None else (0, "")
 
 
 def _leave(detector: Detector | None, engine: Engine) -> None:

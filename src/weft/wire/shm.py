@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import functools
+import fcntl
 import mmap
 import os
 import socket
 import struct
 import sys
 import threading
-import weakref
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -52,7 +52,8 @@ class Segment:
             OSError: it cannot be mapped.
         """
         self.fd, self.nbytes = fd, nbytes
-        self.memory = _mapped(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._pages = mmap.mmap(fd, nbytes)
+        self.memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
         self._lock = threading.Lock()
         self._free = [(0, nbytes)]  # first byte and end of each part, ascending
@@ -65,8 +66,6 @@ class Segment:
         """A segment; None where there is no memory for one, or none that can be shared."""
         if not sys.platform.startswith("linux"):
             return None
-        import fcntl  # not on Windows
-
         room = nbytes or min(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
         fd = -1
         try:
@@ -125,9 +124,8 @@ class Segment:
             self._let_go(max((at + size for at, size in self._taken.items()), default=0))
 
     def _let_go(self, start: int) -> None:
-        if start < self._touched and os.getpid() == self._process:
-            address, size = self._address + start, self._touched - start
-            _c().madvise(address, size, mmap.MADV_REMOVE)  # where not, they stay
+        if start < self._touched and self.fd >= 0 and os.getpid() == self._process:
+            self._pages.madvise(mmap.MADV_REMOVE, start, self._touched - start)
         self._touched, self._quiet = start, 0
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -139,7 +137,7 @@ class Segment:
         """The offset of a copy of a contiguous tensor; None: there is no room for it."""
         offset = self.allocate(tensor.nbytes)
         if offset is not None:
-            copy(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+            ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
         return offset
 
     def close(self) -> None:
@@ -147,6 +145,7 @@ class Segment:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+            del self.memory, self._pages  # which hold a file each
 
 
 class Peer:
@@ -164,46 +163,14 @@ class Peer:
         Raises:
             OSError: it cannot be mapped, or its owner could take its pages away.
         """
-        import fcntl
-
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if not sealed or os.fstat(fd).st_size != nbytes:
             raise OSError(f"a descriptor came that is no sealed segment of {nbytes} bytes")
-        self.memory = _mapped(fd, nbytes, mmap.PROT_READ)
+        pages = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, that nobody may write there
+            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         self.nbytes, self.address = nbytes, self.memory.data_ptr()
-
-
-def _mapped(fd: int, nbytes: int, protection: int) -> Tensor:
-    """A file in memory, mapped until nobody holds a view of it; without a descriptor of its own.
-
-    Raises:
-        OSError: it cannot be mapped.
-    """
-    address = _c().mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    pages = (ctypes.c_char * nbytes).from_address(address)
-    # not with the tensor: a view of it holds only the pages
-    weakref.finalize(pages, _c().munmap, address, nbytes).atexit = False
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-@functools.cache
-def _c() -> ctypes.CDLL:
-    """The C library: Python's own mmap keeps an open file for each mapping."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *numbers]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library
-
-
-def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes between two addresses; other threads go on meanwhile."""
-    ctypes.memmove(target, source, nbytes)
 
 
 def exchange(

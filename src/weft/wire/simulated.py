@@ -41,7 +41,7 @@ from ..errors import WireError
 from . import default, dense
 from .base import Pending
 from .hosts import Hosts, set_hosts
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, named
+from .in_process import Bytes, End, Exchange, Group, InProcessWire, woken
 from .link import Link
 from .memory import Pool
 
@@ -50,7 +50,6 @@ T = TypeVar("T")
 _BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each
 _ARENA = 1 << 20  # bytes in which messages of unknown length are kept together
 _ALIGN = 64  # bytes
-_PATIENCE = 0.05  # seconds that a starting rank may run alone before the next one starts
 
 
 def group(
@@ -73,9 +72,9 @@ def group(
     Raises:
         WeftError: there are no ranks, or not one host for each.
     """
-    names = named(hosts, [f"simulated {rank}" for rank in range(size)])
-    network = _Network(names, link, within or link)
-    return _Group(network, range(size), timeout).wires
+    wake = woken(hosts, size)
+    names = hosts or [f"simulated {rank}" for rank in range(size)]
+    return _Group(_Network(names, link, within or link, wake), range(size), timeout).wires
 
 
 def run(
@@ -117,66 +116,20 @@ def run(
         finally:
             wire.close()
 
-    threads = []
-    for wire in wires:  # one after the other: a thousand at once would only stand in line
-        context = contextvars.copy_context()
-        thread = threading.Thread(
-            target=context.run, args=(program, wire), name=f"rank {wire.rank}", daemon=True
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(program, wire), name=f"rank {wire.rank}"
         )
+        for wire in wires
+    ]
+    for thread in threads:
+        thread.daemon = True
         thread.start()
-        threads.append(thread)
-        wires[0]._network.wait_for_calm(len(threads))
     for thread in threads:
         thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, WireError)), errors[0])
     return results
-
-
-class SimulatedWire(InProcessWire):
-    """One rank's end of a simulated network."""
-
-    def __init__(self, rank: int, group: _Group) -> None:
-        super().__init__(rank, group)
-        set_hosts(self, Hosts.named(group.hosts))
-        self.memory = Pool(_BLOCK)
-        self._group: _Group = group
-        self._network, self.node = group.network, group.nodes[rank]
-
-    @property
-    def clock(self) -> float:
-        """Simulated seconds that have passed for this rank."""
-        return self._network.clocks[self.node]
-
-    def compute(self, nbytes: float) -> None:
-        """Let the time pass that merging so many bytes takes."""
-        self._network.clocks[self.node] += nbytes * self._network.link.gamma
-
-    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        self.compute(dense.reduced_bytes(self.size, tensor.nbytes))
-        return super().dense_all_reduce(tensor, op)
-
-    def _exchange(self) -> Exchange:
-        return _Exchange(self)
-
-    def _begin(self, end: End) -> None:
-        network, node = self._network, self.node
-        if end.slot < 0:
-            network.clocks[node] += network.link.work / 2
-            network.sent[node] += 1
-            end.number = network.sent[node]
-        end.posted = network.clocks[node]
-
-    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
-        return self._network.room(self.node, size, room)
-
-    def _deliver(self, source: End, target: End, size: int) -> None:
-        source.data = target.data = size  # nobody holds a tensor any more on that account
-        sender = source.exchange.wire
-        assert isinstance(sender, SimulatedWire)
-        when = max(source.posted, target.posted)
-        event = (when, sender.node, source.number, False, self.node, source, target)
-        heapq.heappush(self._network.events, event)
 
 
 class _Exchange(Exchange):
@@ -206,24 +159,64 @@ class _Exchange(Exchange):
         return results
 
 
+class SimulatedWire(InProcessWire):
+    """One rank's end of a simulated network."""
+
+    _exchange = _Exchange
+
+    def __init__(self, rank: int, group: _Group) -> None:
+        super().__init__(rank, group)
+        set_hosts(self, Hosts.named(group.hosts))
+        self.memory = Pool(_BLOCK)
+        self._network, self.node = group.network, group.nodes[rank]
+
+    @property
+    def clock(self) -> float:
+        """Simulated seconds that have passed for this rank."""
+        return self._network.clocks[self.node]
+
+    def compute(self, nbytes: float) -> None:
+        """Let the time pass that merging so many bytes takes."""
+        self._network.clocks[self.node] += nbytes * self._network.link.gamma
+
+    def dense_all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        self.compute(dense.reduced_bytes(self.size, tensor.nbytes))
+        return super().dense_all_reduce(tensor, op)
+
+    def _begin(self, end: End) -> None:
+        network, node = self._network, self.node
+        if end.slot < 0:
+            network.clocks[node] += network.link.work / 2
+            network.sent[node] += 1
+            end.number = network.sent[node]
+        end.posted = network.clocks[node]
+
+    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
+        return self._network.room(self.node, size, room)
+
+    def _deliver(self, source: End, target: End, size: int) -> None:
+        source.data = target.data = size  # nobody holds a tensor any more on that account
+        sender = source.exchange.wire
+        assert isinstance(sender, SimulatedWire)
+        when = max(source.posted, target.posted)
+        event = (when, sender.node, source.number, False, self.node, source, target)
+        heapq.heappush(self._network.events, event)
+
+
 class _Group(Group):
     """Some of the network's ranks; the lock is the network's."""
 
-    wires: list[SimulatedWire]
-
     def __init__(self, network: _Network, nodes: Sequence[int], timeout: float) -> None:
-        hosts, wake = [network.hosts[node] for node in nodes], [network.wake[n] for n in nodes]
-        super().__init__(hosts, timeout, network.lock, wake)
         self.network, self.nodes = network, nodes
         network.groups.append(self)
-        self.wires = [SimulatedWire(rank, self) for rank in range(len(nodes))]
+        hosts, wake = [network.hosts[node] for node in nodes], [network.wake[n] for n in nodes]
+        super().__init__(hosts, timeout, wake, SimulatedWire)
 
     def _part(self, ranks: tuple[int, ...]) -> _Group:
         return _Group(self.network, [self.nodes[rank] for rank in ranks], self.timeout)
 
     def look(self) -> None:
         network = self.network
-        network.calm.notify_all()
         network.advance()
         for group in network.groups if network.running() <= 0 else ():
             super(_Group, group).look()
@@ -235,12 +228,11 @@ class _Group(Group):
 class _Network:
     """Clocks, ways and messages under way. Everything is read and written with the lock held."""
 
-    def __init__(self, hosts: Sequence[str], link: Link, within: Link) -> None:
+    def __init__(
+        self, hosts: Sequence[str], link: Link, within: Link, wake: list[threading.Condition]
+    ) -> None:
         size = len(hosts)
-        self.hosts, self.link, self.within = hosts, link, within
-        self.lock = threading.RLock()
-        self.wake = [threading.Condition(self.lock) for _ in hosts]
-        self.calm = threading.Condition(self.lock)  # notified when a rank begins to wait, or leaves
+        self.hosts, self.link, self.within, self.wake = hosts, link, within, wake
         self.clocks, self.sent = [0.0] * size, [0] * size
         self.groups: list[_Group] = []  # that of all ranks, then its parts
         # when, sender, number of its message, has it arrived, receiver, and its ends
@@ -267,14 +259,10 @@ class _Network:
         waiting = sum(len(group.waiting) for group in self.groups)
         return len(self.hosts) - waiting - len(self.groups[0].left)
 
-    def wait_for_calm(self, started: int) -> None:
-        """Wait until all ranks that were started wait for something, or for a moment."""
-        with self.lock:
-            self.calm.wait_for(lambda: self.running() <= len(self.hosts) - started, _PATIENCE)
-
     def advance(self) -> None:
         """Let messages move on until some rank need not wait any longer."""
-        while self.events and self.running() <= 0:
+        idle = self.running() <= 0
+        while idle and self.events:
             when, node, number, arrived, receiver, source, target = heapq.heappop(self.events)
             link, out, into = self.link, self._host[node], self._host[receiver]
             if out == into:
@@ -292,3 +280,4 @@ class _Network:
                 assert isinstance(end.exchange, _Exchange)
                 end.exchange.complete = max(end.exchange.complete, done)
                 end.exchange.finish(end)
+                idle = idle and (end.exchange.left > 0 or self.running() <= 0)

@@ -11,13 +11,13 @@ Source of the idea: gloo's own tests run their ranks as threads over an in-memor
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from .in_process import Bytes, End, Exchange, Group, InProcessWire, memory_of, named
+from .in_process import Bytes, End, Exchange, Group, InProcessWire, bytes_of, woken
 from .memory import Lease
 
 _GARBAGE = 0xA5  # what undefined bytes hold: neither 0 nor -1, NaN-free and huge in no dtype
@@ -46,59 +46,8 @@ def group(
         >>> sent.wait()
         []
     """
-    lock = threading.RLock()
-    wake = [threading.Condition(lock) for _ in range(size)]
-    return _Group(named(hosts, ["threads"] * size), timeout, lock, wake, strict).wires
-
-
-class ThreadWire(InProcessWire):
-    """One rank's end of a group made by `group`."""
-
-    def __init__(self, rank: int, group: _Group) -> None:
-        super().__init__(rank, group)
-        self._group: _Group = group
-
-    def _exchange(self) -> Exchange:
-        return _Exchange(self)
-
-    def _begin(self, end: End) -> None:
-        if self._group.strict and not isinstance(end.data, int):
-            if end.slot >= 0:
-                end.data.fill(_GARBAGE)
-            else:
-                assert isinstance(end.exchange, _Exchange)
-                end.exchange.sent.append((end.peer, end.data, end.data.copy()))
-
-    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
-        assert isinstance(exchange, _Exchange)
-        exchange.leases.append(lease := self.lease(room))
-        return lease.tensor
-
-    def _deliver(self, source: End, target: End, size: int) -> None:
-        assert not isinstance(target.data, int)
-        target.data[size:] = _GARBAGE
-        for end in (source, target):
-            end.exchange.finish(end)
-
-
-class _Group(Group):
-    wires: list[ThreadWire]
-
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        timeout: float,
-        lock: threading.RLock,
-        wake: list[threading.Condition],
-        strict: bool,
-    ) -> None:
-        super().__init__(hosts, timeout, lock, wake)
-        self.strict = strict
-        self.wires = [ThreadWire(rank, self) for rank in range(len(hosts))]
-
-    def _part(self, ranks: tuple[int, ...]) -> _Group:
-        hosts, wake = [self.hosts[rank] for rank in ranks], [self.wake[rank] for rank in ranks]
-        return _Group(hosts, self.timeout, self.lock, wake, self.strict)
+    wake, make = woken(hosts, size), functools.partial(ThreadWire, strict=strict)
+    return Group(hosts or ["threads"] * size, timeout, wake, make).wires
 
 
 class _Exchange(Exchange):
@@ -127,14 +76,14 @@ class _Exchange(Exchange):
                     f"rank {rank} changed a tensor that it was sending to rank {peer}, before it "
                     "had waited for it",
                 )
-        if self.wire._group.strict and not self._came:
-            self._came = [memory_of(lease.tensor).copy() for lease in self.leases]
+        if self.wire.strict and not self._came:
+            self._came = [bytes_of(lease.tensor).copy() for lease in self.leases]
         return results
 
     def release(self) -> None:
         came, self._came, rank = self._came, [], self.wire.rank
         for lease, before in zip(self.leases, came, strict=False):
-            if not np.array_equal(before, memory_of(lease.tensor)):
+            if not np.array_equal(before, bytes_of(lease.tensor)):
                 raise self.wire._fail(
                     rank,
                     f"rank {rank} wrote to bytes that it had received, which may be the sender's "
@@ -142,3 +91,32 @@ class _Exchange(Exchange):
                 )
         while self.leases:
             self.leases.pop().release()
+
+
+class ThreadWire(InProcessWire):
+    """One rank's end of a group made by `group`."""
+
+    _exchange = _Exchange
+
+    def __init__(self, rank: int, group: Group, *, strict: bool) -> None:
+        super().__init__(rank, group)
+        self.strict = strict
+
+    def _begin(self, end: End) -> None:
+        if self.strict and not isinstance(end.data, int):
+            if end.slot >= 0:
+                end.data.fill(_GARBAGE)
+            else:
+                assert isinstance(end.exchange, _Exchange)
+                end.exchange.sent.append((end.peer, end.data, end.data.copy()))
+
+    def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
+        assert isinstance(exchange, _Exchange)
+        exchange.leases.append(lease := self.lease(room))
+        return lease.tensor
+
+    def _deliver(self, source: End, target: End, size: int) -> None:
+        assert not isinstance(target.data, int)
+        target.data[size:] = _GARBAGE
+        for end in (source, target):
+            end.exchange.finish(end)

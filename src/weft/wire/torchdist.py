@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import base
-from .base import Recv, as_bytes
+from .base import Recv, as_bytes, memory_of
 from .interface import interface_of, own_address
 from .memory import Pool
-from .processes import Lost
-from .shm import Segment
+from .processes import Engine, Lost
 from .tcp.connection import Receive, Send
 
 _MESSAGES, _SIDE = range(2)  # lanes
@@ -53,15 +52,13 @@ _Message = tuple[int, Receive | Send]
 """A message under way, and its peer."""
 
 
-class Links:
+class Links(Engine):
     """What leads from one rank to all others: an engine as `processes` describes it."""
-
-    segment: Segment | None = None
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         """`group` has the `send` and `recv` of a ProcessGroup, and nobody else uses it."""
         side: dict[int, socket.socket] = {}
-        self.side: Mapping[int, socket.socket] = side
+        super().__init__(side)
         self._group = group
         self._changed = threading.Condition()  # with its lock held these are read and written:
         self._asked: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)  # peer, channel
@@ -77,7 +74,9 @@ class Links:
             side[peer].setblocking(False)
             for body in (self._receive, self._send, self._hear, self._say):
                 name = f"weft {body.__name__.strip('_')} {rank}-{peer}"
-                thread = threading.Thread(target=body, args=(peer,), name=name, daemon=True)
+                thread = threading.Thread(
+                    target=self._run, args=(body, peer), name=name, daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
 
@@ -119,17 +118,10 @@ class Links:
                         raise Lost(self._lost.get(peer, "it did not come in time"))
                     self._changed.wait(left)
 
-    def release(self, messages: Sequence[_Message]) -> None:
-        for _, message in messages:
-            if isinstance(message, Receive):
-                message.release()
-
     def cut(self) -> None:
         with self._changed:
             self._cut = True
             self._changed.notify_all()
-
-    stop = cut  # more cannot end: what the detectors say has no other way
 
     def close(self) -> None:
         for peer, outgoing in self._outgoing.items():
@@ -143,9 +135,6 @@ class Links:
         for sock in self._ours.values():
             sock.close()
 
-    def abandon(self) -> None:
-        """Nothing: gloo's sockets are its own."""
-
     def _deliver(self, peer: int, channel: int) -> None:
         """Put messages that came where they are asked for; with the lock held."""
         came, asked = self._came[peer, channel], self._asked[peer, channel]
@@ -155,7 +144,7 @@ class Links:
                 said = f"rank {peer} sent {len(message)} bytes for a receive of {receive.limit}"
                 self._lose(peer, said)
                 return
-            as_bytes(receive.place().detach())[: len(message)] = message
+            memory_of(receive.place())[: len(message)] = message.numpy().data
             receive.done = True
 
     def _lose(self, peer: int, why: str) -> None:
@@ -166,41 +155,46 @@ class Links:
 
     # the threads of one peer
 
+    def _run(self, body: Callable[[int], None], peer: int) -> None:
+        """To its end: a farewell, or a failure of the group or of a socket that is closed."""
+        try:
+            with contextlib.suppress(RuntimeError, OSError):
+                body(peer)
+        finally:
+            if body in (self._receive, self._send):
+                self._lose(peer, "nothing more comes")
+            else:
+                with contextlib.suppress(OSError):
+                    self._ours[peer].shutdown(socket.SHUT_RDWR)  # which tells the detector
+
     def _receive(self, peer: int) -> None:
-        with _until_lost(lambda: self._lose(peer, "nothing more comes")):
-            while (frame := self._get(peer, _MESSAGES)) is not None:
-                channel, message = frame
-                with self._changed:
-                    self._came[peer, channel].append(message)
-                    self._deliver(peer, channel)
-                    self._changed.notify_all()
-            self._outgoing[peer].put(None)  # so that its thread ends, too
+        while (frame := self._get(peer, _MESSAGES)) is not None:
+            channel, message = frame
+            with self._changed:
+                self._came[peer, channel].append(message)
+                self._deliver(peer, channel)
+                self._changed.notify_all()
+        self._outgoing[peer].put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
-        with _until_lost(lambda: self._lose(peer, "nothing more comes")):
-            while (item := self._outgoing[peer].get()) is not None:
-                channel, send = item
-                assert send.tensor is not None
-                self._put(peer, _MESSAGES, channel, as_bytes(send.tensor))
-                with self._changed:
-                    send.done = True
-                    self._changed.notify_all()
-                del item, send  # the caller's: not this idle thread's
-            self._put(peer, _MESSAGES, _END, _NOTHING)
+        while (item := self._outgoing[peer].get()) is not None:
+            channel, send = item
+            assert send.tensor is not None
+            self._put(peer, _MESSAGES, channel, as_bytes(send.tensor))
+            with self._changed:
+                send.done = True
+                self._changed.notify_all()
+            del item, send  # the caller's: not this idle thread's
+        self._put(peer, _MESSAGES, _END, _NOTHING)
 
     def _hear(self, peer: int) -> None:
-        ours = self._ours[peer]
-        with _until_lost(lambda: ours.shutdown(socket.SHUT_RDWR)):
-            while (frame := self._get(peer, _SIDE)) is not None:
-                ours.sendall(frame[1].numpy().data)
+        while (frame := self._get(peer, _SIDE)) is not None:
+            self._ours[peer].sendall(frame[1].numpy().data)
 
     def _say(self, peer: int) -> None:
-        ours = self._ours[peer]
-        with _until_lost(lambda: ours.shutdown(socket.SHUT_RDWR)):
-            while said := ours.recv(_INLINE):
-                data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-                self._put(peer, _SIDE, 0, data)
-            self._put(peer, _SIDE, _END, _NOTHING)
+        while said := self._ours[peer].recv(_INLINE):
+            self._put(peer, _SIDE, 0, torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        self._put(peer, _SIDE, _END, _NOTHING)
 
     def _put(self, peer: int, lane: int, channel: int, data: Tensor) -> None:
         """Send one frame."""
@@ -221,17 +215,6 @@ class Links:
         for start in range(_INLINE, count, _PIECE):
             self._group.recv([data[start : start + _PIECE]], peer, lane).wait(_FOREVER)
         return None if channel == _END else (channel, data)
-
-
-@contextlib.contextmanager
-def _until_lost(lose: Callable[[], object]) -> Iterator[None]:
-    """Do that in the end, be it a farewell, or a failure of the group or of a closed socket."""
-    try:
-        with contextlib.suppress(RuntimeError, OSError):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            lose()
 
 
 @contextlib.contextmanager

@@ -120,15 +120,20 @@ class Worker:
             _running.add(self)
         return work
 
-    def stop(self) -> None:
+    def stop(self, grace: float | None = None) -> None:
         """Take no more calls, let those that were made end, and end the threads.
 
         Close the wire first if they shall not be waited for: then they raise.
+
+        Args:
+            grace: seconds for that, before the wire is aborted; None: as long as it takes.
         """
         with self._lock:
             self._stopped = True
-        self._jobs.end()
-        self._callbacks.end(self._wire.timeout)  # a user's callback may take any time
+        if not self._jobs.end(grace):
+            self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
+            self._jobs.end(_LAST)
+        self._callbacks.end(grace or self._wire.timeout)  # a user's callback may take any time
         _running.discard(self)
 
     def _draw(self, name: str) -> object:
@@ -191,15 +196,6 @@ class Worker:
         """In a forked child, which has no thread that would serve the calls under way."""
         self._forked = True
         self._begin()  # the lock may have been held
-
-    def _leave(self) -> None:
-        """End the threads before the interpreter ends under them."""
-        with self._lock:
-            self._stopped = True
-        if not self._jobs.end(_GRACE):
-            self._wire.abort(f"its process ends while {self.doing or 'a call'} runs")
-            self._jobs.end(_LAST)
-        self._callbacks.end(_GRACE)
 
 
 class _Server:
@@ -338,6 +334,6 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()  # those that may have thr
 
 
 @atexit.register
-def _leave_all() -> None:
-    for worker in list(_running):
-        worker._leave()
+def _stop_all() -> None:
+    for worker in list(_running):  # before the interpreter ends under their threads
+        worker.stop(_GRACE)

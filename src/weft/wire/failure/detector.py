@@ -61,7 +61,7 @@ class Detector:
         timeout: float,
         mesh: Mapping[int, socket.socket],
         cut: Callable[[], None],
-        call: Callable[[], tuple[int, str]],
+        call: Callable[[], Callable[[], tuple[int, str]] | None],
     ) -> None:
         """Begin to watch.
 
@@ -70,7 +70,8 @@ class Detector:
             timeout: seconds that any one wait may last.
             mesh: the side sockets, non-blocking.
             cut: ends this rank's waits; any thread may call it.
-            call: how many calls were started, and the name of the one that runs.
+            call: tells, as long as there is a wire, how many calls were started, and the name of
+                the one that runs; a weak reference.
         """
         self.rank, self.timeout = rank, timeout
         self.verdict: Verdict | None = None
@@ -227,9 +228,10 @@ class Detector:
         return (time.monotonic() if self.waiting is None else self.since) + self.timeout
 
     def _look_at_the_clock(self) -> None:
-        inquiry, now = self._inquiry, time.monotonic()
-        late = self._suspect is not None or now >= self.since + self.timeout
         waiting = self.waiting if self._suspect is None else self._suspect[0]
+        since = self.since  # after `waiting`: of a wait that begins just now it is set first
+        inquiry, now = self._inquiry, time.monotonic()
+        late = self._suspect is not None or now >= since + self.timeout
         if inquiry is not None and inquiry.about is not waiting:
             self._inquiry = None  # that wait is over: all is well
         elif inquiry is not None and now >= inquiry.until:
@@ -255,7 +257,8 @@ class Detector:
             self.settle(judge(self.rank, places, silent, self.left))
 
     def _place(self) -> Place:
-        calls, doing = self._call()
+        call = self._call()
+        calls, doing = call() if call is not None else (0, "")
         waiting, since = self.waiting, self.since
         awaits = None if waiting is None else waiting.peer()
         outside = waiting is None and not doing

@@ -20,17 +20,17 @@ segment, looks at it there, and acknowledges it when it is released.
 
 from __future__ import annotations
 
+import ctypes
 import select
 import socket
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from .. import shm
-from ..base import as_bytes
+from ..base import memory_of
 from ..memory import Lease, Pool
 
 EAGER = 1 << 17
@@ -43,7 +43,6 @@ _LOT = 1 << 18  # bytes of a long message that are worth waking up for
 _TURN = 1 << 22  # bytes that a connection moves before others get their turn
 _OWED = 4 << 20  # bytes of copied messages that are acknowledged with the next frame, if fewer
 _PARTS = 512  # buffers that one system call is given
-_PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
 
 
 class Block:
@@ -99,11 +98,6 @@ class Receive:
         self._release: Callable[[], object] | None = None
         self.done = False
 
-    @property
-    def free(self) -> bool:
-        """Whether it may lie anywhere."""
-        return self.tensor is None
-
     def place(self) -> Tensor:
         """Where it goes."""
         if self.tensor is None:
@@ -155,22 +149,22 @@ class Connection:
     ) -> None:
         self.peer, self.sock, self.segment, self.mapped = peer, sock, segment, mapped
         self.fd, self.lost = sock.fileno(), ""
-        self._slow = sock.family != getattr(socket, "AF_UNIX", None)
+        self._slow = sock.family != socket.AF_UNIX
         # what is to be received, by channel
-        self._receives: dict[int, deque[Receive]] = {}
-        self._asked: dict[int, int] = {}  # receives so far
+        self._receives: dict[int, deque[Receive]] = defaultdict(deque)
+        self._asked: dict[int, int] = defaultdict(int)  # receives so far
         self._credits: dict[int, int] = {}  # of which the peer is still to be told
-        self._arrived: dict[int, deque[_Arrived]] = {}
+        self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)
         self._ahead = memoryview(bytearray(_AHEAD))
         self._end = 0  # bytes read ahead and not looked at
         self._into: memoryview | None = None  # what is still missing of the message that comes
         self._coming: Receive | _Arrived | None = None
         self._wakes_at = 1  # bytes that must be there before the socket counts as readable
         self._seen = 0  # messages that came by the segment
-        # what is to be sent
-        self._sends: dict[int, deque[Send]] = {}  # that wait for a credit, by channel
-        self._posted: dict[int, int] = {}  # sends so far, by channel
-        self._allowed: dict[int, int] = {}  # number of the last receive that the peer told of
+        # what is to be sent, by channel
+        self._sends: dict[int, deque[Send]] = defaultdict(deque)  # that wait for a credit
+        self._posted: dict[int, int] = defaultdict(int)  # sends so far
+        self._allowed: dict[int, int] = defaultdict(int)  # the last receive that the peer told of
         self._ready: deque[tuple[int, Send]] = deque()  # with their channels, in order
         self._parts: list[bytes | memoryview] = []  # what is being sent
         self._leaving: list[Send] = []  # the messages among that
@@ -198,20 +192,16 @@ class Connection:
 
     def send(self, channel: int, send: Send) -> None:
         """Send a message behind those of its channel; `flush` does it."""
-        send.number = self._posted[channel] = self._posted.get(channel, 0) + 1
-        waiting = self._sends.get(channel)
-        if not waiting and (self.mapped or send.nbytes <= EAGER):
-            self._ready.append((channel, send))
-            return
-        if waiting is None:
-            waiting = self._sends[channel] = deque()
-        waiting.append(send)
+        send.number = self._posted[channel] = self._posted[channel] + 1
+        self._sends[channel].append(send)
         self._admit(channel)
 
     def _admit(self, channel: int) -> None:
         """Take up messages of a channel that have a credit, or need none."""
-        waiting, allowed = self._sends.get(channel), self._allowed.get(channel, 0)
-        while waiting and (waiting[0].number <= allowed or waiting[0].nbytes <= EAGER):
+        waiting, allowed = self._sends[channel], self._allowed[channel]
+        while waiting and (
+            self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= allowed
+        ):
             self._ready.append((channel, waiting.popleft()))
             self.due = True
 
@@ -276,9 +266,8 @@ class Connection:
 
     def expect(self, channel: int, receive: Receive) -> None:
         """Receive the next message of a channel; `flush` tells the peer, if it must know."""
-        number = self._asked[channel] = self._asked.get(channel, 0) + 1
-        arrived = self._arrived.get(channel)
-        if arrived:
+        number = self._asked[channel] = self._asked[channel] + 1
+        if arrived := self._arrived[channel]:
             message = arrived.popleft()
             if self._fits(message.length, receive):
                 if message.whole:
@@ -286,10 +275,7 @@ class Connection:
                 else:
                     message.receive = receive
             return
-        waiting = self._receives.get(channel)
-        if waiting is None:
-            waiting = self._receives[channel] = deque()
-        waiting.append(receive)
+        self._receives[channel].append(receive)
         if receive.limit > EAGER and self.segment is None:
             self._credits[channel] = number
 
@@ -369,8 +355,7 @@ class Connection:
 
     def _place_for(self, channel: int, length: int) -> memoryview | None:
         """Where the message belongs that comes now; None: nowhere."""
-        waiting = self._receives.get(channel)
-        if waiting:
+        if waiting := self._receives[channel]:
             receive = waiting.popleft()
             if not self._fits(length, receive):
                 return None
@@ -380,7 +365,7 @@ class Connection:
             self.lose(f"a message of {length} bytes came that nobody awaits")
             return None
         message = self._coming = _Arrived(length)
-        self._arrived.setdefault(channel, deque()).append(message)
+        self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
     def _finish(self) -> None:
@@ -397,7 +382,7 @@ class Connection:
     def _heed(self, kind: int, channel: int, length: int, number: int) -> None:
         """A frame came that no bytes follow."""
         if kind == _CREDIT:
-            self._allowed[channel] = max(number, self._allowed.get(channel, 0))
+            self._allowed[channel] = max(number, self._allowed[channel])
             self._admit(channel)
         elif kind == _READ and number in self._unread:
             self._let_go(self._unread.pop(number))
@@ -406,7 +391,7 @@ class Connection:
             message = _Arrived(length, number, self._seen, lent=kind == _LENT)
             waiting = self._receives.get(channel)
             if not waiting:
-                self._arrived.setdefault(channel, deque()).append(message)
+                self._arrived[channel].append(message)
             elif self._fits(length, receive := waiting.popleft()):
                 self._deliver(message, receive)
         else:
@@ -430,11 +415,11 @@ class Connection:
             memory_of(receive.place())[:length] = message.data
         else:
             assert self.segment is not None
-            if receive.free and not message.lent and self._holds(offset, receive.limit):
+            if receive.tensor is None and not message.lent and self._holds(offset, receive.limit):
                 view = self.segment.memory[offset : offset + receive.limit]
                 receive.look(view, lambda: self.was_read(number, length, awaited=False))
                 return
-            shm.copy(receive.place().data_ptr(), self.segment.address + offset, length)
+            ctypes.memmove(receive.place().data_ptr(), self.segment.address + offset, length)
             self.was_read(number, length, awaited=message.lent)
         receive.done = True
 
@@ -446,11 +431,3 @@ class Connection:
                 if send.block is not None:
                     send.block.read()
             self._unread.clear()
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    if tensor.dtype in _PLAIN and tensor.numel() and not tensor.requires_grad:
-        # a third of the time: each call of torch is much, where messages are many and cores busy
-        return tensor.numpy().data.cast("B")
-    return as_bytes(tensor).numpy().data

@@ -14,14 +14,16 @@ import contextlib
 import errno
 import hashlib
 import logging
-import os
+import math
+import resource
+import secrets
 import selectors
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from hmac import compare_digest
 from typing import Any
 
@@ -35,18 +37,13 @@ from ..interface import own_address
 from ..store import AbsentError, told
 from .engine import Engine
 
-try:
-    import resource
-except ImportError:  # Windows: sockets are no files there
-    resource = None  # type: ignore[assignment]  # the module, or that there is none
-
-_LANES = ("messages", "side")
+_LANES = 2  # for messages, and for the detector
 _TOKEN = 16  # bytes
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
 _AGAIN = 0.1  # seconds after which to try again
 _PATIENCE = 5.0  # seconds that others get to read at the store why no wire is made
 _NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
-_WHO = struct.Struct("!II")  # rank, lane
+_WHO = struct.Struct(f"!{2 * _TOKEN}sII")  # token, rank, lane
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
 _UNKNOWN = 32  # open ones, where nobody says
@@ -64,17 +61,16 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
-    trouble = make_room(len(_LANES) * (size - 1))
+    trouble = make_room(size - 1)
     host = digest_of(host_name()).hex()
-    with Listener(own_address(store), len(_LANES) * size, host) as listener:
-        said = [trouble, *listener.endpoint.said()]
+    with Listener(own_address(store), _LANES * size, host) as listener:
+        said = [trouble, *astuple(listener.endpoint)]
         where = "came, and then did not say where to connect"
         met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
         _check(met, store, rank)
-        peers = {peer: Endpoint.heard(said) for peer, (_, *said) in enumerate(met) if peer != rank}
-        lanes = listener.connect(rank, peers, _LANES, deadline)
-    sockets, side = lanes["messages"], lanes["side"]
-    near = {peer: sock for peer, sock in sockets.items() if _is_unix(sock)}
+        peers = {peer: Endpoint(*said) for peer, (_, *said) in enumerate(met) if peer != rank}
+        sockets, side = listener.connect(rank, peers, deadline)
+    near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
     segment = shm.Segment.make() if near else None
     try:
         for sock in near.values():
@@ -107,18 +103,8 @@ class Endpoint:
 
     address: str
     port: int
-    token: bytes
+    token: str
     host: str = ""
-
-    def said(self) -> list[Any]:
-        """As it is told."""
-        return [self.address, self.port, self.token.hex(), self.host]
-
-    @classmethod
-    def heard(cls, said: Sequence[Any]) -> Endpoint:
-        """From what was told."""
-        address, port, token, host = said
-        return cls(address, port, bytes.fromhex(token), host)
 
 
 class Listener:
@@ -146,13 +132,9 @@ class Listener:
         self._scope = f"%{name[3]}" if name[3:] and name[3] else ""  # of IPv6: an interface here
         self._sock = socket.create_server(name, family=family, backlog=backlog)
         port = self._sock.getsockname()[1]
-        self.endpoint = Endpoint(address.partition("%")[0], port, os.urandom(_TOKEN), host)
-
-        def listen(sock: socket.socket) -> None:
-            sock.bind(_name_of(self.endpoint.token))
-            sock.listen(backlog)
-
-        self._unix = _unix(listen) if host else None  # where not, they come by TCP, as all others
+        self.endpoint = Endpoint(address.partition("%")[0], port, secrets.token_hex(_TOKEN), host)
+        # where there is none, they come by TCP, as all others
+        self._unix = _unix(self.endpoint.token, backlog=backlog) if host else None
 
     def __enter__(self) -> Listener:
         return self
@@ -163,18 +145,17 @@ class Listener:
             self._unix.close()
 
     def connect(
-        self, rank: int, peers: Mapping[int, Endpoint], lanes: Sequence[str], deadline: float
-    ) -> dict[str, dict[int, socket.socket]]:
+        self, rank: int, peers: Mapping[int, Endpoint], deadline: float
+    ) -> list[dict[int, socket.socket]]:
         """A socket to each peer on each lane: to lower ranks made here, from higher ones accepted.
 
         Args:
             rank: this rank.
             peers: where each other rank listens.
-            lanes: their names, the same on every rank.
             deadline: as `time.monotonic` tells it.
 
         Returns:
-            The sockets by lane and peer.
+            The sockets of each lane, by peer: for messages, and for the failure detector.
 
         Raises:
             AbsentError: somebody could not be reached, or did not come in time.
@@ -183,22 +164,22 @@ class Listener:
         made: dict[tuple[int, int], socket.socket] = {}
         try:
             for peer, endpoint in peers.items():
-                for lane in range(len(lanes) if peer < rank else 0):
-                    unix = endpoint.host == self.endpoint.host != ""
-                    sock = _connected(endpoint, deadline) if unix else None
+                for lane in range(_LANES if peer < rank else 0):
+                    sock = None
+                    if endpoint.host == self.endpoint.host != "":
+                        sock = _unix(endpoint.token, timeout=_remaining(deadline))
                     made[peer, lane] = sock or self._connect(peer, endpoint, deadline)
-                    made[peer, lane].sendall(endpoint.token + _WHO.pack(rank, lane))
-            above = {(peer, lane) for peer in peers if peer > rank for lane in range(len(lanes))}
+                    made[peer, lane].sendall(_WHO.pack(endpoint.token.encode(), rank, lane))
+            above = {(peer, lane) for peer in peers if peer > rank for lane in range(_LANES)}
             self._accept(made, above, deadline)
         except BaseException:
             for sock in made.values():
                 sock.close()
             raise
         for sock in made.values():
-            if not _is_unix(sock):
+            if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        by_lane = enumerate(lanes)
-        return {name: {peer: made[peer, lane] for peer in peers} for lane, name in by_lane}
+        return [{peer: made[peer, lane] for peer in peers} for lane in range(_LANES)]
 
     def _connect(self, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
         where = endpoint.address + (self._scope if ":" in endpoint.address else "")
@@ -239,9 +220,11 @@ class Listener:
                             guests[new] = b""
                             selector.register(new, selectors.EVENT_READ)
                             continue
-                        more = _heard(sock, _TOKEN + _WHO.size - len(guests[sock]))
+                        more = b""
+                        with contextlib.suppress(OSError):  # the other end is gone
+                            more = sock.recv(_WHO.size - len(guests[sock]))
                         guests[sock] += more
-                        if more and len(guests[sock]) < _TOKEN + _WHO.size:
+                        if more and len(guests[sock]) < _WHO.size:
                             continue
                         selector.unregister(sock)
                         who = self._who(guests.pop(sock))
@@ -256,51 +239,30 @@ class Listener:
 
     def _who(self, said: bytes) -> tuple[int, int]:
         """The rank that introduced itself and its lane, or what is nobody."""
-        if len(said) < _TOKEN + _WHO.size:
+        if len(said) < _WHO.size:
             return -1, -1
-        if not compare_digest(said[:_TOKEN], self.endpoint.token):
-            return -1, -1
-        rank, lane = _WHO.unpack(said[_TOKEN:])
-        return rank, lane
+        token, rank, lane = _WHO.unpack(said)
+        return (rank, lane) if compare_digest(token, self.endpoint.token.encode()) else (-1, -1)
 
 
-def _heard(sock: socket.socket, missing: int) -> bytes:
-    try:
-        return sock.recv(missing)
-    except OSError:  # the other end is gone
-        return b""
-
-
-def _connected(endpoint: Endpoint, deadline: float) -> socket.socket | None:
-    """A Unix socket to a rank that is found here; None if it is not."""
-
-    def connect(sock: socket.socket) -> None:
-        sock.settimeout(_remaining(deadline))
-        sock.connect(_name_of(endpoint.token))
-
-    return _unix(connect)
-
-
-def _unix(begin: Callable[[socket.socket], None]) -> socket.socket | None:
-    """A Unix socket that could begin so; None if it could not, or there are none with names."""
+def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:
+    """A Unix socket that listens for those that know a token or, without a backlog, has found who
+    does; None if there is none. Everybody may see its name."""
     if not _NAMES:
         return None
+    name = f"\0weft-{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        begin(sock)
+        if backlog:
+            sock.bind(name)
+            sock.listen(backlog)
+        else:
+            sock.settimeout(timeout)
+            sock.connect(name)
     except OSError:
         sock.close()
         return None
     return sock
-
-
-def _is_unix(sock: socket.socket) -> bool:
-    return _NAMES and sock.family == socket.AF_UNIX
-
-
-def _name_of(token: bytes) -> str:
-    """Where the rank with that token listens for those beside it; everybody may see the name."""
-    return f"\0weft-{hashlib.blake2b(token, digest_size=16).hexdigest()}"
 
 
 def _remaining(deadline: float) -> float:
@@ -310,37 +272,32 @@ def _remaining(deadline: float) -> float:
     return remaining
 
 
-def make_room(connections: int) -> str | None:
-    """See that so many more connections may be opened; what is in the way, or None.
+def make_room(peers: int) -> str | None:
+    """See that so many may be connected to; what is in the way, or None.
 
-    A process may have only so many files open: 1,024 on most machines, which is about 330 peers.
+    A process may have only so many files open: 1,024 on most machines, which is about 330 peers,
+    each with two sockets and, on this host, a segment.
     That is the soft limit, which a process may raise by itself up to its hard limit. It is raised
     for the whole process and stays so.
     """
-    if resource is None:
-        return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         opened = psutil.Process().num_fds()
     except psutil.Error:  # /proc is hidden from this process
         opened = _UNKNOWN
-    needed = opened + connections + _OWN
+    needed = opened + (_LANES + 1) * peers + _OWN
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return None
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        return (
-            f"{connections} connections need {needed} open files with the {opened} that are open, "
-            f"and the hard limit is {hard}: raise it (ulimit -Hn {needed + _SPARE}, or LimitNOFILE "
-            "of the service that starts the ranks)"
-        )
-    wanted = needed + _SPARE
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    wanted, most = needed + _SPARE, math.inf if hard == resource.RLIM_INFINITY else hard
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if needed > most:
+            raise ValueError(f"the hard limit is {hard}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(wanted, most)), hard))
     except (OSError, ValueError) as error:  # macOS has a limit above the hard one's infinity
         return (
-            f"{connections} connections need {needed} open files with the {opened} that are open, "
-            f"and the limit of {soft} cannot be raised ({error}): start with ulimit -n {wanted}"
+            f"{_LANES * peers} connections need {needed} open files with the {opened} that "
+            f"are open, and {error}: raise it (ulimit -Hn {wanted}, or LimitNOFILE of the service "
+            "that starts the ranks)"
         )
-    _log.info("the limit of open files is %d now, it was %d", allowed, soft)
+    _log.info("the limit of open files is %d now, it was %d", min(wanted, most), soft)
     return None

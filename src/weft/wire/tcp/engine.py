@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from torch import Tensor
 
-from .. import base, shm
+from .. import base, processes, shm
 from ..base import Recv
 from ..memory import Pool
 from ..processes import Lost
@@ -34,7 +34,7 @@ from .connection import Block, Connection, Receive, Send
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
-_TICK, _TICKS = 0.004, 4  # seconds between two looks of the thread; how many it may leave out
+_TICK = 0.004  # seconds between two looks of the thread
 _LEFT = 0.1  # seconds that a close waits for whoever moves something
 _AWAKE = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
 
@@ -42,7 +42,7 @@ Message = tuple[Connection, Send | Receive]
 """A message and the connection that it is on."""
 
 
-class Engine:
+class Engine(processes.Engine):
     """The connections of one rank to all others: an engine as `processes` describes it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Engine:
             seen: the segments of peers that are mapped here.
             seen_by: the peers that have mapped this rank's.
         """
-        self.side, self.segment = side, segment
+        super().__init__(side, segment)
         self.connections: dict[int, Connection] = {}
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
@@ -80,13 +80,11 @@ class Engine:
         self._turn = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stir = threading.Event()
-        self._failed: BaseException | None = None
         self._closed = False
 
     def post(
         self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Message]:
-        """As `processes.Engine.post`."""
         messages: list[Message] = []
         copies: dict[int, tuple[int, Block | None]] = {}  # of what goes to several
         changed: dict[int, Connection] = {}
@@ -132,7 +130,6 @@ class Engine:
         return Send(tensor, offset, block)
 
     def finish(self, messages: Iterable[Message], limit: float, at: Callable[[int], None]) -> None:
-        """As `processes.Engine.finish`."""
         until = time.monotonic() + limit
         with self._turn:
             for number, (connection, message) in enumerate(messages):
@@ -141,26 +138,21 @@ class Engine:
                 while not message.done:
                     remaining = until - time.monotonic()
                     if self._closed or connection.lost or remaining <= 0:
-                        raise Lost(self._why(connection))
+                        late = (
+                            "the connection is closed"
+                            if self._closed
+                            else "it did not come in time"
+                        )
+                        raise Lost(connection.lost or late)
                     self._step(remaining)
 
-    def release(self, messages: Iterable[Message]) -> None:
-        """Nobody looks any more at what came."""
+    def release(self, receives: Sequence[Message]) -> None:
         with self._turn:
-            for connection, message in messages:
-                if isinstance(message, Receive):
-                    message.release()
-                    if connection.due and not self._closed:
-                        connection.flush()
-                        self._watch(connection)
-
-    def _why(self, connection: Connection) -> str:
-        """Why a wait for a message on that connection is over."""
-        if self._failed is not None:
-            return f"the thread that moves its bytes failed: {self._failed!r}"
-        if connection.lost:
-            return connection.lost
-        return "the connection is closed" if self._closed else "it did not come in time"
+            super().release(receives)
+            for connection, _ in receives:
+                if connection.due and not self._closed:
+                    connection.flush()
+                    self._watch(connection)
 
     def _step(self, seconds: float) -> None:
         """Wait until something can be moved, for so long at most, and move it."""
@@ -206,17 +198,14 @@ class Engine:
             self._thread.start()
 
     def _look_in(self) -> None:
-        ticks = 1
         try:
             while True:
                 self._stir.wait()
                 if self._closed:
                     return
-                time.sleep(ticks * _TICK)
+                time.sleep(_TICK)
                 if not self._turn.acquire(blocking=False):
-                    ticks = min(2 * ticks, _TICKS)  # somebody waits, and moves everything
-                    continue
-                ticks = 1
+                    continue  # somebody waits, and moves everything
                 try:
                     if not self._closed:
                         self._step(0.0)
@@ -227,7 +216,8 @@ class Engine:
                 finally:
                     self._turn.release()
         except BaseException as error:  # whoever waits next shall hear of it
-            self._failed = error
+            for connection in self.connections.values():
+                connection.lose(f"the thread that moves its bytes failed: {error!r}")
             self.cut()
             raise
 
@@ -253,7 +243,8 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    stop = close
+    def stop(self) -> None:
+        self.close()
 
     def abandon(self) -> None:
         """Close the sockets in a forked child, which has no thread; one may have had the turn."""
@@ -266,3 +257,4 @@ class Engine:
             self.segment.close()
         for connection in self.connections.values():
             connection.sock.close()
+            connection.segment = None
