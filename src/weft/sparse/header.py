@@ -91,7 +91,7 @@ class Header(NamedTuple):
         header = cls(count, count, count, top, limit, rank, True, fallible)
         if values is not None:
             return header._replace(rows=Rows(indices, values))
-        return header._described(indices if highest is None else indices[:0])
+        return header._described(indices) if highest is None else header
 
     def _described(self, indices: Tensor) -> Header:
         """This header, of one rank, with what says where its rows lie."""
@@ -150,7 +150,7 @@ class Header(NamedTuple):
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
         """One header of several, in the order of their ranks; without a sample of rows that all
-        sent, since nobody needs it."""
+        sent or that are in any order, since nobody needs it."""
         tightest = min(headers, key=lambda one: one.capacity)
         header = cls(
             sum(one.total for one in headers),
@@ -162,7 +162,8 @@ class Header(NamedTuple):
             False,
             any(one.fallible for one in headers),
         )
-        if all(one.rows is not None for one in headers):
+        unseen = any(one.total and one.rows is None and not len(one.sketch) for one in headers)
+        if unseen or all(one.rows is not None for one in headers):
             return header
         said = [one if one.rows is None else one._described(one.rows.indices) for one in headers]
         first, most, digest = said[0].sketch, said[0].most, said[0].digest

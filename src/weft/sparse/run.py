@@ -113,7 +113,7 @@ def opened(
         own.row_shape = call.row_shape
         said = [Header.unpack(body, call.row_shape, call.dtype) for body in agreement.bodies]
         call.header = Header.together(said)
-        call.load = _load(call)
+        call.load = _load(call, moves=moves)
         is_over = eager and is_eager(call.load, call.index)
         if wire.size > 1 and not is_over:
             call.load = with_link(wire, call.load)
@@ -159,7 +159,7 @@ def _learn(fields: dict[str, str], request: Request, call: Call, *, moves: bool)
         call.height = int(fields["height"]) if fields["height"].isdigit() else None
 
 
-def _load(call: Call) -> Load:
+def _load(call: Call, *, moves: bool) -> Load:
     """The sizes of a call, as all ranks together said them."""
     header = call.header
     return Load(
@@ -167,7 +167,7 @@ def _load(call: Call) -> Load:
         total=header.total,
         most=header.most,
         fewest=header.fewest,
-        union=header.union(call.height),
+        union=header.total if moves else header.union(call.height),
         # where nobody knows more, a tensor that has all rows is as good as any
         height=header.highest + 1 if call.height is None else call.height,
         row=row_bytes(call.row_shape, call.dtype),
