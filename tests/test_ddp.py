@@ -393,11 +393,6 @@ def killed_in_its_second_step() -> None:
     output.sum().backward()
 
 
-def test_register_takes_a_wrapped_model() -> None:
-    with pytest.raises(WeftError, match="this is Model: wrap it first"):
-        ddp.register(Model())
-
-
 @trained(1, 3)
 def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> None:
     me, size = dist.get_rank(), dist.get_world_size()

@@ -62,20 +62,6 @@ def test_a_barrier_names_the_late(mpi_job):
     assert "rank 2: rank 1 has not come to the barrier" in said[2]
 
 
-def calls(wire):
-    rows = weft.Rows(torch.tensor([wire.rank, 9, 9]), torch.ones(3, 2), height=20)
-    found = [
-        weft.sparse_all_reduce(rows, algorithm=name).indices.tolist()
-        for name in ("auto", "gather", "split", "holders", "ring", "doubling", "mask")
-    ]
-    assert wire.traffic.messages > 0
-    return found
-
-
-def test_every_algorithm_runs_over_mpi(mpi_job):
-    assert mpi_job(3, calls) == [[[0, 1, 2, 9]] * 7] * 3
-
-
 def test_a_wait_looks_less_and_less_often(monkeypatch):
     """Waiting does not burn a core: a second of it is a few hundred looks."""
     clock, looks = [0.0], []

@@ -58,6 +58,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
     "sync_grads dtype": (lambda x: weft.sync_grads(model(), wire_dtype=x), None, "wire_dtype is"),
     "overlap_grads module": (weft.overlap_grads, model, "module is a"),
     "overlap_grads average": (lambda x: weft.overlap_grads(model(), x), True, "average is"),
+    "overlap dtype": (lambda x: weft.overlap_grads(model(), wire_dtype=x), None, "wire_dtype is"),
     "overlap_grads": (lambda x: weft.overlap_grads(model(), bucket_bytes=x), 99, "bucket_bytes is"),
     "overlapped average": (finish_otherwise, True, "sync_grads has another group, average or"),
     "all_reduce op": (lambda x: weft.all_reduce(one(), x), "sum", "op .* is unknown"),

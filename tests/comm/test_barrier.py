@@ -43,12 +43,14 @@ def test_the_late_are_named_and_may_still_come(ranks):
             while len(told) < ranks - len(late):
                 time.sleep(0.002)
         else:
-            with pytest.raises(weft.StillRunning) as caught:
-                weft.barrier(timeout=patience)
-            text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
-            assert str(caught.value).startswith(text)
+            for _ in range(2):
+                with pytest.raises(weft.StillRunning) as caught:
+                    weft.barrier(timeout=patience)
+                text = f"rank {wire.rank}: {names} not come to the barrier after {patience} s"
+                assert str(caught.value).startswith(text)
             told.append(wire.rank)
         weft.barrier()  # the same one
+        assert calls_of(wire) == 1
         assert weft.all_reduce(torch.ones(1)).item() == ranks
 
     run(ranks, program)
@@ -97,19 +99,6 @@ def test_a_rank_may_go_on_to_its_next_call(wire):
     assert weft.all_reduce(torch.ones(1)).item() == 2
     weft.barrier(timeout=10)
     weft.barrier()
-
-
-@spmd(2)
-def test_waiting_on_may_time_out_again(wire):
-    before = calls_of(wire)
-    if wire.rank == 0:
-        for _ in range(3):
-            with pytest.raises(weft.StillRunning, match="rank 1 has not come"):
-                weft.barrier(timeout=0.3)
-    else:
-        time.sleep(3)
-    weft.barrier(timeout=10)
-    assert calls_of(wire) == before + 1
 
 
 @spmd(3)

@@ -97,18 +97,6 @@ def test_overlap_does_not_pass_over_parameters_that_were_replaced(wire):
     assert module.weight.grad.tolist() == [[2, 2]]
 
 
-@spmd(2)
-def test_another_average_is_refused_when_all_is_reduced_already(wire):
-    module = nn.Linear(2, 1)
-    weft.overlap_grads(module)
-    module(torch.ones(1, 2)).sum().backward()
-    weft.barrier()  # which waits for what backward has started
-    with pytest.raises(weft.WeftError, match=r"^rank 1: sync_grads has another group"):
-        weft.sync_grads(module, average=wire.rank == 0)
-    module(torch.ones(1, 2)).sum().backward()
-    weft.sync_grads(module)
-
-
 @spmd(1, 2)
 def test_a_wrapper_of_an_overlapped_module_is_not_reduced_twice(wire):
     module = nn.Sequential(nn.Linear(2, 1))

@@ -89,15 +89,6 @@ def test_gradients_are_summed_by_name(wire, average):
     assert module.table.weight.grad.is_coalesced()
 
 
-@spmd(2)
-def test_disjoint_sets_never_mix(wire):
-    """Where SAR, which goes by the order of those that have a gradient, gives 44 and 44."""
-    module = nn.ParameterDict({"a": nn.Parameter(torch.ones(1)), "b": nn.Parameter(torch.ones(1))})
-    module["a" if wire.rank == 0 else "b"].grad = torch.tensor([4.0 if wire.rank == 0 else 40.0])
-    weft.sync_grads(module, average=False)
-    assert [module[name].grad.item() for name in "ab"] == [4, 40]
-
-
 @spmd(3)
 def test_ranks_may_have_different_parameters(wire):
     module = nn.ParameterDict({"all": nn.Parameter(torch.ones(2))})

@@ -12,7 +12,6 @@ section 3.2, has buckets and their order.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import uncompiled
+from ..agree import confess
 from ..errors import WeftError
 from ..wire import default
 from ..wire.base import Wire, Work
@@ -247,11 +247,7 @@ class Overlap:
                     failure = failure or raised
             if failure is not None:
                 raise failure
-            self._worker.call(NAME, functools.partial(self._end, error))
+            # what went wrong since buckets began; all ranks are in `sync_grads`
+            self._worker.call(NAME, lambda: confess(known.wire, NAME, None, error))
         finally:
             self._restart()
-
-    def _end(self, error: str | None) -> None:
-        """Tell each other what went wrong since buckets began; all ranks are in `sync_grads`."""
-        with opened(self._synchronised.wire, NAME, {}, error):
-            return
