@@ -282,7 +282,7 @@ def test_layouts_cut_as_torch_does(shape, cuts):
 def test_a_shard_order_is_kept():
     """PyTorch may cut along the mesh dimensions in another order than the placements'."""
     mesh = type("Mesh", (), {"mesh": torch.arange(4).view(2, 2)})
-    layout = Layout.of(mesh, (Shard(0), Shard(0)), 1, [(0, (1, 0))])
+    layout = Layout.of(mesh, (Shard(0), Shard(0)), [(0, (1, 0))])
     cells = list(product(range(2), range(2)))
     assert [layout.ranges((8,), cell)[0] for cell in cells] == [
         [(0, 2)],
@@ -290,7 +290,7 @@ def test_a_shard_order_is_kept():
         [(2, 4)],
         [(6, 8)],
     ]
-    strided = Layout.of(mesh, (STRIDED, Shard(0)), 1)
+    strided = Layout.of(mesh, (STRIDED, Shard(0)))
     assert [strided.ranges((8,), cell) for cell in cells] == [
         layout.ranges((8,), cell) for cell in cells
     ]

@@ -83,7 +83,6 @@ class Layout:
         cls,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
-        ndim: int | None = None,
         order: Sequence[Any] | None = None,
     ) -> Layout:
         """The layout of a DTensor.
@@ -91,7 +90,6 @@ class Layout:
         Args:
             mesh: its mesh.
             placements: one for each dimension of the mesh.
-            ndim: dimensions of the tensor, if they are known.
             order: PyTorch's shard order: (tensor dimension, mesh dimensions) in turn, if it has
                 one; else the mesh dimensions cut from left to right.
 
@@ -113,10 +111,7 @@ class Layout:
                 if shape[along] > 1:
                     partial.append((along, str(given.reduce_op)))
             elif hasattr(given, "dim"):
-                dim = given.dim
-                if dim < 0 and ndim is not None:
-                    dim += ndim
-                cuts.append(Cut(dim, along, int(getattr(given, "split_factor", 1))))
+                cuts.append(Cut(given.dim, along, int(getattr(given, "split_factor", 1))))
             elif not given.is_replicate():
                 raise WeftError(
                     f"{given} is a placement that weft does not know: redistribute() to Shard, "
@@ -343,7 +338,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         ranks, nothing = tuple(sorted(partition.ranks)), Statement((), needs=False, records=False)
         handshake(wire, ranks, "from_dtensor", {}, fault, nothing)  # where all raise
         raise AssertionError("a fault was stated and not heard")
-    layout = Layout.of(x.device_mesh, x.placements, x.ndim, shard_order(x))
+    layout = Layout.of(x.device_mesh, _positive(x.placements, x.ndim), shard_order(x))
     mesh = _grid(x.device_mesh, partition)
     spec = FromDTensorSpec(mesh, layout, tuple(x.shape), partition, checked_lengths(lengths))
     local = _local(x)

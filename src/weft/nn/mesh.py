@@ -6,8 +6,8 @@ Imported where it is needed: most programs never do, and torch.distributed takes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,12 +15,9 @@ from .. import _torch
 from ..errors import WeftError
 
 
-def mesh(
-    device_type: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
-) -> DeviceMesh:
-    """A DeviceMesh of these ranks; collective among all ranks of the default group."""
-    grid = torch.tensor(ranks, dtype=torch.int).view(*shape)
-    return DeviceMesh(device_type, grid, mesh_dim_names=None if names is None else tuple(names))
+def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
+    """A DeviceMesh of these ranks, nested; collective among all ranks of the default group."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=None if names is None else tuple(names))
 
 
 def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:

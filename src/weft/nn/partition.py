@@ -129,7 +129,7 @@ class Partition:
         """
         from .mesh import mesh  # here: most programs never need it
 
-        return mesh(device_type, self.ranks, self.shape, names)
+        return mesh(device_type, self._array.tolist(), names)
 
     # who is where
 
