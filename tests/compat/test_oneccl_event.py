@@ -323,10 +323,6 @@ def nothing(*_):
     return None
 
 
-def few(idx_count, idx_dtype, val_count, val_dtype, ctx):
-    return np.zeros(idx_count - 1, np.int64), np.zeros(val_count, np.float32)
-
-
 def short(idx_count, idx_dtype, val_count, val_dtype, ctx):
     return np.zeros(idx_count, np.int64), np.zeros(val_count - 1, np.float32)
 
@@ -347,7 +343,6 @@ def failed():
 make = event.create_sparse_allreduce_attr
 WRONG = {
     "neither": ({}, "attr has neither completion_fn nor alloc_fn: .* set one"),
-    "default": ({"attr": event.default_sparse_allreduce_attr}, "attr has neither"),
     "both": ({"attr": make(print, short)}, "attr has both completion_fn and alloc_fn"),
     "no function": ({"attr": make(completion_fn=3)}, "completion_fn is a int"),
     "no attr": ({"attr": None}, "attr is a NoneType"),
@@ -356,7 +351,6 @@ WRONG = {
     "allocation": ({"attr": make(alloc_fn=raises)}, "MemoryError: no room"),
     "no buffers": ({"attr": make(alloc_fn=nothing)}, "alloc_fn returned a NoneType, not two"),
     "short": ({"attr": make(alloc_fn=short)}, r"alloc_fn's val_buf holds \d+ elements, the call"),
-    "few": ({"attr": make(alloc_fn=few)}, r"alloc_fn's idx_buf holds \d+ elements, the call"),
     "another type": (
         {"attr": make(alloc_fn=lambda n, _, m, *rest: (np.zeros(n, np.int32), np.zeros(m)))},
         r"alloc_fn's idx_buf holds torch.int32, the call says torch.int64",
