@@ -8,13 +8,10 @@ rank that has nothing to do sleeps on its socket.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Client
 from typing import Any
@@ -24,32 +21,17 @@ import torch.distributed as dist
 
 from weft.backend.mpi import TRANSPORT
 from weft.bootstrap.outcome import Outcome
+from weft.testing.pool import _loaded
 from weft.wire import default, mpi
 from weft.wire.process_group import connect
-
-
-def load(module: str, file: str, name: str) -> Callable[..., Any]:
-    """A function at the top of a module: of weft's by its name, of the tests' by its file."""
-    if module.startswith("weft."):
-        found = importlib.import_module(module)
-    elif (known := sys.modules.get(file)) is not None:
-        found = known
-    else:
-        spec = importlib.util.spec_from_file_location(module, file)
-        assert spec is not None and spec.loader is not None
-        found = sys.modules[file] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    body = getattr(found, name)
-    while hasattr(body, "__wrapped__"):  # @spmd
-        body = body.__wrapped__
-    return body
 
 
 def run(job: dict[str, Any], store: dist.Store, rank: int) -> Outcome:
     """One body on a wire of its own."""
     wire = None
     try:
-        body = load(*job["body"])
+        module, file, name = job["body"]
+        body = getattr(_loaded(module, file), name)
         wire = connect(
             store, rank, job["size"], job["timeout"], name=job["name"], transport=TRANSPORT
         )

@@ -79,20 +79,11 @@ def test_dtypes_that_torch_does_not_copy_are_refused(wire):
 
 @spmd(3)
 def test_shapes_need_not_agree(wire):
-    shapes = [(), (0, 5), (2, 3, 4)]
+    shapes = [(), (0, 5), (40_000, 2)]  # one goes on its own, the others in the opening
     order = [shapes[(wire.rank + to) % 3] for to in range(3)]
     results = weft.all_to_all([torch.full(shape, wire.rank) for shape in order])
     for source, result in enumerate(results):
         same(result, torch.full(shapes[(source + wire.rank) % 3], source))
-
-
-@spmd(3)
-def test_some_ranks_have_much_and_some_little(wire):
-    """Those with little send it in the opening exchange, the others do not."""
-    size = [3, 40000, 0][wire.rank]
-    inputs = [sent(wire.rank, to, size=size).t() for to in range(3)]  # not contiguous, too
-    for source, result in enumerate(weft.all_to_all(inputs)):
-        same(result, sent(source, wire.rank, size=[3, 40000, 0][source]).t())
 
 
 @pytest.mark.parametrize("most", [1, 1000, 100_000])
