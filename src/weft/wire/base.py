@@ -296,20 +296,18 @@ def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
     return distinct
 
 
-def all_gather_bytes(wire: Wire, message: bytes, cap: int | None = None) -> list[bytes]:
+def all_gather_bytes(wire: Wire, message: bytes) -> list[bytes]:
     """Tell all ranks something, and hear what each says, in rank order.
 
     Args:
         wire: among whom.
-        message: of at most `cap` bytes.
-        cap: for whoever's length is not known: all but the own are then that long. None: all
-            messages are as long as this one.
+        message: as long as those of all others.
 
     Raises:
         WireError: the deadline passed, or a peer or a link failed.
     """
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    pending = wire.small_all_gather(own, len(message) if cap is None else cap)
+    pending = wire.small_all_gather(own, len(message))
     heard = [each.numpy().tobytes() for each in pending.wait()]
     pending.release()
     return heard

@@ -177,17 +177,17 @@ class Group:
 
     def look(self) -> None:
         """Break the group if somebody waits for what nobody can post any more."""
+        self.judge(stuck=len(self.waiting) + len(self.left) >= len(self.wires))
+
+    def judge(self, *, stuck: bool) -> None:
+        """Break the group if somebody waits for a rank that left, or anybody does and is stuck."""
         for rank, each in sorted(self.waiting.items()):
             gone = next((peer for peer in each.missing() if peer in self.left), None)
             if gone is not None:
                 where = f"rank {gone} left while rank {rank} awaited {each.what()}"
                 self.break_for_all(gone, where)
-        if self.waiting and self.is_stuck():
+        if self.waiting and stuck:
             self.break_for_all(None, f"all ranks wait for each other: {self.story()}")
-
-    def is_stuck(self) -> bool:
-        """Whether nobody can post any more."""
-        return len(self.waiting) + len(self.left) >= len(self.wires)
 
     def story(self) -> str:
         """What each rank awaits."""

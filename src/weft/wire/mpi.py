@@ -162,9 +162,9 @@ def start(timeout: float) -> World:
                 )
             return _world
         mpi = load()
-        if not mpi.Is_initialized():
+        ours = not mpi.Is_initialized()
+        if ours:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            Finalize(None, _end, exitpriority=-1)  # after the wires
         if mpi.Is_finalized():
             raise WeftError("MPI has ended in this process and cannot start again: start it anew")
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
@@ -176,6 +176,8 @@ def start(timeout: float) -> World:
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     _await(request, timeout, rank, f"the {size} ranks did not all start MPI")
     _world = World(mpi, comm)
+    if ours:
+        Finalize(None, _world.end, exitpriority=-1)  # after the wires
     return _world
 
 
@@ -193,11 +195,6 @@ def load() -> Any:
             f"mpi4py finds no MPI library ({error}): pip install weft[mpi] brings Open MPI, or "
             "install the cluster's and name it in MPI4PY_LIBMPI"
         ) from error
-
-
-def _end() -> None:
-    if _world is not None:
-        _world.end()
 
 
 def _came(request: Any, patience: float) -> bool:

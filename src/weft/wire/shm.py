@@ -16,6 +16,7 @@ Where there is no memfd (macOS), or no memory for one, ranks of a host send over
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -194,17 +195,12 @@ def exchange(
     seen: dict[int, Peer] = {}
     for peer, sock in sockets.items():
         said, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-        try:
-            if len(said) < _HELLO.size:
-                raise ConnectionError(f"rank {peer} went away while it was connected to")
-            if fds:
-                seen[peer] = Peer(fds[0], *_HELLO.unpack(said))
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionError):
-                raise
-        finally:
-            for fd in fds:
-                os.close(fd)
+        if len(said) < _HELLO.size:
+            raise ConnectionError(f"rank {peer} went away while it was connected to")
+        for fd in fds:
+            with contextlib.suppress(OSError, ValueError):  # it sends over its socket
+                seen[peer] = Peer(fd, *_HELLO.unpack(said))
+            os.close(fd)
         sock.sendall(bytes([peer in seen]))
     seen_by = {peer for peer, sock in sockets.items() if sock.recv(1) == b"\1"}
     return seen, seen_by

@@ -219,10 +219,7 @@ class _Group(Group):
         network = self.network
         network.advance()
         for group in network.groups if network.running() <= 0 else ():
-            super(_Group, group).look()
-
-    def is_stuck(self) -> bool:
-        return True
+            group.judge(stuck=True)
 
 
 class _Network:

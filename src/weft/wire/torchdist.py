@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,8 +87,11 @@ class Links(Engine):
         Raises:
             RuntimeError: from gloo or the store.
         """
-        limit = timedelta(seconds=timeout)
-        with _listening_where_weft_does(store):
+        name, limit = interface_of(own_address(store)), timedelta(seconds=timeout)
+        with contextlib.ExitStack() as stack:
+            if name is not None and _GLOO not in os.environ:
+                os.environ[_GLOO] = name  # by itself gloo takes what the host's name means
+                stack.callback(os.environ.pop, _GLOO, None)
             return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
 
     def post(
@@ -215,17 +218,3 @@ class Links(Engine):
         for start in range(_INLINE, count, _PIECE):
             self._group.recv([data[start : start + _PIECE]], peer, lane).wait(_FOREVER)
         return None if channel == _END else (channel, data)
-
-
-@contextlib.contextmanager
-def _listening_where_weft_does(store: dist.Store) -> Iterator[None]:
-    """For a gloo group that is made meanwhile: by itself it takes what the host's name means."""
-    name = interface_of(own_address(store))
-    if name is None or _GLOO in os.environ:
-        yield
-        return
-    os.environ[_GLOO] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(_GLOO, None)

@@ -242,11 +242,8 @@ class Work(Generic[T]):
         self._done: Future[T] = Future()
 
     def __repr__(self) -> str:
-        state = "under way"
-        if self.is_completed():
-            error = self.exception()
-            state = "done" if error is None else f"failed: {_text(error)}"
-        return f"<Work {self._name}: {state}>"
+        ended = "done" if (error := self.exception()) is None else f"failed: {_text(error)}"
+        return f"<Work {self._name}: {ended if self.is_completed() else 'under way'}>"
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""

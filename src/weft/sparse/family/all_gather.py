@@ -112,7 +112,7 @@ def _counts(opening: Opened) -> list[int]:
     if is_direct(wire):
         return [one.total for one in opening.said]
     own = len(opening.own).to_bytes(8, "little")
-    return [int.from_bytes(each, "little") for each in all_gather_bytes(wire, own, len(own))]
+    return [int.from_bytes(each, "little") for each in all_gather_bytes(wire, own)]
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:

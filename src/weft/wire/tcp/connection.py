@@ -89,11 +89,8 @@ class Receive:
     __slots__ = ("_pool", "_release", "done", "limit", "tensor")
 
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
-        self.tensor: Tensor | None = None
-        if isinstance(want, int):
-            self.limit = want
-        else:
-            self.tensor, self.limit = want, want.nbytes
+        self.tensor = None if isinstance(want, int) else want
+        self.limit = want if isinstance(want, int) else want.nbytes
         self._pool = pool
         self._release: Callable[[], object] | None = None
         self.done = False

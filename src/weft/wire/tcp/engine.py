@@ -72,8 +72,7 @@ class Engine(processes.Engine):
         self._by_fd: dict[int, Connection] = {}
         for peer, sock in sockets.items():
             sock.setblocking(False)
-            theirs = None if seen is None else seen.get(peer)
-            connection = Connection(peer, sock, theirs, mapped=peer in seen_by)
+            connection = Connection(peer, sock, (seen or {}).get(peer), mapped=peer in seen_by)
             self.connections[peer] = self._by_fd[connection.fd] = connection
             self._watch(connection)
         # reentrant: a collection of garbage may close a wire in the middle of anything
@@ -86,7 +85,7 @@ class Engine(processes.Engine):
         self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Message]:
         messages: list[Message] = []
-        copies: dict[int, tuple[int, Block | None]] = {}  # of what goes to several
+        copies: dict[int, Block | None] = {}  # of what goes to several
         changed: dict[int, Connection] = {}
         rouse = False
         with self._turn:
@@ -109,25 +108,26 @@ class Engine(processes.Engine):
             for connection in changed.values():
                 connection.flush()
                 self._watch(connection)
-        if rouse and not self._stir.is_set():
-            self._rouse()
+        if rouse and not self._stir.is_set():  # have the thread look in
+            self._stir.set()
+            if self._thread is None:
+                look = threading.Thread(target=self._look_in, name="weft engine", daemon=True)
+                self._thread = look
+                look.start()
         return messages
 
-    def _shared(self, tensor: Tensor, copies: dict[int, tuple[int, Block | None]]) -> Send:
+    def _shared(self, tensor: Tensor, copies: dict[int, Block | None]) -> Send:
         """A message that the peer reads in the segment, if there is room for it."""
         assert self.segment is not None
-        if id(tensor) not in copies:
-            offset = self.segment.offset_of(tensor)
-            if offset is not None:
-                copies[id(tensor)] = offset, None
-            else:
-                offset = self.segment.stage(tensor)
-                block = None if offset is None else Block(self.segment, offset)
-                copies[id(tensor)] = (-1 if offset is None else offset), block
-        offset, block = copies[id(tensor)]
-        if block is not None:
-            block.readers += 1
-        return Send(tensor, offset, block)
+        offset, block = self.segment.offset_of(tensor), None
+        if offset is None:
+            if id(tensor) not in copies:
+                place = self.segment.stage(tensor)
+                copies[id(tensor)] = None if place is None else Block(self.segment, place)
+            block = copies[id(tensor)]
+            if block is not None:
+                offset, block.readers = block.offset, block.readers + 1
+        return Send(tensor, -1 if offset is None else offset, block)
 
     def finish(self, messages: Iterable[Message], limit: float, at: Callable[[int], None]) -> None:
         until = time.monotonic() + limit
@@ -189,13 +189,6 @@ class Engine(processes.Engine):
         else:
             self._poll.unregister(fd)
         self._polled[fd] = wanted
-
-    def _rouse(self) -> None:
-        """Have the thread look in."""
-        self._stir.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look_in, name="weft engine", daemon=True)
-            self._thread.start()
 
     def _look_in(self) -> None:
         try:
