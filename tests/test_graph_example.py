@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import random
 import sys
 from pathlib import Path
@@ -78,7 +77,7 @@ def test_it_sees_what_is_wrong(load, monkeypatch):
 def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys):
     train, graphs = load("train"), load("graphs")
     monkeypatch.setattr(train, "STEPS", 3)
-    monkeypatch.setitem(train.GRAPHS, "imports", lambda: small(graphs))
+    monkeypatch.setattr(train, "imports", lambda: small(graphs))
     monkeypatch.setattr(sys, "argv", ["train.py", "--picture", str(tmp_path / "cut.png")])
     train.main()
     assert capsys.readouterr().out.endswith("one process\nPASSED\n")
@@ -118,47 +117,6 @@ def test_every_way_to_import_is_an_edge(load, tmp_path):
     assert graph.classes == ["other packages"]
     graphs.CLASS = 4  # modules of a package that is a class of its own
     assert graphs.imports({tmp_path: ""}).classes == ["a", "other packages"]
-
-
-STANZAS = """Package: zlib
-Section: libs
-Depends: libc6 (>= 2.14), missing
-
-Package: editor
-Version: 1
-Section: contrib/editors
-Depends: libc6:any (>= 2), zlib | other,
-Pre-Depends: base
-Description: an editor
- Depends: nothing
-
-Package: libc6
-Section: libs
-
-Package: base
-"""
-
-
-def test_packages_depend_on_each_other(load):
-    graph = load("graphs").of_packages(STANZAS)
-    assert graph.names == ["base", "editor", "libc6", "zlib"]
-    assert graph.classes == ["editors", "libs", "none"]
-    assert [graph.classes[label] for label in graph.labels] == ["none", "editors", "libs", "libs"]
-    wanted = {("libc6", "zlib"), ("editor", "libc6"), ("editor", "zlib"), ("base", "editor")}
-    assert named(graph, graph.names) == wanted
-
-
-def test_an_apt_that_is_not_there_or_knows_nothing_says_so(load, monkeypatch, tmp_path):
-    graphs = load("graphs")
-    program = tmp_path / "apt-cache"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(SystemExit, match="lists no packages: apt-get update"):
-        graphs.debian()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="needs apt-cache"):
-        graphs.debian()
 
 
 def test_the_cut_is_balanced_and_goes_where_edges_are_few(load):

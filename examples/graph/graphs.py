@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sysconfig
 import zlib
 from collections import Counter, deque
@@ -145,39 +143,6 @@ def _nearest(name: str, known: Mapping[str, int]) -> Iterator[str]:
         yield name
 
 
-def debian() -> Graph:
-    """The packages that apt knows, and which of them depend on each other."""
-    if shutil.which("apt-cache") is None:
-        raise SystemExit("FAILED: the graph debian needs apt-cache, which only Debian has")
-    listed = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, encoding="utf-8")
-    graph = of_packages(listed.stdout)
-    if not graph.names:
-        raise SystemExit("FAILED: apt-cache dumpavail lists no packages: apt-get update")
-    return graph
-
-
-def of_packages(text: str) -> Graph:
-    """The graph of what `apt-cache dumpavail` prints: Depends and Pre-Depends, sections."""
-    needs: dict[str, set[str]] = {}
-    section: dict[str, str] = {}
-    for stanza in text.split("\n\n"):
-        fields = dict(
-            line.split(": ", 1) for line in stanza.splitlines() if re.match(r"[A-Z][\w-]*: ", line)
-        )
-        if "Package" in fields:
-            name = fields["Package"]
-            section[name] = fields.get("Section", "none").rpartition("/")[2]
-            wanted = f"{fields.get('Depends', '')},{fields.get('Pre-Depends', '')}"
-            words = (each.split() for each in re.split(r"[,|]", wanted))
-            needs.setdefault(name, set()).update(w[0].partition(":")[0] for w in words if w)
-    names = sorted(needs)
-    number = {name: at for at, name in enumerate(names)}
-    links = [(number[a], number[b]) for a in names for b in needs[a] if b in number]
-    return Graph.of(
-        "the dependency graph of Debian's packages", names, [section[n] for n in names], links
-    )
-
-
 def cut(
     starts: npt.NDArray[np.int64], neighbours: npt.NDArray[np.int64], parts: int
 ) -> npt.NDArray[np.int64]:
@@ -224,6 +189,3 @@ def _breadth_first(bounds: list[int], near: list[int]) -> list[int]:
                     seen[other] = True
                     queue.append(other)
     return order
-
-
-GRAPHS = {"imports": imports, "debian": debian}

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from graphs import GRAPHS, Graph, cut
+from graphs import Graph, cut, imports
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -210,13 +210,12 @@ def picture(data: Data, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a graph network on a graph that is cut")
-    parser.add_argument("--graph", choices=GRAPHS, default="imports")
     parser.add_argument("--picture", metavar="FILE", help="draw the cut")
     options = parser.parse_args()
     with weft.init() as wire:
         made: list[Any] = [None]
         if wire.rank == 0:  # one rank reads and cuts: files may change meanwhile
-            graph = GRAPHS[options.graph]()
+            graph = imports()
             made = [Data.of(graph, wire.size)]
             print(f"{graph.source}: {len(graph.names):,} nodes, {len(graph.edges):,} edges")
         dist.broadcast_object_list(made, 0)

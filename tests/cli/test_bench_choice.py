@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import typer
 
 MEASURED = "2026-11-21 with commit 4b15643, torch 2.13"
 
@@ -37,13 +36,6 @@ def test_the_best_is_what_was_quickest(choice: ModuleType, measured: Path) -> No
     assert zipf.best == "gather" and zipf.ratio == pytest.approx(1.1)
     assert wide.ratio == pytest.approx(1.2) and small.best == "eager" and small.ratio == 1.0
     assert "MORE" not in zipf.line() and "MORE THAN 1.15" in wide.line()
-
-
-def test_a_wrong_result_ends_it(choice: ModuleType, tmp_path: Path) -> None:
-    row = {"name": "weft:ring", "status": "wrong", "why": "rank 2: off", "median": None}
-    (tmp_path / "one-host-zipf.json").write_text(json.dumps({"rows": [row], "measured": MEASURED}))
-    with pytest.raises(typer.Exit):
-        choice.choices(tmp_path)
 
 
 def test_the_page_gets_tables_and_a_picture(choice: ModuleType, measured: Path) -> None:

@@ -88,25 +88,6 @@ def test_an_unreadable_file_is_refused_if_named_and_counted_if_found(
     assert "1 files skipped" in read(tmp_path).about
 
 
-def test_frequent_words_are_thinned_out_and_short_texts_left(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("common " * 30_000 + FOX * 20)
-    found = read(tmp_path / "a.txt")
-    one, two = (text.subsample(found, seed=5, at_least=10) for _ in range(2))
-    assert np.array_equal(one, two)
-    assert not np.array_equal(one, text.subsample(found, seed=6, at_least=10))
-    share = (one == 0).sum() / found.counts[0]
-    ratio = 1e-4 * found.counts.sum() / found.counts[0]
-    assert share == pytest.approx(np.sqrt(ratio) + ratio, rel=0.2)
-    whole = text.subsample(found, seed=5, at_least=len(found.tokens))
-    assert np.array_equal(whole, found.tokens)
-
-
-def test_random_words_come_by_count_to_the_three_quarters() -> None:
-    counts = np.array([10_000, 625, 16, 1], dtype=np.int64)
-    share = np.diff(text.noise(counts), prepend=0)
-    assert share == pytest.approx(counts**0.75 / (counts**0.75).sum())
-
-
 def corpus(words: list[str], counts) -> text.Corpus:
     counts = np.broadcast_to(counts, len(words)).astype(np.int64)
     return text.Corpus("x", "", words, counts, np.zeros(9, np.int32))
@@ -130,12 +111,3 @@ def test_nearest_words_by_cosine_are_none_of_the_rare() -> None:
         assert dict(near) == pytest.approx({word: cosines[word] for word in best}, abs=1e-5)
     zeros = text.nearest(corpus(words, 100), np.zeros((200, 8), np.float32), ["w3"], 2)
     assert [cosine for _, cosine in zeros["w3"]] == [0.0, 0.0]
-
-
-def test_words_to_look_at_are_known_ones_or_spread_over_the_frequent() -> None:
-    plain = [f"word{n}" for n in range(3000)]
-    chosen = text.choose_words(corpus(plain, 100), 8)
-    assert len(set(chosen)) == len(chosen) <= 8 and set(chosen) <= set(plain[60:2000])
-    program = [*text.FAVOURITES, *plain]
-    assert text.choose_words(corpus(program, 100), 8) == list(text.FAVOURITES[:8])
-    assert set(text.choose_words(corpus(["a", "b"], [9, 1]), 8)) <= {"a", "b"}

@@ -8,13 +8,11 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import weft
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.link import set_link
-from weft.testing import expected, run, spmd
+from weft.testing import expected, spmd
 from weft.wire.link import Link
 
 LOCK = threading.Lock()
@@ -451,31 +449,3 @@ def test_one_rank_errs_and_all_are_told(wire, what):
     with pytest.raises(weft.WeftError, match=text):
         weft.sparse_all_reduce(**arguments)
     check(wire, weft.sparse_all_reduce(rows), BOTH, 4)
-
-
-@st.composite
-def worlds(draw):
-    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5))
-    counts = st.lists(st.integers(0, 12), min_size=len(kinds), max_size=len(kinds))
-    return kinds, draw(st.lists(counts, min_size=1, max_size=4))
-
-
-@settings(max_examples=40)
-@given(world=worlds(), name=st.sampled_from(["auto", "gather", "split", "doubling"]))
-def test_whatever_hypothesis_makes(world, name):
-    kinds, counts = world
-    everyone = [
-        [
-            table(rank, n, kind, count)
-            for n, (kind, count) in enumerate(zip(kinds, mine, strict=True))
-        ]
-        for rank, mine in enumerate(counts)
-    ]
-    wants = [expected(parts) for parts in zip(*everyone, strict=True)]
-    results = run(
-        len(counts), lambda wire: weft.sparse_all_reduce(everyone[wire.rank], algorithm=name)
-    )
-    for got in results:
-        for result, want in zip(got, wants, strict=True):
-            assert torch.equal(result.indices, want.indices)
-            assert torch.equal(result.values, want.values)
