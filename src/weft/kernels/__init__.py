@@ -427,7 +427,11 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
     if values.numel() == 0:
         return
     meter.spend(meter.CALL + meter.PUT * values.nbytes)
-    out.index_copy_(0, places.long(), _detached(values))
+    code, values = _code(values), _detached(values)
+    if code is None or not out.is_contiguous():
+        out.index_copy_(0, places.long(), values)
+    else:
+        cpu.put(code, out, places.contiguous(), values.resolve_neg().contiguous())
 
 
 def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:

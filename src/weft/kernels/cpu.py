@@ -298,6 +298,17 @@ def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, bas
     return True
 
 
+def put(code: Loops, out: Tensor, places: Tensor, values: Tensor) -> None:
+    """See `weft.kernels.put`; all contiguous."""
+    size, count = values.nbytes // len(values), len(values)
+    addresses = places.data_ptr(), values.data_ptr()
+    if outside := code["scatter"](out.data_ptr(), len(out), *addresses, size, count):
+        raise IndexError(
+            f"{outside} of {count} rows belong outside of places 0 to {len(out) - 1}: "
+            "pass places of the result only"
+        )
+
+
 def _rows(values: Tensor) -> tuple[Tensor, int]:
     """The values with rows that are contiguous each, and bytes from row to row."""
     if values.is_neg() or not (values.is_contiguous() or _rows_are_contiguous(values)):

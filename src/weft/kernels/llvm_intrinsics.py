@@ -216,6 +216,21 @@ def prefetch(context: Any, address: Any, size: Any) -> Any:
 
 
 @_word
+def copy(context: Any, to: Any, source: Any, size: Any) -> Any:
+    """copy(to, source, size): so many bytes, which do not overlap."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, source, size = arguments
+        pointer = ir.IntType(8).as_pointer()
+        ends = (builder.inttoptr(address, pointer) for address in (to, source))
+        memcpy: Any = cgutils.raw_memcpy  # which has no types
+        memcpy(builder, *ends, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
+
+
+@_word
 def count_ones(context: Any, word: Any) -> Any:
     """count_ones(word): how many bits of the word are set."""
 

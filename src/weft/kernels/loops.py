@@ -17,6 +17,7 @@ from .llvm_intrinsics import (
     CODES,
     KINDS,
     apply,
+    copy,
     count_ones,
     inlined,
     load,
@@ -35,6 +36,7 @@ _BLOCK = 256  # as in `codec`
 _WIDEST = 52  # as in `codec`: the greatest Rice parameter
 _NARROW = KINDS["i32"]
 _AHEAD = 4096  # bytes of rows that are asked for before they are read
+_PLACES_AHEAD = 8  # rows whose places are asked for before they are written to
 
 
 # Indices --------------------------------------------------------------------------------------
@@ -492,6 +494,20 @@ def pick(
     return shared
 
 
+def scatter(out: int, height: int, places: int, values: int, size: int, count: int) -> int:
+    """Copy rows of `size` bytes to their places; returns how many have none of `height`."""
+    outside = 0
+    for i in range(count):
+        place = load("i32", places, i)
+        if place < 0 or place >= height:
+            outside += 1
+            continue
+        if i + _PLACES_AHEAD < count:
+            prefetch(out + load("i32", places, i + _PLACES_AHEAD) * size, min(size, 1024))
+        copy(out + place * size, values + i * size, size)
+    return outside
+
+
 # Values ---------------------------------------------------------------------------------------
 # `type` is what they are computed in. The inner loop runs over the numbers of a row, in order, so
 # it vectorises and never reorders additions.
@@ -626,7 +642,7 @@ def combine(type: str) -> Callable[..., int]:
 # What is compiled -----------------------------------------------------------------------------
 
 _BY_KIND = (scan, sort, unpack, ends, mark, place, pair, smallest, encode, decode)
-_PLAIN = (compose, weigh, aim, choose, arrange, deal, pick)
+_PLAIN = (compose, weigh, aim, choose, arrange, deal, pick, scatter)
 
 LOOPS: dict[str, Callable[..., int]] = {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)} | {
     f"{make.__name__}_{type}": make(type)
