@@ -60,6 +60,14 @@ def test_no_bound_and_no_link_give_no_ratio() -> None:
     assert row["quartiles"] == [0.1, 0.1]
 
 
+def test_rows_of_the_average_rank_are_counted_whole() -> None:
+    few = Load(4, 88, 23, 21, 60, CASE.height, 256, 256, 4)
+    out = io.StringIO()
+    with Shown(Console(file=out), PEERS, False) as there:
+        there.show(("row", summary(CASE, few, None, "weft:auto", ("ok", ""), [0.1], [])))
+    assert out.getvalue().split()[1:3] == ["22", "60"]
+
+
 def test_columns_are_split_by_white_space_under_their_titles() -> None:
     lines = shown()
     title = next(line for line in lines if line.startswith("#case"))

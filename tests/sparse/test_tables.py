@@ -409,6 +409,10 @@ WRONG = {
         lambda rows: {"rows": [rows[0], weft.Rows(torch.tensor([1]), torch.ones(1, 4), 9)]},
         r"table 1: rank 0 has rows of shape \(3,\), rank 1 has rows of shape \(4,\); pass",
     ),
+    "long row shape": (  # which could not be told whole
+        lambda rows: {"rows": [rows[0], (torch.tensor([1]), torch.ones(1, *[1] * 50))]},
+        "rank 1: table 1: rows of 50 dimensions are too many for a list: pass it alone",
+    ),
     "dtype": (
         lambda rows: {"rows": [weft.Rows(rows[0].indices, rows[0].values.double(), 9), rows[1]]},
         "table 0: rank 0 has float32 values, .* height 9, rank 1 has float64 values",

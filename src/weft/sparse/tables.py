@@ -54,6 +54,7 @@ _TABLE = np.dtype(
 )
 """What a rank, or some ranks together, say of a table."""
 
+_LONGEST = _TABLE["shape"].itemsize  # characters of a row shape
 _MOST = BODY // _TABLE.itemsize  # tables in a statement
 
 _Tables = NDArray[Any]
@@ -73,6 +74,9 @@ def requests_of(
         place = places[number] if number < len(places) else None
         request = Request.unsorted(table, op, algorithm, wire_dtype, place)
         request.look()
+        if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
+            dims = len(request.rows.row_shape)
+            request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
         requests.append(request)
     requests[0].fields["number of tables"] = len(rows)
     error = None

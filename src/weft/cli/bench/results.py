@@ -116,7 +116,7 @@ def _cells(row: Row) -> dict[str, str]:
     quartiles = [number(seconds, 1e3) for seconds in row["quartiles"] or ()]
     return {
         "case": row["case"],
-        "k": number(row["distinct"]),
+        "k": f"{row['distinct']:.0f}",
         "union": str(row["union"]),
         "by": row["name"],
         "algorithm": row["chosen"] or "-",
