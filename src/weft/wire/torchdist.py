@@ -63,7 +63,8 @@ class Links(Engine):
         self._changed = threading.Condition()  # with its lock held these are read and written:
         self._asked: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)  # peer, channel
         self._came: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self._lost: dict[int, str] = {}  # why nothing more comes from a peer
+        self._lost: dict[int, str] = {}  # why nothing more comes from a peer, or goes there
+        self._left: set[int] = set()  # peers that said that nothing more comes
         self._cut = False
         self._outgoing: dict[int, queue.SimpleQueue[tuple[int, Send] | None]] = {}
         self._ours: dict[int, socket.socket] = {}  # the other ends of those at the side
@@ -117,8 +118,11 @@ class Links(Engine):
                 at(number)
                 while not message.done:
                     left = until - time.monotonic()
-                    if self._cut or peer in self._lost or left <= 0:
-                        raise Lost(self._lost.get(peer, "it did not come in time"))
+                    # what is under way to a peer that leaves still gets there
+                    awaited = isinstance(message, Receive) and peer in self._left
+                    if self._cut or awaited or peer in self._lost or left <= 0:
+                        why = "nothing more comes" if awaited else "it did not come in time"
+                        raise Lost(self._lost.get(peer, why))
                     self._changed.wait(left)
 
     def cut(self) -> None:
@@ -160,14 +164,13 @@ class Links(Engine):
 
     def _run(self, body: Callable[[int], None], peer: int) -> None:
         """To its end: a farewell, or a failure of the group or of a socket that is closed."""
-        try:
-            with contextlib.suppress(RuntimeError, OSError):
+        with contextlib.suppress(OSError):
+            try:
                 body(peer)
-        finally:
-            if body in (self._receive, self._send):
+            except RuntimeError:
                 self._lose(peer, "nothing more comes")
-            else:
-                with contextlib.suppress(OSError):
+            finally:
+                if body in (self._hear, self._say):
                     self._ours[peer].shutdown(socket.SHUT_RDWR)  # which tells the detector
 
     def _receive(self, peer: int) -> None:
@@ -177,6 +180,9 @@ class Links(Engine):
                 self._came[peer, channel].append(message)
                 self._deliver(peer, channel)
                 self._changed.notify_all()
+        with self._changed:
+            self._left.add(peer)
+            self._changed.notify_all()
         self._outgoing[peer].put(None)  # so that its thread ends, too
 
     def _send(self, peer: int) -> None:
@@ -189,10 +195,12 @@ class Links(Engine):
                 self._changed.notify_all()
             del item, send  # the caller's: not this idle thread's
         self._put(peer, _MESSAGES, _END, _NOTHING)
+        self._lose(peer, "nothing more goes there")
 
     def _hear(self, peer: int) -> None:
-        while (frame := self._get(peer, _SIDE)) is not None:
-            self._ours[peer].sendall(frame[1].numpy().data)
+        while (frame := self._get(peer, _SIDE)) is not None:  # to the end, else a peer's send hangs
+            with contextlib.suppress(OSError):  # the detector has closed its end
+                self._ours[peer].sendall(frame[1].numpy().data)
 
     def _say(self, peer: int) -> None:
         while said := self._ours[peer].recv(_INLINE):
