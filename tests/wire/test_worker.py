@@ -54,6 +54,17 @@ def test_calls_run_in_the_order_they_were_made(wire):
     assert order == [0, 1, 2, "call", "last"]
 
 
+def test_a_call_for_which_no_thread_can_be_started_has_no_turn(wire, monkeypatch):
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            wire.worker.submit("early", lambda: 1)
+    assert wire.worker.submit("next", lambda: 2).wait(10.0) == 2
+
+
 def test_only_one_job_runs_at_a_time(wire):
     running, most = [], []
 

@@ -116,7 +116,13 @@ class Worker:
 
         with self._lock:
             turn = self._draw(name)
-            self._jobs.put(functools.partial(self._serve, turn, name, inside, several, work._done))
+            try:
+                self._jobs.put(
+                    functools.partial(self._serve, turn, name, inside, several, work._done)
+                )
+            except RuntimeError:  # there is no thread more for this process
+                self._line.remove(turn)
+                raise
             _running.add(self)
         return work
 
@@ -211,10 +217,11 @@ class _Server:
         """Have something done, here if the thread has ended."""
         with self._lock:
             if not self._ended:
-                self._queue.put(do)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._queue.put(do)
                 return
         do()
 
