@@ -203,9 +203,16 @@ class Links(Engine):
                 self._ours[peer].sendall(frame[1].numpy().data)
 
     def _say(self, peer: int) -> None:
-        while said := self._ours[peer].recv(_INLINE):
+        while said := self._said(peer):
             self._put(peer, _SIDE, 0, torch.frombuffer(bytearray(said), dtype=torch.uint8))
         self._put(peer, _SIDE, _END, _NOTHING)
+
+    def _said(self, peer: int) -> bytes:
+        """What the detector says to a peer; nothing once it has closed its end."""
+        try:
+            return self._ours[peer].recv(_INLINE)
+        except ConnectionResetError:  # it did not read all, and what it said before is behind this
+            return self._ours[peer].recv(_INLINE)
 
     def _put(self, peer: int, lane: int, channel: int, data: Tensor) -> None:
         """Send one frame."""
