@@ -86,39 +86,6 @@ def test_it_passes_alone_and_draws(load, monkeypatch, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def named(graph, names):
-    return {tuple(names[node] for node in edge) for edge in graph.edges.tolist()}
-
-
-def test_every_way_to_import_is_an_edge(load, tmp_path):
-    files = {
-        "a/__init__.py": "from . import one\nfrom .deep.two import name\n",
-        "a/one.py": "import b.three as x, nowhere\nif 1:\n    from a import deep\n",
-        "a/deep/__init__.py": "from ..one import (  # all\n    f,\n    g,\n)\nfrom .. import one\n",
-        "a/deep/two.py": "'''import a.one'''\nx = 1  # import a.one\nfrom a.one import y; z = 2\n",
-        "b/three.py": "from b import three\nimport b.three.inner\n",
-        "not-a-name/x.py": "import a\n",
-        "b/__pycache__/z.py": "import a\n",
-    }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    graphs = load("graphs")
-    graph = graphs.imports({tmp_path: ""})
-    assert graph.names == ["a", "deep", "two", "one", "three"]  # in order of the full names
-    assert named(graph, ["a", "a.deep", "a.deep.two", "a.one", "b.three"]) == {
-        ("a", "a.one"),
-        ("a", "a.deep.two"),
-        ("a.deep", "a.one"),
-        ("a.deep.two", "a.one"),
-        ("a.one", "b.three"),
-    }
-    assert graph.classes == ["other packages"]
-    graphs.CLASS = 4  # modules of a package that is a class of its own
-    assert graphs.imports({tmp_path: ""}).classes == ["a", "other packages"]
-
-
 def test_the_cut_is_balanced_and_goes_where_edges_are_few(load):
     graphs, train = load("graphs"), load("train")
     links = [(i + s, j + s) for s in (0, 30) for i in range(30) for j in range(i)]

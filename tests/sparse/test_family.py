@@ -7,13 +7,11 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import weft
 from weft.sparse import last_call
 from weft.sparse.link import set_link
-from weft.testing import expected, run, spmd
+from weft.testing import expected, spmd
 from weft.wire.link import Link
 
 SIZES = (1, 2, 3, 7)
@@ -351,17 +349,6 @@ def test_the_result_may_go_where_the_rows_are(wire, count):
             assert torch.equal(found.values, want.values), name
 
 
-@spmd(2, 3)
-def test_works_keep_their_order(wire):
-    rows = part(wire.rank, "few")
-    works = calls(rows, async_op=True)
-    made = {name: call() for name, call in works.items()}
-    for name, work in made.items():
-        now, then = calls(rows)[name](), work.wait()
-        assert (now is None) == (then is None)
-        assert now is None or torch.equal(now.values, then.values)
-
-
 def nothing_works(count, row_shape, dtypes):
     raise MemoryError(f"{count} rows are too many")
 
@@ -460,36 +447,3 @@ def test_what_must_be_the_same(wire):
         with pytest.raises(weft.WeftError, match=text):
             call()
     assert len(weft.sparse_all_gather(rows)) == 36
-
-
-@st.composite
-def worlds(draw):
-    ranks, height = draw(st.integers(1, 4)), draw(st.integers(1, 40))
-    parts = []
-    for _ in range(ranks):
-        indices = draw(st.lists(st.integers(0, height - 1), max_size=25))
-        numbers = draw(st.lists(st.integers(-8, 8), min_size=len(indices), max_size=len(indices)))
-        values = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 2)
-        parts.append(weft.Rows(torch.tensor(indices, dtype=torch.int64), values, height))
-    cuts = draw(st.lists(st.integers(0, height), min_size=ranks - 1, max_size=ranks - 1))
-    return parts, [0, *sorted(cuts), height]
-
-
-@settings(max_examples=30)
-@given(world=worlds(), balanced=st.booleans(), eager=st.booleans())
-def test_whatever_hypothesis_makes(world, balanced, eager):
-    parts, ranges = world
-    want = expected(parts)
-
-    def body(wire):
-        rows = parts[wire.rank]
-        mine = weft.sparse_reduce_scatter(rows, ranges=None if balanced else ranges)
-        return mine, weft.sparse_reduce(rows, group_dst=wire.size - 1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not eager:
-            patch.setattr("weft.sparse.header.Header.fits", lambda *_: False)
-        results = run(len(parts), body)
-    assert torch.equal(torch.cat([mine.indices for mine, _ in results]), want.indices)
-    assert torch.equal(torch.cat([mine.values for mine, _ in results]), want.values)
-    assert torch.equal(results[-1][1].values, want.values)

@@ -138,19 +138,6 @@ def test_minus_zero_is_less_than_zero_wherever_a_tensor_is_cut(form, op):
         run(3, reduce_zeros, op, dtype)
 
 
-def keep_shape(wire):
-    mine = torch.ones(3, 5, 2)
-    pending = dense.all_reduce(wire, mine, "sum")
-    assert pending.wait()[0] is mine and pending.wait()[0] is mine
-    assert torch.equal(mine, torch.full((3, 5, 2), float(wire.size)))
-    pending.release()
-
-
-def test_any_shape_and_waiting_twice(form):
-    run(4, keep_shape)
-    run(1, keep_shape)
-
-
 def reduce_two(wire):
     pauses = random.Random(wire.rank)
     for number in range(4):

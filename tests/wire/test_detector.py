@@ -123,14 +123,6 @@ def test_a_verdict_is_passed_on(peers):
     assert three.hear(2) == {"verdict": [2, "rank 2 gave up: no memory left"]}
 
 
-def test_a_message_may_come_in_pieces(peers):
-    three = peers()
-    three.ends[1].sendall(b'{"verdict": [null, ')
-    time.sleep(0.05)
-    three.ends[1].sendall(b'"a reason"]}\n{"bye"')
-    assert three.settled() == Verdict(None, "a reason")
-
-
 def test_nonsense_breaks_the_wire_and_says_so(peers, caplog):
     three = peers()
     three.ends[1].sendall(b"nonsense\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import time
 
 import pytest
@@ -152,14 +151,3 @@ def test_what_is_kept_is_one_short_line():
     except OSError:
         assert last_error.since(before).startswith("ValueError")
         assert last_error.since(before, handled=True) == "OSError: in the way"
-
-
-def test_what_was_raised_at_a_prompt_ended_nothing(monkeypatch):
-    before = time.monotonic()
-    monkeypatch.setattr(sys, "last_value", KeyError("typo"), raising=False)
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    last_error.note_uncaught()
-    assert last_error.since(before) == ""
-    monkeypatch.delattr(sys, "ps1")
-    last_error.note_uncaught()
-    assert last_error.since(before) == "KeyError: 'typo'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft import WeftError, WireError
 from weft.testing import processes, run
 from weft.wire import process_group
-from weft.wire.base import peers
 from weft.wire.process_group import connect, of, of_group
 
 on_processes = functools.partial(run, on="processes")
@@ -205,51 +203,6 @@ def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
     on_processes(2, many, str(tmp_path / "store"))
 
 
-def break_and_close(wire, path):
-    wire.post([(peer, torch.zeros(1)) for peer in peers(wire)], [(peer, 4) for peer in peers(wire)])
-    before = resources()  # with the thread that large messages start
-    other = connect(dist.FileStore(path, wire.size), wire.rank, wire.size, 20.0)
-    pending = other.post((), [(peer, 8) for peer in peers(other)])
-    talk(wire)
-    if wire.rank == 0:
-        other.abort("enough")
-    with pytest.raises(WireError, match="rank 0 gave up: enough") as caught:
-        pending.wait()
-    assert caught.value.culprit == 0
-    other.close()
-    assert resources() == before, "while the exception and the pending are still alive"
-    talk(wire)
-
-
-def test_a_broken_wire_leaves_nothing(tmp_path):
-    on_processes(3, break_and_close, str(tmp_path / "store"))
-
-
-def many_at_once(wire, path):
-    """Wires of different names may be made by different threads, in any order."""
-    store = dist.FileStore(path, wire.size)
-    failures = []
-
-    def make(name):
-        try:
-            with connect(store.clone(), wire.rank, wire.size, 20.0, name=name) as other:
-                talk(other)
-        except BaseException as error:
-            failures.append(error)
-
-    names = ["a", "b", "c"][:: 1 if wire.rank else -1]
-    threads = [threading.Thread(target=make, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-def test_wires_may_be_made_in_several_threads_at_once(tmp_path):
-    on_processes(2, many_at_once, str(tmp_path / "store"))
-
-
 def one_group_a_thread():
     """Each rank waits in another order, at the one store that torch has for all groups."""
     dist.init_process_group("gloo")
@@ -374,24 +327,6 @@ def raised(wire):
     with pytest.raises(WireError, match=r"rank 0 was interrupted \(TimeoutError\)") as caught:
         wire.post((), [(1 - wire.rank, 8)]).wait()
     assert caught.value.culprit == 0
-
-
-def restored(wire):
-    """What an interrupted wait was about is the caller's again: nothing more is written there."""
-    if wire.rank == 1:
-        with contextlib.suppress(WireError):
-            wire.post([(0, torch.ones(2000, dtype=torch.uint8))]).wait()
-        return
-    place = torch.zeros(2000, dtype=torch.uint8)
-    wire.post((), [(1, place)])
-    wire._interrupted(KeyboardInterrupt())
-    place.zero_()
-    time.sleep(0.1)
-    assert not place.any()
-
-
-def test_nothing_is_written_after_an_interrupt():
-    processes(2, in_main_thread, restored)
 
 
 def in_main_thread(body):

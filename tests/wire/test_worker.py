@@ -33,15 +33,6 @@ def test_a_call_runs_in_the_callers_thread_and_starts_none(wire, nothing_left):
         assert wire.worker.call("ident", threading.get_ident) == threading.get_ident()
 
 
-def test_submitted_calls_share_one_daemon_thread(wire):
-    seen = [wire.worker.submit("ident", threading.current_thread).wait() for _ in range(3)]
-    assert len(set(seen)) == 1
-    assert seen[0].daemon
-    assert seen[0] is not threading.current_thread()
-    wire.worker.stop()
-    assert not seen[0].is_alive()
-
-
 def test_calls_run_in_the_order_they_were_made(wire):
     order, gate = [], threading.Event()
     works = [wire.worker.submit("wait", gate.wait)]
@@ -63,40 +54,6 @@ def test_a_call_for_which_no_thread_can_be_started_has_no_turn(wire, monkeypatch
         with pytest.raises(RuntimeError, match="can't start"):
             wire.worker.submit("early", lambda: 1)
     assert wire.worker.submit("next", lambda: 2).wait(10.0) == 2
-
-
-def test_only_one_job_runs_at_a_time(wire):
-    running, most = [], []
-
-    def job():
-        running.append(1)
-        most.append(len(running))
-        time.sleep(0.002)
-        running.pop()
-
-    def caller():
-        for i in range(10):
-            wire.worker.submit("job", job) if i % 2 else wire.worker.call("job", job)
-
-    callers = [threading.Thread(target=caller) for _ in range(4)]
-    for each in callers:
-        each.start()
-    for each in callers:
-        each.join()
-    wire.worker.call("last", job)
-    assert most == [1] * 41
-    assert wire.worker.calls == 41
-
-
-def test_the_wire_knows_what_is_running(wire):
-    worker = wire.worker
-
-    def running():
-        return worker.doing, worker.calls
-
-    assert worker.call("sparse_all_reduce", running) == ("sparse_all_reduce", 1)
-    assert worker.submit("barrier", running).wait() == ("barrier", 2)
-    assert wire.worker.doing == ""
 
 
 def test_errors_of_weft_leave_the_wire_as_it_is(wire):
@@ -273,14 +230,6 @@ def test_after_stop_calls_are_refused(wire):
         with pytest.raises(WeftError, match="rank 0: late was called after the wire was closed"):
             use("late", lambda: None)
     wire.worker.stop()
-
-
-def test_stop_lets_what_was_made_end(wire):
-    done = []
-    for i in range(5):
-        wire.worker.submit("job", lambda i=i: (time.sleep(0.01), done.append(i)))
-    wire.worker.stop()
-    assert done == [0, 1, 2, 3, 4]
 
 
 def test_closing_ends_what_is_under_way():
