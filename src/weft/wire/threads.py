@@ -39,6 +39,7 @@ def group(
         WeftError: there are no ranks, or not one host for each.
 
     Example:
+        >>> import torch
         >>> first, second = group(2)
         >>> sent = first.post([(1, torch.tensor([1.0, 2.0]))])
         >>> second.post((), [(0, torch.empty(2))]).wait()
