@@ -20,9 +20,6 @@ from torch.distributed import distributed_c10d
 P = ParamSpec("P")
 T = TypeVar("T")
 
-COMPILER = "torch._dynamo"
-"""The module that optimizers and torch.compile import, for processes that do so ahead of time."""
-
 
 def _private(path: str) -> Any:
     """What lies at a dotted path below torch; None if this release of torch lacks it.

@@ -11,7 +11,7 @@ import contextlib
 import gc
 
 with contextlib.suppress(Exception):  # missing or broken: ranks do without it
-    import llvmlite.binding  # noqa: F401
+    import llvmlite.binding  # noqa: F401  # so that it is there in each rank
 
 gc.collect()
 gc.freeze()
