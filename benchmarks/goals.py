@@ -168,14 +168,23 @@ def command(link: Link, cases: Iterable[str], algorithm: str, file: Path, size: 
 
 
 def measure(link: Link, cases: list[str], run: int, out: Path, size: float) -> None:
-    """Run the bench of one link once."""
+    """Run the bench of one link once, each case in processes of its own.
+
+    In a process that served other cases before, malloc keeps the pages of large tensors, and
+    torch's all-reduce of `wide` takes a third to a half of the time: peers must not depend on that.
+    """
     print(f"# {link.name}, run {run}, load of this machine {os.getloadavg()[0]:.1f}", flush=True)
-    file = out / f"{link.name}-{run}.json"
-    argv = command(link, cases, "auto", file, size)
-    done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
-    if done.returncode not in (0, 1) or not file.exists():  # 1: a result was wrong, in the file
-        print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
-        raise typer.Exit(2)
+    rows: list[Row] = []
+    for case in cases:
+        file = out / "last.json"
+        file.unlink(missing_ok=True)
+        argv = command(link, [case], "auto", file, size)
+        done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
+        if done.returncode not in (0, 1) or not file.exists():  # 1: a wrong result, in the file
+            print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
+            raise typer.Exit(2)
+        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+    (out / f"{link.name}-{run}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
 def read(out: Path) -> dict[str, list[list[Row]]]:
