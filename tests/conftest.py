@@ -28,6 +28,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # does.
 os.environ.setdefault("WEFT_LINK", "50,10")
 
+# torch's TCPStore asks for the name of the address that it connects to, each time. Where the answer
+# of a name server is lost, that takes five seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 pytest.register_assert_rewrite("weft.testing.contract")
 
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported

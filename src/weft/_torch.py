@@ -96,11 +96,6 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
     return outside
 
 
-def in_transform() -> bool:
-    """Whether the caller is in a transform of torch.func's, or may be: without the private name."""
-    return _transform is None or _transform() is not None
-
-
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another, or for many, in a transform of torch.func's.
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 from .errors import WeftError
-from .grid import Box, overlap, whole
+from .grid import Box, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,7 +124,8 @@ def _frames(
     known = len({piece.sheet for piece in side.pieces}) < 2 and all(
         _tiles(side, rank) is not None for rank in ranks
     )
-    apart = not overlap([box for each in outlines.values() for box in each])
+    boxes = [box for each in outlines.values() for box in each]
+    apart = all(one & other is None for one, other in combinations(boxes, 2))
     together = len(ranks) > 1 and known and apart
     found = []
     for group in [ranks] if together else [[rank] for rank in ranks[:MOST]]:

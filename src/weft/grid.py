@@ -65,9 +65,24 @@ class Box:
             tuple(a + b for a, b in zip(self.stop, by, strict=True)),
         )
 
-    def seen_from(self, origin: Sequence[int]) -> Box:
-        """The box, in coordinates that count from `origin`."""
-        return self.shifted([-a for a in origin])
+    def __sub__(self, other: Box) -> list[Box]:
+        """What another leaves of the box: boxes that have nothing in common.
+
+        Example:
+            >>> Box((0, 0), (3, 4)) - Box((1, 0), (3, 2))
+            [Box(start=(0, 0), stop=(1, 4)), Box(start=(1, 2), stop=(3, 4))]
+        """
+        both = self & other
+        if both is None:
+            return [self]
+        left, start, stop = [], list(self.start), list(self.stop)
+        for dim, (low, high) in enumerate(zip(both.start, both.stop, strict=True)):
+            for first, last in ((start[dim], low), (high, stop[dim])):
+                if first < last:
+                    before, after = (*start[:dim], first), (*stop[:dim], last)
+                    left.append(Box((*before, *start[dim + 1 :]), (*after, *stop[dim + 1 :])))
+            start[dim], stop[dim] = low, high
+        return left
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -78,22 +93,6 @@ def whole(shape: Sequence[int]) -> Box:
         Box(start=(0, 0), stop=(2, 3))
     """
     return Box((0,) * len(shape), tuple(shape))
-
-
-def overlap(found: Sequence[Box]) -> bool:
-    """Whether any two of the boxes have volume in common."""
-    if len(found) > 1 and found[0].start:
-        # sorted by where they begin in the dimension that is cut most, few need comparing
-        axis = max(range(len(found[0].start)), key=lambda d: len({box.start[d] for box in found}))
-        found = sorted(found, key=lambda box: box.start[axis])
-        for number, box in enumerate(found):
-            for other in found[number + 1 :]:
-                if other.start[axis] >= box.stop[axis]:
-                    break
-                if box & other is not None:
-                    return True
-        return False
-    return len(found) > 1  # boxes without dimensions are all the same number
 
 
 def balanced(length: int, parts: int) -> Shape:

@@ -13,13 +13,13 @@ faster. The idea of a recipe that is pure data, executed thinly, is einops'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .draw import drawn
-from .grid import Box, Shape, overlap, whole
+from .grid import Box, Shape, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,6 +113,22 @@ Moves = list[tuple[Box, Box]]
 """(take, put) of what goes from one rank to another, in an order that both can tell."""
 
 
+class Write(NamedTuple):
+    """A part of what a move brings, written to the result.
+
+    Attributes:
+        move: which of the source's moves.
+        of: the part, in what the move brings.
+        put: the part, in the result.
+        first: whether nothing is there yet; else it is added to what is there.
+    """
+
+    move: int
+    of: tuple[slice, ...]
+    put: tuple[slice, ...]
+    first: bool
+
+
 @dataclass(frozen=True)
 class Local:
     """What a plan asks of one rank.
@@ -123,8 +139,9 @@ class Local:
         sends: the boxes of its tensor that go to each peer.
         sources: what its result is made of, by rank, its own included, in ascending order.
         result: the shape of its result; `(0,)` if it has none.
+        writes: what comes from each source in parts; sources are written in ascending order.
+        blank: the boxes of its result that nothing is written to.
         adds: whether several values meet anywhere in its result.
-        fills: whether every place of its result is written.
     """
 
     sends: Mapping[int, tuple[Box, ...]]
@@ -132,19 +149,26 @@ class Local:
     result: Shape
 
     @cached_property
-    def _puts(self) -> list[Box]:
-        return [put for moves in self.sources.values() for _, put in moves]
+    def blank(self) -> list[Box]:
+        puts = (put for moves in self.sources.values() for _, put in moves)
+        return _without([whole(self.result)], puts)
+
+    @cached_property
+    def writes(self) -> Mapping[int, list[Write]]:
+        found: dict[int, list[Write]] = {source: [] for source in self.sources}
+        left = [whole(self.result)]
+        for source, moves in self.sources.items():
+            for number, (_, put) in enumerate(moves):
+                firsts = [both for each in left if (both := each & put) is not None]
+                left = _without(left, firsts)
+                for part in (*firsts, *_without([put], firsts)):
+                    of = part.shifted([-at for at in put.start]).slices
+                    found[source].append(Write(number, of, part.slices, part in firsts))
+        return found
 
     @cached_property
     def adds(self) -> bool:
-        return overlap(self._puts)
-
-    @cached_property
-    def fills(self) -> bool:
-        everything = whole(self.result)
-        if self.adds:
-            return everything in self._puts
-        return sum(put.volume for put in self._puts) == everything.volume
+        return not all(write.first for writes in self.writes.values() for write in writes)
 
 
 @dataclass(frozen=True)
@@ -287,7 +311,13 @@ def between(have: Mapping[int, Box] | Side, want: Mapping[int, Box] | Side) -> P
 
 def _tile(parts: list[Box], everything: Box) -> bool:
     """Whether the parts make up everything, each place once."""
-    inside = all(
-        not part.volume or (part & everything) == part for part in parts
-    ) and everything.volume == sum(part.volume for part in parts)
-    return inside and not overlap([part for part in parts if part.volume])
+    left = _without([everything], parts)
+    once = sum(part.volume for part in parts) == everything.volume
+    return once and not any(each.volume for each in left)
+
+
+def _without(found: list[Box], others: Iterable[Box]) -> list[Box]:
+    """What others leave of some boxes."""
+    for other in others:
+        found = [left for each in found for left in each - other]
+    return found

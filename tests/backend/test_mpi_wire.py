@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.testing import WireContract
+from weft.sparse import ALGORITHMS
+from weft.testing import WireContract, expected
 from weft.testing.pace import patient
 from weft.wire import mpi
 
@@ -39,6 +40,22 @@ def unwatched(wire):
 
 def test_messages_move_while_nobody_waits(mpi_job):
     assert mpi_job(2, unwatched) == [True, True]
+
+
+def with_every_algorithm(wire):
+    """Of more than one chunk, and than the opening exchange takes."""
+    draw = torch.Generator().manual_seed(5)
+    indices = torch.randint(3000, (wire.size, 500), generator=draw)
+    rows = [weft.Rows(each, torch.ones(500, 512), 3000) for each in indices]
+    want = expected(rows)
+    for name in ALGORITHMS:
+        total = weft.sparse_all_reduce(rows[wire.rank], algorithm=name)
+        assert torch.equal(total.indices, want.indices), name
+        assert torch.equal(total.values, want.values), name
+
+
+def test_every_algorithm(mpi_job):
+    mpi_job(4, with_every_algorithm)
 
 
 def late(wire):

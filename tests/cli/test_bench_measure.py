@@ -30,15 +30,17 @@ TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
 def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Run a rank's program in so many of the processes that all tests share."""
     with tempfile.TemporaryDirectory() as folder:
-        return in_pool(size, _within, f"file://{folder}/meeting", body, args, on="processes")
+        meeting = f"file://{folder}/meeting"
+        return in_pool(size, _within, meeting, body.__name__, args, on="processes")
 
 
-def _within(wire: Wire, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _within(wire: Wire, meeting: str, body: str, args: tuple[Any, ...]) -> Any:
+    """By its name, since a process of the pool has this module, and need not find it by import."""
     dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # sparse tensors of torch are in beta
-            return body(*args)
+            return globals()[body](*args)
     finally:
         dist.destroy_process_group()
 

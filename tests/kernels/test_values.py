@@ -118,24 +118,19 @@ def check_reduce(dtype, op, case):
     distinct = reference.distinct(ids)
     u = len(distinct.indices)
     for out_dtype in {dtype, op.accumulator(dtype)}:
-        for first, last in {(0, u), (u // 3, u - u // 4)}:
-            shape = (last - first, *values.shape[1:])
-            ours, expected = Guarded(shape, out_dtype), torch.empty(shape, dtype=out_dtype)
-            got = kernels.reduce(values, distinct, op, ours.out, slice(first, last))
-            assert got is ours.out
-            reference.reduce(values, distinct, op, expected, first, last)
-            same(ours.out, expected)
-            ours.check()
+        everything = torch.empty((u, *values.shape[1:]), dtype=out_dtype)
+        reference.reduce(values, distinct, op, everything)
+        ours = Guarded(everything.shape, out_dtype)
+        assert kernels.reduce(values, distinct, op, ours.out) is ours.out
+        same(ours.out, everything)
+        ours.check()
         chosen = torch.randint(u, (case["rows"] // 2,), generator=generator).int()
-        everything = kernels.reduce(
-            values, distinct, op, torch.empty_like(values[:u], dtype=out_dtype)
-        )
         ours = Guarded((len(chosen), *values.shape[1:]), out_dtype)
         assert kernels.reduce(values, distinct, op, ours.out, chosen) is ours.out
         same(ours.out, everything[chosen])
         ours.check()
         by_definition = torch.empty_like(ours.out)
-        reference.reduce(values, distinct.at(chosen), op, by_definition, 0, len(chosen))
+        reference.reduce(values, distinct.at(chosen), op, by_definition)
         same(ours.out, by_definition)
 
 
@@ -193,7 +188,7 @@ def test_the_compiled_loops_are_what_was_tested():
     """Else all of the above would compare the reference with itself."""
     distinct = reference.distinct(torch.tensor([1, 0, 1]))
     values, out = torch.tensor([1.0, 2.0, 4.0]), torch.empty(2)
-    assert cpu.reduce(CODE, values, distinct, OPS["sum"], out, 0, 2)
+    assert cpu.reduce(CODE, values, distinct, OPS["sum"], out)
     assert out.tolist() == [2.0, 5.0]
     slots = reference.union([torch.tensor([0, 3])]).slots[0]
     assert cpu.combine(CODE, out, slots, torch.tensor([8.0, 9.0]), OPS["sum"], 0)
@@ -221,7 +216,7 @@ def test_half_precision_adds_in_float32_and_rounds_once(dtype, compile):
     distinct = reference.distinct(ids)
     out = torch.empty(len(distinct.indices), dtype=dtype)
     serve = partial(cpu.reduce, CODE) if compile else reference.reduce
-    serve(values, distinct, OPS["sum"], out, 0, len(out))
+    serve(values, distinct, OPS["sum"], out)
     for index, got in zip(distinct.indices.tolist(), out, strict=True):
         total = None
         for value in values[ids == index].tolist():
@@ -234,7 +229,7 @@ def test_duplicates_are_added_in_input_order():
     values = torch.tensor([[big, 1.0], [1.0, 1.0], [1.0, 1.0], [-big, big]])
     assert kernels.reduce(values, distinct, OPS["sum"]).tolist() == [[0.0, big + 4]]
     out = torch.empty(1, 2)
-    reference.reduce(values, distinct, OPS["sum"], out, 0, 1)
+    reference.reduce(values, distinct, OPS["sum"], out)
     assert out.tolist() == [[0.0, big + 4]]
 
 

@@ -195,6 +195,15 @@ def test_every_op_and_dtype(wire, name, op):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@spmd(3, on=("threads",))
+def test_half_precision_rounds_what_a_rank_repeats_and_the_result(wire, name):
+    """And nothing between: 257 is 256 in bfloat16, and 256 + 1 + 1 of three ranks is 258."""
+    indices, values = [([0, 0, 1], [256, 1, 256]), ([0, 1], [1, 1]), ([1], [1])][wire.rank]
+    rows = weft.Rows(torch.tensor(indices), torch.tensor(values).bfloat16(), 2)
+    assert weft.sparse_all_reduce(rows, algorithm=name).values.tolist() == [256.0, 258.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @spmd(1, 4, on=("threads",))
 def test_every_row_shape_and_index_dtype(wire, name):
     for shape, index in product([(), (1,), (2, 3), (0,), (300,)], [torch.int32, torch.int64]):

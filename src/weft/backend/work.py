@@ -16,7 +16,17 @@ from torch import Tensor
 from ..wire.base import Pending, Work
 
 
-class Collective(dist.Work):
+class _Work(dist.Work):
+    """What follows from `wait`, `is_completed` and `exception`."""
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Collective(_Work):
     """A collective in the queue of a wire's worker, or one that is done: then `work` is None."""
 
     def __init__(self, work: Work[list[Tensor]] | None, tensors: Sequence[Tensor] = ()) -> None:
@@ -37,14 +47,8 @@ class Collective(dist.Work):
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> BaseException | None:
         return None if self._work is None else self._work.exception()
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def result(self) -> list[Tensor]:
         return self._tensors if self._work is None else self._work.result()
@@ -57,7 +61,7 @@ class Collective(dist.Work):
         return future
 
 
-class Posted(dist.Work):
+class Posted(_Work):
     """A message of `send` or `recv` under way; it is through once it was waited for."""
 
     def __init__(
@@ -85,11 +89,6 @@ class Posted(dist.Work):
 
     def is_completed(self) -> bool:
         return self._done
-
-    is_success = is_completed
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         return self._source

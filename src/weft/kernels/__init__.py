@@ -54,8 +54,6 @@ from .reference import Union as Union
 from .reference import hashed as hashed
 from .reference import held as held
 
-_ALL = slice(None)
-
 
 def prepare() -> None:
     """Load the machine code, or make it, which may take ten seconds once on a machine."""
@@ -98,7 +96,7 @@ def reduce(
     distinct: Distinct,
     op: Op,
     out: Tensor | None = None,
-    rows: slice | Tensor = _ALL,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Combine the rows of each distinct index, in input order, rounding once.
 
@@ -108,11 +106,10 @@ def reduce(
         op: how to combine; a callable is given the j-th duplicates of all indices at once.
         out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
             point of half precision, to be filled; by default a new tensor of `values.dtype`.
-        rows: which n of the distinct indices: a range, or their numbers (int32 `[n]`, any order).
+        rows: the numbers of some of the distinct indices (int32 `[n]`, any order); None: all.
 
     Returns:
-        `out`. Without an `out`, where the indices were sorted and unique, `values` itself, or
-        the view of a range of its rows.
+        `out`. Without `out` and `rows`, where the indices were sorted and unique, `values` itself.
 
     Raises:
         IndexError: a number is not that of a distinct index.
@@ -124,62 +121,45 @@ def reduce(
                 [5.]])
     """
     # `numel` and `shape`: `len` of a tensor is Python's, which is much for a few rows
-    which, many, count = None, distinct.indices.numel(), values.shape[0]
-    if isinstance(rows, Tensor):
-        which, first, last = rows.contiguous(), 0, rows.numel()
-    else:
-        first, last, _ = rows.indices(many)
-        last = max(first, last)
+    many, count = distinct.indices.numel(), values.shape[0]
     given = many if distinct.order is None else distinct.order.numel()
     if distinct.starts is not None and distinct.order is None:
         given = int(distinct.starts[-1])
     if count != given:
         raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
+    shape = (many if rows is None else rows.numel(), *values.shape[1:])
     if out is None:
-        if distinct.order is None and distinct.starts is None and which is None:
-            return values if last - first == count else values[first:last]
-        out = values.new_empty((last - first, *values.shape[1:]))
-    elif out.shape != (last - first, *values.shape[1:]):
-        raise ValueError(
-            f"out is {tuple(out.shape)}, the result {(last - first, *values.shape[1:])}: "
-            "make them equal"
-        )
+        if distinct.order is None and distinct.starts is None and rows is None:
+            return values
+        out = values.new_empty(shape)
+    elif out.shape != shape:
+        raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
     if out.numel() == 0:
         return out
-    meter.spend(values.nbytes if which is None else values.nbytes * last / many)
-    values = _detached(values)
+    meter.spend(values.nbytes if rows is None else values.nbytes * shape[0] / many)
+    values, rows = _detached(values), None if rows is None else rows.contiguous()
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
-        _reduce_and_round(values, distinct, op, out, first, which)
+        _reduce_and_round(values, distinct, op, out, rows)
     else:
-        _reduce(values, distinct, op, out, first, last, which)
+        _reduce(values, distinct, op, out, rows)
     return out
 
 
-def _reduce(
-    values: Tensor,
-    distinct: Distinct,
-    op: Op,
-    out: Tensor,
-    first: int,
-    last: int,
-    which: Tensor | None,
-) -> None:
+def _reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None) -> None:
     """By machine code where there is some and something to add."""
     unique = distinct.order is None and distinct.starts is None
     code = None if unique else _code(values)
-    if code is None or not cpu.reduce(code, values, distinct, op, out, first, last, which):
-        if which is not None:
-            distinct, first, last = distinct.at(which[first:last]), 0, last - first
-        reference.reduce(values, distinct, op, out, first, last)
+    if code is None or not cpu.reduce(code, values, distinct, op, out, rows):
+        reference.reduce(values, distinct if rows is None else distinct.at(rows), op, out)
 
 
 def _reduce_and_round(
-    values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, which: Tensor | None
+    values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None
 ) -> None:
     """Through torch.float64: reduce, then round once."""
     meter.spend(out.numel() * values.element_size())
     wide = values.new_empty(out.shape)
-    _reduce(values, distinct, op, wide, first, first + len(out), which)
+    _reduce(values, distinct, op, wide, rows)
     reference.finish(wide, out, 1)
 
 

@@ -245,35 +245,31 @@ def reduce(
     distinct: Distinct,
     op: Op,
     out: Tensor,
-    first: int,
-    last: int,
-    which: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> bool:
-    """See `weft.kernels.reduce`; `out` has room for the distinct rows `first` to `last`.
-
-    With `which` (int32, contiguous) for the distinct rows `which[first]` to `which[last - 1]`.
-    """
+    """See `weft.kernels.reduce`; `rows` are contiguous."""
     loop = _loop(code, "reduce", values, out, op)
     if loop is None:
         return False
     values, stride = _rows(values)
     size, wider = out.stride(0) * out.element_size(), out.element_size() == 2
-    cuts = pool.ranges(first, last, pool.share(2 * (last - first) * size))
+    count, many = out.shape[0], distinct.indices.numel()
+    cuts = pool.ranges(count, pool.share(2 * count * size))
     order = 0 if distinct.order is None else distinct.order.data_ptr()
     starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
     from_, to = values.data_ptr(), out.data_ptr()
-    chosen, many = 0 if which is None else which.data_ptr(), distinct.indices.numel()
+    chosen = 0 if rows is None else rows.data_ptr()
 
     def part(start: int, stop: int) -> int:
         sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
-        target = to + (start - first) * size
+        target = to + start * size
         return loop(
             *(from_, stride, order, starts, chosen, many, start, stop, target, size),
             sums.data_ptr(),
         )
 
     if outside := sum(pool.run(part, cuts)):
-        raise IndexError(f"{outside} of {last - first} rows are not among the {many} distinct ones")
+        raise IndexError(f"{outside} of {count} rows are not among the {many} distinct ones")
     return True
 
 
@@ -289,7 +285,7 @@ def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, bas
     def part(start: int, stop: int) -> int:
         return loop(to, height, base, where, from_, stride, start, stop, size)
 
-    outside = sum(pool.run(part, pool.ranges(0, count, pool.share(3 * count * stride))))
+    outside = sum(pool.run(part, pool.ranges(count, pool.share(3 * count * stride))))
     if outside:
         raise IndexError(
             f"{outside} of {count} rows belong outside of places {base} to {base + height - 1}: "

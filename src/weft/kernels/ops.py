@@ -56,8 +56,8 @@ class Op:
     def accumulator(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which partial results of values of this dtype are kept and travel.
 
-        Wider only where that changes the result: half precision rounds once, at the end. Integers
-        wrap, and wrapping early or late gives the same bits.
+        Wider only where that changes the result: half precision rounds what a rank brings, and the
+        result, but no sum of some ranks. Integers wrap: early or late gives the same bits.
         """
         rounds = self.builtin and self.name in ("sum", "avg", "prod")
         return (

@@ -21,11 +21,11 @@ def share(nbytes: int) -> int:
     return 1 if nbytes < 2 * _WORTH else max(1, min(torch.get_num_threads(), nbytes // _WORTH))
 
 
-def ranges(first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    """`first` to `last` cut in parts that differ by at most one."""
+def ranges(count: int, parts: int) -> list[tuple[int, int]]:
+    """0 to `count` cut in parts that differ by at most one."""
     if parts == 1:
-        return [(first, last)]
-    return list(pairwise(first + (last - first) * part // parts for part in range(parts + 1)))
+        return [(0, count)]
+    return list(pairwise(count * part // parts for part in range(parts + 1)))
 
 
 def run(work: Callable[..., T], parts: Iterable[tuple[object, ...]]) -> list[T]:

@@ -124,18 +124,16 @@ def distinct(indices: Tensor) -> Distinct:
     return Distinct(unique, order, starts)
 
 
-def reduce(
-    values: Tensor, distinct: Distinct, op: Op, out: Tensor, first: int, last: int
-) -> Tensor:
-    """See `weft.kernels.reduce`; `out` has room for the distinct rows `first` to `last`."""
+def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
+    """See `weft.kernels.reduce`."""
     _, order, starts = distinct
     if starts is None:
         if order is None:
-            return out.copy_(values[first:last])
-        return _rows(values, order[first:last], out)
-    heads, lengths = starts[first:last], starts[first + 1 : last + 1] - starts[first:last]
+            return out.copy_(values)
+        return _rows(values, order, out)
+    heads, lengths = starts[:-1], starts.diff()
     _rows(values, heads if order is None else order[heads], out)
-    if first == last or int(lengths.max()) == 1:
+    if not len(heads) or int(lengths.max()) == 1:
         return out
     # segments with duplicates, the longest first, so those with a j-th row are always a prefix
     lengths, segments = torch.sort(lengths, descending=True, stable=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Box
-from ..plan import Local, Moves, Plan
+from ..plan import Local, Plan, Write
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
 from .handshake import among
 
@@ -89,24 +89,26 @@ def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.
     y = _room(local, bits)
     for source, moves in local.sources.items():
         x = tensors[source].view(bits)
-        _write(y, local, moves, (x[take.slices] for take, _ in moves))
+        _write(y, local.writes[source], [x[take.slices] for take, _ in moves])
     return y.to(bits).view(dtype)
 
 
 def _room(local: Local, dtype: torch.dtype) -> Tensor:
     """Memory for a result, of a wider type where values of a narrow one are added up."""
     y = fresh(local.result, _WIDE.get(dtype, dtype) if local.adds else dtype)
-    return y if local.fills and not local.adds else y.zero_()
+    for box in local.blank:
+        y[box.slices].zero_()
+    return y
 
 
-def _write(y: Tensor, local: Local, moves: Moves, values: Iterable[Tensor]) -> None:
+def _write(y: Tensor, writes: Iterable[Write], values: Sequence[Tensor]) -> None:
     """Put what comes from one rank into a result.
 
     Ranks do so in ascending order of where it comes from: who has the same sum has the same bits.
     """
-    for (_, put), each in zip(moves, values, strict=True):
-        place = y[put.slices]
-        (place.add_ if local.adds else place.copy_)(each)
+    for move, of, put, first in writes:
+        place = y[put]
+        (place.copy_ if first else place.add_)(values[move][of])
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
@@ -117,12 +119,11 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     in_place = set()
     for peer in reversed(peers(wire)):  # as they send
         if moves := local.sources.get(peer):
-            place = y[moves[0][1].slices]
-            if len(moves) == 1 and not local.adds and place.is_contiguous():
+            place = _place(y, local.writes[peer], x.dtype)
+            if place is not None:
                 in_place.add(peer)
             size = sum(put.volume for _, put in moves) * x.element_size()
-            recv = (peer, place if peer in in_place else size)
-            coming[peer] = wire.post((), [recv], _CHANNEL)
+            coming[peer] = wire.post((), [(peer, size if place is None else place)], _CHANNEL)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
     for takes in local.sends.values():
@@ -132,14 +133,23 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     going = [wire.post(sends, (), _CHANNEL)] if sends else []
     for source, moves in local.sources.items():
         if source == wire.rank:
-            _write(y, local, moves, (x[take.slices] for take, _ in moves))
+            _write(y, local.writes[source], [x[take.slices] for take, _ in moves])
             continue
         (message,) = coming[source].wait()
         if source not in in_place:
-            _write(y, local, moves, _split(message, [put for _, put in moves], x.dtype))
+            values = list(_split(message, [put for _, put in moves], x.dtype))
+            _write(y, local.writes[source], values)
             coming[source].release()
     _finish(going, leases)
     return y.to(x.dtype)
+
+
+def _place(y: Tensor, writes: Sequence[Write], dtype: torch.dtype) -> Tensor | None:
+    """Where a message of that dtype belongs as it is; None: in several places, or to be added."""
+    if len(writes) > 1 or not writes[0].first or y.dtype is not dtype:
+        return None
+    place = y[writes[0].put]
+    return place if place.is_contiguous() else None
 
 
 def _packed(x: Tensor, takes: Sequence[Box], wire: Wire, leases: list[Lease]) -> Tensor:

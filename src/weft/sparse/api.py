@@ -56,9 +56,9 @@ def sparse_all_reduce(
 
     Returns:
         Canonical rows: sorted indices, each once. Local duplicates are added in input order and
-        ranks in rank order (not `doubling`, `ring`, `hierarchical`:
-            docs/algorithms.md), so the same inputs
-        give the same bits. Half precision adds in float32 and rounds at the end; integers wrap.
+        ranks in rank order (not `doubling`, `ring`, `hierarchical`: docs/algorithms.md), so the
+        same inputs give the same bits. Half precision adds in float32, and rounds twice: what a
+        rank's duplicates come to, since that is what travels, and the result. Integers wrap.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on

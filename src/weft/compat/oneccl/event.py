@@ -51,7 +51,7 @@ class SparseAllreduceAttr:
         fn_ctx: anything; handed on as `ctx`.
         coalesce_mode: "regular": sorted indices, each once. "disable": the rows of all ranks one
             after the other, unreduced. "keep_precision": as regular, which in weft adds half
-            precision in float32 and rounds once.
+            precision in float32.
     """
 
     completion_fn: Callable[..., Any] | None = None

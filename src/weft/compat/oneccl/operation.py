@@ -62,7 +62,7 @@ class Operation:
         finish: what becomes of the result.
         attributes: as in the document.
         place: where the caller wants the result; None: in memory of weft's.
-        mode: one of `MODES`. weft adds half precision in float32 and rounds once in any of them, so
+        mode: one of `MODES`. weft adds half precision in float32 in any of them, so
             "keep_precision" is "regular"; "disable" reduces nothing: the rows of all ranks, one
             after the other.
         after: what is waited for before the buffers are read, each with its name.
