@@ -119,12 +119,14 @@ class Write(NamedTuple):
     Attributes:
         move: which of the source's moves.
         of: the part, in what the move brings.
+        take: the part, in the source's tensor.
         put: the part, in the result.
         first: whether nothing is there yet; else it is added to what is there.
     """
 
     move: int
     of: tuple[slice, ...]
+    take: tuple[slice, ...]
     put: tuple[slice, ...]
     first: bool
 
@@ -158,12 +160,14 @@ class Local:
         found: dict[int, list[Write]] = {source: [] for source in self.sources}
         left = [whole(self.result)]
         for source, moves in self.sources.items():
-            for number, (_, put) in enumerate(moves):
+            for number, (take, put) in enumerate(moves):
                 firsts = [both for each in left if (both := each & put) is not None]
                 left = _without(left, firsts)
                 for part in (*firsts, *_without([put], firsts)):
-                    of = part.shifted([-at for at in put.start]).slices
-                    found[source].append(Write(number, of, part.slices, part in firsts))
+                    of = part.shifted([-at for at in put.start])
+                    taken = of.shifted(take.start).slices
+                    write = Write(number, of.slices, taken, part.slices, part in firsts)
+                    found[source].append(write)
         return found
 
     @cached_property

@@ -109,10 +109,11 @@ def test_who_sends_more_than_was_asked_for_is_named():
         assert "rank 0 sent 9 bytes for a receive of 8" in text
 
 
-def nothing_left(wire):
-    def of_wires():
-        return sorted(each.name for each in threading.enumerate() if each.name.startswith("weft "))
+def of_wires():
+    return sorted(each.name for each in threading.enumerate() if each.name.startswith("weft "))
 
+
+def nothing_left(wire):
     before = of_wires()
     with wire.sub([0, 1]) as part:
         assert len(of_wires()) == len(before) + 5  # two receive, two send, one watches
@@ -122,6 +123,24 @@ def nothing_left(wire):
 
 def test_a_closed_wire_has_no_threads():
     run(2, nothing_left, on="torch")
+
+
+def leaving(wire):
+    """Rank 0 goes while its peer sends what it never asks for, and tells it that it gives up."""
+    before = of_wires()
+    for _ in range(5):
+        part = wire.sub([0, 1])
+        sent = part.post([(0, torch.ones(1 << 20))]) if wire.rank == 1 else part.post()
+        wire.dense_all_reduce(torch.ones(1), "sum").wait()
+        sent.wait()
+        if wire.rank == 1:
+            part.abort("it had enough")
+        part.close()
+    assert of_wires() == before
+
+
+def test_who_leaves_waits_for_nobody():
+    run(2, leaving, on="torch")
 
 
 def test_one_rank_alone_opens_nothing():

@@ -158,7 +158,8 @@ class Call:
         """The adjoint, for what was applied to a tensor of that shape."""
         order = self.order + 1
         stated = shape if order % 2 else None
-        return replace(self, order=order, stated=stated, nothing=shape)
+        same = self.spec, self.wire, self.ranks
+        return Call(*same, order, stated, shape, self.compiled, self.lanes)  # not `replace`: slow
 
     def batched(self, extent: int) -> Call:
         """The same for tensors with one more dimension at the end."""

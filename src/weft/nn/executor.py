@@ -87,10 +87,11 @@ def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.
     """The result of a rank that has everybody's tensor already; nothing is sent."""
     local, bits = plan.local(rank), _BITS.get(dtype, dtype)
     y = _room(local, bits)
-    for source, moves in local.sources.items():
-        x = tensors[source].view(bits)
-        _write(y, local.writes[source], [x[take.slices] for take, _ in moves])
-    return y.to(bits).view(dtype)
+    for source, writes in local.writes.items():
+        x = tensors[source]
+        _write(y, writes, x if dtype is bits else x.view(bits))
+    y = y.to(bits)
+    return y if dtype is bits else y.view(dtype)
 
 
 def _room(local: Local, dtype: torch.dtype) -> Tensor:
@@ -101,14 +102,14 @@ def _room(local: Local, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _write(y: Tensor, writes: Iterable[Write], values: Sequence[Tensor]) -> None:
-    """Put what comes from one rank into a result.
+def _write(y: Tensor, writes: Iterable[Write], given: Tensor | Sequence[Tensor]) -> None:
+    """Put what comes from one rank into a result: its tensor, or what its moves bring.
 
     Ranks do so in ascending order of where it comes from: who has the same sum has the same bits.
     """
-    for move, of, put, first in writes:
-        place = y[put]
-        (place.copy_ if first else place.add_)(values[move][of])
+    for move, of, take, put, first in writes:
+        value = given[take] if isinstance(given, Tensor) else given[move][of]
+        (y[put].copy_ if first else y[put].add_)(value)
 
 
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
@@ -133,7 +134,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     going = [wire.post(sends, (), _CHANNEL)] if sends else []
     for source, moves in local.sources.items():
         if source == wire.rank:
-            _write(y, local.writes[source], [x[take.slices] for take, _ in moves])
+            _write(y, local.writes[source], x)
             continue
         (message,) = coming[source].wait()
         if source not in in_place:
