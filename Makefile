@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types layers docs house check clean
+.PHONY: demo test soak lint types layers docs house check clean
 
 demo: .venv/report
 	$(BIN)/weft demo
@@ -16,6 +16,10 @@ demo: .venv/report
 # Tests mostly wait, for processes that start and for deadlines: three at once fill two cores.
 test: .venv/test
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+
+# Ten thousand random programs on every wire, which takes a while.
+soak: .venv/test
+	$(BIN)/python benchmarks/soak.py
 
 lint: .venv/lint
 	$(BIN)/ruff check .

@@ -118,18 +118,17 @@ def measure(links: Iterable[str], cases: Iterable[str], out: Path, size: float) 
                 print(f"choice: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
                 raise typer.Exit(2)
             found = json.loads(file.read_text(encoding="utf-8"))
-            found["measured"] = (
-                f"{date.today()} with commit {_commit()}, torch {torch.version.__version__}"
-            )
+            found["measured"] = measured()
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _commit() -> str:
-    """The last one that changed the sources, "+" behind it if they were changed since."""
+def measured() -> str:
+    """When, with which commit of the sources ("+": they were changed since), and which torch."""
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src"], cwd=ROOT, check=False)
     words = ["git", "log", "-1", "--format=%h", "--abbrev=7", "--", "src"]
     done = subprocess.run(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
-    return done.stdout.strip() + "+" * bool(changed.returncode)
+    commit = done.stdout.strip() + "+" * bool(changed.returncode)
+    return f"{date.today()} with commit {commit}, torch {torch.version.__version__}"
 
 
 def summary(found: list[Choice]) -> str:
@@ -208,14 +207,16 @@ def draw(found: list[Choice], file: Path) -> None:
 
 
 def publish(found: list[Choice], page: Path) -> None:
-    """Put tables and picture into a page of the manual, between its two marks."""
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    page.write_text(
-        f"{before}{BEGIN}\n{summary(found)}\n\n{table(found)}{END}{after}", encoding="utf-8"
-    )
+    """Put tables and picture into a page of the manual."""
+    put(f"{summary(found)}\n\n{table(found)}", page, BEGIN, END)
     draw(found, page.parent / "images" / "choice.svg")
+
+
+def put(text: str, page: Path, begin: str, end: str) -> None:
+    """Put a text into a page of the manual, between its two marks."""
+    before, rest = page.read_text(encoding="utf-8").split(begin, 1)
+    after = rest.split(end, 1)[1]
+    page.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
 
 
 def main(

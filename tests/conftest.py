@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -159,6 +161,20 @@ def programs(template: socket.socket) -> Iterator[Callable[..., Program]]:
     yield start
     for each in started:
         each.end()
+
+
+@pytest.fixture
+def benchmark_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script of benchmarks/ anew, as a plain module, as the scripts import each other."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+
+    def load(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(str(folder))
+        for file in folder.glob("*.py"):
+            monkeypatch.delitem(sys.modules, file.stem, raising=False)
+        return importlib.import_module(name)
+
+    return load
 
 
 @pytest.fixture(scope="session")

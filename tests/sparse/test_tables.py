@@ -231,16 +231,22 @@ def test_indices_that_do_not_fit_in_one_key_space(wire):
         assert result[0].tolist() == ([2**62] if wire.size == 1 else [7, 2**62])
 
 
-@spmd(2, on=("threads",))
-def test_each_result_is_saved_alone(wire):
+@pytest.mark.parametrize("kinds", [ALIKE, KINDS], ids=["alike", "mixed"])
+@pytest.mark.parametrize("count", [50, 2000])
+@spmd(2)
+def test_results_are_saved_alone_and_together(wire, kinds, count):
     """Each has memory of its own: what is saved of one holds nothing of the others."""
-    for result in weft.sparse_all_reduce(mine(wire, ALIKE, 50)):
-        for part in (result.indices, result.values):
+    results = weft.sparse_all_reduce(mine(wire, kinds, count))
+    parts = [part for result in results for part in (result.indices, result.values)]
+    places = [part.untyped_storage().data_ptr() for part in parts if part.numel()]
+    assert len(set(places)) == len(places)
+    for saved in (parts, *([part] for part in parts)):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        for part, back in zip(saved, torch.load(file), strict=True):
             assert part.untyped_storage().nbytes() == part.nbytes
-            file = io.BytesIO()
-            torch.save(part, file)
-            file.seek(0)
-            assert torch.equal(torch.load(file), part)
+            assert torch.equal(back, part)
 
 
 @spmd(20, on=("threads",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -12,7 +13,8 @@ import threading
 import pytest
 import torch
 
-from weft.testing import run
+import weft
+from weft.testing import processes, run
 from weft.wire import shm
 from weft.wire.base import peers
 from weft.wire.shm import Segment, exchange
@@ -201,3 +203,28 @@ def same_to_all(wire):
 
 def test_a_tensor_for_several_is_copied_once():
     run(3, same_to_all, on="processes")
+
+
+def sums_while_pages_are_locked(when):
+    """The last rank has all its memory locked from those calls on, until the next but one."""
+    libc, kept = ctypes.CDLL(None, use_errno=True), []
+    shm.ROOM = 64 << 20  # which is taken when it is locked, on all ranks
+    with weft.init() as wire:
+        for call in range(8):
+            if wire.rank == wire.size - 1 and call in when and libc.mlockall(1 | 2):  # with future
+                return os.strerror(ctypes.get_errno())
+            if wire.rank == wire.size - 1 and call - 2 in when:
+                libc.munlockall()
+            rows = torch.arange(20_000) * (call + 1), torch.full((20_000, 64), wire.rank + call)
+            kept.append(weft.sparse_all_reduce(rows, algorithm=("split", "gather")[call % 2]))
+            for number, (indices, values) in enumerate(kept):
+                assert indices.equal(torch.arange(20_000) * (number + 1))
+                assert values.unique().tolist() == [sum(range(wire.size)) + wire.size * number]
+    return ""
+
+
+@pytest.mark.parametrize("when", [(0,), (1, 4), (7,)], ids=["before", "between", "after"])
+def test_locked_memory_makes_no_sum_wrong(when):
+    """mlockall copies what is mapped privately: a result that others write would be an old one."""
+    if refused := processes(3, sums_while_pages_are_locked, when)[-1]:
+        pytest.skip(f"mlockall: {refused} (RLIMIT_MEMLOCK)")

@@ -1,0 +1,405 @@
+"""A lane of `faults.py`: it becomes the ranks of one cell after the other, and sees how they end.
+
+It has imported everything once, so a rank costs a fork and what it does. Cells come on standard
+input, results go to standard output, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch._dynamo  # here: each rank would
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+import weft.ddp
+import weft.nn
+from faults import DEADLINE, PATIENCE, SIZES, Cell, Result, named_in
+from goals import NETLAB
+
+START = 60.0  # seconds in which all ranks make their first calls
+ENDS = 30.0  # seconds in which a process ends by itself
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+Call = Callable[[], object]
+
+
+def coo(rank: int, count: int, width: int) -> Tensor:
+    """Rows at random places of a table that is ten times as high."""
+    draw = torch.Generator().manual_seed(rank)
+    places = torch.randint(10 * count, (1, count), generator=draw)
+    return torch.sparse_coo_tensor(places, torch.ones(count, width), (10 * count, width))
+
+
+class Model(torch.nn.Module):
+    """A sparse table and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(1000, 32, sparse=True)
+        self.dense = torch.nn.Linear(32, 32)
+
+    def forward(self, bags: Tensor) -> Tensor:
+        return self.dense(self.table(bags)).sum()
+
+
+BAGS = torch.arange(64).view(8, 8)
+
+
+def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
+    several = [coo(rank + table, 500, 16) for table in range(6)]
+    parts = [torch.ones(40_000) for _ in range(size)]
+    rows, columns = weft.Partition((size, 1)), weft.Partition((1, size))
+    layer = weft.nn.Repartition(rows, columns)
+    shard = torch.ones(64, 64 * size, requires_grad=True)
+    model = Model()
+
+    def sync() -> None:
+        model(BAGS).backward()
+        weft.sync_grads(model)
+
+    return {
+        "small": lambda: weft.sparse_all_reduce(coo(rank, 10, 8)),
+        "large": functools.partial(weft.sparse_all_reduce, coo(rank, 20_000, 32)),
+        "list": lambda: weft.sparse_all_reduce(several),
+        "all_to_all": lambda: weft.all_to_all(parts),
+        "layer": lambda: layer(shard).sum().backward(),
+        "barrier": weft.barrier,
+        "sync_grads": sync,
+    }
+
+
+def calls_of_torch(rank: int, size: int, group: Any) -> dict[str, Call]:
+    several = [coo(rank + table, 500, 16) for table in range(6)]
+    part = torch.ones(40_000 * size, requires_grad=True)
+    into = torch.empty_like(part)
+    model = Model()
+
+    def moved() -> None:
+        dist.nn.functional.all_to_all_single(into.clone(), part, group=group).sum().backward()
+
+    def sync() -> None:
+        model(BAGS).backward()
+        for weight in model.parameters():
+            dist.all_reduce(
+                weight.grad.coalesce() if weight.grad.is_sparse else weight.grad, group=group
+            )
+
+    return {
+        "small": lambda: dist.all_reduce(coo(rank, 10, 8).coalesce(), group=group),
+        "large": lambda: dist.all_reduce(coo(rank, 20_000, 32).coalesce(), group=group),
+        "list": lambda: [dist.all_reduce(each.coalesce(), group=group) for each in several],
+        "all_to_all": lambda: dist.all_to_all_single(into, part.detach(), group=group),
+        "layer": moved,
+        "barrier": lambda: dist.barrier(group=group),
+        "sync_grads": sync,
+    }
+
+
+def step_of(wire: str, group: Any) -> Call:
+    """A step of DistributedDataParallel, with weft's hook or without."""
+    model = DistributedDataParallel(Model(), process_group=group)
+    if wire != "gloo":
+        weft.ddp.register(model)
+    return lambda: model(BAGS).backward()
+
+
+def another(cell: Cell, group: Any) -> None:
+    """What the victim calls, where the others make the cell's call."""
+    if cell.wire == "gloo":
+        other = calls_of_torch(cell.victim, cell.ranks, group)
+    else:
+        other = calls_of_weft(cell.victim, cell.ranks)
+    other["all_to_all" if cell.collective == "barrier" else "barrier"]()
+
+
+class Failure(Exception):
+    """What a user's program raises."""
+
+
+def held() -> set[str]:
+    """Sockets, shared memory and threads of weft that this process has; not a store's own."""
+    gc.collect()
+    port = int(os.environ["MASTER_PORT"])
+    there = psutil.Process().net_connections("inet")
+    accepted = {str(each.fd) for each in there if each.laddr.port == port}
+    found = {thread.name for thread in threading.enumerate() if thread.name.startswith("weft")}
+    for fd in set(os.listdir("/proc/self/fd")) - accepted:
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            found |= {link} if link.startswith(("socket:", "/memfd:")) else set()
+    return found
+
+
+def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
+    """One rank: it calls until it is told to fail, or something is raised."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=START))
+    dist.barrier()
+    before = held()
+    try:
+        calls_until_failure(cell, rank, say, order)
+    except Failure:
+        raise
+    except Exception as error:
+        say(
+            "error",
+            culprit=getattr(error, "culprit", None),
+            text=f"{type(error).__name__}: {error}",
+        )
+    weft.shutdown()
+    # a wait of gloo's cannot be ended: its sockets, and threads that wait, go with the process
+    left = held() - before if cell.wire in ("shm", "tcp") else ()
+    dist.destroy_process_group()
+    say("end", left=sorted(left))
+
+
+def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
+    group = None
+    if cell.wire == "gloo":
+        group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
+        calls = calls_of_torch(rank, cell.ranks, group)
+    else:
+        weft.init(timeout=DEADLINE)
+        calls = calls_of_weft(rank, cell.ranks)
+    call = step_of(cell.wire, group) if cell.collective == "ddp" else calls[cell.collective]
+    for _ in range(4):  # what is different in the first calls is over
+        call()
+    say("ready")
+    while True:
+        if rank == cell.victim and select.select([order], [], [], 0)[0]:
+            os.read(order, 1)
+            say("fault")
+            match cell.fault:
+                case "exception":
+                    raise Failure("what a program raises")
+                case "exit":
+                    sys.exit(3)
+                case "absence":
+                    time.sleep(3600)
+            another(cell, group)
+        call()
+
+
+# A lane: a process that has imported everything, and becomes the ranks of one cell after the other.
+
+
+class Lane:
+    """Starts ranks by fork, each of them on a host of its own where links are cut."""
+
+    def __init__(self, lab: bool) -> None:
+        weft.kernels.describe()  # loads the machine code, once for all
+        self._process = os.getpid()
+        self._tag = f"wf{self._process % 100_000}" if lab else ""
+        self._netlab = runpy.run_path(str(NETLAB))
+        self._draw = random.Random(0)
+
+    def __enter__(self) -> Lane:
+        if self._tag:
+            self._netlab["build"](self._tag, max(SIZES), "none")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tag and os.getpid() == self._process:
+            self._netlab["remove"](self._tag, max(SIZES))
+
+    def run(self, cell: Cell) -> Result | None:
+        """What became of a cell; None in the process of a rank, whose program has ended."""
+        folder = Path(tempfile.mkdtemp(prefix="weft-faults-"))
+        told, tell = os.pipe()
+        order, give = os.pipe()
+        port = free_port()
+        pids = []
+        for rank in range(cell.ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._become(cell, rank, port, folder)
+                program(cell, rank, functools.partial(say, tell, rank), order)
+                return None
+            pids.append(pid)
+        os.close(tell)
+        job = Job(cell, pids, told, folder)
+        try:
+            if not job.hear(START, lambda: len(job.of("ready")) == cell.ranks):
+                return job.result(0.0, "the ranks did not start")
+            time.sleep(self._draw.uniform(0.0, 0.03))  # in the middle of a call
+            return job.result(self._strike(job, give))
+        finally:
+            job.end()
+            for each in (told, order, give):
+                os.close(each)
+            shutil.rmtree(folder)
+            if cell.fault == "cut":
+                self._link(cell.victim, "up")
+
+    def _become(self, cell: Cell, rank: int, port: int, folder: Path) -> None:
+        """Make this process that of a rank, as its launcher would have."""
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+        for number, file in enumerate((nothing, log, log)):
+            os.dup2(file, number)
+        cut = cell.fault == "cut"
+        if cut:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(os.open(f"/run/netns/{self._tag}h{rank}", os.O_RDONLY), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.mkdir(folder / f"tmp{rank}")
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(cell.ranks),
+            "MASTER_ADDR": "10.77.0.1" if cut else "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "eth0" if cut else "lo",
+            "TMPDIR": str(folder / f"tmp{rank}"),
+            "WEFT_LINK": "50,10",
+        }
+        if cell.wire == "torch":
+            os.environ["WEFT_TRANSPORT"] = "torch"
+        if cell.wire == "tcp":
+            os.environ["WEFT_HOST"] = str(rank)
+
+    def _strike(self, job: Job, give: int) -> float:
+        """Let the fault happen; when it did."""
+        cell, at = job.cell, time.monotonic()
+        match cell.fault:
+            case "kill":
+                os.kill(job.pids[cell.victim], signal.SIGKILL)
+            case "freeze":
+                os.kill(job.pids[cell.victim], signal.SIGSTOP)
+            case "cut":
+                self._link(cell.victim, "down")
+            case _:
+                os.write(give, b"!")
+                job.hear(PATIENCE, lambda: cell.victim in job.of("fault"))
+                return float(job.of("fault").get(cell.victim, {"at": at})["at"])
+        return at
+
+    def _link(self, rank: int, state: str) -> None:
+        """Set the other end of a host's link."""
+        subprocess.run(["ip", "-n", f"{self._tag}sw", "link", "set", f"p{rank}", state], check=True)
+
+
+class Job:
+    """The ranks of one cell, as their lane sees them."""
+
+    def __init__(self, cell: Cell, pids: list[int], told: int, folder: Path) -> None:
+        self.cell, self.pids = cell, pids
+        self._folder, self._told, self._rest = folder, told, b""
+        self._said: dict[str, dict[int, dict[str, Any]]] = {}  # by what and rank
+        self._status: dict[int, int] = {}  # of the ranks that have ended
+
+    def of(self, what: str) -> dict[int, dict[str, Any]]:
+        """What the ranks said of that."""
+        return self._said.get(what, {})
+
+    def hear(self, seconds: float, enough: Callable[[], bool]) -> bool:
+        """Listen to the ranks until it is enough, if it ever is, or some have ended too early."""
+        until = time.monotonic() + seconds
+        while not enough() and time.monotonic() < until:
+            if select.select([self._told], [], [], 0.01)[0]:
+                *lines, self._rest = (self._rest + os.read(self._told, 1 << 16)).split(b"\n")
+                for line in map(json.loads, lines):
+                    self._said.setdefault(line["what"], {})[line["rank"]] = line
+            for rank, pid in enumerate(self.pids):
+                if rank not in self._status and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    self._status[rank] = os.waitstatus_to_exitcode(ended[1])
+        return enough()
+
+    def result(self, at: float, failed: str = "") -> Result:
+        """Wait for what must come of the fault, and look at what is left."""
+        cell, result = self.cell, Result(self.cell, unclean=[failed] if failed else [])
+        must = set(cell.must_raise())
+        if not failed:
+            late = DEADLINE + PATIENCE
+            self.hear(late, lambda: must <= self.of("error").keys() | self._status.keys())
+        raised = {rank: line for rank, line in self.of("error").items() if rank in must}
+        result.hangs = sorted(must - raised.keys())
+        result.seconds = round(max([0.0, *(line["at"] - at for line in raised.values())]), 3)
+        for rank, line in sorted(raised.items()):
+            result.texts[rank] = line["text"]
+            if cell.fault == "cut" and rank == cell.victim and cell.ranks == 2:
+                continue  # two ranks that do not hear each other cannot know who is cut off
+            named = named_in(line["text"], rank) if line["culprit"] is None else {line["culprit"]}
+            if not named:
+                result.nobody.append(rank)
+            elif cell.victim not in named:
+                result.wrong.append(rank)
+        ends = set(raised) | ({cell.victim} if cell.fault in ("exception", "exit") else set())
+        self.hear(ENDS, lambda: ends <= self._status.keys())
+        for rank in sorted(ends):
+            well = {"exception": 1, "exit": 3}.get(cell.fault, 0) if rank == cell.victim else 0
+            if rank not in self._status:
+                result.unclean.append(f"rank {rank} did not end")
+            elif self._status[rank] != well:
+                result.unclean.append(f"rank {rank} ended with status {self._status[rank]}")
+            result.unclean += [f"rank {rank} left {it}" for it in self._left(rank)]
+        return result
+
+    def _left(self, rank: int) -> Iterator[str]:
+        yield from self.of("end").get(rank, {}).get("left", [])
+        yield from os.listdir(self._folder / f"tmp{rank}")
+        if rank in self._status:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pids[rank], 0)
+                yield "a process"
+
+    def end(self) -> None:
+        """End what is there still."""
+        for rank, pid in enumerate(self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in self._status:
+                os.waitpid(pid, 0)
+
+
+def say(tell: int, rank: int, what: str, **more: object) -> None:
+    """Tell the lane something, at once and whole."""
+    line = {"rank": rank, "what": what, "at": time.monotonic(), **more}
+    os.write(tell, json.dumps(line).encode() + b"\n")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def serve(lab: bool) -> None:
+    """Run cells until there are no more."""
+    gc.collect()
+    gc.freeze()
+    with Lane(lab) as lane:
+        for line in iter(sys.stdin.readline, ""):
+            result = lane.run(Cell(**json.loads(line)))
+            if result is None:
+                return
+            print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    serve("--lab" in sys.argv)
