@@ -274,9 +274,7 @@ def _alone(spec: str, timeout: float) -> None:
     if local is not None and _GLOO not in os.environ:
         _name_interface(local)  # where nobody else can reach it: gloo always listens
     try:
-        dist.init_process_group(
-            spec, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
-        )
+        _init_group(spec, dist.HashStore(), 0, 1, timeout)
     finally:
         _unname_interface()
 
@@ -301,13 +299,9 @@ def _together(
         )
         space.set_timeout(timedelta(seconds=timeout))
         _tell_gloo(meeting.store)
-        dist.init_process_group(
-            backends.spec(decision.backend),
-            store=dist.PrefixStore("group", space),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timedelta(seconds=timeout),
-        )
+        there = dist.PrefixStore("group", space)
+        spec = backends.spec(decision.backend)
+        _init_group(spec, there, launch.rank, launch.size, timeout)
     except (RuntimeError, OSError) as failed:  # torch's store and gloo errors are RuntimeErrors
         if isinstance(failed, WireError):
             raise
@@ -328,6 +322,15 @@ def _together(
             rank=launch.rank,
             culprit=int(late[1]) if late else None,
         ) from failed
+
+
+def _init_group(spec: str, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """Set up the default group, which takes nobody in afterwards."""
+    from ..wire import torchdist  # here: `import weft` shall be quick
+
+    limit = timedelta(seconds=timeout)
+    with torchdist.closed_to_strangers():
+        dist.init_process_group(spec, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _tell(

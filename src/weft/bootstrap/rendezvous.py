@@ -33,7 +33,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
-from ..wire.interface import free_address, interfaces, is_own, own_address
+from ..wire.interface import VARIABLES, free_address, interfaces, is_loopback, is_own, own_address
 from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"
@@ -84,18 +84,22 @@ def host(address: str = "") -> tuple[dist.TCPStore, int]:
         OSError: the address is not this machine's.
     """
     address = address or free_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=1024) as sock:
-        port = sock.getsockname()[1]
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,  # `init` may be told to meet here
-            master_listen_fd=os.dup(sock.fileno()),  # the store closes its copy
-        )
+    sock = _listener(address, 0)
+    port = sock.getsockname()[1]
+    store = dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,  # `init` may be told to meet here
+        master_listen_fd=sock.detach(),  # the store's from now on
+    )
     return store, port
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def has(store: dist.Store, key: str, deadline: float, ranks: int) -> bool:
@@ -197,14 +201,19 @@ class Tcp:
             where += f", which has to lead to rank 0 on {socket.gethostname()} (it has {there})"
             _log.warning("rank 0 waits at %s", where)
             address = free_address()
+        listening: int | None = None  # torch's way: at all addresses
+        with contextlib.suppress(OSError):  # taken, perhaps by a store of this program: torch knows
+            if address == self.host and (only := _only_address(address)):
+                listening = _listener(only, self.port).detach()
         try:
-            made = dist.TCPStore(  # which listens at all addresses
+            made = dist.TCPStore(
                 address,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,  # the program may hold a store there itself
                 timeout=timedelta(seconds=_left(deadline)),
+                master_listen_fd=listening,
             )
         except RuntimeError as error:
             taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
@@ -481,6 +490,21 @@ def is_here(name: str) -> bool:
     except OSError:  # nobody knows it
         return False
     return any(is_own(str(each[0])) for *_, each in found)
+
+
+def _only_address(name: str) -> str:
+    """The one address that all ranks mean by this host's name; empty: there may be several.
+
+    A host may know itself by its loopback, and Kubernetes' rank 0 is `localhost` to itself alone,
+    which whoever names an interface knows.
+    """
+    there = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    first, *more = sorted({str(each[4][0]) for each in there})
+    if name.lower() == "localhost":
+        certain = not any(map(os.environ.get, VARIABLES))
+    else:
+        certain = not more and (first == name or not is_loopback(first))
+    return first if certain else ""
 
 
 def _address() -> str:

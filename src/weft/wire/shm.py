@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import struct
 import sys
@@ -37,6 +38,12 @@ ROOM = 1 << 30
 _QUIET = 64  # times that all memory was given back, after which pages not used are let go
 _HELLO = struct.Struct("<Q")  # bytes of the segment whose descriptor comes along, or 0
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW
+
+
+def _fits(segments: int, nbytes: int) -> bool:
+    """Whether so many may be mapped: where addresses are limited, half are the program's."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return most == resource.RLIM_INFINITY or segments * nbytes <= most // 2
 
 
 class Segment:
@@ -68,6 +75,8 @@ class Segment:
         if not sys.platform.startswith("linux"):
             return None
         room = nbytes or min(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+        if not _fits(1, room):
+            return None
         fd = -1
         try:
             fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -199,7 +208,8 @@ def exchange(
             raise ConnectionError(f"rank {peer} went away while it was connected to")
         for fd in fds:
             with contextlib.suppress(OSError, ValueError):  # it sends over its socket
-                seen[peer] = Peer(fd, *_HELLO.unpack(said))
+                if _fits(len(sockets) + 1, *_HELLO.unpack(said)):
+                    seen[peer] = Peer(fd, *_HELLO.unpack(said))
             os.close(fd)
         sock.sendall(bytes([peer in seen]))
     seen_by = {peer for peer, sock in sockets.items() if sock.recv(1) == b"\1"}

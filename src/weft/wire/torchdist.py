@@ -15,6 +15,7 @@ comes before it is asked for is kept: no rank waits in a send for what another d
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import socket
@@ -22,10 +23,11 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,6 +49,35 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _GLOO = "GLOO_SOCKET_IFNAME"
 _FOREVER = timedelta(days=1000)  # the detector has the deadlines
 _PATIENCE = 5.0  # seconds in which peers that are alive answer a farewell
+_FILTER = 26  # SO_ATTACH_FILTER of Linux, which others refuse
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter of BPF: "return 0"
+
+
+@contextlib.contextmanager
+def closed_to_strangers() -> Iterator[None]:
+    """Let nobody connect to a gloo group any more that is made meanwhile; on Linux.
+
+    Its ranks are connected then, but gloo listens on, takes in whoever comes, and ends the process
+    where no file is left for one more.
+    """
+    before = _listening()
+    yield
+    drops_all = ctypes.create_string_buffer(_DROP_ALL)
+    program = struct.pack("@HP", 1, ctypes.addressof(drops_all))
+    for fd in _listening() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, _FILTER, program)
+
+
+def _listening() -> set[int]:
+    """The files of this process that are sockets which listen on one address."""
+    try:
+        found = psutil.Process().net_connections("tcp")
+    except (psutil.Error, OSError):  # /proc is hidden from this process
+        return set()
+    alone = (each for each in found if each.status == psutil.CONN_LISTEN)
+    return {each.fd for each in alone if each.laddr.ip not in ("0.0.0.0", "::")}
+
 
 _Message = tuple[int, Receive | Send]
 """A message under way, and its peer."""
@@ -93,6 +124,7 @@ class Links(Engine):
             if name is not None and _GLOO not in os.environ:
                 os.environ[_GLOO] = name  # by itself gloo takes what the host's name means
                 stack.callback(os.environ.pop, _GLOO, None)
+            stack.enter_context(closed_to_strangers())
             return cls(dist.ProcessGroupGloo(store, rank, size, timeout=limit), rank, size)
 
     def post(

@@ -1,7 +1,8 @@
 """How a rank is joined to all others: it listens, tells where at a store, and connects.
 
 A rank listens on a port that it opens for this, connects to the ranks below it and accepts those
-above; both ends know a token of the listener's, so strangers are turned away. Two ranks have two
+above; both ends know a token of the listener's, made for this wire alone, so strangers are turned
+away, and so is who says again what it heard. Two ranks have two
 sockets: one for messages, one for the failure detector. Between ranks of one host these are Unix
 sockets, if they can be: a rank listens on one, too, under a name made of its token, which is no
 file; where nobody is found under that name, the connection is TCP. Over a Unix socket ranks show
@@ -22,7 +23,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from hmac import compare_digest
 from typing import Any
@@ -45,6 +47,7 @@ _PATIENCE = 5.0  # seconds that others get to read at the store why no wire is m
 _NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
 _WHO = struct.Struct(f"!{2 * _TOKEN}sII")  # token, rank, lane
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
+_STRANGERS = 128  # connections, beside the ranks', that may be open and have not said who they are
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
 _UNKNOWN = 32  # open ones, where nobody says
 _SPARE = 128  # that the rest of the program may want, where the hard limit allows
@@ -63,7 +66,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
     deadline = time.monotonic() + timeout
     trouble = make_room(size - 1)
     host = digest_of(host_name()).hex()
-    with Listener(own_address(store), _LANES * size, host) as listener:
+    with Listener(own_address(store), _LANES * size + _STRANGERS, host) as listener:
         said = [trouble, *astuple(listener.endpoint)]
         where = "came, and then did not say where to connect"
         met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
@@ -171,7 +174,7 @@ class Listener:
                     made[peer, lane] = sock or self._connect(peer, endpoint, deadline)
                     made[peer, lane].sendall(_WHO.pack(endpoint.token.encode(), rank, lane))
             above = {(peer, lane) for peer in peers if peer > rank for lane in range(_LANES)}
-            self._accept(made, above, deadline)
+            self._accept(rank, made, above, deadline)
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -195,54 +198,115 @@ class Listener:
 
     def _accept(
         self,
+        rank: int,
         made: dict[tuple[int, int], socket.socket],
         missing: set[tuple[int, int]],
         deadline: float,
     ) -> None:
         """Take in those that know the token; strangers are turned away and hold nobody up."""
-        guests: dict[socket.socket, bytes] = {}  # who was let in, and said so much
         listening = [self._sock] if self._unix is None else [self._sock, self._unix]
-        with selectors.DefaultSelector() as selector:
-            for each in listening:
-                each.setblocking(False)
-                selector.register(each, selectors.EVENT_READ)
-            try:
-                while missing:
-                    ready = selector.select(max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        late = sorted({peer for peer, _ in missing})
-                        raise AbsentError(late, "did not connect")
-                    for sock in [key.fileobj for key, _ in ready]:
-                        assert isinstance(sock, socket.socket)
-                        if sock in listening:
-                            new, _ = sock.accept()
-                            new.setblocking(False)
-                            guests[new] = b""
-                            selector.register(new, selectors.EVENT_READ)
-                            continue
-                        more = b""
-                        with contextlib.suppress(OSError):  # the other end is gone
-                            more = sock.recv(_WHO.size - len(guests[sock]))
-                        guests[sock] += more
-                        if more and len(guests[sock]) < _WHO.size:
-                            continue
-                        selector.unregister(sock)
-                        who = self._who(guests.pop(sock))
-                        if who in missing:
-                            made[who] = sock
-                            missing.discard(who)
-                        else:
-                            sock.close()
-            finally:
-                for guest in guests:
-                    guest.close()
+        door = _Door(rank, listening, self.endpoint.token, len(missing) + _STRANGERS)
+        with contextlib.closing(door):
+            while missing:
+                left = deadline - time.monotonic()
+                for guest, who in door.introduced(max(0.0, left)):
+                    if who in missing:
+                        made[who] = guest.sock
+                        missing.discard(who)
+                    else:
+                        door.refuse(guest, f"it said the token as rank {who[0]}, not awaited")
+                if missing and left <= 0:  # also where strangers never stop coming
+                    raise AbsentError(sorted({peer for peer, _ in missing}), "did not connect")
 
-    def _who(self, said: bytes) -> tuple[int, int]:
-        """The rank that introduced itself and its lane, or what is nobody."""
-        if len(said) < _WHO.size:
-            return -1, -1
-        token, rank, lane = _WHO.unpack(said)
-        return (rank, lane) if compare_digest(token, self.endpoint.token.encode()) else (-1, -1)
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    """Who has connected: from where, and what it has said so far."""
+
+    sock: socket.socket
+    origin: str
+    said: bytes = b""
+
+
+class _Door:
+    """Those who have connected and not yet said who they are.
+
+    A rank says so as soon as it is connected. So where there are too many, or no file is left for
+    the next, who came first is a stranger.
+    """
+
+    def __init__(
+        self, rank: int, listening: Sequence[socket.socket], token: str, room: int
+    ) -> None:
+        self._rank, self._token, self._room = rank, token.encode(), room
+        self._guests: list[_Guest] = []  # in the order in which they came
+        self._refused: Counter[tuple[str, str]] = Counter()  # by where from, and why
+        self._selector = selectors.DefaultSelector()
+        for sock in listening:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Turn away who is left, and log who was refused."""
+        while self._guests:
+            self._dismiss()
+        self._selector.close()
+        for (origin, why), times in self._refused.items():
+            what = "a connection" if times == 1 else f"{times} connections"
+            _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
+
+    def introduced(self, seconds: float) -> Iterator[tuple[_Guest, tuple[int, int]]]:
+        """Those that have said the token, with rank and lane, after so many seconds at most."""
+        for key, _ in self._selector.select(seconds):
+            sock, guest = key.fileobj, key.data
+            assert isinstance(sock, socket.socket)
+            if guest is None:
+                self._let_in(sock)
+            elif guest in self._guests:  # else it was sent away a moment ago
+                more = b""
+                with contextlib.suppress(OSError):  # the other end is gone
+                    more = sock.recv(_WHO.size - len(guest.said))
+                guest.said += more
+                if more and len(guest.said) < _WHO.size:
+                    continue
+                token, *who = _WHO.unpack(guest.said.ljust(_WHO.size, b"\0"))
+                if compare_digest(token, self._token):
+                    self._forget(guest)
+                    yield guest, (who[0], who[1])
+                else:
+                    self._dismiss(guest)
+
+    def refuse(self, guest: _Guest, why: str = "it did not say the token of this wire") -> None:
+        """Turn away who is a guest no more."""
+        self._refused[guest.origin, why] += 1
+        guest.sock.close()
+
+    def _let_in(self, listening: socket.socket) -> None:
+        if len(self._guests) >= self._room:
+            self._dismiss()
+        try:
+            sock, name = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # who came is gone again
+            return
+        except OSError:  # no file is left
+            if not self._guests:
+                raise
+            self._dismiss()
+            return
+        sock.setblocking(False)
+        guest = _Guest(sock, "this host" if sock.family == socket.AF_UNIX else name[0])
+        self._guests.append(guest)
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+
+    def _dismiss(self, guest: _Guest | None = None) -> None:
+        """Turn away one, or the one who came first."""
+        guest = guest or self._guests[0]
+        self._forget(guest)
+        self.refuse(guest)
+
+    def _forget(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.sock)
 
 
 def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:

@@ -1,0 +1,100 @@
+"""Who is no rank of the job is refused and named, and the job goes on; real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from weft.testing.pace import patient
+
+# A rank that says, before it joins the others, where it listens and what they must know; the second
+# time rank 1 comes only when the strangers have been.
+RANK = """
+import json, logging, os, pathlib, resource, sys, time, psutil, torch, weft
+from weft.wire.tcp.endpoint import Listener
+
+logging.basicConfig(format="%(message)s")
+folder, connect, turns = pathlib.Path(sys.argv[1]), Listener.connect, []
+
+def awaited(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+def told(self, rank, *more):
+    turns.append(rank)
+    there = psutil.Process().net_connections("inet")
+    there = [each.laddr.ip for each in there if each.status == "LISTEN"]
+    said = [self.endpoint.port, self.endpoint.token, there]
+    (folder / "part").with_suffix(f".{rank}").write_text(json.dumps(said))
+    (folder / "part").with_suffix(f".{rank}").rename(folder / f"wire{len(turns)}.{rank}")
+    if rank == 1 and len(turns) == 2:
+        awaited("strangers")
+    return connect(self, rank, *more)
+
+Listener.connect = told
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+try:
+    weft.init(timeout=60)
+    weft.shutdown()
+    with weft.init(timeout=60):
+        (folder / "met").touch()
+        awaited("other job")
+        print(weft.all_reduce(torch.ones(1)).item())
+except weft.Error as error:
+    print(error)
+"""
+
+
+def awaited(path: Path) -> Path:
+    until = time.monotonic() + patient(60)
+    while not path.exists():
+        assert time.monotonic() < until, f"there is no {path}"
+        time.sleep(0.01)
+    return path
+
+
+def test_only_the_ranks_of_the_job_get_in(
+    programs: Callable[..., Any], tmp_path: Path, port: int
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    envs = [{**os.environ, **place, "RANK": str(rank)} for rank in (0, 1)]
+    job = [programs(RANK, str(tmp_path), env=each) for each in envs]
+    _, old, _ = json.loads(awaited(tmp_path / "wire1.0").read_text())
+    at, token, listening = json.loads(awaited(tmp_path / "wire2.0").read_text())
+    assert old != token and set(listening) == {"127.0.0.1"}
+    with ExitStack() as stack:
+        for said in (
+            *[b""] * 200,
+            b"GET / HTTP/1.1\r\n\r\n" + bytes(30),
+            token[:10].encode(),
+            struct.pack("!32sII", old.encode(), 1, 0),  # what rank 1 said to the wire before
+            struct.pack("!32sII", token.encode(), 7, 0),
+        ):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", at)))
+            stranger.sendall(said)
+        (tmp_path / "strangers").touch()
+        awaited(tmp_path / "met")
+        for there in psutil.Process(job[1].pid).net_connections("tcp"):
+            if there.status == psutil.CONN_LISTEN:  # gloo, which dies of too many connections
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(there.laddr, 1.0)
+        others = [programs(RANK, str(tmp_path), env=each) for each in envs]
+        said = [each.communicate()[0] for each in others]
+        assert all("the 2 ranks at" in each and "complete without it" in each for each in said)
+    (tmp_path / "other job").touch()
+    (first, log), (second, _) = (each.communicate() for each in job)
+    assert first == second == "2.0\n"
+    where = "from 127.0.0.1: it"
+    assert re.search(rf"^rank 0 refused \d+ connections {where} did not say the token", log, re.M)
+    assert re.search(rf"^rank 0 refused a connection {where} said the token as rank 7", log, re.M)
