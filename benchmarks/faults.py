@@ -176,7 +176,7 @@ def table(results: list[Result]) -> str:
 def main(
     only: Annotated[str, typer.Option(help="Faults, collectives, wires and sizes.")] = "",
     sample: Annotated[int, typer.Option(help="So many of the cells; 0: all.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Cells at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(help="Cells at a time.")] = 3,
     out: Annotated[Path, typer.Option(help="The JSON file.")] = Path("build/faults.json"),
     read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
     docs: Annotated[Path | None, typer.Option(help="Page to put the table into.")] = None,

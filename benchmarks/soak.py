@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                          # 10,000 programs; `make soak` does the same
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
+    python benchmarks/soak.py --large                           # what is large; needs 12 GiB
 
 A program is some ten steps, drawn alike on all ranks: sparse collectives of every kind, op, dtype
 and form, lists, dense collectives, layers on grids of some of the ranks, gradients, arguments that
@@ -14,6 +15,9 @@ A world is a wire and a number of ranks: `threads`, `shm` (processes of one host
 were on a host of its own) or `torch` (over a process group). Memory, descriptors and threads are
 those of the worst rank, after a tenth of the programs and after all. The exit status is 1 if
 descriptors or threads have become more, or memory has by more than 64 MiB.
+
+What is large: a message of more than 2 GiB, a result of more than 2**31 elements, 100,000 calls;
+each on two processes of one host and on two as if on hosts of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +52,7 @@ from weft.testing import expected, processes, run
 
 WORLDS = ("threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-3", "shm-4")
 WORLDS += ("tcp-3", "tcp-4", "torch-2", "torch-3")
-SIZES = (0, 1, 100, 5000, 20_000, 40_000, 70_000, 140_000, 300_000)  # both sides of all thresholds
+SIZES = (0, 1, 100, 5000, 20_000, 40_000, 70_000, 140_000, 300_000)  # both sides of thresholds
 HALF = (torch.float16, torch.bfloat16)
 MIB = 1 << 20
 SPARE = 64 * MIB
@@ -473,36 +478,78 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
     return processes(int(size), whole, wire, first, count, env=env, timeout=limit)
 
 
+def large(wire: str, what: str) -> Told:
+    """The program of a rank that does something large."""
+    if wire == "tcp":
+        os.environ["WEFT_HOST"] = os.environ["RANK"]
+    with weft.init(timeout=300) as group:
+        few = torch.tensor([group.rank, 7]), torch.ones(2, 8)
+        for _ in range(1000):
+            weft.sparse_all_reduce(few)
+        start, calls = State.now(), 1
+        if what == "message":
+            count = (2 << 30) + 4099
+            nothing = torch.empty(0, dtype=torch.uint8)
+            mine = torch.arange(251, dtype=torch.uint8).repeat(count // 251 + 1)[:count]
+            [came, _] = weft.all_to_all([nothing, nothing if group.rank else mine])
+            assert not group.rank or torch.equal(came, mine)
+        elif what == "result":
+            rows, width = 33_000, 1 << 16
+            indices = torch.arange(group.rank, rows, 2)
+            values = indices.to(torch.int8)[:, None].expand(-1, width).contiguous()
+            total = weft.sparse_all_reduce((indices, values))
+            assert total[1].shape == (rows, width) and total[1].numel() > 1 << 31
+            assert torch.equal(total[1].amin(1), torch.arange(rows).to(torch.int8))
+            assert torch.equal(total[1].amax(1), torch.arange(rows).to(torch.int8))
+        else:
+            calls = 100_000
+            for _ in range(calls):
+                indices, values = weft.sparse_all_reduce(few)
+            assert indices.tolist() == [0, 1, 7] and values.sum() == 32
+        return Told(1, calls, start, State.now())
+
+
 def main(
     programs: Annotated[int, typer.Option(help="How many, in all worlds together.")] = 10_000,
     first: Annotated[int, typer.Option(help="The first one's number.")] = 1000,
     only: Annotated[str, typer.Option("--world", help="Worlds, divided by commas.")] = "",
+    is_large: Annotated[bool, typer.Option("--large", help="What is large, in place.")] = False,
 ) -> None:
     """Run random programs, and see what a process has of them afterwards."""
     torch.set_num_threads(1)
     worlds = [each for each in WORLDS if not only or each in only.split(",")]
-    table = Table("world", "programs", "calls", "seconds", "MiB", "descriptors", "threads")
-    grown = False
-    for number, name in enumerate(worlds):
-        count = len(range(number, programs, len(worlds)))
-        since = time.monotonic()
+    done: list[tuple[str, float, list[Told]]] = []
+    if is_large:
+        for wire, what in product(("shm", "tcp"), ("message", "result", "calls")):
+            since = time.monotonic()
+            ranks = processes(2, large, wire, what, timeout=1800)
+            done.append((f"{wire}-2, {what}", time.monotonic() - since, ranks))
+    for number, name in enumerate(() if is_large else worlds):
+        count, since = len(range(number, programs, len(worlds))), time.monotonic()
         ranks = world(name, first, count, 36_000.0)
         first += count
+        done.append((name, time.monotonic() - since, ranks))
+        print(f"{name}: {count} programs", flush=True)
+    show(done)
+    raise typer.Exit(any(told.grown for *_, ranks in done for told in ranks) and not is_large)
+
+
+def show(done: Sequence[tuple[str, float, Sequence[Told]]]) -> None:
+    """A line for each world, of the rank that has grown most."""
+    table = Table("world", "programs", "calls", "seconds", "MiB", "descriptors", "threads")
+    for name, seconds, ranks in done:
         worst = max(ranks, key=lambda told: told.end.memory - told.start.memory)
-        grown |= any(told.grown for told in ranks)
         start, end = worst.start, worst.end
         table.add_row(
             name,
-            f"{count:,}",
+            f"{worst.programs:,}",
             f"{sum(told.calls for told in ranks) // len(ranks):,}",
-            f"{time.monotonic() - since:.0f}",
+            f"{seconds:.0f}",
             f"{start.memory // MIB} to {end.memory // MIB}",
             f"{start.files} to {end.files}",
             f"{start.threads} to {end.threads}",
         )
-        print(f"{name}: {count} programs", flush=True)
     Console().print(table)
-    raise typer.Exit(grown)
 
 
 if __name__ == "__main__":

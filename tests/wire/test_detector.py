@@ -207,18 +207,23 @@ def test_a_rank_that_was_paused_itself_forgets_what_it_missed(peers):
     three.watch.end()
 
 
-def test_a_failed_wait_is_explained_by_what_is_found_out(peers):
+@pytest.mark.parametrize("overdue", [False, True])
+def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
+    """One that lasted too long, as where this rank was paused in it, is no failure of the link."""
     three = peers()
     wait = Wait(1)
     three.watch.begin(wait)
+    three.watch.began -= 25.0 * overdue
     found = []
     thread = threading.Thread(target=lambda: found.append(three.watch.explain(wait, "reset")))
     thread.start()
-    for peer in (1, 2):
-        three.say(peer, here=[7, "barrier", 0, 0.1], to=three.hear(peer)["ask"])
+    for peer, place in ((1, [7, "barrier", 2, 9.0]), (2, [6, "", None, 9.0])):
+        three.say(peer, here=place, to=three.hear(peer)["ask"])
     thread.join(10.0)
     three.watch.end()
-    assert found == [Verdict(1, "the link between rank 0 and rank 1 failed (reset)")]
+    absent = "rank 2 has not entered call 7 (barrier): it has been outside weft for 9.0 s"
+    failed = Verdict(1, "the link between rank 0 and rank 1 failed (reset)")
+    assert found == [Verdict(2, absent) if overdue else failed]
 
 
 def test_a_failed_wait_for_one_that_left_says_so(peers):

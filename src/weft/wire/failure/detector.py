@@ -53,6 +53,8 @@ class Detector:
         left: the ranks that said bye, each with what it had raised, or "".
         waiting: the wait under way, or None.
         since: when that wait began or, without one, the last ended; as `time.monotonic` tells it.
+            A wait begins anew where this rank was paused in it.
+        began: when the last wait began, whatever came then.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Detector:
         self.verdict: Verdict | None = None
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
-        self.since = time.monotonic()
+        self.since = self.began = time.monotonic()
         self._cut, self._call = cut, call
         self._mesh = dict(mesh)
         self._read: dict[int, bytes] = dict.fromkeys(mesh, b"")
@@ -99,7 +101,7 @@ class Detector:
 
     def begin(self, wait: Wait) -> None:
         """The thread that uses the wire begins to wait."""
-        self.since = time.monotonic()
+        self.since = self.began = time.monotonic()
         self.waiting = wait
 
     def end(self) -> None:
@@ -251,7 +253,8 @@ class Detector:
     def _judge(self, inquiry: _Inquiry) -> None:
         silent = inquiry.asked - set(inquiry.places)
         places = {self.rank: self._place(), **inquiry.places}
-        if self._suspect is not None and not silent:
+        overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
+        if self._suspect is not None and not silent and not overdue:
             self.settle(self._suspect[1])
         else:
             self.settle(judge(self.rank, places, silent, self.left))
