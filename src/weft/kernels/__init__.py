@@ -128,8 +128,9 @@ def reduce(
     if count != given:
         raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
     shape = (many if rows is None else rows.numel(), *values.shape[1:])
+    unique = distinct.order is None and distinct.starts is None
     if out is None:
-        if distinct.order is None and distinct.starts is None and rows is None:
+        if unique and rows is None:
             return values
         out = values.new_empty(shape)
     elif out.shape != shape:
@@ -138,29 +139,16 @@ def reduce(
         return out
     meter.spend(values.nbytes if rows is None else values.nbytes * shape[0] / many)
     values, rows = _detached(values), None if rows is None else rows.contiguous()
-    if values.dtype is torch.float64 and out.dtype.itemsize == 2:
-        _reduce_and_round(values, distinct, op, out, rows)
-    else:
-        _reduce(values, distinct, op, out, rows)
-    return out
-
-
-def _reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None) -> None:
-    """By machine code where there is some and something to add."""
-    unique = distinct.order is None and distinct.starts is None
+    total = out
+    if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # which torch would round twice
+        total = values.new_empty(shape)
+        meter.spend(total.nbytes)
     code = None if unique else _code(values)
-    if code is None or not cpu.reduce(code, values, distinct, op, out, rows):
-        reference.reduce(values, distinct if rows is None else distinct.at(rows), op, out)
-
-
-def _reduce_and_round(
-    values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None
-) -> None:
-    """Through torch.float64: reduce, then round once."""
-    meter.spend(out.numel() * values.element_size())
-    wide = values.new_empty(out.shape)
-    _reduce(values, distinct, op, wide, rows)
-    reference.finish(wide, out, 1)
+    if code is None or not cpu.reduce(code, values, distinct, op, total, rows):
+        reference.reduce(values, distinct if rows is None else distinct.at(rows), op, total)
+    if total is not out:
+        reference.finish(total, out, 1)
+    return out
 
 
 def union(runs: Sequence[Tensor]) -> Union:
