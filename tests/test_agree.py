@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 import torch
 
 import weft
-from weft.agree import BODY, CAP, DIRECT, _calls, agree, calls_of
+from weft.agree import BODY, DIRECT, _calls, agree, calls_of
 from weft.testing import spmd
-from weft.wire.base import SMALL
 
 
 def total(lower, upper):
@@ -138,18 +135,3 @@ def test_a_call_too_many_is_named_and_healed(wire):
     with pytest.raises(weft.WeftError, match=r"different calls: ranks? 0, 1.* have .*, rank 2 has"):
         agree(wire, "test", {}, None, number(0), total)
     agree(wire, "test", {}, None, number(0), total).release()
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"", b"\xff" * 200, b"weft", struct.pack("<4sIIIII", b"weft", 4, 1 << 31, 1, 1, 1)],
-)
-@spmd(3, on=("threads",))
-def test_bytes_that_are_no_statement_end_the_wire_and_name_who_sent_them(wire, garbage):
-    if wire.rank == 2:
-        message = torch.frombuffer(bytearray(garbage) + bytes(64), dtype=torch.uint8)
-        wire.post([(0, message), (1, message)], [(0, CAP), (1, CAP)], SMALL).wait()
-        return
-    with pytest.raises(weft.WireError, match=r"rank 2 sent is no statement") as caught:
-        agree(wire, "test", {}, None, number(0), total)
-    assert caught.value.rank == wire.rank

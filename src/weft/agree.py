@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .errors import WeftError, WireError
-from .wire.base import SMALL, Pending, Wire, peers
+from .errors import WeftError
+from .wire.base import SMALL, Pending, Wire, decoded, peers
+
+T = TypeVar("T")
 
 DIRECT = 16
 """Up to this many ranks exchange statements directly."""
@@ -78,12 +80,37 @@ class Agreement:
     fields: dict[str, str]
     said: list[memoryview]
     private: list[memoryview]
+    _wire: Wire
+    _heard: list[tuple[int, _Statement]]
     _release: Callable[[], None]
 
     @property
     def bodies(self) -> list[Tensor]:
         """What was said, as tensors: uint8, 1-D, of the same memory."""
         return [_tensor(body) for body in self.said]
+
+    def read(self, decode: Callable[..., T], *given: Any) -> list[T]:
+        """`decode(body, *given)` of each of the bodies, which are memoryviews.
+
+        Raises:
+            WireError: as `decoded`.
+        """
+        return [
+            decoded(self._wire, peer, "a statement", decode, each.body, *given)
+            for peer, each in self._heard
+        ]
+
+    def field(self, name: str, decode: Callable[[str], T]) -> T:
+        """The value of a field, which some rank may have learned from others only.
+
+        Raises:
+            WireError: as `decoded`.
+        """
+        value = self.fields[name]
+        if value == _UNKNOWN:
+            raise WeftError(f"no rank says what the {name} is")
+        told = (p for p, each in self._heard for g in each.groups if (name, value) in g.fields)
+        return decoded(self._wire, next(told), f"the field {name!r}", decode, value)
 
     def release(self) -> None:
         """Give back the memory of the bodies. Twice is fine."""
@@ -120,13 +147,20 @@ def _fields_in(text: str) -> _Fields:
     return tuple(pairs)
 
 
-def _groups_in(raw: bytes) -> tuple[_Group, ...]:
-    """What `spelled` made that of. Raises ValueError if that is nothing it makes."""
+def _groups_in(raw: bytes, among: Collection[int]) -> tuple[_Group, ...]:
+    """What `spelled` made that of, for some of these ranks; raises ValueError if it was not."""
     groups = []
     for text in raw.decode().split(_GROUP):
         fields, ranks, count, number = text.rsplit(_FIELD, 3)
-        named = tuple(map(int, ranks.split(",")))
-        groups.append(_Group(_fields_in(fields), named, int(count), int(number)))
+        group = _Group(
+            _fields_in(fields), tuple(map(int, ranks.split(","))), int(count), int(number)
+        )
+        known = group.ranks == among or set(group.ranks) <= set(among)
+        if not known or not len(group.ranks) <= group.total <= len(among):
+            raise ValueError(f"it is of {count} ranks, {ranks}")
+        if group.number < 1 or group.fields[0][0] != "call":
+            raise ValueError(f"it is of call {number}")
+        groups.append(group)
     return tuple(groups)
 
 
@@ -152,16 +186,20 @@ class _Statement:
         return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> _Statement:
-        """The statement in a message. Raises ValueError or struct.error if there is none."""
+    def unpack(cls, raw: memoryview, among: Collection[int]) -> _Statement:
+        """The statement of some of these ranks in a message.
+
+        Raises:
+            ValueError, struct.error: there is none.
+        """
         magic, groups, error, body, private, rank = _HEAD.unpack_from(raw)
         middle, end = _HEAD.size + groups, _HEAD.size + groups + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
-        if magic != _MAGIC or after + private > len(raw):
+        if magic != _MAGIC or after + private > len(raw) or rank not in among:
             raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
         return cls(
-            _groups_in(bytes(raw[_HEAD.size : middle])),
+            _groups_in(bytes(raw[_HEAD.size : middle]), among),
             bytes(raw[middle:end]),
             rank,
             raw[start : start + body],
@@ -216,11 +254,12 @@ def agree(
         WireError: as every wait does; also where a peer sent something else than a statement.
     """
     number = _calls[wire] = calls_of(wire) + 1
+    name = wire._named(wire.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
-        (_Group((("call", call), *values), (wire._named,), 1, number),),
-        b"" if error is None else f"rank {wire._named}: {error}".encode()[:_TEXT],
-        wire._named,
+        (_Group((("call", call), *values), (name,), 1, number),),
+        b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
+        name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
     )
     fingerprint = len(_written(mine.groups))
@@ -228,7 +267,7 @@ def agree(
     if fingerprint > _FINGERPRINT or longest > BODY:
         raise RuntimeError(f"a statement of {fingerprint} + {longest} bytes")
     if wire.size == 1:
-        return _agreed(wire, [mine])
+        return _agreed(wire, [(0, mine)])
     if not is_direct(wire):
         return _agreed(wire, [_combining(wire, mine, combine)])
     messages = [mine.pack()] * wire.size if private is None else [*map(mine.pack, private)]
@@ -238,8 +277,8 @@ def agree(
     pending = wire.post(sends, [(peer, CAP) for peer in others], SMALL)
     watch(pending)
     heard = zip(others, pending.wait(), strict=True)
-    said = [_heard(wire, peer, message) for peer, message in heard]
-    said.insert(wire.rank, mine)
+    said = [(p, _heard(wire, p, message, (wire._named(p),))) for p, message in heard]
+    said.insert(wire.rank, (wire.rank, mine))
     return _agreed(wire, said, pending.release)
 
 
@@ -253,7 +292,8 @@ def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | Non
         lacking: what else is wrong here.
     """
     if isinstance(trouble, WeftError):
-        lacking = str(trouble).removeprefix(f"rank {wire._named}: ")  # which is said for all
+        name = wire._named(wire.rank)
+        lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
     elif trouble is not None:
         lacking = f"{type(trouble).__name__}: {trouble}"
     nothing = torch.empty(0, dtype=torch.uint8)
@@ -263,24 +303,16 @@ def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | Non
         raise error from trouble
 
 
-def _heard(wire: Wire, peer: int, message: Tensor) -> _Statement:
-    """What a peer stated.
-
-    Raises:
-        WireError: it sent something else; nobody can tell any more what belongs to which call.
-    """
-    try:
-        return _Statement.unpack(message.numpy().data)
-    except (ValueError, struct.error) as error:
-        text = f"what rank {peer} sent is no statement of a call: {error}"
-        wire.abort(text)
-        raise WireError(f"rank {wire._named}: {text}", rank=wire.rank, culprit=peer) from None
+def _heard(wire: Wire, peer: int, message: Tensor, among: Collection[int]) -> _Statement:
+    """What a peer stated for some of these ranks."""
+    return decoded(wire, peer, "a statement", _Statement.unpack, message.numpy().data, among)
 
 
 def _agreed(
-    wire: Wire, said: list[_Statement], release: Callable[[], None] = lambda: None
+    wire: Wire, heard: list[tuple[int, _Statement]], release: Callable[[], None] = lambda: None
 ) -> Agreement:
-    """The conclusion; raises what every rank raises."""
+    """The conclusion from statements and who sent them; raises what every rank raises."""
+    said = [statement for _, statement in heard]
     stated = {(group.fields, group.number) for each in said for group in each.groups}
     try:
         if len(stated) == 1 and not any(each.error for each in said):
@@ -295,39 +327,48 @@ def _agreed(
         agreed,
         [each.body for each in said],
         [each.private for each in said],
+        wire,
+        heard,
         release,
     )
 
 
-def _combining(wire: Wire, mine: _Statement, combine: Combine) -> _Statement:
-    """Recursive doubling over neighbouring blocks of ranks, so that left is always lower."""
+def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
+    """Recursive doubling over neighbouring blocks of ranks, so that left is always lower.
+
+    Returns:
+        What all stated, and who sent the last of it.
+    """
     core = 1 << (wire.size.bit_length() - 1)
     paired = 2 * (wire.size - core)  # the first ranks, two by two, speak with one voice
-    rank = wire.rank
+    rank, among = wire.rank, frozenset(map(wire._named, range(wire.size)))
 
     def swap(peer: int, *, send: bool = True, receive: bool = True) -> _Statement:
         pending = wire.post([(peer, mine.pack())] * send, [(peer, CAP)] * receive)
         got = pending.wait()
-        other = _heard(wire, peer, got[0].clone()) if receive else mine
+        other = _heard(wire, peer, got[0].clone(), among) if receive else mine
         pending.release()
         return other
 
+    def united(peer: int, lower: _Statement, upper: _Statement) -> _Statement:
+        return decoded(wire, peer, "a statement", _combined, lower, upper, combine)
+
     if rank < paired and rank % 2:
         swap(rank - 1, receive=False)
-        return swap(rank - 1, send=False)
+        return rank - 1, swap(rank - 1, send=False)
     if rank < paired:
-        mine = _combined(mine, swap(rank + 1, send=False), combine)
+        mine = united(rank + 1, mine, swap(rank + 1, send=False))
     voice = rank // 2 if rank < paired else rank - paired // 2
-    distance = 1
+    distance, peer = 1, rank
     while distance < core:
         other = voice ^ distance
-        theirs = swap(2 * other if other < paired // 2 else other + paired // 2)
-        lower, upper = (mine, theirs) if voice < other else (theirs, mine)
-        mine = _combined(lower, upper, combine)
+        peer = 2 * other if other < paired // 2 else other + paired // 2
+        theirs = swap(peer)
+        mine = united(peer, *((mine, theirs) if voice < other else (theirs, mine)))
         distance *= 2
     if rank < paired:
         swap(rank + 1, receive=False)
-    return mine
+    return peer, mine
 
 
 def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statement:

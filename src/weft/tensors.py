@@ -90,3 +90,11 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (steps + 1) * tensor.itemsize
+
+
+def dtype_in(text: str) -> torch.dtype:
+    """The dtype that `str` made this of. Raises TypeError if it is of none."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{text} is no dtype")
+    return dtype

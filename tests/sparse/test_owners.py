@@ -50,7 +50,7 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
         for rank, part in enumerate(parts)
     ]
     whole = functools.reduce(Header.combine, headers)
-    again = Header.unpack(whole.pack())
+    again = Header.unpack(whole.pack().numpy().data)
     assert again.pack().tolist() == whole.pack().tolist()
     found = cuts(whole, len(parts))
     assert len(found) == len(parts) - 1

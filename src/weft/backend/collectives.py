@@ -173,7 +173,7 @@ def _open(
 ) -> list[bytes]:
     """The opening exchange; what each rank says of its own, where statements are direct."""
     with record_function(f"weft::{call}"), opened(wire, call, fields, error, own=own) as said:
-        return [bytes(each) for each in said.own]
+        return [bytes(each) for each in said.own(len(own))]
 
 
 def _own(wire: Wire, tensor: Tensor) -> list[int | None]:

@@ -142,7 +142,9 @@ class _Reduction(Linear):
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self.number = said.number
             if eager:
-                heard = [torch.frombuffer(each, dtype=given.dtype) for each in said.own if each]
+                heard = [
+                    torch.frombuffer(each, dtype=given.dtype) for each in said.own(len(own)) if each
+                ]
                 dense.reduce(heard, self.op, place)
         if not eager:
             place.copy_(given)

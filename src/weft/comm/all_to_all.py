@@ -9,6 +9,7 @@ The adjoint of sending tensors is sending their gradients back: the same collect
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 from .._torch import uncompiled
 from ..agree import is_direct
 from ..wire import default
-from ..wire.base import SMALL, Wire, as_bytes, peers
+from ..wire.base import SMALL, Wire, as_bytes, decoded, peers
 from .differentiable import Linear, applied
 from .opening import NO_LIMIT, Mode, opened
 from .staging import STAGED, empty, host, moved, on_host, unsendable, wrong_bytes
@@ -129,11 +130,9 @@ class Scatter(Linear):
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
             for peer in peers(wire):
-                shape, payload = _read(heard[peer])
-                if payload is None:
-                    incoming[peer] = results[peer] = empty(shape, like)
-                else:
-                    results[peer] = _made(payload, shape, like)
+                results[peer], came = decoded(wire, peer, "a tensor", _read, heard[peer], like)
+                if not came:
+                    incoming[peer] = results[peer]
                 if tensors[peer].nbytes > eager:
                     outgoing[peer] = tensors[peer]
             rounds = 1
@@ -141,7 +140,7 @@ class Scatter(Linear):
                 mine = sum(each.nbytes for each in (*outgoing.values(), *incoming.values()))
                 most = torch.tensor([mine])
                 wire.dense_all_reduce(most, "max").wait()
-                rounds = max(1, -(-int(most) // said.limit))
+                rounds = max(1, -(-int(most) // max(1, said.limit)))
             moved(wire, outgoing, incoming, rounds)
             return results, said.records
 
@@ -154,20 +153,23 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
     return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
-def _read(raw: memoryview) -> tuple[tuple[int, ...], memoryview | None]:
-    """The shape of a tensor, and what begins with its bytes; None: it did not come along."""
-    along, dims = raw[0], raw[1]
-    end = 8 + 8 * dims
-    return struct.unpack_from(f"<{dims}q", raw, 8), raw[end + -end % _ALIGNED :] if along else None
+def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
+    """A tensor in memory of its own, and whether its bytes came along with its shape.
 
-
-def _made(payload: memoryview, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor of bytes that came with its shape, in memory of its own."""
+    Raises:
+        ValueError, struct.error: there is none.
+        RuntimeError, MemoryError: there is no memory for one of that shape.
+    """
+    along, dims = struct.unpack_from("<?B", raw)
+    shape, end = struct.unpack_from(f"<{dims}q", raw, 8), 8 + 8 * dims
+    payload, count = raw[end + -end % _ALIGNED :], math.prod(shape)
+    if min(shape, default=0) < 0 or (along and count * like.itemsize > len(payload)):
+        raise ValueError(f"shape {shape} in {len(raw)} bytes")
     result = empty(shape, like)
-    if result.numel():
-        came = torch.frombuffer(payload, dtype=like.dtype, count=result.numel())
+    if along and count:
+        came = torch.frombuffer(payload, dtype=like.dtype, count=count)
         result.copy_(came.view(shape))
-    return result
+    return result, along
 
 
 def _told(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:

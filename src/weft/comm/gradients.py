@@ -190,7 +190,7 @@ class Synchronised:
         ) as said:
             described, some_ready = self.manifest, said.limit == 0
             if said.equal:
-                states = dict(zip(names, said.mask, strict=True))
+                states = dict(zip(names, said.mask(len(names)), strict=True))
         if not said.equal:
             described, states = self._told()
         if first is not None and some_ready:
@@ -210,7 +210,7 @@ class Synchronised:
         Raises:
             WeftError: one of them is not the same on all ranks that have it.
         """
-        said = told_by_all(self.wire, NAME, [self.manifest, self._states(list(self.of))[0]])
+        said = told_by_all(self.wire, NAME, self.manifest, self._states(list(self.of))[0])
         text = difference([manifest for manifest, _ in said], missing=False)
         if text is not None:
             raise WeftError(f"the modules differ: {text}; gradients are as they were")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..tensors import extent
-from ..wire.base import Wire
+from ..wire.base import Wire, decoded
 from .all_to_all import Scatter
 from .opening import Mode
 from .staging import unsendable
@@ -128,11 +128,22 @@ def digest(manifest: Manifest) -> int:
     return int.from_bytes(code, "little", signed=True)
 
 
-def told_by_all(wire: Wire, name: str, mine: Any) -> list[Any]:
-    """What every rank has to say, which JSON can; collective, in a call whose turn it is."""
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    texts, _ = Scatter(wire, f"{name} (what differs)").run([text] * wire.size, Mode())
-    return [json.loads(bytes(text.numpy())) for text in texts]
+def told_by_all(
+    wire: Wire, name: str, manifest: Manifest, states: Mapping[str, int] | None = None
+) -> list[tuple[Manifest, dict[str, int]]]:
+    """The manifests of all ranks, and a number for some of the names; collective, in a call whose
+    turn it is."""
+    text = json.dumps([manifest, states or {}]).encode()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts, _ = Scatter(wire, f"{name} (what differs)").run([mine] * wire.size, Mode())
+    return [decoded(wire, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+
+
+def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
+    """What a rank told. Raises an Exception where no rank tells that."""
+    manifest, states = json.loads(bytes(text.numpy()))
+    known = {name: states[name] | 0 for name in states if name in manifest}
+    return {name: str(said) for name, said in manifest.items()}, known
 
 
 def difference(manifests: Sequence[Manifest], *, missing: bool) -> str | None:

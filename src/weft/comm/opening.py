@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..agree import BODY, Private, agree
+from ..agree import BODY, Agreement, Private, agree
 from ..errors import WeftError
 from ..wire.base import Pending, Wire
 
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 
-_NOBODY = NO_LIMIT
+_NOBODY, _RANKS = NO_LIMIT, 1 << 31
 _SAID = struct.Struct("<5q8x")  # so that any dtype may follow
 
 ROOM = BODY - _SAID.size
@@ -61,22 +61,25 @@ class Opening:
         records: whether some rank records gradients, so that all take part in backward.
         limit: the smallest of the limits.
         equal: whether all digests are.
-        own: what each rank stated of its own, in rank order; where statements are not direct, one
-            for all, combined. Valid inside of `opened`.
-        private: what each rank said to this one alone, its own not included; as `own`.
+        private: what each rank said to this one alone, in rank order, its own not included; valid
+            inside of `opened`.
     """
 
     number: int
     records: bool
     limit: int
     equal: bool
-    own: list[memoryview]
     private: list[memoryview]
+    _agreement: Agreement
 
-    @property
-    def mask(self) -> list[int]:
-        """The bits of what all stated of their own, which must have one length."""
-        said = [np.frombuffer(each, np.uint8) for each in self.own]
+    def own(self, nbytes: int) -> list[memoryview]:
+        """What each rank stated of its own, in so many bytes, in rank order; where statements are
+        not direct, one for all, combined. Valid inside of `opened`."""
+        return self._agreement.read(_own, nbytes)
+
+    def mask(self, nbytes: int) -> list[int]:
+        """The bits of what all stated of their own, in so many bytes."""
+        said = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
         return cast(list[int], np.bitwise_or.reduce(said).tolist())
 
 
@@ -123,7 +126,7 @@ def opened(
     body = bytearray().join([numbers, own])
     agreement = agree(wire, name, fields, error, body, _combine, watch=watch, private=private)
     try:
-        said = [_SAID.unpack_from(each) for each in agreement.said]
+        said = agreement.read(_numbers)
         recorder, without, least, lowest, highest = map(min, zip(*said, strict=True))
         if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
@@ -135,15 +138,32 @@ def opened(
             recorder != _NOBODY,
             least,
             lowest == ~highest,
-            [each[_SAID.size :] for each in agreement.said],
             agreement.private,
+            agreement,
         )
     finally:
         agreement.release()
 
 
+def _numbers(body: memoryview) -> tuple[int, ...]:
+    """The numbers that a body begins with. Raises ValueError where it does not."""
+    numbers = _SAID.unpack_from(body)
+    if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
+        raise ValueError(f"it says {numbers}")
+    return numbers
+
+
+def _own(body: memoryview, nbytes: int) -> memoryview:
+    """What stands behind the numbers. Raises ValueError where that is not so many bytes."""
+    if len(body) != _SAID.size + nbytes:
+        raise ValueError(f"{len(body)} bytes for {_SAID.size + nbytes}")
+    return body[_SAID.size :]
+
+
 def _combine(lower: Tensor, upper: Tensor) -> Tensor:
     size = min(len(lower), len(upper))  # bits of different lengths mean nothing
+    for each in (lower, upper):
+        _numbers(each.numpy().data)
     numbers = (each[: _SAID.size].view(torch.int64) for each in (lower, upper))
     bits = (each[_SAID.size : size] for each in (lower, upper))
     return torch.cat([torch.minimum(*numbers).view(torch.uint8), torch.bitwise_or(*bits)])

@@ -160,7 +160,8 @@ class Overlap:
             with opened(known.wire, _NAME, fields, error, digest=described) as said:
                 same = said.equal
             if not same:
-                everyone = told_by_all(known.wire, _NAME, known.manifest)
+                told = told_by_all(known.wire, _NAME, known.manifest)
+                everyone = [theirs for theirs, _ in told]
                 if text := difference(everyone, missing=True):
                     raise WeftError(f"the modules differ: {text}")
             return order if same else sorted(order)

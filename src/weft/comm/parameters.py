@@ -72,7 +72,8 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
             with opened(wire, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
-                text = difference(told_by_all(wire, _NAME, manifest), missing=True)
+                manifests = [theirs for theirs, _ in told_by_all(wire, _NAME, manifest)]
+                text = difference(manifests, missing=True)
                 raise WeftError(f"the modules differ: {text}; nothing was overwritten")
             _broadcast(wire, root, found.values())
 

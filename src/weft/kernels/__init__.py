@@ -91,6 +91,26 @@ def distinct(indices: Tensor) -> Distinct:
     return reference.distinct(indices) if found is None else found
 
 
+def lie_within(indices: Tensor, low: int, high: int, *, ascending: bool = True) -> bool:
+    """Whether no index is below `low` or above `high`, and each is above the one before it.
+
+    Args:
+        indices: 1-D, int32 or int64, contiguous.
+        low, high: the least and the greatest that may be.
+        ascending: False: they may be in any order, several times.
+
+    Example:
+        >>> lie_within(torch.tensor([2, 7, 7]), 0, 9)
+        False
+    """
+    if not indices.numel():
+        return True
+    code = _code(indices)
+    found = reference.scan(indices) if code is None else cpu.scan(code, indices)
+    falls, repeats, least, greatest = found
+    return low <= least and greatest <= high and not (ascending and (falls or repeats))
+
+
 def reduce(
     values: Tensor,
     distinct: Distinct,

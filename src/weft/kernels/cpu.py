@@ -52,9 +52,7 @@ def distinct(code: Loops, indices: Tensor) -> Distinct | None:
         return None
     if count < 2:
         return Distinct(indices, None, None)
-    found = array("q", bytes(32))
-    code[f"scan.{kind}"](indices.data_ptr(), count, found.buffer_info()[0])
-    falls, repeats, low, high = found
+    falls, repeats, low, high = scan(code, indices)
     if falls == 0:
         return None if repeats else Distinct(indices, None, None)
     position_bits = (count - 1).bit_length()
@@ -79,6 +77,14 @@ def distinct(code: Loops, indices: Tensor) -> Distinct | None:
         *(unique.data_ptr(), order.data_ptr(), 0 if starts is None else starts.data_ptr()),
     )
     return Distinct(unique, order, starts)
+
+
+def scan(code: Loops, indices: Tensor) -> Sequence[int]:
+    """How often an index is below the one before it, how often equal; the least, the greatest."""
+    found = array("q", bytes(32))
+    loop = code[f"scan.{kind_of(indices.dtype)}"]
+    loop(indices.data_ptr(), indices.numel(), found.buffer_info()[0])
+    return found
 
 
 _local = threading.local()

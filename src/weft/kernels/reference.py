@@ -124,6 +124,13 @@ def distinct(indices: Tensor) -> Distinct:
     return Distinct(unique, order, starts)
 
 
+def scan(indices: Tensor) -> tuple[int, ...]:
+    """As `cpu.scan`."""
+    now, before = indices[1:], indices[:-1]
+    found = (now < before).sum(), (now == before).sum(), *indices.aminmax()
+    return tuple(map(int, found))
+
+
 def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
     """See `weft.kernels.reduce`."""
     _, order, starts = distinct

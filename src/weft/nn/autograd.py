@@ -25,7 +25,7 @@ from .._torch import in_forward_mode, is_wrapped, without_modes
 from ..errors import WeftError
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire, as_bytes, plain
+from ..wire.base import Wire, as_bytes, decoded, plain
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
@@ -128,9 +128,8 @@ class Call:
         }
         order = f" of order {self.order}" * (self.order > 1)
         name = f"{self.name}{order}{' under vmap' * self.lanes}"
-        agreed, said = handshake(self.wire, self.ranks, name, fields, error, statement)
-        if agreed["dtype"] != "?":  # else nobody's tensor says anything
-            own = getattr(torch, agreed["dtype"].removeprefix("torch."))
+        known, said = handshake(self.wire, self.ranks, name, fields, error, statement)
+        own = known or own  # where nobody's tensor says anything
         if self.spec.summing and not self.order and not has_addition(own):
             raise WeftError(
                 f"{self.name} adds up values, and {own} has no addition: pass integers, "
@@ -196,7 +195,10 @@ class Agreed:
         name, sources = call.name, plan.have.shapes
         with record_function(f"weft::{name}"):
             if all(self.said[rank].payload is not None for rank in sources):
-                came = {r: self.said[r].tensor(shape, self.dtype) for r, shape in sources.items()}
+                came = {
+                    r: decoded(wire, r, "a tensor", self.said[r].tensor, shape, self.dtype)
+                    for r, shape in sources.items()
+                }
                 y = assemble(plan, came, wire.rank, self.dtype)
             else:
                 # if its own is another, the tensor has no volume, so that its own said nothing

@@ -8,8 +8,9 @@ travel in the same message, and then nothing is left to be sent.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..agree import DIRECT, agree
 from ..errors import WeftError
 from ..grid import Shape
+from ..tensors import dtype_in
 from ..wire.base import Wire, as_bytes, plain
 from ..wire.part import Part
 
@@ -51,24 +53,33 @@ class Statement:
         return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The tensor that travelled along."""
-        if not self.payload:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self.payload, dtype=dtype).view(shape)
+        """The tensor that travelled along. Raises ValueError if that is of another shape."""
+        raw = self.payload or memoryview(b"")
+        if len(raw) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes for {dtype} of shape {shape}")
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(shape)
 
     @classmethod
-    def unpack(cls, raw: memoryview) -> Iterator[tuple[int, Statement]]:
-        """The statements that lie behind each other, each with its rank."""
-        at = 0
+    def unpack(cls, raw: memoryview) -> dict[int, Statement]:
+        """The statements that lie behind each other, each with its rank.
+
+        Raises:
+            ValueError, struct.error: there are none.
+        """
+        found, at = dict[int, Statement](), 0
         while at < len(raw):
             rank, flags, ndim, count = _HEAD.unpack_from(raw, at)
             shape = struct.unpack_from(f"<{ndim}q", raw, at + _HEAD.size)
             at += _HEAD.size + 8 * ndim
             payload = None
+            if min(shape, default=0) < 0 or not -1 <= count <= len(raw) - at or rank in found:
+                raise ValueError(f"rank {rank}, shape {shape}, {count} of {len(raw)} bytes")
             if count >= 0:
                 payload = memoryview(bytearray(raw[at : at + count]))  # `raw` is given back
                 at += count
-            yield rank, cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+            found[rank] = cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+        return found
 
 
 def handshake(
@@ -78,19 +89,20 @@ def handshake(
     fields: Mapping[str, object],
     error: str | None,
     statement: Statement,
-) -> tuple[dict[str, str], dict[int, Statement]]:
+) -> tuple[torch.dtype | None, dict[int, Statement]]:
     """State what this rank brings and hear the others; collective among `ranks`.
 
     Args:
         wire: of the whole group.
         ranks: who takes part, ascending.
         call: name of the call.
-        fields: what must be the same on all of them; None where this rank does not know.
+        fields: what must be the same on all of them; None where this rank does not know. Among
+            them the dtype.
         error: what is wrong with this rank's arguments.
         statement: what this rank brings.
 
     Returns:
-        The fields that they agreed on, and what each of them brings.
+        The dtype that they agreed on, if anybody knows it, and what each of them brings.
 
     Raises:
         WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
@@ -98,16 +110,22 @@ def handshake(
         WireError: a peer or a link failed.
     """
 
-    def hear() -> tuple[dict[str, str], dict[int, Statement]]:
+    def hear() -> tuple[torch.dtype | None, dict[int, Statement]]:
         packed = statement.pack(wire.rank)
         agreement = agree(among(wire, ranks), call, fields, error, packed, _one_behind_the_other)
         try:
-            bodies = map(Statement.unpack, agreement.said)
-            return agreement.fields, {rank: each for body in bodies for rank, each in body}
+            said: dict[int, Statement] = {}
+            bodies = agreement.read(Statement.unpack)
+            for rank, body in zip(ranks, bodies, strict=False):
+                if len(bodies) > 1 and list(body) != [rank]:
+                    raise wire._accuse(rank, f"rank {rank} sent what ranks {list(body)} bring")
+                said |= body
+            unknown = agreement.fields["dtype"] == "?"
+            return None if unknown else agreement.field("dtype", dtype_in), said
         finally:
             agreement.release()
 
-    agreed, said = wire.worker.call(call, hear)
+    dtype, said = wire.worker.call(call, hear)
     asks = next((rank for rank, each in said.items() if each.needs), None)
     deaf = next((rank for rank, each in said.items() if not each.records), None)
     if asks is not None and deaf is not None:
@@ -115,7 +133,7 @@ def handshake(
             f"{call}: rank {asks} needs a gradient, and rank {deaf} does not record any: call it "
             "under torch.no_grad() on all ranks that take part, or on none"
         )
-    return agreed, said
+    return dtype, said
 
 
 def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:
@@ -131,4 +149,7 @@ def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
 
 
 def _one_behind_the_other(lower: Tensor, upper: Tensor) -> Tensor:
+    first, second = (Statement.unpack(each.numpy().data) for each in (lower, upper))
+    if not first.keys().isdisjoint(second):
+        raise ValueError(f"ranks {list(first)} and {list(second)} meet")
     return torch.cat((lower, upper))

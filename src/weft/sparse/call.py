@@ -197,5 +197,11 @@ def shape_in(text: str) -> tuple[int, ...]:
     """The shape that `str` made this of.
 
     Not by `ast.literal_eval`, which fails where several threads are in it (CPython's gh-106905).
+
+    Raises:
+        ValueError: it is of no shape.
     """
-    return tuple(int(part) for part in text.strip("()").split(",") if part)
+    shape = tuple(int(part) for part in text.strip("()").split(",") if part)
+    if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:
+        raise ValueError(f"{text} is no shape")
+    return shape

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..errors import WireError
-from ..wire.base import Lease, Pool, Wire, typed
+from ..wire.base import Lease, Pool, typed
 
 _PREFIX = struct.Struct("<qqq")  # indices; bytes after this; the first one, or -1 where plain
 PREFIX = _PREFIX.size
@@ -48,53 +47,48 @@ def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
     return lease
 
 
-def bytes_of(message: Tensor) -> int:
-    """Bytes of a packed list, as its beginning says."""
-    return PREFIX + int(_PREFIX.unpack_from(message.numpy().data)[1])
+def bytes_of(message: Tensor, most: int) -> int:
+    """Bytes of a packed list, as its beginning says. Raises ValueError where they are too many."""
+    size = int(_PREFIX.unpack_from(message.numpy().data)[1])
+    if not 0 <= size <= most:
+        raise ValueError(f"{size} bytes are said to come, of at most {most}")
+    return PREFIX + size
 
 
 def unpack(
-    wire: Wire,
-    peer: int,
     message: Tensor,
     dtype: torch.dtype,
-    last: int,
+    span: tuple[int, int],
     room: Callable[[int], Tensor],
 ) -> Tensor:
     """The list that a peer sent: a view of the message where it was written plainly.
 
     Args:
-        wire, peer: where it came from.
         message: what `pack` made, or longer.
         dtype: of the indices.
-        last: no index is greater.
+        span: no index is below the first of these, none above the second.
         room: gives memory of so many bytes, for a list that was packed.
 
     Raises:
-        WireError: the message is damaged: it is no such list; nobody can tell what else is.
+        ValueError: the message is damaged: it is no such list.
     """
     count, size, first = _PREFIX.unpack_from(message.numpy().data)
-    packed = message[PREFIX : PREFIX + size]
+    low, high = span
     # of so many bytes there are at most so many indices: no more memory is asked for
-    if not 0 <= size == len(packed) or not 0 <= count <= 8 * size:
-        text = f"{count} indices in {size} bytes of a message of {len(message)}"
-        raise damaged(wire, peer, text)
+    if not 0 <= size <= len(message) - PREFIX or not 0 <= count <= 8 * size:
+        raise ValueError(f"{count} indices in {size} bytes of a message of {len(message)}")
     if first < 0:
         if size != count * dtype.itemsize:
-            raise damaged(wire, peer, f"{count} indices of {dtype} in {size} bytes")
-        return typed(message, (count,), dtype, PREFIX)
-    indices = typed(room(count * dtype.itemsize), (count,), dtype)
-    if not kernels.decode(packed, first, last, indices):
-        text = f"its code is not that of {count} sorted indices from {first} to {last}"
-        raise damaged(wire, peer, text)
+            raise ValueError(f"{count} indices of {dtype} in {size} bytes")
+        indices = typed(message, (count,), dtype, PREFIX)
+        fine = kernels.lie_within(indices, low, high)
+    else:
+        indices = typed(room(count * dtype.itemsize), (count,), dtype)
+        packed = message[PREFIX : PREFIX + size]
+        fine = first >= low and kernels.decode(packed, first, high, indices)
+    if not fine:
+        raise ValueError(f"they are not {count} sorted, distinct indices from {low} to {high}")
     return indices
-
-
-def damaged(wire: Wire, peer: int, why: str) -> WireError:
-    """What to raise where a peer's index list is none; the wire is aborted."""
-    text = f"the index list that rank {peer} sent cannot be read: {why}"
-    wire.abort(text)
-    return WireError(f"rank {wire.rank}: {text}", rank=wire.rank, culprit=peer)
 
 
 def index_bytes(count: float, places: float, plain: int) -> float:

@@ -12,6 +12,7 @@ the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ _GRAIN = 16  # bytes: values begin at a multiple
 _DIGESTED = 1 << 20  # bytes of indices; digesting more would take longer than it may save
 _NONE = bytes(16)  # the digest of ranks that have different index sets, or too large ones
 NO_LIMIT = 1 << 62
+_MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
 
 Longs = NDArray[np.int64]
 _NOTHING: Longs = np.empty(0, np.int64)
@@ -124,24 +126,46 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(
-        cls, body: Tensor, row_shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+        cls,
+        body: memoryview,
+        row_shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        *,
+        moves: bool = False,
     ) -> Header:
-        """A header from bytes; they may be reused, unless it has rows, of that shape and dtype."""
-        raw = body.numpy()
-        *said, sampled, points = _FIXED.unpack_from(raw.data)
+        """A header from bytes; they may be reused, unless it has rows, of that shape and dtype.
+
+        Raises:
+            ValueError, struct.error: they are none; its rows ascend, unless they are only moved.
+        """
+        *said, sampled, points = _FIXED.unpack_from(body)
         header = cls(*said)
+        total, fits = header.total, 0 <= header.fewest <= header.most <= header.total < _MOST
+        if not fits or header.highest < -1 or header.capacity < 0 or header.tightest < 0:
+            raise ValueError(f"it says {said}")
         if sampled < 0:
             index = torch.int32 if points == 4 else torch.int64
-            start = _FIXED.size + -(-header.total * points // _GRAIN) * _GRAIN
-            indices = typed(body, (header.total,), index, _FIXED.size)
-            values = typed(body, (header.total, *row_shape), dtype, start)
+            start = _FIXED.size + -(-total * index.itemsize // _GRAIN) * _GRAIN
+            if start + total * math.prod(row_shape) * dtype.itemsize > len(body):
+                raise ValueError(f"{total} rows in {len(body)} bytes")
+            memory = torch.frombuffer(body, dtype=torch.uint8)
+            indices = typed(memory, (total,), index, _FIXED.size)
+            if not kernels.lie_within(indices, 0, header.highest, ascending=not moves):
+                raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
+            values = typed(memory, (total, *row_shape), dtype, start)
             return header._replace(rows=Rows(indices, values))
-        longs = raw[_FIXED.size :].view(np.int64).copy()
-        return header._replace(
-            sketch=longs[:sampled],
-            points=longs[sampled : sampled + points],
-            weights=longs[sampled + points :],
-        )
+        longs = np.frombuffer(body, np.int64, offset=_FIXED.size).copy()
+        if not 0 <= points <= _KEPT or len(longs) != sampled + 2 * points:
+            raise ValueError(f"{sampled} and {points} numbers in {len(longs)}")
+        end = sampled + points
+        places, weights = longs[sampled:end], longs[end:]
+        if points:
+            ascend = places[0] >= 0 and places[-1] <= header.highest
+            if not ascend or not (places[1:] >= places[:-1]).all():
+                raise ValueError(f"its points do not ascend from 0 to {header.highest}")
+            if weights.min() < 1 or weights.sum(dtype=np.float64) != total:  # which cannot overflow
+                raise ValueError(f"its points do not stand for {total} rows")
+        return header._replace(sketch=longs[:sampled], points=places, weights=weights)
 
     def combine(self, other: Header) -> Header:
         """The header of this one's ranks and of the other's, which are higher."""
@@ -201,7 +225,8 @@ class Header(NamedTuple):
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:
     """`Header.combine` of headers as bytes, for `agree`."""
-    return Header.unpack(lower).combine(Header.unpack(upper)).pack()
+    first, second = (Header.unpack(each.numpy().data) for each in (lower, upper))
+    return first.combine(second).pack()
 
 
 def _digest(indices: Tensor) -> bytes:

@@ -150,7 +150,7 @@ def _agreed(
     """
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
     message = _FIGURES.pack(*steps, os.cpu_count() or 1, wire.host.encode())
-    heard = map(_FIGURES.unpack, all_gather_bytes(wire, message))
+    heard = all_gather_bytes(wire, message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
     # ranks to a core, where they are closest together
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
@@ -159,12 +159,20 @@ def _agreed(
     return Link(alpha, beta, merge * share, work * share, share, carry * crowd)
 
 
+def _figures(raw: bytes) -> tuple[Any, ...]:
+    """Steps, cores and host of a rank. Raises ValueError where these are none."""
+    *steps, cores, _ = figures = _FIGURES.unpack(raw)
+    if max(map(abs, steps)) > 400 or cores < 1:  # quarters of a power of two
+        raise ValueError(f"it says {figures}")
+    return figures
+
+
 def _latency(wire: Wire) -> tuple[float, float]:
     """Seconds that a small exchange with everybody takes, and a core's for a message of it."""
     message, best, busy = bytes(256), math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()
-        all_gather_bytes(wire, message)
+        all_gather_bytes(wire, message, len)
         best = min(best, time.perf_counter() - start)
         busy.append(time.process_time() - before)
     return best, statistics.median(busy) / max(1, wire.size - 1)
@@ -344,9 +352,15 @@ def hosts_of(wire: Wire) -> tuple[list[str], bool]:
 def _hosts(wire: Wire, named: bool) -> tuple[list[str], bool]:
     """The name of each host, which virtual ones of a machine share; whether any rank says so."""
     message = _NAME.pack(named, socket.gethostname().encode())
-    said = list(map(_NAME.unpack, all_gather_bytes(wire, message)))
-    names = [said[ranks[0]][1].rstrip(b"\0").decode() for ranks in base.hosts_of(wire).ranks]
+    said = all_gather_bytes(wire, message, _named)
+    names = [said[ranks[0]][1] for ranks in base.hosts_of(wire).ranks]
     return sorted(names), any(one[0] for one in said)
+
+
+def _named(raw: bytes) -> tuple[bool, str]:
+    """Whether a rank's environment names a profile, and its host. Raises ValueError."""
+    named, host = _NAME.unpack(raw)
+    return named, host.rstrip(b"\0").decode()
 
 
 def _merging() -> float:

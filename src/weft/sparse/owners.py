@@ -77,6 +77,11 @@ def balanced(header: Header, ranks: int) -> list[int]:
     return [0, *cuts(header, ranks), header.highest + 1]
 
 
+def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """The range of each rank."""
+    return dict(enumerate(pairwise(bounds)))
+
+
 def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
     """Of sorted indices, those from each bound up to the next; bounds may be too large for int64.
 
@@ -120,7 +125,8 @@ class ToOwners:
         indices = rows.indices.to(call.wire_index)
         part = within(indices, bounds, highest)
         self._values = [rows.values[each] for each in part]
-        self._lists = IndexLists(call, {peer: indices[part[peer]] for peer in others}, sources)
+        lists = {peer: indices[part[peer]] for peer in others}
+        self._lists = IndexLists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
         step = call.chunk_rows
         self._lead = {peer: step * -(-len(self._values[peer]) // (4 * step)) for peer in others}
         self._sent: list[Pending] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
 from ..errors import WeftError
 from ..rows import Rows
+from ..tensors import dtype_in
 from ..wire.base import Wire
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
@@ -109,12 +111,18 @@ def opened(
     agreement = None
     try:
         agreement = _agreement(request, name, call, own, eager=eager, moves=moves)
-        _learn(agreement.fields, request, call, moves=moves)
+        _learn(agreement, request, call, moves=moves)
         own.row_shape = call.row_shape
-        said = [Header.unpack(body, call.row_shape, call.dtype) for body in agreement.bodies]
+        unpack = partial(Header.unpack, moves=moves)
+        said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
         is_over = eager and is_eager(call.load, call.index)
+        for rank, one in enumerate(said if is_over else ()):
+            if one.rows is None:
+                raise wire._accuse(
+                    rank, f"rank {wire._named(rank)} did not send its {one.total} rows"
+                )
         if wire.size > 1 and not is_over:
             call.load = with_link(wire, call.load)
         everyone = [one.rows for one in said if one.rows is not None]
@@ -145,18 +153,16 @@ def _agreement(
     return agreement
 
 
-def _learn(fields: dict[str, str], request: Request, call: Call, *, moves: bool) -> None:
+def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -> None:
     """Take over what this rank alone did not know."""
-    if fields["row shape"] != "?":
-        call.row_shape = shape_in(fields["row shape"])
+    if agreement.fields["row shape"] != "?":
+        call.row_shape = agreement.field("row shape", shape_in)
     if moves:
-        call.index, own = (
-            getattr(torch, fields[f"{of} dtype"].removeprefix("torch."))
-            for of in ("index", "value")
-        )
+        call.index, own = (agreement.field(f"{of} dtype", dtype_in) for of in ("index", "value"))
         call.dtype = request.travelling(own)
         call.wide = None if call.dtype == own else own
-        call.height = int(fields["height"]) if fields["height"].isdigit() else None
+        height = agreement.fields["height"]
+        call.height = agreement.field("height", int) if height.isdigit() else None
 
 
 def _load(call: Call, *, moves: bool) -> Load:

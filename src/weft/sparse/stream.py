@@ -21,16 +21,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import SMALL, Lease, Pending, peers, typed
+from ..wire.base import SMALL, Lease, Pending, decoded, peers, typed
 from . import codec
 from .call import Call
 from .cost import Load
+
+T = TypeVar("T")
 
 HEAD = 128 << 10
 """Bytes of the first message of an index list."""
@@ -41,6 +44,10 @@ LISTS, VALUES, SUMS = range(3)
 Source = Callable[[int, int], Iterable[Tensor]]
 """The values of one rank's rows from one number up to another, in pieces; asked for in order."""
 
+Spans = Mapping[int, tuple[int, int]]
+"""By rank, the first index of a range, and the one behind its last."""
+
+_ANYWHERE: Spans = {}
 _Queue = deque[tuple[int, Tensor, Pending]]  # whose rows they are, and where they come to
 _SLOTS = 8  # chunks that an inflow is ahead at the most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank are ahead, unless two chunks each are more
@@ -60,10 +67,24 @@ def list_messages(size: float) -> int:
 class IndexLists:
     """Index lists on their way: one to each of some peers, one from each of some peers."""
 
-    def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        lists: Mapping[int, Tensor],
+        sources: Sequence[int],
+        spans: Spans = _ANYWHERE,
+    ) -> None:
+        """Send lists to these peers, and await some of those.
+
+        Args:
+            call: the call this is for.
+            lists: by peer.
+            sources: who sends one here.
+            spans: in what range theirs lie, where that is known.
+        """
         self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
-        self._last = call.load.places - 1
-        self._most = codec.PREFIX + call.load.total * call.load.index  # bytes of any list
+        self._places, self._spans = call.load.places, spans
+        self._most = call.load.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
         packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
         for indices in lists.values():
@@ -84,9 +105,7 @@ class IndexLists:
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
         rests: dict[int, tuple[Tensor, Pending]] = {}
         for peer, head in heads.items():
-            size = codec.bytes_of(head)
-            if not codec.PREFIX <= size <= self._most:
-                raise codec.damaged(self._wire, peer, f"{size} bytes are said to come")
+            size = self._read(peer, codec.bytes_of, head, self._most)
             if size > HEAD:
                 whole = self._room(size)
                 whole[:HEAD] = head
@@ -97,10 +116,13 @@ class IndexLists:
             if peer in rests:
                 message, pending = rests[peer]
                 pending.wait()
-            found[peer] = codec.unpack(
-                self._wire, peer, message, self._dtype, self._last, self._room
-            )
+            low, high = self._spans.get(peer, (0, self._places))
+            span = low, min(high, self._places) - 1
+            found[peer] = self._read(peer, codec.unpack, message, self._dtype, span, self._room)
         return found
+
+    def _read(self, peer: int, decode: Callable[..., T], *given: Any) -> T:
+        return decoded(self._wire, peer, "an index list", decode, *given)
 
     def _room(self, nbytes: int) -> Tensor:
         self._leases.append(self._wire.lease(nbytes))
@@ -114,18 +136,21 @@ class IndexLists:
             lease.release()
 
 
-def all_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], IndexLists]:
+def all_lists(
+    call: Call, indices: Tensor, spans: Spans = _ANYWHERE
+) -> tuple[list[Tensor], IndexLists]:
     """The index lists of all ranks, in rank order.
 
     Args:
         call: the call this is for.
         indices: this rank's, as on the wire.
+        spans: as for `IndexLists`.
 
     Returns:
         The lists, and what to release when they are not needed any more.
     """
     wire = call.wire
-    lists = IndexLists(call, dict.fromkeys(peers(wire), indices), peers(wire))
+    lists = IndexLists(call, dict.fromkeys(peers(wire), indices), peers(wire), spans)
     found = lists.wait() | {wire.rank: indices}
     return [found[rank] for rank in range(wire.size)], lists
 

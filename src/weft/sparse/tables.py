@@ -255,7 +255,7 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     for start in range(0, len(requests), _MOST):
         body = torch.from_numpy(mine[start : start + _MOST].view(np.uint8))
         agreement = agree(wire, name, fields, error, body, _combined)
-        found.append(_together(agreement.bodies))
+        found.append(_together(agreement.read(_read, body.nbytes)))
         agreement.release()
     stated = np.concatenate(found)
     if stated["odd"].any():
@@ -276,11 +276,18 @@ def _said(request: Request, rank: int) -> tuple[object, ...]:
     return what, shape, rank, request.highest, room, rank, callable(request.out), False
 
 
-def _together(bodies: Sequence[Tensor]) -> _Tables:
+def _read(body: memoryview, nbytes: int) -> _Tables:
+    """What a rank says, or some together. Raises ValueError where nobody says that."""
+    said: _Tables = np.frombuffer(body, _TABLE)
+    for text in set(said["shape"].tolist()):
+        shape_in(text.decode())
+    if len(body) != nbytes or (said["highest"] < -1).any():
+        raise ValueError(f"{len(said)} tables, of which some are none")
+    return said
+
+
+def _together(each: Sequence[_Tables]) -> _Tables:
     """What some ranks say of the tables, in the order of the ranks, as one."""
-    each: list[_Tables] = [np.frombuffer(body.numpy(), _TABLE) for body in bodies]
-    if len({len(one) for one in each}) > 1:
-        return each[0]  # the fingerprints tell
     said = np.stack(each)
     every = np.arange(said.shape[1])
     known = said["shape"] != b""
@@ -296,12 +303,15 @@ def _together(bodies: Sequence[Tensor]) -> _Tables:
 
 
 def _combined(lower: Tensor, upper: Tensor) -> Tensor:
-    return torch.from_numpy(_together([lower, upper]).view(np.uint8))
+    if len(lower) != len(upper):
+        return lower  # the fingerprints tell
+    said = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]
+    return torch.from_numpy(_together(said).view(np.uint8))
 
 
 def _difference(mine: Any, stated: Any, rank: int, table: int) -> str | None:
     """How this rank's table differs from what was stated; None if it does not."""
-    ours, theirs = (one["what"].decode() for one in (mine, stated))
+    ours, theirs = (one["what"].decode(errors="replace") for one in (mine, stated))
     if ours == theirs and mine["shape"]:
         ours, theirs = (f"rows of shape {one['shape'].decode()}" for one in (mine, stated))
     if ours == theirs:

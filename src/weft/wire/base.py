@@ -28,12 +28,12 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self, TypeGuard
+from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
+from ..errors import Error, WeftError, WireError
 from ..tensors import has_elements, lacking
 from .failure.verdict import names
 from .hosts import Hosts, hosts_of
@@ -57,6 +57,8 @@ __all__ = [  # what other rooms need of files beside this one
 ]
 
 _PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  # as NumPy's own
+
+T = TypeVar("T")
 
 SMALL = 1 << 18
 """The channel of what ranks tell each other about a call."""
@@ -164,10 +166,15 @@ class Wire(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    @property
-    def _named(self) -> int:
-        """The number that errors call this rank by; a part of a wire uses that of the wire."""
-        return self.rank
+    def _named(self, rank: int) -> int:
+        """The number that errors call a rank by; a part of a wire uses that of the wire."""
+        return rank
+
+    def _accuse(self, peer: int, text: str) -> WireError:
+        """Break the wire for all ranks on account of what a peer did; the error to raise here."""
+        self.abort(text)
+        text = f"rank {self.rank}: {text}; start the group again"
+        return WireError(text, rank=self.rank, culprit=peer)
 
     def __exit__(self, *_: object) -> None:
         (self._end or self.close)()
@@ -296,12 +303,37 @@ def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
     return distinct
 
 
-def all_gather_bytes(wire: Wire, message: bytes) -> list[bytes]:
+def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
+    """`decode(*given)`: what bytes of a peer say.
+
+    Args:
+        wire: that they came over.
+        peer: the rank that sent them.
+        what: they should be, for errors.
+        decode: raises any Exception where they are something else. It writes nowhere else, and
+            allocates no more than what they say.
+
+    Raises:
+        WireError: it did, which every rank is told: nobody knows what belongs to which call now.
+    """
+    try:
+        return decode(*given)
+    except Error:
+        raise
+    except Exception as error:
+        why = f"rank {wire._named(peer)} sent {what} that cannot be read: {error!r:.500}"
+        raise wire._accuse(peer, why) from error
+
+
+def all_gather_bytes(
+    wire: Wire, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
+) -> list[T]:
     """Tell all ranks something, and hear what each says, in rank order.
 
     Args:
         wire: among whom.
         message: as long as those of all others.
+        decode, what: see `decoded`.
 
     Raises:
         WireError: the deadline passed, or a peer or a link failed.
@@ -310,7 +342,7 @@ def all_gather_bytes(wire: Wire, message: bytes) -> list[bytes]:
     pending = wire.small_all_gather(own, len(message))
     heard = [each.numpy().tobytes() for each in pending.wait()]
     pending.release()
-    return heard
+    return [decoded(wire, rank, what, decode, each) for rank, each in enumerate(heard)]
 
 
 class _WithOwn(Pending):

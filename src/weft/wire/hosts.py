@@ -69,7 +69,7 @@ def hosts_of(wire: Wire) -> Hosts:
     from .base import all_gather_bytes  # here, since `base` names this file's Hosts
 
     if wire not in _known:
-        set_hosts(wire, Hosts.named(all_gather_bytes(wire, digest_of(wire.host))))
+        set_hosts(wire, Hosts.named(all_gather_bytes(wire, digest_of(wire.host), bytes)))
     return _known[wire]
 
 

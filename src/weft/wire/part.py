@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import WeftError
+from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, chosen
 from .memory import Lease
 
@@ -41,9 +41,11 @@ class Part(Wire):
         self._wire, self._ranks = wire, mine
         self.memory, self.traffic = wire.memory, wire.traffic
 
-    @property
-    def _named(self) -> int:
-        return self._wire._named
+    def _named(self, rank: int) -> int:
+        return self._wire._named(self._ranks[rank])
+
+    def _accuse(self, peer: int, text: str) -> WireError:
+        return self._wire._accuse(self._ranks[peer], text)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

@@ -41,10 +41,13 @@ class Engine(abc.ABC):
     Attributes:
         side: the socket to each peer that the failure detector has; non-blocking.
         segment: the memory of this rank that peers of its host map, or None.
+        accuse: to be told of a peer whose bytes are no messages, and what they are; from any
+            thread, whatever it holds.
     """
 
     def __init__(self, side: Mapping[int, socket.socket], segment: Segment | None = None) -> None:
         self.side, self.segment = side, segment
+        self.accuse: Callable[[int, str], object] = lambda peer, what: None
 
     @abc.abstractmethod
     def post(
@@ -116,6 +119,7 @@ class ProcessWire(Wire):
         if size > 1:
             call = weakref.WeakMethod(self._call)
             self._detector = Detector(rank, timeout, engine.side, engine.cut, call)
+            engine.accuse = self._detector.accuse
         self.memory.segment = engine.segment
         # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (self._detector, engine), exitpriority=0)
@@ -146,6 +150,12 @@ class ProcessWire(Wire):
             self._detector.settle(verdict)
         elif not self.closed:
             self._break(verdict.text, self.rank)
+
+    def _accuse(self, peer: int, text: str) -> WireError:
+        assert self._detector is not None  # nobody hears himself
+        verdict = self._detector.settle(Verdict(peer, text))
+        self._break(verdict.text, verdict.culprit)
+        return self._error()
 
     def close(self) -> None:
         if not self.closed:

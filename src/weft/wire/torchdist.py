@@ -35,7 +35,7 @@ from torch import Tensor
 from . import base
 from .base import Recv, as_bytes, memory_of
 from .interface import interface_of, own_address
-from .memory import Pool
+from .memory import Pool, fresh
 from .processes import Engine, Lost
 from .tcp.connection import Receive, Send
 
@@ -180,8 +180,7 @@ class Links(Engine):
         while came and asked and not self._cut:
             message, receive = came.popleft(), asked.popleft()
             if len(message) > receive.limit:
-                said = f"rank {peer} sent {len(message)} bytes for a receive of {receive.limit}"
-                self._lose(peer, said)
+                self._refuse(peer, f"{len(message)} bytes for a receive of {receive.limit}")
                 return
             memory_of(receive.place())[: len(message)] = message.numpy().data
             receive.done = True
@@ -191,6 +190,11 @@ class Links(Engine):
         with self._changed:
             self._lost.setdefault(peer, why)
             self._changed.notify_all()
+
+    def _refuse(self, peer: int, what: str) -> None:
+        """A peer sent what is no message."""
+        self._lose(peer, f"{what} came")
+        self.accuse(peer, what)
 
     # the threads of one peer
 
@@ -260,7 +264,13 @@ class Links(Engine):
         first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
         self._group.recv([first], peer, lane).wait(_FOREVER)
         channel, count = _HEAD.unpack_from(first.numpy().data)
-        data = torch.empty(count, dtype=torch.uint8, device="cpu")
+        try:
+            data = fresh((count,), torch.uint8) if channel >= _END else None
+        except (RuntimeError, MemoryError, OverflowError):  # fewer than none, or too many
+            data = None
+        if data is None:
+            self._refuse(peer, f"a frame of {count} bytes for channel {channel}")
+            raise RuntimeError("that is no frame")
         data[:_INLINE] = first[_HEAD.size :][:count]
         for start in range(_INLINE, count, _PIECE):
             self._group.recv([data[start : start + _PIECE]], peer, lane).wait(_FOREVER)

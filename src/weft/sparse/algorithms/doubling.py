@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...rows import Rows
-from ...wire.base import typed
+from ...wire.base import decoded, typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
@@ -115,9 +115,11 @@ class _Message:
     """
 
     def __init__(self, call: Call, memory: Tensor, release: Callable[[], None]) -> None:
-        """Read what is in memory, which may be longer."""
+        """Read what is in memory, which may be longer. Raises ValueError if there is not enough."""
         count = int(typed(memory, (1,), torch.int64)[0])
         head, end = _extent(call, count)
+        if count < 0 or end > len(memory):
+            raise ValueError(f"{count} rows in {len(memory)} bytes")
         self.bytes, self.release = memory[:end], release
         self.indices = typed(memory, (count,), call.wire_index, 8)
         self.values = typed(memory, (count, *call.row_shape), call.partial, head)
@@ -143,7 +145,14 @@ def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
     load = call.load
     most = min(ranks * load.most, load.total if load.height is None else load.height)
     pending = call.wire.post((), [(peer, _extent(call, most)[1])])
-    return lambda: _Message(call, pending.wait()[0], pending.release)
+
+    def read(memory: Tensor) -> _Message:
+        message = _Message(call, memory, pending.release)
+        if not kernels.lie_within(message.indices, 0, load.places - 1):
+            raise ValueError(f"its indices do not ascend from 0 to {load.places - 1}")
+        return message
+
+    return lambda: decoded(call.wire, peer, "rows", read, pending.wait()[0])
 
 
 def _merged(

@@ -144,7 +144,7 @@ def _open(indices: Tensor, inner: Call) -> None:
 
     body = Header.of(indices, inner.wire.rank).pack()
     agreement = agree(inner.wire, "hierarchical", {}, None, body, combined)
-    header = Header.together([Header.unpack(body) for body in agreement.bodies])
+    header = Header.together(agreement.read(Header.unpack))
     agreement.release()
     inner.header = header
     inner.load = inner.load.but(

@@ -28,7 +28,7 @@ from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import balanced, within
+from ..owners import balanced, spans, within
 from ..registry import algorithm
 from ..stream import (
     IndexLists,
@@ -77,7 +77,8 @@ def ring(own: LocalRows, call: Call) -> Rows:
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     left, right = (me - 1) % size, (me + 1) % size
     indices = own.indices.to(call.wire_index)
-    part = within(indices, balanced(call.header, size), call.header.highest)
+    bounds = balanced(call.header, size)
+    part, ranges = within(indices, bounds, call.header.highest), spans(bounds)
     passing = [(me - step) % size for step in range(1, size + 1)]  # the last range is its own
 
     # round the ring with the index sets
@@ -88,7 +89,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
         if call.load.identical:
             came.append(indices[part[owner]])
         else:
-            lists = IndexLists(call, {right: run}, [left])
+            lists = IndexLists(call, {right: run}, [left], {left: ranges[owner]})
             came.append(lists.wait()[left].clone())
             lists.release()
         unions.append(kernels.union([came[-1], indices[part[owner]]]))
@@ -98,7 +99,7 @@ def ring(own: LocalRows, call: Call) -> Rows:
     if call.load.identical:
         result, mine, sharing = share(call, [indices[rows] for rows in part])
     else:
-        summed, all_ = all_lists(call, run)
+        summed, all_ = all_lists(call, run, ranges)
         result, mine, sharing = share(call, summed)
         all_.release()
     passed = call.of_partials()

@@ -23,7 +23,7 @@ from ...wire.base import peers
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import ToOwners, balanced
+from ..owners import ToOwners, balanced, spans
 from ..registry import algorithm
 from ..stream import IndexLists, list_messages, share, window
 
@@ -51,11 +51,12 @@ def cost(load: Load) -> Cost:
 @algorithm(cost=cost)
 def split(rows: LocalRows, call: Call) -> Rows:
     wire, others = call.wire, peers(call.wire)
-    moving = ToOwners(call, rows, balanced(call.header, wire.size))
+    bounds = balanced(call.header, wire.size)
+    moving = ToOwners(call, rows, bounds)
 
     # what will be summed here, told to all ahead of the bulk of the values
     told = moving.union.indices
-    sums = IndexLists(call, dict.fromkeys(others, told), others)
+    sums = IndexLists(call, dict.fromkeys(others, told), others, spans(bounds))
     moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ... import kernels
 from ..._torch import uncompiled, without_transforms
 from ...agree import is_direct
 from ...rows import Rows
@@ -111,8 +112,8 @@ def _counts(opening: Opened) -> list[int]:
     wire = opening.call.wire
     if is_direct(wire):
         return [one.total for one in opening.said]
-    own = len(opening.own).to_bytes(8, "little")
-    return [int.from_bytes(each, "little") for each in all_gather_bytes(wire, own)]
+    most, own = opening.call.header.most, len(opening.own).to_bytes(8, "little")
+    return all_gather_bytes(wire, own, lambda raw: range(most + 1)[int.from_bytes(raw, "little")])
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
@@ -136,5 +137,10 @@ def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
         rings[-1].send(moved[mine])
     for ring in rings:
         ring.finish()
+    for rank, place in enumerate(part):
+        if not kernels.lie_within(indices[place], 0, call.header.highest, ascending=False):
+            raise wire._accuse(
+                rank, f"rank {rank} sent indices outside of 0 to {call.header.highest}"
+            )
     result.indices.copy_(indices)
     return ALONE if wire.size == 1 else "ring", result

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from ..._torch import uncompiled, without_transforms
+from ...agree import is_direct
 from ...rows import Rows
 from ...tensors import has_elements
 from ...wire import default
+from ...wire.base import decoded
 from ..call import shape_in
 from ..cost import Load
 from ..record import recording, started
@@ -84,6 +86,9 @@ def sparse_broadcast(
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         call = opening.call
+        for rank, one in enumerate(opening.said):
+            if one.total and rank != src and is_direct(wire):
+                raise wire._accuse(rank, f"rank {rank} sent {one.total} rows, and has none to give")
         call.load = call.load.but(chunk=_chunk(call.load))
         return joined(opening, [call.load.total * (rank == src) for rank in range(wire.size)])
 
@@ -92,7 +97,8 @@ def sparse_broadcast(
             done = performed(wire, request, _NAME, schedule, moves=True)
         done.noted(note)
         form = request.agreed["form"]
-        result = request.restore(done.rows) if here else _formed(done.rows, form)
+        given = src, "rows", _formed, done.rows, form
+        result = request.restore(done.rows) if here else decoded(wire, *given)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result

@@ -26,7 +26,7 @@ from ..call import Call
 from ..choice import ALONE, EAGER
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
-from ..owners import balanced, reduce_to_owners
+from ..owners import balanced, reduce_to_owners, spans
 from ..record import recording, started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
@@ -148,10 +148,11 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
             memory = leases.enter_context(wire.lease(len(indices) * call.load.row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
-        sums = reduce_to_owners(rows, call, balanced(call.header, size), place)
+        bounds = balanced(call.header, size)
+        sums = reduce_to_owners(rows, call, bounds, place)
         here = me == dst
         others = peers(wire) if here else []
-        lists = IndexLists(call, {} if here else {dst: sums.indices}, others)
+        lists = IndexLists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
         told = lists.wait()
         if here:
             told[me] = sums.indices

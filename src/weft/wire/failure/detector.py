@@ -21,7 +21,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import astuple
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class Detector:
         self._settled = threading.Event()
         self._closed = False
         self._suspect: tuple[Wait, Verdict] | None = None  # a failed wait, and the likely reason
+        self._accused: Verdict | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
         self._woken, self._wake = socket.socketpair()
@@ -123,6 +124,11 @@ class Detector:
         _log.error("rank %d: %s", self.rank, verdict.text)
         self._cut()
         return verdict
+
+    def accuse(self, peer: int, what: str) -> None:
+        """Break the wire on account of a peer that sent this, from the detector's own thread."""
+        self._accused = self._accused or Verdict(peer, f"rank {peer} sent {what}")
+        self._rouse()
 
     def explain(self, wait: Wait, error: str) -> Verdict:
         """The reason why `wait` failed with `error`, found within about a second."""
@@ -177,7 +183,7 @@ class Detector:
 
     def _rouse(self) -> None:
         """Wake the thread up."""
-        with contextlib.suppress(BlockingIOError):  # it has enough to read as it is
+        with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
             self._wake.send(b"\0")
 
     def _send(self, peer: int, message: Mapping[str, object]) -> None:
@@ -217,6 +223,8 @@ class Detector:
                     self._woken.recv(256)
             else:
                 self._on_readable(key.data)
+        if self._accused is not None:
+            self.settle(self._accused)
         if self.verdict is None:
             self._look_at_the_clock()
 
@@ -286,7 +294,12 @@ class Detector:
         *lines, rest = (self._read[peer] + data).split(b"\n")
         self._read[peer] = rest[:_LONGEST]
         for line in lines:
-            self._on_message(peer, json.loads(line))
+            try:
+                message = _parsed(line, {self.rank, *self._read})
+            except (ValueError, TypeError, OverflowError, RecursionError):
+                self.settle(Verdict(peer, f"rank {peer} sent what no detector says: {line[:80]!r}"))
+                return
+            self._on_message(peer, message)
 
     def _forget(self, peer: int) -> None:
         with self._lock:
@@ -305,6 +318,24 @@ class Detector:
             self._send(peer, {"here": astuple(place), "to": message["ask"]})
         elif "here" in message and self._inquiry and self._inquiry.number == message["to"]:
             self._inquiry.places[peer] = Place(*message["here"])
+
+
+def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
+    """What a detector of one of these ranks said.
+
+    Raises:
+        ValueError, TypeError, OverflowError, RecursionError: none did.
+    """
+    message: dict[str, Any] = json.loads(line)
+    match message, len(message):
+        case (({"verdict": [None, str()]} | {"bye": str()} | {"ask": int()}), 1):
+            return message
+        case {"verdict": [int() as culprit, str()]}, 1 if culprit in ranks:
+            return message
+        case {"here": [int(), str(), None | int(), int() | float() as s, str()], "to": int()}, 2:
+            float(s)  # which an integer may be too large for
+            return message
+    raise ValueError("no message of this kind is known")
 
 
 class _Inquiry:

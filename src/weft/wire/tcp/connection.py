@@ -27,11 +27,12 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .. import shm
 from ..base import memory_of
-from ..memory import Lease, Pool
+from ..memory import Lease, Pool, fresh
 
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
@@ -123,7 +124,10 @@ class _Arrived:
     ) -> None:
         """One that comes through the socket or, with a number, lies in the segment of the peer."""
         self.length, self.offset, self.number, self.lent = length, offset, number, lent
-        self.data = None if number else bytearray(length)
+        self.data: bytearray | memoryview | None = None
+        if not number:  # pages of `fresh` that nothing comes to cost nothing
+            large = length > EAGER
+            self.data = memory_of(fresh((length,), torch.uint8)) if large else bytearray(length)
         self.whole = number > 0
         self.receive: Receive | None = None  # that it goes to when it is whole
 
@@ -136,6 +140,7 @@ class Connection:
         sock: connected, non-blocking.
         fd: its number, also after it is closed.
         lost: why nothing moves here any more, or "".
+        garbled: what the peer sent that is no message, or "".
         mapped: whether the peer has mapped this rank's segment.
         segment: of the peer, mapped here, or None.
         due: whether something is to be sent that the peer may wait for.
@@ -145,7 +150,7 @@ class Connection:
         self, peer: int, sock: socket.socket, segment: shm.Peer | None, *, mapped: bool
     ) -> None:
         self.peer, self.sock, self.segment, self.mapped = peer, sock, segment, mapped
-        self.fd, self.lost = sock.fileno(), ""
+        self.fd, self.lost, self.garbled = sock.fileno(), "", ""
         self._slow = sock.family != socket.AF_UNIX
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
@@ -278,7 +283,7 @@ class Connection:
 
     def _fits(self, length: int, receive: Receive) -> bool:
         if length > receive.limit:
-            self.lose(f"{length} bytes came where at most {receive.limit} were expected")
+            self._refuse(f"{length} bytes for a receive of {receive.limit}")
         return length <= receive.limit
 
     def receive(self) -> bool:
@@ -358,10 +363,13 @@ class Connection:
                 return None
             self._coming = receive
             return memory_of(receive.place())[:length] if length else memoryview(b"")
-        if length > EAGER and self.segment is None:
-            self.lose(f"a message of {length} bytes came that nobody awaits")
+        try:
+            if length > EAGER and self.segment is None:
+                raise MemoryError
+            message = self._coming = _Arrived(length)
+        except (MemoryError, OverflowError):
+            self._refuse(f"a message of {length} bytes that nobody awaits")
             return None
-        message = self._coming = _Arrived(length)
         self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
@@ -392,7 +400,9 @@ class Connection:
             elif self._fits(length, receive := waiting.popleft()):
                 self._deliver(message, receive)
         else:
-            self.lose(f"a frame of kind {kind} for {length} bytes at {number} makes no sense")
+            self._refuse(
+                f"a frame of kind {kind} for {length} bytes at {number}, where none may be"
+            )
 
     def _holds(self, offset: int, length: int) -> bool:
         """Whether that is a part of the segment of the peer."""
@@ -419,6 +429,11 @@ class Connection:
             ctypes.memmove(receive.place().data_ptr(), self.segment.address + offset, length)
             self.was_read(number, length, awaited=message.lent)
         receive.done = True
+
+    def _refuse(self, what: str) -> None:
+        """The peer sent what is no message."""
+        self.garbled = self.garbled or what
+        self.lose(f"{what} came")
 
     def lose(self, why: str) -> None:
         """Nothing moves here any more."""

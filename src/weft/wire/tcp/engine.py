@@ -184,6 +184,8 @@ class Engine(processes.Engine):
         fd, wanted = connection.fd, connection.wanted
         if wanted == self._polled.get(fd, 0):
             return
+        if connection.garbled:
+            self.accuse(connection.peer, connection.garbled)
         if wanted:
             self._poll.register(fd, wanted)
         else:

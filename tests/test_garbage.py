@@ -1,0 +1,133 @@
+"""Ranks whose peer sends garbage over a real wire: all raise at once, and name that peer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft.sparse.link import set_link
+from weft.testing import run
+from weft.wire import torchdist
+from weft.wire.link import Link
+from weft.wire.part import Part
+from weft.wire.tcp import connection
+
+CULPRIT = 1
+TOP = (1 << 63) - 1
+LINKS = {"plain": Link(5e-5, 8e-11, 3e-10, 5e-5), "packed": Link(5e-5, 8e-9, 3e-10, 5e-5)}
+STATEMENT, LIST, REST = range(3)  # the messages of a call, in their order
+
+
+def put(at, *words):
+    """Change a message: from byte `at` on it has these integers of 64 bits."""
+
+    def change(raw):
+        raw[at : at + 8 * len(words)] = torch.tensor(words).view(torch.uint8)
+
+    return change
+
+
+MESSAGES = {  # which is changed, with what index lists, how
+    "no statement": (STATEMENT, "plain", put(0, 0)),
+    "a header of too many rows": (STATEMENT, "plain", lambda raw: raw[-3000:].fill_(0xFF)),
+    "a negative count": (LIST, "plain", put(0, -5)),
+    "bytes beyond the message": (LIST, "plain", put(8, TOP)),
+    "a negative index": (LIST, "plain", put(24, -1)),
+    "repeated indices": (LIST, "plain", put(800, 7, 7)),
+    "too large an index": (REST, "plain", lambda raw: raw[-4:].fill_(0x7F)),
+    "widths of gaps": (LIST, "packed", put(24, -1)),
+    "gaps": (LIST, "packed", lambda raw: raw[600:].fill_(0)),
+}
+FRAMES = {  # kind or channel, and so on, as other numbers
+    "a length": lambda kind, at, length, n: (kind, at, length + (kind == 0 and 1 << 40), n),
+    "a kind": lambda kind, at, length, n: (9, at, length, n),
+    "an offset": lambda kind, at, length, n: (kind, at, length, n + (kind > 1 and 1 << 40)),
+}
+SHARED = {"an offset"}  # of memory that ranks of a host share
+
+
+def changed(wire, which, change):
+    """The wire, on which one message to each goes out changed."""
+    post, count = wire._post, itertools.count()
+
+    def changing(sends, recvs, channel):
+        if sends and next(count) == which:
+            for place, (peer, message) in enumerate(sends):
+                change(message := message.detach().clone())
+                sends = [*sends[:place], (peer, message), *sends[place + 1 :]]
+        return post(sends, recvs, channel)
+
+    wire._post = changing
+
+
+def framed(patch, module, name, change):
+    """Frames that this process packs from now on say other numbers."""
+    frame = getattr(module, name)
+
+    class Frame:
+        size, unpack_from = frame.size, frame.unpack_from
+
+        def pack(self, *numbers):
+            return frame.pack(*change(*numbers))
+
+        def pack_into(self, raw, at, *numbers):
+            frame.pack_into(raw, at, *change(*numbers))
+
+    patch.setattr(module, name, Frame())
+
+
+def attacked(wire, way, what):
+    """Whom this rank blames, how, and how many seconds that took."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as after:
+        if way == "tcp":  # as between hosts
+            patch.setenv("WEFT_HOST", str(wire.rank))
+        wire = after.enter_context(wire.sub(range(3)))
+        which, lists, change = MESSAGES.get(what, (None, "plain", None))
+        group = Part(wire, [0, 2, 1]) if what == "a negative count" else wire
+        set_link(group, LINKS[lists])
+        rows = weft.Rows(torch.arange(60_000) * 3 + wire.rank, torch.ones(60_000, 2), 200_000)
+        began = time.monotonic()
+        with pytest.raises(weft.WireError) as caught:
+            weft.sparse_all_reduce(rows, algorithm="gather", group=group)
+            if wire.rank == CULPRIT and change is not None:
+                changed(wire, which, change)
+            elif wire.rank == CULPRIT and what == "of a detector":
+                wire._detector._send(0, {"bye": ["nobody"]})
+            elif wire.rank == CULPRIT and way == "torch":
+                framed(patch, torchdist, "_HEAD", lambda channel, length: (channel, -length))
+            elif wire.rank == CULPRIT:
+                framed(patch, connection, "_FRAME", FRAMES[what])
+            for _ in range(100):
+                weft.sparse_all_reduce(rows, algorithm="gather", group=group)
+    return caught.value.culprit, str(caught.value), time.monotonic() - began
+
+
+def attacks():
+    for way in ("threads", "shm", "tcp", "torch"):
+        yield from ((way, what) for what in MESSAGES)
+        if way != "threads":
+            yield way, "of a detector"
+            yield from ((way, what) for what in FRAMES if way == "shm" or what not in SHARED)
+
+
+@pytest.mark.parametrize(("way", "what"), [*attacks()])
+def test_who_sends_garbage_is_named_by_all(way, what):
+    on = "processes" if way in ("shm", "tcp") else way
+    for rank, (culprit, text, seconds) in enumerate(run(3, attacked, way, what, on=on)):
+        assert culprit == CULPRIT and text.startswith(f"rank {rank}: rank {CULPRIT} sent "), text
+        assert seconds < 40, "a deadline was waited for"
+
+
+def test_spoilt_bytes_are_read_or_refused():
+    """By all decoders, alone and in whole calls; the program also runs as long as one likes."""
+    line = [sys.executable, str(Path(__file__).parents[1] / "tools" / "fuzz_decoders.py")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

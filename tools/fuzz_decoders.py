@@ -1,0 +1,400 @@
+"""Decoders under fire: what a peer's bytes say is read, or refused with an error that names it.
+
+    python tools/fuzz_decoders.py [--executions 100000] [--seed 0] [--first 0]
+
+Valid bytes are flipped, cut off, overwritten, or replaced by random ones. Most executions hand them
+to a decoder that reads by addresses or keeps a state; they lie at the end of a page behind which
+nothing may be touched. The others replay a whole call, as one rank hears it, with some messages of
+its peers spoilt. One child process has machine code, another the reference kernels, both memory
+that is filled when it is freed (`MALLOC_PERTURB_`). What goes wrong is told with the number of its
+execution, which `--first` tries again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import random
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import weft
+from weft import kernels
+from weft.sparse import codec
+from weft.sparse.link import set_link
+from weft.testing import run
+from weft.wire import base, torchdist
+from weft.wire.failure import detector
+from weft.wire.link import Link
+from weft.wire.memory import Pool
+from weft.wire.tcp.connection import Connection, Receive
+
+REPLAYED = 20  # executions of which one replays a call
+WRONG = 20  # after which a child ends
+WORDS = (0, 1, -1, 2, 7, 255, 1 << 31, -(1 << 31), 1 << 44, 1 << 62, -(1 << 63), (1 << 63) - 1)
+REFUSED = (ValueError, TypeError, struct.error, OverflowError, RecursionError)
+
+
+class Guarded:
+    """Memory behind which nothing may be touched."""
+
+    def __init__(self, nbytes):
+        self.pages, self.nbytes = mmap.mmap(-1, nbytes + mmap.PAGESIZE), nbytes
+        end = ctypes.addressof(ctypes.c_char.from_buffer(self.pages)) + nbytes
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0
+
+    def take(self, nbytes, raw=b""):
+        """So many bytes at its end, but for what aligns them, which begin with those."""
+        assert nbytes <= self.nbytes, f"{nbytes} bytes are asked for"
+        start = (self.nbytes - nbytes) // 16 * 16
+        self.pages[start : start + len(raw)] = raw
+        return tensor(memoryview(self.pages)[start : start + nbytes])
+
+
+def tensor(raw):
+    return torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0).byte()
+
+
+def spoilt(raw, rng):
+    """These bytes, but for some."""
+    data, kind = bytearray(raw), rng.randrange(8)
+    if kind == 0 or not data:
+        return rng.randbytes(rng.randrange(len(data) + 17))
+    if kind == 1:
+        return raw[: rng.randrange(len(raw))]
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(min(len(data), rng.choice((16, 128, 1 << 20))))
+        if kind < 4:
+            data[at] ^= 1 << rng.randrange(8)
+            continue
+        at, other = at // 4 * 4, rng.randrange(len(data)) // 4 * 4
+        if kind < 6:
+            word = struct.pack("<Q", rng.choice(WORDS) + rng.choice((0, 0, 1, -1)) & (1 << 64) - 1)
+            data[at : at + 8] = word[: len(data) - at]
+        else:
+            data[at : at + 8], data[other : other + 8] = data[other : other + 8], data[at : at + 8]
+    return bytes(data)
+
+
+# Decoders: each gives valid bytes, and what reads them ------------------------------------------
+
+MESSAGE, ROOM, SEGMENT = Guarded(1 << 18), Guarded(1 << 18), Guarded(1 << 12)
+
+
+def lists(dtype):
+    def read(message):
+        codec.bytes_of(message, 1 << 16)
+        found = codec.unpack(message, dtype, (5, 1_200_000), ROOM.take).numpy()
+        assert not len(found) or (found[0] >= 5 and found[-1] <= 1_200_000)
+        assert (found[1:] > found[:-1]).all()
+
+    samples = []
+    for step in (1, 3, 1000):
+        indices = torch.arange(1100, dtype=dtype) * step + 5
+        indices[700:] += 2 * step
+        samples += [codec.pack(indices, Pool(), gaps=gaps).tensor for gaps in (False, True)]
+        code = kernels.index_code(indices[:300])
+        room = torch.zeros(code.most, dtype=torch.uint8)
+        room = room[: kernels.encode(indices[:300], code, room)]
+        samples.append(torch.cat([torch.tensor([300, len(room), 5]).view(torch.uint8), room]))
+    return [each.numpy().tobytes() for each in samples], read
+
+
+class Stream:
+    """A socket on which these bytes come, some at a time."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, raw):
+        self.left, self.step = raw, 1 + len(raw) % 300
+
+    def fileno(self):
+        return -1
+
+    def recv_into(self, place):
+        if not self.left:
+            raise BlockingIOError
+        count = min(len(place), self.step, len(self.left))
+        place[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+    def recvmsg_into(self, places):
+        return (self.recv_into(next(each for each in places if len(each))),)
+
+
+class Peer:
+    """The segment of a peer."""
+
+    memory = SEGMENT.take(4096)
+    nbytes, address = 4096, memory.data_ptr()
+
+
+def frames():
+    def read(message):
+        kind = len(message) % 6
+        peer = Peer if kind % 3 else None
+        connection = Connection(1, Stream(message.numpy().tobytes()), peer, mapped=False)
+        for channel, limit in ((7, 64), (3, 4096), (3, 64), (7, 8192)):
+            want = limit if kind % 2 else ROOM.take(limit)
+            connection.expect(channel, Receive(want, Pool()))
+        while not connection.lost and connection.receive():
+            pass
+        assert connection.garbled or not connection.lost
+
+    said = (
+        (0, 7, 40, 0),
+        (1, 7, 0, 1),
+        (2, 3, 900, 3196),
+        (3, 3, 64, 8),
+        (4, 0, 0, 1),
+        (0, 7, 5000, 0),
+    )
+    some = [struct.pack("<IIQQ", *each) + bytes(each[2] * (each[0] == 0)) for each in said]
+    return [b"".join(some), b"".join(some[3:]), *some], read
+
+
+class Group:
+    """A group of torch's over which these bytes come; as gloo, it refuses those of another size."""
+
+    def __init__(self, raw):
+        self.left = raw
+
+    def recv(self, places, peer, lane):
+        came, self.left = self.left[: len(places[0])], self.left[len(places[0]) :]
+        if len(came) < len(places[0]):
+            raise OverflowError
+        places[0].numpy()[:] = np.frombuffer(came, np.uint8)
+        return self
+
+    def wait(self, timeout):
+        return None
+
+
+def gloo():
+    def read(message):
+        links, refused = object.__new__(torchdist.Links), []
+        links._group, links._refuse = (
+            Group(message.numpy().tobytes()),
+            lambda *said: refused.append(said),
+        )
+        try:
+            links._get(1, 0)
+        except RuntimeError:
+            assert refused
+
+    return [
+        struct.pack("<qq", 3, n).ljust(1024, b"\0") + bytes(max(0, n - 1008)) for n in (0, 9, 3000)
+    ], read
+
+
+def words():
+    def read(message):
+        message = detector._parsed(message.numpy().tobytes(), {0, 1, 2})
+        str(detector.Place(*message.get("here", (1, "", None, 0.5))))
+
+    said = b'{"verdict": [1, "rank 1 died"]}', b'{"bye": ""}', b'{"ask": 3}', b"[" * 5000
+    return [*said, b'{"here": [7, "barrier", 2, 0.3, ""], "to": 3}'], read
+
+
+DECODERS = {
+    "index list, int32": functools.partial(lists, torch.int32),
+    "index list, int64": functools.partial(lists, torch.int64),
+    "frame": frames,
+    "frame over gloo": gloo,
+    "detector": words,
+}
+
+# Whole calls: each makes every kind of statement, header and message that it needs ---------------
+
+ROWS = (torch.arange(40) * 3, torch.arange(3, 90, 2), torch.tensor([0, 3, 95]))
+
+
+def rows(wire, times=60):
+    indices = torch.cat([ROWS[wire.rank % 3] + 200 * time for time in range(times)])
+    return weft.Rows(indices, torch.ones(len(indices), 2), 200 * times)
+
+
+def reduced(algorithm, wire):
+    return weft.sparse_all_reduce(rows(wire), group=wire, algorithm=algorithm)
+
+
+ALGORITHMS = "gather", "split", "ring", "doubling", "holders", "mask", "dense_tail", "hierarchical"
+CALLS = {
+    **{name: functools.partial(reduced, name) for name in ALGORITHMS},
+    "eager": lambda wire: weft.sparse_all_reduce(rows(wire, 1), group=wire),
+    "list": lambda wire: weft.sparse_all_reduce([rows(wire), rows(wire, 2)], group=wire)[0],
+    "reduce": lambda wire: weft.sparse_reduce(rows(wire), group=wire),
+    "reduce_scatter": lambda wire: weft.sparse_reduce_scatter(rows(wire), group=wire),
+    "all_gather": lambda wire: [weft.sparse_all_gather(rows(wire), group=wire)],
+    "broadcast": lambda wire: [weft.sparse_broadcast(rows(wire) if wire.rank else None, 1, wire)],
+    "all_to_all": lambda wire: weft.all_to_all([torch.ones(wire.rank, 9)] * wire.size, wire),
+    "all_reduce": lambda wire: weft.all_reduce(torch.ones(5), group=wire),
+    "barrier": lambda wire: weft.barrier(group=wire),
+    "attempt": lambda wire: weft.attempt(int, wire),
+    "layer": lambda wire: weft.nn.AllGather(weft.Partition(wire.size, group=wire), 0)(
+        torch.ones(2)
+    ),
+    "modules": lambda wire: weft.sync_params(torch.nn.Linear(2, 2 + wire.rank % 2), group=wire),
+}
+
+
+def call(name, wire):
+    set_link(wire, Link(50e-6, 8e-9, 0.35e-9, 50e-6))
+    try:
+        return CALLS[name](wire)
+    except weft.WeftError:
+        return None  # what was said is well-formed, and of another call
+
+
+@functools.cache
+def recorded(name, size):
+    """What ranks send each other: the messages by sender, receiver and channel."""
+    said = collections.defaultdict(list)
+
+    def program(wire):
+        def post(sends, recvs, channel, inner=wire._post):
+            for peer, message in sends:
+                said[wire.rank, peer, channel].append(base.as_bytes(message).numpy().tobytes())
+            return inner(sends, recvs, channel)
+
+        wire._post = post
+        call(name, wire)
+
+    run(size, program)
+    return said
+
+
+class Replayed(base.Wire):
+    """A wire on which recorded messages come, some of them spoilt."""
+
+    def __init__(self, rank, size, said, rng):
+        super().__init__(rank, size, 5.0, "host")
+        self.coming = {key: collections.deque(each) for key, each in said.items() if key[1] == rank}
+        for _ in range(rng.choice((1, 1, 3)) if self.coming else 0):
+            queue = self.coming[rng.choice(sorted(self.coming))]
+            at = rng.randrange(len(queue))
+            queue[at] = spoilt(queue[at], rng)
+
+    def _post(self, sends, recvs, channel):
+        queues = [self.coming.get((peer, self.rank, channel)) for peer, _ in recvs]
+        return Coming(recvs, [queue.popleft() if queue else None for queue in queues])
+
+    def sub(self, ranks):
+        raise NotImplementedError
+
+    def abort(self, reason):
+        return None
+
+    def close(self):
+        super().close()
+
+
+class Coming(base.Pending):
+    def __init__(self, recvs, messages):
+        self.heard, self.places = [*zip(recvs, messages, strict=True)], []
+
+    def wait(self):
+        for (peer, want), raw in self.heard[len(self.places) :]:
+            most = want if isinstance(want, int) else want.nbytes
+            if raw is None or len(raw) > most or most > 1 << 24:
+                raise weft.WireError("as a wire does where less comes, or more", culprit=peer)
+            self.places.append(tensor(bytearray(want)) if isinstance(want, int) else want)
+            base.memory_of(self.places[-1])[: len(raw)] = raw
+        return self.places
+
+    def release(self):
+        return None
+
+
+def replay(rng):
+    """One call as one rank hears it."""
+    name = rng.choice([*CALLS])
+    size = rng.choice((2, 3, 2 if name in ALGORITHMS else 18))
+    rank = rng.randrange(size)
+    with Replayed(rank, size, recorded(name, size), rng) as wire:
+        try:
+            result = call(name, wire)
+        except weft.WireError as error:
+            assert error.culprit not in (None, rank), f"rank {rank} hears: {error}"
+        else:
+            if isinstance(result, weft.Rows):
+                found = result.indices.numpy()
+                assert (found[1:] > found[:-1]).all() and not (found < 0).any(), "not canonical"
+    return name
+
+
+# Executions --------------------------------------------------------------------------------------
+
+
+def execute(seed, number, made):
+    """One execution: what was attacked; raises what should not come of it."""
+    rng = random.Random(seed << 40 | number)
+    if number % REPLAYED == 0:
+        return replay(rng)
+    name = rng.choice([*made])
+    samples, read = made[name]
+    raw = spoilt(rng.choice(samples), rng)
+    with contextlib.suppress(REFUSED):
+        read(MESSAGE.take(len(raw), raw))
+    return name
+
+
+def child(given, at):
+    """Execute; `at` is memory that says how far it came."""
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    made, done, wrong = {name: make() for name, make in DECODERS.items()}, collections.Counter(), 0
+    for number in range(given.first, given.first + given.executions):
+        at[:8] = number.to_bytes(8, "little")
+        try:
+            done[execute(given.seed, number, made)] += 1
+        except Exception:
+            wrong += 1
+            print(f"execution {number}:", traceback.format_exc(), flush=True)
+            if wrong == WRONG:
+                break
+    print(", ".join(f"{count:,d} {name}" for name, count in sorted(done.items())))
+    return wrong > 0
+
+
+def main():
+    parse = argparse.ArgumentParser()
+    for option, default in (("executions", 100_000), ("seed", 0), ("first", 0)):
+        parse.add_argument(f"--{option}", type=int, default=default)
+    parse.add_argument("--at", help="of a child: the file that it says in how far it came")
+    given = parse.parse_args()
+    if given.at:
+        with Path(given.at).open("r+b") as file:
+            return child(given, mmap.mmap(file.fileno(), 8))
+    began, share, failed, children = time.monotonic(), -(-given.executions // 2), False, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("machine", "reference"):
+            (at := Path(folder) / kind).write_bytes(bytes(8))
+            line = [sys.executable, __file__, f"--at={at}", f"--executions={share}"]
+            line += [f"--seed={given.seed}", f"--first={given.first}"]
+            more = {"WEFT_KERNELS": kind, "MALLOC_PERTURB_": "165", "OMP_NUM_THREADS": "1"}
+            children[at] = subprocess.Popen(line, env={**os.environ, **more})
+        for at, process in children.items():
+            if process.wait():
+                failed, last = True, int.from_bytes(at.read_bytes(), "little")
+                print(f"{at.name}: ended with {process.returncode} in execution {last}")
+    print(f"{2 * share:,d} executions in {time.monotonic() - began:.0f} s, seed {given.seed}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
