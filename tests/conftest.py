@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -192,6 +194,29 @@ def mpirun_line() -> list[str]:
     # it refuses root, who runs the tests in containers, unless told twice
     allowed = [f"OMPI_ALLOW_RUN_AS_ROOT{twice}=1" for twice in ("", "_CONFIRM")]
     return ["env", *allowed, launcher, "--oversubscribe", "--bind-to", "none"]
+
+
+@pytest.fixture(scope="session")
+def mpirun(mpirun_line: list[str]) -> Callable[..., subprocess.Popen[Any]]:
+    """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
+
+    `rank` is what the environment shall say beside.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: pip install weft[mpi]")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(
+        size: int, *arguments: str, rank: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        python = [sys.executable, "-W", "error", *arguments]
+        return subprocess.Popen(
+            [*mpirun_line, "-n", str(size), *python],
+            env={**environment, **(rank or {})},
+            **options,
+        )
+
+    return start
 
 
 def pytest_collection_finish() -> None:

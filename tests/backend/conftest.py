@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -24,29 +22,6 @@ SIZE = 4  # more would prove nothing of MPI, and each takes seconds to start
 START = 55.0  # seconds
 
 Ranks = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="session")
-def mpirun(mpirun_line: list[str]) -> Callable[..., subprocess.Popen[Any]]:
-    """`mpirun(size, script, ...)` starts Python under mpirun, on more ranks than there are cores.
-
-    `rank` is what the environment shall say beside.
-    """
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is not installed: pip install weft[mpi]")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def start(
-        size: int, *arguments: str, rank: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
-        python = [sys.executable, "-W", "error", *arguments]
-        return subprocess.Popen(
-            [*mpirun_line, "-n", str(size), *python],
-            env={**environment, **(rank or {})},
-            **options,
-        )
-
-    return start
 
 
 def started(

@@ -85,6 +85,16 @@ def test_workers_are_matched_as_in_distdl(small, large, turn_small, turn_large):
         assert {rank: sorted(each) for rank, each in found.items()} == {
             rank: sorted(each) for rank, each in expected.items()
         }
+        turned = (turn_small, turn_large)
+        for P, Q, teams in (
+            (P_s, P_l, P_s.create_broadcast_partition_to(P_l, *turned)),
+            (P_l, P_s, P_l.create_reduction_partition_to(P_s, *turned[::-1])[::-1]),
+        ):
+            order = P.grid.union(Q.grid).ranks.index
+            right = {a: (a, *sorted({*each} - {a}, key=order)) for a, each in expected.items()}
+            mine = [right[a] for a, each in expected.items() if wire.rank in each]
+            for team, wanted in zip(teams, (right.get(wire.rank), *mine, None), strict=False):
+                assert (team.grid.ranks if team.active else None) == wanted
         x = torch.tensor([[float(wire.rank)]]) if P_s.active else zero_volume_tensor(1)
         y = Broadcast(P_s, P_l, turn_small, turn_large)(x)
         z = SumReduce(P_l, P_s, turn_large, turn_small)(y)
@@ -127,11 +137,22 @@ def test_batches_are_kept(wire):
 
 
 @spmd(3, on=("threads",))
-def test_the_same_grid_keeps_uneven_shards(wire):
-    x = torch.full((5 - 2 * wire.rank,), float(wire.rank))
-    assert torch.equal(Repartition(grid((3,)), grid((3,)))(x), x)
-    y = Repartition(grid((3,)), grid((3, 1)))(x[:, None])  # another grid: evenly
-    assert len(y) == 3
+def test_the_same_grid_evens_uneven_shards_out(wire):
+    layer = Repartition(grid((2,)), grid((2,)))
+    assert layer.P_x_to_y_overlaps == layer.P_y_to_x_overlaps == []
+    y = layer([torch.arange(3), torch.tensor([3]), zero_volume_tensor()][wire.rank])
+    nothing = (None, None, None)
+    place, sent, found = [
+        ([0, 1], [(slice(0, 2), 2, "self"), (slice(2, 3), 1, 1)], [(slice(0, 2), 2, "self")]),
+        ([2, 3], [(slice(0, 1), 1, "self")], [(slice(0, 1), 1, 0), (slice(1, 2), 1, "self")]),
+        ([], [], []),
+    ][wire.rank]
+    assert y.tolist() == place
+    boxes = [[((at,), (count,), who) for at, count, who in each] for each in (sent, found)]
+    assert layer.P_x_to_y_overlaps == ([nothing] if wire.rank == 1 else []) + boxes[0]
+    assert layer.P_y_to_x_overlaps == boxes[1] + ([nothing] if wire.rank == 0 else [])
+    with pytest.raises(ValueError, match="P_x has 1 dimensions and P_y 2"):
+        Repartition(grid((3,)), grid((3, 1)))
 
 
 class Sizes(HaloMixin, ConvMixin):
@@ -224,7 +245,7 @@ def test_padding_at_the_edge_is_kept(wire):
 @spmd(2, on=("processes",))
 def test_layers_are_modules(wire):
     P_x = grid((2,))
-    layers = [AllGather(P_x, (0,)), Repartition(P_x, grid((1, 2))), HaloExchange(P_x, [[0, 0]])]
+    layers = [AllGather(P_x, (0,)), Repartition(P_x, grid((2,), 0)), HaloExchange(P_x, [[0, 0]])]
     model = pickle.loads(pickle.dumps(torch.nn.Sequential(*layers[:1]))).to(torch.float64)
     assert model(torch.ones(1)).shape == (2,)
     for layer in layers:

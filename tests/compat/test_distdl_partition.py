@@ -98,7 +98,7 @@ def test_a_partition_of_an_mpi4py_communicator():
             return self.rank >= 0
 
         def allgather(self, value):
-            said[self.rank] = 0 if self.same else value
+            said[self.rank] = (value[0], 0) if self.same else value
             meet.wait(20)
             found = [said[rank] for rank in range(3)]
             meet.wait(20)
@@ -108,8 +108,9 @@ def test_a_partition_of_an_mpi4py_communicator():
         P = MPIPartition(Comm((wire.rank + 1) % 3))
         with pytest.raises(weft.WeftError, match=r"are ranks \[0, 0, 0\] of weft's group: start"):
             MPIPartition(Comm(wire.rank, same=True))
-        with pytest.raises(weft.WeftError, match=f"rank {wire.rank}: MPI.COMM_NULL tells nothing"):
+        with pytest.raises(weft.WeftError, match=r"MPI.COMM_NULL tells nothing"):
             MPIPartition(Comm(-1))
+        assert P._comm.rank == P.rank  # mpi4py's own
         return P.rank, P.grid.ranks
 
     assert run(3, program) == [(1, (2, 0, 1)), (2, (2, 0, 1)), (0, (2, 0, 1))]
@@ -139,6 +140,84 @@ def test_data_of_scripts(wire):
     assert shapes.tolist() == [[[3, 2]], [[4, 2]]]
     alone = distdl.compute_subtensor_shapes_unbalanced(local, P_x)
     assert (alone is None) == (wire.rank > 1)
+
+
+@spmd(3)
+def test_a_communicator_without_mpi(wire):
+    comm, rank = MPI.COMM_WORLD, wire.rank
+    sent, found = np.array([rank, 5], np.int16), np.zeros((1, 2), np.int16)
+    for op, right in ((MPI.SUM, [3, 15]), (MPI.MAX, [2, 5]), (max, [2, 5]), (MPI.PROD, [0, 125])):
+        comm.Allreduce([sent, "MPI.SHORT"], found, op=op)
+        assert found.tolist() == [right]
+    comm.Reduce(sent, found if rank == 1 else None, op=MPI.MIN, root=1)
+    assert found.tolist() == [[0, 5] if rank == 1 else [0, 125]]
+    told = torch.full((2,), float(rank))
+    comm.Bcast(told, root=2)
+    assert told.tolist() == [2, 2]
+    if rank == 2:
+        comm.Send(sent, dest=0, tag=7)
+    elif rank == 0:
+        comm.Recv(found, source=2)
+        assert found.tolist() == [[2, 5]]
+    part = comm.Split(rank == 1, key=-rank)
+    assert (part.rank, part.size) == ([1, 0, 0][rank], [2, 1, 2][rank])
+    assert MPIPartition(part).grid.ranks == ((1,) if rank == 1 else (2, 0))
+
+
+class Scaled(distdl.Module):
+    """By how many elements it has seen when it was set up."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def _distdl_module_setup(self, input):
+        self._distdl_is_setup, self.count = True, input[0].numel()
+        self.calls.append("setup")
+
+    def _distdl_module_teardown(self, input):
+        self._distdl_is_setup = False
+        self.calls.append("teardown")
+
+    def _distdl_input_changed(self, input):
+        return input[0].numel() != self.count
+
+    def forward(self, input):
+        return input * self.count
+
+
+def test_a_module_sets_itself_up_for_its_input(monkeypatch):
+    layer = Scaled()
+    assert [layer(torch.ones(n)).sum() for n in (2, 2, 3)] == [4, 4, 9]
+    assert layer.calls == ["setup", "teardown", "setup"]
+    try:
+        distdl.set_backend("mpi", "numpy", check_input_changed=False)
+        assert layer(torch.ones(1)).item() == 3
+        monkeypatch.setenv("DISTDL_CHECK_INPUT_CHANGED", "1")
+    finally:
+        distdl.set_backend()
+    assert layer(torch.ones(1)).item() == 1
+    assert layer._distdl_backend.BufferManager is distdl.BufferManager
+
+
+def test_buffers_grow_and_are_shared():
+    manager = distdl.BufferManager()
+    buffers = manager.request_buffers(3, np.float32, initial_capacity=2)
+    assert manager.request_buffers(2, np.float32) == buffers[:2]
+    assert manager.request_buffers(1, np.int32)[0] not in buffers
+    assert {dtype: len(held) for dtype, held in manager.buffers_map.items()} == {
+        np.float32: 3,
+        np.int32: 1,
+    }
+    buffer = buffers[0]
+    before, view = buffer.raw_buffer, buffer.get_view([2, 1])
+    assert buffer.get_view((2, 1)) is view and buffer.raw_buffer is before
+    view[:] = 15
+    buffer.allocate_view((3, 2))
+    assert buffer.capacity == len(buffer.raw_buffer) == 6 and buffer.raw_buffer is not before
+    assert buffer.get_view((2, 1)).tolist() == [[15], [15]] and (2, 1) in buffer.views
+    buffer.expand(4)
+    assert buffer.capacity == 6 and buffer.raw_buffer.dtype == buffer.dtype == np.float32
 
 
 def test_printing_in_order(capsys):
@@ -172,17 +251,18 @@ def test_integers():
     for index in distdl.range_index([2, 2]):
         assert starts[index].tolist() == distdl.compute_start_index([2, 2], index, [5, 4]).tolist()
         assert stops[index].tolist() == distdl.compute_stop_index([2, 2], index, [5, 4]).tolist()
+    assert distdl.get_rearrange_ordering(2, -1) == ("p a b", "a (p b)")
     a, b = TensorStructure(torch.empty(2)), TensorStructure()
     assert a != b and a == TensorStructure(torch.empty(2)) and a != 1
     assert distdl.zero_volume_tensor(2, dtype=torch.float64, requires_grad=True).shape == (2, 0)
 
 
 def test_every_name_is_exported():
-    assert all(hasattr(distdl, name) for name in distdl.__all__)
-    assert set(distdl.nn.__all__) <= set(distdl.__all__)
-    for module in (distdl.slicing, distdl.tensor_decomposition, distdl.mixins):
+    for module in (distdl.slicing, distdl.tensor_decomposition, distdl.mixins, distdl.backend):
         named = {name for name, each in vars(module).items() if each_is_of(module, each)}
-        assert {name for name in named if name[0] != "_"} <= set(distdl.__all__)
+        assert {name for name in named if name[0] != "_"} <= set(vars(distdl))
+    layers = {name for name in vars(distdl.nn) if name[0].isupper()}
+    assert "Module" in layers and layers <= set(vars(distdl))
 
 
 def each_is_of(module, thing):

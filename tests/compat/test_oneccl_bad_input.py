@@ -53,8 +53,53 @@ def in_inference_mode(count):
         return torch.empty(count)
 
 
+def raises(*_):
+    raise MemoryError("no room")
+
+
+def nothing(*_):
+    return None
+
+
+def short(idx_count, idx_dtype, val_count, val_dtype, ctx):
+    return np.zeros(idx_count, np.int64), np.zeros(val_count - 1, np.float32)
+
+
+class LostStream:
+    """A stream of a device that fell off."""
+
+    def synchronize(self):
+        raise RuntimeError("device lost")
+
+
+def failed():
+    future = concurrent.futures.Future()
+    future.set_exception(KeyError("lost"))
+    return future
+
+
+make = event.create_sparse_allreduce_attr
 SHARED = torch.empty(64)
 EVENT = {
+    "neither": ({"attr": make()}, "attr has neither completion_fn nor alloc_fn: .* set one"),
+    "both": ({"attr": make(print, short)}, "attr has both completion_fn and alloc_fn"),
+    "no function": ({"attr": make(completion_fn=3)}, "completion_fn is a int"),
+    "no attr": ({"attr": None}, "attr is a NoneType"),
+    "a mode": ({"attr": make(nothing, None, None, "all")}, "coalesce_mode is 'all': use one of"),
+    "completion": ({"attr": make(raises)}, "MemoryError: no room"),
+    "allocation": ({"attr": make(alloc_fn=raises)}, "MemoryError: no room"),
+    "no buffers": ({"attr": make(alloc_fn=nothing)}, "alloc_fn returned a NoneType, not two"),
+    "short": ({"attr": make(alloc_fn=short)}, r"alloc_fn's val_buf holds \d+ elements, the call"),
+    "another type": (
+        {"attr": make(alloc_fn=lambda n, _, m, *rest: (np.zeros(n, np.int32), np.zeros(m)))},
+        r"alloc_fn's idx_buf holds torch.int32, the call says torch.int64",
+    ),
+    "a dependency": ({"deps": [failed()]}, r"deps\[0\] failed: KeyError: 'lost'"),
+    "no dependency": ({"deps": [3]}, r"deps\[0\] is a int: pass what can be waited for"),
+    "no dependencies": ({"deps": 3}, "deps is a int: pass a list"),
+    "a later dependency": ({"deps": [event.Event(), failed()]}, r"deps\[1\] failed: KeyError"),
+    "a lost stream": ({"stream": LostStream()}, "stream failed: RuntimeError: device lost"),
+    "a stream": ({"stream": "fast"}, "stream is a str: pass a torch.Stream"),
     "names of no dtype": ({"ind_dtype": "long", "val_dtype": "real"}, "ind_dtype is 'long': pass"),
     "types of Python": ({"ind_dtype": int, "val_dtype": float}, "ind_dtype is <class 'int'>: pass"),
     "numbers of an enum": ({"ind_dtype": 3, "val_dtype": 7}, "ind_dtype is 3: pass a torch dtype"),
@@ -85,7 +130,7 @@ EVENT = {
 
 @pytest.mark.parametrize("what", EVENT)
 @spmd(3, on=("threads",))
-def test_event(wire, what):
+def test_one_rank_errs_and_all_are_told(wire, what):
     changed, text = EVENT[what]
     with pytest.raises(weft.WeftError, match=text) as caught:
         through_event(wire, **(changed if wire.rank == 1 else {}))

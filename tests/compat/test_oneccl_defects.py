@@ -50,16 +50,6 @@ def test_a_rank_may_have_no_rows(monkeypatch, algorithm, empty):
     assert run(3, program) == [flat] * 3
 
 
-@spmd(2, on=("threads",))
-def test_values_must_divide_among_indices(wire):
-    """The rest of the values was silently left out."""
-    odd = wire.rank == 1
-    with pytest.raises(weft.WeftError, match="rank 1: 7 values do not divide among 3 indices"):
-        reduced(torch.arange(3), torch.ones(7 if odd else 6))
-    with pytest.raises(weft.WeftError, match="rank 1: 2 values do not divide among 0 indices"):
-        reduced(torch.arange(0 if odd else 1), torch.ones(2))
-
-
 @pytest.mark.parametrize("mode", ["regular", "disable", "keep_precision"])
 @spmd(2, on=("threads",))
 def test_negative_indices_are_refused(wire, mode):
@@ -70,23 +60,6 @@ def test_negative_indices_are_refused(wire, mode):
             reduced(indices, torch.ones(2), mode=mode)
     high = torch.tensor([2**64 - 2 if wire.rank else 2], dtype=torch.uint64)  # which is not
     assert reduced(high, torch.ones(1), mode=mode)[0].tolist() == [2, 2**64 - 2]
-
-
-INDICES = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
-
-
-@pytest.mark.parametrize("mode", ["regular", "disable"])
-@pytest.mark.parametrize("dtype", INDICES, ids=str)
-@spmd(1, 2, on=("threads",))
-def test_indices_of_every_type(wire, dtype, mode):
-    highest = torch.iinfo(dtype).max
-    indices, values = reduced(torch.tensor([highest, 5], dtype=dtype), torch.ones(2), mode=mode)
-    assert indices.dtype == dtype
-    if mode == "regular":
-        assert indices.tolist() == [5, highest]
-        assert values.tolist() == [wire.size] * 2
-    else:
-        assert indices.tolist() == [highest, 5] * wire.size
 
 
 # "alloc_fn with one algorithm only" is test_alloc_fn_is_filled_by_every_algorithm, in

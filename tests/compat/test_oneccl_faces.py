@@ -87,6 +87,38 @@ def test_every_reduction_of_wefts_and_its_reduce_op(wire, face, op):
         assert found == ([3, 4, 5], [both, alone, alone])
 
 
+def larger(a, b):
+    assert a.dtype == torch.uint64
+    return torch.from_numpy(np.maximum(a.numpy(), b.numpy()))
+
+
+HALF, LAST = 2**63, 2**64 - 1
+UNSIGNED = {
+    # of HALF + 5 and 3, of 7 and LAST
+    "sum": (HALF + 8, 6),
+    "prod": (HALF + 15, LAST - 6),
+    "min": (3, 7),
+    "max": (HALF + 5, LAST),
+    dist.ReduceOp.MIN: (3, 7),
+    dist.ReduceOp.MAX: (HALF + 5, LAST),
+    larger: (HALF + 5, LAST),
+}
+
+
+@pytest.mark.parametrize("op", UNSIGNED)
+@pytest.mark.parametrize("face", FACES)
+@spmd(2, on=("threads",))
+def test_values_of_uint64(wire, face, op):
+    values = torch.tensor([[HALF + 5, 7], [3, LAST]][wire.rank] + [LAST], dtype=torch.uint64)
+    sent = torch.tensor([1, 2, 3 + wire.rank]), 3, values, 3
+    found = reduced(face, sent, op, torch.uint64)
+    assert found == ([1, 2, 3, 4], [*UNSIGNED[op], LAST, LAST])
+    assert values[2] == LAST
+    signed = torch.int64 if wire.rank else torch.uint64
+    with pytest.raises(weft.WeftError, match=r"different calls: .* of torch.uint64 values"):
+        reduced(face, (*sent[:2], values.view(signed), 3), op, signed)
+
+
 @pytest.mark.parametrize("face", FACES)
 @spmd(3, on=("threads",))
 def test_a_call_is_among_the_ranks_of_a_group(wire, face):
@@ -131,6 +163,41 @@ def by_callback(fn, match_id="", **changed):
     return callback.sparse_allreduce(*(dict(zip(names, given, strict=False)) | changed).values())
 
 
+def double(values, count, dtype, out, *_):
+    out.copy_(values * 2)
+
+
+@pytest.mark.parametrize("ctx", [None, "mine"])
+@pytest.mark.parametrize("mode", ["regular", "disable", "keep_precision"])
+@spmd(2, on=("threads",))
+def test_attributes_of_beta07(wire, mode, ctx):
+    """One context for either callback, an allocation, a mode."""
+    calls, kept = [], []
+
+    def allocate(*given):
+        calls.append(given)
+        kept.extend(torch.zeros(count, dtype=dtype) for count, dtype in (given[:2], given[2:4]))
+        return kept
+
+    def complete(*given):
+        calls.append((*given[1:3], *given[4:]))
+        assert (given[0].tolist(), given[3].tolist()) == tuple(each.tolist() for each in kept)
+
+    right = ([2, 7], [4, 10]) if mode != "disable" else ([7, 2, 7] * 2, [1, 2, 4] * 2)
+    halves = {"prologue_fn": lambda values, *_: values.double() / 2, "epilogue_fn": double}
+    for option in (
+        {"sparse_allreduce_alloc_fn": allocate, **halves},
+        {"sparse_allreduce_completion_fn": complete},
+    ):
+        attributes = callback.Attributes(
+            sparse_allreduce_fn_ctx=ctx, sparse_coalesce_mode=mode, **option
+        )
+        by_callback(None, attributes=attributes).wait()
+        assert tuple(each.tolist() for each in kept) == right
+    sizes = len(right[0]), torch.int64, len(right[1]), torch.float32
+    assert calls == [(*sizes, ctx)] * 2
+
+
 @spmd(1, 3)
 def test_a_completion_callback_is_told_all_there_is(wire):
     calls = []
@@ -157,7 +224,19 @@ CALLBACK = {
     "no attributes": ({"attributes": None}, "attributes is None: pass callback.Attributes"),
     "no callback": (
         {"attributes": callback.Attributes()},
-        "sparse_allreduce_completion_fn is not set: results go to it alone",
+        "attributes has neither sparse_allreduce_completion_fn nor sparse_allreduce_alloc_fn: res",
+    ),
+    "two callbacks": (
+        {
+            "attributes": callback.Attributes(
+                sparse_allreduce_completion_fn=print, sparse_allreduce_alloc_fn=print
+            )
+        },
+        "attributes has both sparse_allreduce_completion_fn and sparse_allreduce_alloc_fn: res",
+    ),
+    "a mode": (
+        {"attributes": callback.Attributes(sparse_coalesce_mode="all")},
+        "coalesce_mode is 'all': use one of regular, disable",
     ),
     "no function": (
         {"attributes": callback.Attributes(sparse_allreduce_completion_fn=7)},

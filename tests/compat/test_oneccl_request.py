@@ -321,6 +321,8 @@ WRONG = {
     "the reduction": ({"reduction": "median"}, "op 'median' is unknown"),
     "a count": ({"send_ind_count": 4.5}, "send_ind_count is 4.5: pass the number of elements"),
     "a negative count": ({"send_val_count": -3}, "send_val_count is -3"),
+    "a rest of values": ({"send_val_count": 14}, "14 values do not divide among 5 indices"),
+    "values alone": ({"send_ind_count": 0}, "15 values do not divide among 0 indices"),
     "too long": ({"send_ind_count": 15}, "send_ind_buf holds 5 elements, the call says 15"),
     "index_dtype": ({"index_dtype": "long"}, "index_dtype is 'long': pass a torch dtype"),
     "float indices": ({"index_dtype": "float"}, "index_dtype is torch.float32: indices are of"),

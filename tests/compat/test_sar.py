@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import queue
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +64,34 @@ def test_rounds_are_of_bounded_size(wire, largest):
     rounds = -(-2 * 2 * elements * width // (largest * 1000 * width))  # two peers, both ways
     assert wire.traffic.messages - before >= 2 * rounds
     assert (wire.traffic.messages - before >= 2 * 100) == (largest == 1)
+
+
+@spmd(2, on=["processes"])  # whose default group their threads have, too
+def test_the_communication_thread_runs_tasks_in_order(wire):
+    """As SAR's layers prefetch; each in one round, whatever Config says."""
+    assert (sar.Config.disable_sr, sar.Config.pipeline_depth) == (False, 1)
+    sar.Config.max_collective_size = 1
+    thread, kept = sar.comm.CommThread(), []
+
+    def exchange(number):
+        recv = [torch.empty(5000) for _ in range(2)]
+        before = wire.traffic.messages
+        sar.comm.all_to_all_gloo_support(recv, [torch.full((5000,), 10.0 * number + wire.rank)] * 2)
+        assert wire.traffic.messages - before < 20
+        return number, recv[1 - wire.rank][0].item()
+
+    for number in range(4):
+        thread.submit_task(f"fetch {number}", functools.partial(exchange, number))
+        thread.submit_task("no result", lambda: kept.append(len(kept)))
+    thread.submit_task("fails", lambda: kept[9])
+    assert [thread.get_result() for _ in range(4)] == [
+        (number, 10.0 * number + 1 - wire.rank) for number in range(4)
+    ]
+    with pytest.raises(IndexError):
+        thread.get_result()
+    assert kept == [0, 1, 2, 3]
+    with pytest.raises(queue.Empty):
+        sar.comm.comm_thread.get_result(block=False)
 
 
 @spmd(1, 2, 3, 4)

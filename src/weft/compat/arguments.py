@@ -25,6 +25,14 @@ def wire_of(group: Any = None) -> weft.Wire:
     return weft.Partition(1, group=group).wire
 
 
+def default() -> weft.Wire | None:
+    """The wire of the default group, if there is one."""
+    try:
+        return wire_of()
+    except weft.WeftError:
+        return None
+
+
 def tell(error: Exception, group: Any = None) -> NoReturn:
     """Raise on all ranks what is wrong on this one, while the others make the call."""
 

@@ -15,6 +15,7 @@ import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
 from ..errors import WeftError
 from ..grid import Box, Shape, balanced
@@ -33,9 +34,11 @@ class Spec(abc.ABC):
 
     Attributes:
         shape: the shape of the whole tensor, if the caller told; it is checked.
+        latest: the plan that was made last, by a call or by `Layer.plan`.
     """
 
     shape: Shape | None = field(default=None, kw_only=True)
+    latest: ClassVar[Plan | None] = None
 
     @property
     @abc.abstractmethod
@@ -140,7 +143,8 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     Raises:
         WeftError: the shapes do not fit together, or not what the caller told.
     """
-    return _planned(spec.integers, shapes)
+    plan = spec.__dict__["latest"] = _planned(spec.integers, shapes)
+    return plan
 
 
 @functools.lru_cache(maxsize=512)

@@ -10,104 +10,59 @@ approach to model parallelism in deep learning", arXiv:2006.03108), and what its
 do.
 """
 
-from . import nn, slicing, tensor_decomposition
-from .nn import (
-    AllGather,
-    AllSumReduce,
-    Broadcast,
-    DistributedTranspose,
-    HaloExchange,
-    Module,
-    ReduceScatter,
-    Repartition,
-    SumReduce,
-    mixins,
-)
-from .nn.mixins import ConvMixin, HaloMixin, PoolingMixin
-from .partition import (
-    MPI,
-    PROC_NULL,
-    Communicator,
-    MPICartesianPartition,
-    MPIPartition,
-    set_backend,
-)
-from .slicing import (
-    assemble_index_filter,
-    assemble_slices,
-    cartesian_index_c,
-    cartesian_index_f,
-    compute_intersection,
-    compute_nd_slice_shape,
-    compute_nd_slice_volume,
-    compute_partition_intersection,
-    compute_start_index,
-    compute_stop_index,
-    compute_subshape,
-    compute_subshape_along_axis,
-    filtered_range_index,
-    range_index,
-    worker_layout,
+from . import backend as backend
+from . import nn as nn
+from . import slicing as slicing
+from . import tensor_decomposition as tensor_decomposition
+from .backend import BufferManager as BufferManager
+from .backend import ExpandableBuffer as ExpandableBuffer
+from .communicator import MPI as MPI
+from .communicator import PROC_NULL as PROC_NULL
+from .communicator import Communicator as Communicator
+from .nn import AllGather as AllGather
+from .nn import AllSumReduce as AllSumReduce
+from .nn import Broadcast as Broadcast
+from .nn import DistributedTranspose as DistributedTranspose
+from .nn import HaloExchange as HaloExchange
+from .nn import Module as Module
+from .nn import ReduceScatter as ReduceScatter
+from .nn import Repartition as Repartition
+from .nn import SumReduce as SumReduce
+from .nn import mixins as mixins
+from .nn.mixins import ConvMixin as ConvMixin
+from .nn.mixins import HaloMixin as HaloMixin
+from .nn.mixins import PoolingMixin as PoolingMixin
+from .nn.module import set_backend as set_backend
+from .partition import MPICartesianPartition as MPICartesianPartition
+from .partition import MPIPartition as MPIPartition
+from .slicing import assemble_index_filter as assemble_index_filter
+from .slicing import assemble_slices as assemble_slices
+from .slicing import cartesian_index_c as cartesian_index_c
+from .slicing import cartesian_index_f as cartesian_index_f
+from .slicing import compute_intersection as compute_intersection
+from .slicing import compute_nd_slice_shape as compute_nd_slice_shape
+from .slicing import compute_nd_slice_volume as compute_nd_slice_volume
+from .slicing import compute_partition_intersection as compute_partition_intersection
+from .slicing import compute_start_index as compute_start_index
+from .slicing import compute_stop_index as compute_stop_index
+from .slicing import compute_subshape as compute_subshape
+from .slicing import compute_subshape_along_axis as compute_subshape_along_axis
+from .slicing import filtered_range_index as filtered_range_index
+from .slicing import get_rearrange_ordering as get_rearrange_ordering
+from .slicing import range_index as range_index
+from .slicing import worker_layout as worker_layout
+from .tensor_decomposition import (
+    compute_subtensor_intersection_slice as compute_subtensor_intersection_slice,
 )
 from .tensor_decomposition import (
-    compute_subtensor_intersection_slice,
-    compute_subtensor_shapes_balanced,
-    compute_subtensor_shapes_unbalanced,
-    compute_subtensor_start_indices,
-    compute_subtensor_stop_indices,
+    compute_subtensor_shapes_balanced as compute_subtensor_shapes_balanced,
 )
-from .tensors import (
-    TensorStructure,
-    ZeroVolumeCorrectorFunction,
-    distdl_padding_to_torch_padding,
-    zero_volume_tensor,
+from .tensor_decomposition import (
+    compute_subtensor_shapes_unbalanced as compute_subtensor_shapes_unbalanced,
 )
-
-__all__ = [
-    "MPI",
-    "PROC_NULL",
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "Communicator",
-    "ConvMixin",
-    "DistributedTranspose",
-    "HaloExchange",
-    "HaloMixin",
-    "MPICartesianPartition",
-    "MPIPartition",
-    "Module",
-    "PoolingMixin",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-    "TensorStructure",
-    "ZeroVolumeCorrectorFunction",
-    "assemble_index_filter",
-    "assemble_slices",
-    "cartesian_index_c",
-    "cartesian_index_f",
-    "compute_intersection",
-    "compute_nd_slice_shape",
-    "compute_nd_slice_volume",
-    "compute_partition_intersection",
-    "compute_start_index",
-    "compute_stop_index",
-    "compute_subshape",
-    "compute_subshape_along_axis",
-    "compute_subtensor_intersection_slice",
-    "compute_subtensor_shapes_balanced",
-    "compute_subtensor_shapes_unbalanced",
-    "compute_subtensor_start_indices",
-    "compute_subtensor_stop_indices",
-    "distdl_padding_to_torch_padding",
-    "filtered_range_index",
-    "mixins",
-    "nn",
-    "range_index",
-    "set_backend",
-    "slicing",
-    "tensor_decomposition",
-    "worker_layout",
-    "zero_volume_tensor",
-]
+from .tensor_decomposition import compute_subtensor_start_indices as compute_subtensor_start_indices
+from .tensor_decomposition import compute_subtensor_stop_indices as compute_subtensor_stop_indices
+from .tensors import TensorStructure as TensorStructure
+from .tensors import ZeroVolumeCorrectorFunction as ZeroVolumeCorrectorFunction
+from .tensors import distdl_padding_to_torch_padding as distdl_padding_to_torch_padding
+from .tensors import zero_volume_tensor as zero_volume_tensor

@@ -1,141 +1,25 @@
-"""DistDL's partitions, and the communicators that scripts make the first one of.
+"""DistDL's partitions: faces of `weft.Partition`.
 
-`MPIPartition` and `MPICartesianPartition` are faces of `weft.Partition`. Every rank knows who is in
-a partition, also those that are not; making one communicates nothing, but for one made of a
-communicator of mpi4py.
-
-Scripts call little of a communicator but `Barrier()`, a rank, a size. `MPI` stands for mpi4py's
-module of that name; a communicator of mpi4py's own serves, too.
+Every rank knows who is in a partition, also those that are not. Making one communicates nothing,
+but for one made of a communicator of mpi4py, which is asked for its ranks.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import weft
-from weft import Partition, WeftError, Wire, nn
+from weft import Partition, WeftError, nn
 
-from ..arguments import wire_of
+from .communicator import MPI, PROC_NULL, Communicator, is_mpi, line_of
 
 T = TypeVar("T", bound="MPIPartition")
 
-PROC_NULL = -1
-"""The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    """The workers of a partition, for a script that speaks to them as MPI does.
-
-    Attributes:
-        line: the workers, in order; None: all ranks of the default group, once it is there.
-    """
-
-    line: Partition | None = None
-
-    @property
-    def rank(self) -> int:
-        """This worker's place among them; PROC_NULL if it is none of them."""
-        index = self._line.index
-        return PROC_NULL if index is None else index[0]
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return self._line.size
-
-    def Get_rank(self) -> int:
-        """`rank`, as MPI spells it."""
-        return self.rank
-
-    def Get_size(self) -> int:
-        """`size`, as MPI spells it."""
-        return self.size
-
-    def Barrier(self) -> None:
-        """Wait until all of them are here; at most the group's timeout.
-
-        Raises:
-            WireError: a worker failed, or did not come in time.
-        """
-        line = self._line
-        if line.active:
-            nn.AllSumReduce(line, 0)(torch.zeros((), device="cpu"))
-
-    @property
-    def _line(self) -> Partition:
-        return self.line or line_of(None)
-
-
-class MPI:
-    """What scripts take from mpi4py's module of this name, without an MPI.
-
-    Attributes:
-        COMM_WORLD: all ranks of weft's default group, which is started if there is none.
-        PROC_NULL: the rank of nobody.
-    """
-
-    COMM_WORLD = Communicator()
-    PROC_NULL = PROC_NULL
-
-    @staticmethod
-    def Wtime() -> float:
-        """Seconds since some moment in the past."""
-        return time.perf_counter()
-
-
-def set_backend(backend_comm: object = None, backend_array: object = None) -> None:
-    """Nothing: DistDL chooses here between MPI and NCCL, NumPy and CuPy, and weft needs none."""
-
-
-def line_of(comm: Any) -> Partition:
-    """The ranks of a communicator or a group, in order.
-
-    Args:
-        comm: None or `MPI.COMM_WORLD`: all ranks; a Communicator; whatever `group=` of weft's calls
-            takes; or a communicator of mpi4py, which is asked for its ranks: collective in it.
-
-    Raises:
-        WeftError: it is none of these, or mpi4py's COMM_NULL, or a communicator whose processes are
-            not weft's ranks.
-    """
-    if comm is None:
-        return Partition(_world().size)
-    if isinstance(comm, Communicator):
-        return comm.line or line_of(None)
-    if hasattr(comm, "Get_rank") and hasattr(comm, "allgather"):
-        if not comm:  # as mpi4py's COMM_NULL is, which has nobody to ask
-            raise WeftError(
-                f"rank {_world().rank}: MPI.COMM_NULL tells nothing of the workers of a partition: "
-                "make it on all of them, by create_partition_inclusive of MPIPartition()"
-            )
-        ranks = [int(rank) for rank in comm.allgather(_world().rank)]
-        if len(set(ranks)) < len(ranks):
-            raise WeftError(
-                f"the processes of this communicator are ranks {ranks} of weft's group: start both "
-                "by the same launcher, so that each process is one rank of either"
-            )
-        return Partition(len(ranks), ranks=ranks)
-    return Partition(wire_of(comm).size, group=comm)
-
-
-def _world() -> Wire:
-    """The default wire. DistDL needs no start, so where there is none, it is started here."""
-    try:
-        return wire_of()
-    except WeftError:
-        return weft.init()
-
-
-_OPERATIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_OPERATIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
 class MPIPartition:
@@ -177,9 +61,10 @@ class MPIPartition:
         initialize_backend_comm: bool = False,
     ) -> None:
         self._set(line_of(comm), device)
+        self._mpi = comm if is_mpi(comm) else None
 
     def _set(self, grid: Partition, device: torch.device | str | None) -> None:
-        self._grid, self._released = grid, False
+        self._grid, self._released, self._mpi = grid, False, None
         self.device = torch.device("cpu") if device is None else torch.device(device)
 
     @property
@@ -220,9 +105,11 @@ class MPIPartition:
         return self.rank if self.active else None
 
     @property
-    def comm(self) -> Communicator | None:
-        """What a script may call as a communicator of MPI; None if it is not active."""
-        return Communicator(self._line) if self.active else None
+    def comm(self) -> Any:
+        """The communicator of mpi4py that it was made of, or one over weft; None if not active."""
+        if not self.active:
+            return None
+        return Communicator(self._line) if self._mpi is None else self._mpi
 
     _comm = comm
 
@@ -259,12 +146,12 @@ class MPIPartition:
         if not self.active:
             return None
         x = torch.from_numpy(np.atleast_1d(data)) if source.active else nn.zero_volume_tensor()
-        return _array(nn.Broadcast(source, self._line)(x))
+        found: NDArray[Any] = nn.Broadcast(source, self._line)(x).numpy()
+        return found
 
     def allgather_data(self, data: Any) -> NDArray[Any]:
         """Data of all workers on all of them, shape [size, length]; collective in the partition."""
-        flat = np.atleast_1d(data).reshape(1, -1)
-        return _array(nn.AllGather(self._line, 0)(torch.from_numpy(flat)))
+        return Communicator(self._line).gathered(np.ravel(data))
 
     def allreduce_data(self, data: Any, op: str = "sum") -> NDArray[Any]:
         """Arrays of all workers, of one shape, reduced by "sum", "prod", "min" or "max".
@@ -274,10 +161,7 @@ class MPIPartition:
         """
         if op not in _OPERATIONS:
             raise WeftError(f"allreduce_data: op is {op!r}: use {', '.join(_OPERATIONS)}")
-        array = np.asarray(data)
-        found = _array(nn.AllGather(self._line, 0)(torch.from_numpy(array[None])))
-        result: NDArray[Any] = _OPERATIONS[op].reduce(found, axis=0, dtype=array.dtype)
-        return result
+        return Communicator(self._line).reduced(np.asarray(data), _OPERATIONS[op])
 
     def print_sequential(self, val: object) -> None:
         """Print what all workers have to say, in their order, on the first."""
@@ -341,6 +225,61 @@ class MPIPartition:
             )
         return self._made(MPICartesianPartition, self.grid.reshape(extents))
 
+    def create_broadcast_partition_to(
+        self,
+        P_dest: MPIPartition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        initialize_backend_comm: bool = False,
+    ) -> tuple[MPIPartition, MPIPartition]:
+        """This worker's teams, to send to and to receive in, where this grid broadcasts to another.
+
+        A team is a worker of this grid and then those of the other that it stands for.
+
+        Args:
+            P_dest: the other grid.
+            transpose_src, transpose_dest: whether the shape of this one, of the other is reversed.
+            initialize_backend_comm: has no effect.
+
+        Returns:
+            P_send, P_recv: each is inactive where the worker has no such team.
+
+        Raises:
+            WeftError: the grids do not match.
+        """
+        grids = paired(self, P_dest, transpose_src, transpose_dest)
+        return self._teams(*grids, self.grid.union(P_dest.grid))
+
+    def create_reduction_partition_to(
+        self,
+        P_dest: MPIPartition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        initialize_backend_comm: bool = False,
+    ) -> tuple[MPIPartition, MPIPartition]:
+        """The same for a sum from this grid to another, whose workers come first in their teams."""
+        grids = paired(P_dest, self, transpose_dest, transpose_src)
+        return self._teams(*grids, self.grid.union(P_dest.grid))[::-1]
+
+    def _teams(
+        self, small: Partition, large: Partition, union: Partition
+    ) -> tuple[MPIPartition, MPIPartition]:
+        """This worker's team as one of the small grid, and as one of the large grid."""
+        layer, me, place = nn.Broadcast(small, large), union.rank, union.ranks.index
+        moves = layer.plan(()).moves if union.active else ()
+        first = {move.destination: move.source for move in moves}
+        found = []
+        for root in (me if me in small.ranks else None, first.get(me)):
+            team = self._made(MPIPartition, union)
+            if root is None:
+                team.deactivate()
+            else:
+                others = {move.destination for move in moves if move.source == root} - {root}
+                numbers = [place(root), *sorted(map(place, others))]
+                team = self._made(MPIPartition, union.subset(numbers))
+            found.append(team)
+        return found[0], found[1]
+
 
 class MPICartesianPartition(MPIPartition):
     """A team of workers in a grid; made by `create_cartesian_topology_partition`.
@@ -392,6 +331,38 @@ class MPICartesianPartition(MPIPartition):
         return self._made(MPICartesianPartition, self.grid.keep(axes).reshape(shape))
 
 
-def _array(x: torch.Tensor) -> NDArray[Any]:
-    found: NDArray[Any] = x.numpy()
-    return found
+def paired(
+    small: MPIPartition, large: MPIPartition, transpose_small: bool, transpose_large: bool
+) -> tuple[Partition, Partition]:
+    """Two grids such that those of `weft` broadcast as DistDL's do.
+
+    A transposed grid has its shape reversed. As in DistDL, the cells of the two grids are matched
+    by their number along the dimensions whose extents agree, which is counted in row-major order,
+    but in a transposed grid in column-major order. That is its row-major order before it was
+    transposed: where several such dimensions are cut, ranks are matched in the order they stand in,
+    not at mirrored places.
+    """
+    shapes = [
+        grid.shape[::-1] if turned else grid.shape
+        for grid, turned in ((small.grid, transpose_small), (large.grid, transpose_large))
+    ]
+    agree = [
+        dim
+        for dim, (a, b) in enumerate(zip(shapes[0][::-1], shapes[1][::-1], strict=False))
+        if a == b
+    ]  # counted from the last, since the smaller grid is padded on the left
+    return (
+        _turned(small.grid, agree) if transpose_small else small.grid,
+        _turned(large.grid, agree) if transpose_large else large.grid,
+    )
+
+
+def _turned(grid: Partition, agree: Sequence[int]) -> Partition:
+    """A grid transposed, with its cells numbered as above; `agree` counts from the last."""
+    cells = np.arange(grid.size).reshape(grid.shape).transpose()
+    dims = sorted(grid.dim - 1 - dim for dim in agree)
+    first = tuple(range(len(dims)))
+    front = np.moveaxis(cells, dims, first)
+    by_column = front.transpose(*first[::-1], *range(len(dims), grid.dim)).reshape(front.shape)
+    turned = np.moveaxis(by_column, first, dims)
+    return grid.subset(turned.ravel().tolist()).reshape(cells.shape)

@@ -93,14 +93,31 @@ def compute_partition_intersection(
         >>> compute_partition_intersection([2], [1], [3], [1], [6])
         (slice(0, 1, None),)
     """
-    start = compute_start_index(P_x_r_shape, P_x_r_index, x_shape)
-    low, high, shape = compute_intersection(
-        start,
+    return compute_subtensor_intersection_slice(
+        compute_start_index(P_x_r_shape, P_x_r_index, x_shape),
         compute_stop_index(P_x_r_shape, P_x_r_index, x_shape),
         compute_start_index(P_x_s_shape, P_x_s_index, x_shape),
         compute_stop_index(P_x_s_shape, P_x_s_index, x_shape),
     )
-    return assemble_slices(low - start, high - start) if shape.all() else None
+
+
+def compute_subtensor_intersection_slice(
+    x_start_index: ArrayLike,
+    x_stop_index: ArrayLike,
+    y_start_index: ArrayLike,
+    y_stop_index: ArrayLike,
+) -> tuple[slice, ...] | None:
+    """What two regions have in common, seen from the first; None if nothing.
+
+    Example:
+        >>> compute_subtensor_intersection_slice([2, 0], [5, 3], [4, 1], [9, 2])
+        (slice(2, 3, None), slice(1, 2, None))
+    """
+    start, stop, shape = compute_intersection(
+        x_start_index, x_stop_index, y_start_index, y_stop_index
+    )
+    origin = integers(x_start_index)
+    return assemble_slices(start - origin, stop - origin) if shape.all() else None
 
 
 def compute_nd_slice_shape(slices: Sequence[slice]) -> tuple[int, ...]:
@@ -142,6 +159,26 @@ def assemble_index_filter(
         ((None, 3, None), (4, None, 2))
     """
     return tuple(at if (dim in dims) != invert else None for dim, at in enumerate(index))
+
+
+def get_rearrange_ordering(num_dims: int, axis: int) -> tuple[str, str]:
+    """What einops.rearrange needs to merge a dimension of workers, the first, into another.
+
+    Args:
+        num_dims: dimensions without that of the workers.
+        axis: the one that they go into, as the slower index.
+
+    Returns:
+        The order before and after.
+
+    Example:
+        >>> get_rearrange_ordering(3, 1)
+        ('p a b c', 'a (p b) c')
+    """
+    names = [chr(ord("a") + dim) for dim in range(num_dims)]
+    before = " ".join(["p", *names])
+    names[axis] = f"(p {names[axis]})"
+    return before, " ".join(names)
 
 
 def worker_layout(shape: ArrayLike) -> Integers:

@@ -13,12 +13,8 @@ from numpy.typing import ArrayLike
 
 from ..arguments import Integers, integers
 from .partition import MPIPartition
-from .slicing import (
-    assemble_slices,
-    compute_intersection,
-    compute_subshape,
-    range_index,
-)
+from .slicing import compute_subshape, range_index
+from .slicing import compute_subtensor_intersection_slice as compute_subtensor_intersection_slice
 
 
 def compute_subtensor_shapes_balanced(
@@ -83,22 +79,3 @@ def compute_subtensor_start_indices(shapes: Integers) -> Integers:
         [[0], [2], [3]]
     """
     return compute_subtensor_stop_indices(shapes) - shapes
-
-
-def compute_subtensor_intersection_slice(
-    x_start_index: ArrayLike,
-    x_stop_index: ArrayLike,
-    y_start_index: ArrayLike,
-    y_stop_index: ArrayLike,
-) -> tuple[slice, ...] | None:
-    """What two regions have in common, seen from the first; None if nothing.
-
-    Example:
-        >>> compute_subtensor_intersection_slice([2, 0], [5, 3], [4, 1], [9, 2])
-        (slice(2, 3, None), slice(1, 2, None))
-    """
-    start, stop, shape = compute_intersection(
-        x_start_index, x_stop_index, y_start_index, y_stop_index
-    )
-    origin = integers(x_start_index)
-    return assemble_slices(start - origin, stop - origin) if shape.all() else None

@@ -20,6 +20,7 @@ from weft import WeftError
 from ..arguments import integer
 from .buffers import seen
 
+MODES = ("regular", "disable", "keep_precision")
 _LONGEST = 128  # bytes of a match_id: it travels with every call
 _log = logging.getLogger("weft")
 
@@ -140,6 +141,19 @@ def check_functions(given: Mapping[str, object]) -> None:
     for name, function in given.items():
         if function is not None and not callable(function):
             raise WeftError(f"{name} is a {type(function).__name__}: pass a function, or None")
+
+
+def check_results(name: str, mode: object, callbacks: Mapping[str, object]) -> None:
+    """Raise if the attributes `name` have not one callback for the result, or no such mode."""
+    if mode not in MODES:
+        raise WeftError(f"coalesce_mode is {mode!r}: use one of {', '.join(MODES)}")
+    there = {each: function for each, function in callbacks.items() if function is not None}
+    if len(there) != 1:
+        how, last = "both {} and" if there else "neither {} nor", list(callbacks)
+        raise WeftError(
+            f"{name} has {how.format(last[0])} {last[1]}: results go to one of them, so set one"
+        )
+    check_functions(there)
 
 
 def check_status(status: object, name: str) -> None:

@@ -17,28 +17,48 @@ from torch import Tensor
 from weft import WeftError
 
 from . import attributes as common
-from .attributes import FnContext, Status, check_status
-from .operation import Operation, checked, described, start
+from .attributes import FnContext, Status, check_results, check_status
+from .operation import Operation, allocated, checked, described, start
 from .progress import Event
 
 __all__ = ["Attributes", "FnContext", "Status", "sparse_allreduce"]
 
+_NOT_GIVEN = object()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes(common.Attributes):
-    """Collective call attributes: those of every call, and the two of this one.
+    """Collective call attributes: those of every call, and those of this one.
+
+    One callback must be set, and not both: the call checks that. Either runs on a thread of weft's,
+    before `wait()` returns, and must not call weft on the same group.
 
     Attributes:
         sparse_allreduce_completion_fn: `(indices_buf, indices_count, indices_dtype, values_buf,
-            values_count, values_dtype, fn_ctx, user_ctx) -> status`; must be set. The buffers are
-            1-D tensors on the device of the values that were sent. They are for the time of the
-            callback; keep or copy what is needed. It runs on a thread of weft's, before `wait()`
-            returns, and must not call weft on the same group.
+            values_count, values_dtype, fn_ctx, user_ctx) -> status`. The buffers are 1-D tensors on
+            the device of the values that were sent. They are for the time of the callback; keep or
+            copy what is needed.
         sparse_allreduce_completion_ctx: anything; handed on as `user_ctx`.
+        sparse_allreduce_alloc_fn: of beta07: `(indices_count, indices_dtype, values_count,
+            values_dtype, fn_ctx) -> (indices_buf, values_buf)`: is told the size of the result,
+            returns two buffers to write it to.
+        sparse_allreduce_fn_ctx: of beta07: anything, also None; handed on to either callback. If it
+            is given, a completion callback takes it in place of `fn_ctx` and `user_ctx`.
+        sparse_coalesce_mode: of beta07: as `coalesce_mode` of the third generation.
     """
 
     sparse_allreduce_completion_fn: Callable[..., Any] | None = None
     sparse_allreduce_completion_ctx: Any = None
+    sparse_allreduce_alloc_fn: Callable[..., Any] | None = None
+    sparse_allreduce_fn_ctx: Any = _NOT_GIVEN
+    sparse_coalesce_mode: str = "regular"
+
+    @property
+    def contexts(self) -> tuple[Any, ...]:
+        """What a completion callback is told last; an allocation the first of it."""
+        if self.sparse_allreduce_fn_ctx is _NOT_GIVEN:
+            return self.context, self.sparse_allreduce_completion_ctx
+        return (self.sparse_allreduce_fn_ctx,)
 
 
 def sparse_allreduce(
@@ -107,23 +127,23 @@ def sparse_allreduce(
         if not isinstance(attributes, Attributes):
             what = "None" if attributes is None else f"a {type(attributes).__name__}"
             raise WeftError(f"attributes is {what}: pass callback.Attributes with a completion_fn")
-        complete, ctx = (
-            attributes.sparse_allreduce_completion_fn,
-            attributes.sparse_allreduce_completion_ctx,
-        )
-        if not callable(complete):
-            what = "not set" if complete is None else f"a {type(complete).__name__}"
-            raise WeftError(f"sparse_allreduce_completion_fn is {what}: results go to it alone")
+        names = "sparse_allreduce_completion_fn", "sparse_allreduce_alloc_fn"
+        callbacks = {name: getattr(attributes, name) for name in names}
+        check_results("attributes", attributes.sparse_coalesce_mode, callbacks)
+        complete, allocate = callbacks.values()
 
         def finish(indices: Tensor, values: Tensor) -> None:
-            status = complete(*described(indices, values), attributes.context, ctx)
-            check_status(status, "sparse_allreduce_completion_fn")
+            if complete is not None:
+                status = complete(*described(indices, values), *attributes.contexts)
+                check_status(status, names[0])
 
         sent = checked(
             *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
-        return Operation(sent, reduction, finish, attributes)
+        place = allocated(allocate, sent, attributes.contexts[0])
+        mode = attributes.sparse_coalesce_mode
+        return Operation(sent, reduction, finish, attributes, place, mode)
 
     return Event(start(comm, prepare))

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from weft import WeftError
 
-from .attributes import check_functions
-from .buffers import distinct, dtype_in, seen
+from .attributes import check_results
+from .buffers import dtype_in
 from .communicator import Communicator, Kvs, create_communicator, create_kvs, create_main_kvs
-from .operation import MODES, Operation, Result, checked, described, start
+from .operation import Operation, allocated, checked, described, start
 from .overloads import overloaded
 from .progress import Event, compose
 
@@ -61,16 +61,8 @@ class SparseAllreduceAttr:
 
     def check(self) -> None:
         """Refuse what cannot be."""
-        if self.coalesce_mode not in MODES:
-            raise WeftError(
-                f"coalesce_mode is {self.coalesce_mode!r}: use one of {', '.join(MODES)}"
-            )
         callbacks = {"completion_fn": self.completion_fn, "alloc_fn": self.alloc_fn}
-        there = {name: each for name, each in callbacks.items() if each is not None}
-        if len(there) != 1:
-            how = "both completion_fn and" if there else "neither completion_fn nor"
-            raise WeftError(f"attr has {how} alloc_fn: results go to one of them, so set one")
-        check_functions(there)
+        check_results("attr", self.coalesce_mode, callbacks)
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
@@ -157,28 +149,16 @@ def sparse_allreduce(
         )
         awaited = [(f"deps[{number}]", event) for number, event in enumerate(deps)]
         awaited += [] if stream is None else [("stream", stream)]
-        complete, allocate = attr.completion_fn, attr.alloc_fn
 
         def finish(idx: Tensor, val: Tensor) -> None:
-            if complete is not None:
-                complete(*described(idx, val), attr.fn_ctx)
-
-        def place(idx_count: int, val_count: int) -> Result:
-            assert allocate is not None
-            dtypes = sent[0].dtype, sent[1].dtype
-            made = allocate(idx_count, dtypes[0], val_count, dtypes[1], attr.fn_ctx)
-            if not isinstance(made, tuple | list) or len(made) != 2:
-                raise WeftError(f"alloc_fn returned a {type(made).__name__}, not two buffers")
-            idx = seen(made[0], idx_count, dtypes[0], "alloc_fn's idx_buf", write=True)
-            val = seen(made[1], val_count, dtypes[1], "alloc_fn's val_buf", write=True)
-            distinct({"alloc_fn's idx_buf": idx, "its val_buf": val})
-            return idx, val
+            if attr.completion_fn is not None:
+                attr.completion_fn(*described(idx, val), attr.fn_ctx)
 
         return Operation(
             sent,
             rtype,
             finish,
-            place=None if allocate is None else place,
+            place=allocated(attr.alloc_fn, sent, attr.fn_ctx),
             mode=attr.coalesce_mode,
             after=awaited,
         )

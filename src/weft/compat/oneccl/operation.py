@@ -10,6 +10,9 @@ would not tell them apart, in one small exchange more.
 uint64 indices from 2^63 on have no place among weft's int64 from 0 up. Their rows are reduced in a
 call of their own, their indices less 2^63; the result comes behind that of the rows below, in the
 order of unsigned numbers.
+
+uint64 values are int64's bits, which sum and multiply alike; where order counts, in a minimum or a
+maximum, their top bit is flipped.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import weft
@@ -30,14 +34,13 @@ from weft.wire.base import Work
 
 from ..arguments import tell, wire_of
 from .attributes import Attributes
-from .buffers import counted, dtype_of, index_dtype_of, seen, widened
+from .buffers import counted, distinct, dtype_of, index_dtype_of, seen, widened
 from .communicator import Communicator
 from .progress import await_all
 
 _PLAIN = Attributes()
 _SOONER = 0.75  # of the group's timeout: who waits longer than that cannot tell the others in time
 _HALF = torch.iinfo(torch.int64)
-MODES = ("regular", "disable", "keep_precision")
 
 Result = tuple[Tensor, Tensor]
 """Indices and values, 1-D, of the caller's dtypes."""
@@ -62,7 +65,7 @@ class Operation:
         finish: what becomes of the result.
         attributes: as in the document.
         place: where the caller wants the result; None: in memory of weft's.
-        mode: one of `MODES`. weft adds half precision in float32 in any of them, so
+        mode: one of `attributes.MODES`. weft adds half precision in float32 in any of them, so
             "keep_precision" is "regular"; "disable" reduces nothing: the rows of all ranks, one
             after the other.
         after: what is waited for before the buffers are read, each with its name.
@@ -76,12 +79,39 @@ class Operation:
     mode: str = "regular"
     after: Sequence[tuple[str, Any]] = ()
 
+    @property
+    def unsigned(self) -> bool:
+        """Whether values are uint64, and weft sees them as int64."""
+        return self.sent[1].dtype == torch.uint64
+
+    @property
+    def flip(self) -> int:
+        """The bit of such values that makes their order that of int64, where it counts."""
+        ordering = "min", "max", dist.ReduceOp.MIN, dist.ReduceOp.MAX
+        return _HALF.min if any(self.reduction == each for each in ordering) else 0
+
+    def op(self) -> Any:
+        """The reduction as weft takes it."""
+        op = self.attributes.op(self.reduction)
+        named = isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType)  # which can be called, too
+        if not self.unsigned or named or not callable(op):
+            return op
+
+        @functools.wraps(op)  # ranks compare their reductions by name
+        def combine(left: Tensor, right: Tensor) -> Tensor:
+            made: Tensor = op(left.view(torch.uint64), right.view(torch.uint64))
+            return made.view(torch.int64)
+
+        return combine
+
     def rows(self, seconds: float, after: Sequence[tuple[str, Any]]) -> Rows:
         """What is reduced, once that may be read: waits for so long."""
         await_all(after, seconds)
         indices, values = self.sent[0], self.attributes.before(self.sent[1])
+        if self.unsigned:
+            values = values.view(torch.int64) ^ self.flip
         wide, dtype = widened(indices.dtype), indices.dtype
-        indices = indices.view(wide) if dtype == torch.uint64 else indices.to(wide)
+        indices = _signed(indices) if dtype == torch.uint64 else indices.to(wide)
         return indices, values.view(len(indices), -1) if len(indices) else values
 
 
@@ -109,6 +139,30 @@ def described(indices: Tensor, values: Tensor) -> tuple[Any, ...]:
     return indices, indices.numel(), indices.dtype, values, values.numel(), values.dtype
 
 
+def allocated(allocate: Callable[..., Any] | None, sent: Result, ctx: Any) -> Place | None:
+    """The place that an allocation callback gives, checked; None if there is no callback.
+
+    Args:
+        allocate: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`.
+        sent: what this rank sends.
+        ctx: handed on.
+    """
+    if allocate is None:
+        return None
+    index, value = (each.dtype for each in sent)
+
+    def place(idx_count: int, val_count: int) -> Result:
+        made = allocate(idx_count, index, val_count, value, ctx)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise WeftError(f"alloc_fn returned a {type(made).__name__}, not two buffers")
+        idx = seen(made[0], idx_count, index, "alloc_fn's idx_buf", write=True)
+        val = seen(made[1], val_count, value, "alloc_fn's val_buf", write=True)
+        distinct({"alloc_fn's idx_buf": idx, "its val_buf": val})
+        return idx, val
+
+    return place
+
+
 def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
     """Start an operation among the ranks of `comm`; what `prepare` finds wrong is told to all.
 
@@ -121,9 +175,10 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
     try:
         operation = prepare()
         operation.attributes.check()
-        reduction = operation.attributes.op(operation.reduction)
+        if operation.unsigned and operation.attributes.prologue_fn is not None:
+            raise WeftError("prologue_fn takes no values of torch.uint64: pass them as torch.int64")
         reduce = functools.partial(
-            weft.sparse_all_reduce, op=reduction, group=wire, algorithm=selected()
+            weft.sparse_all_reduce, op=operation.op(), group=wire, algorithm=selected()
         )
         after, device = list(operation.after), operation.sent[1].device
         if device.type != "cpu":  # what is queued so far may write what is sent
@@ -157,10 +212,12 @@ def _run(
         result = reduce(rows, out=out)
 
     def hand_out() -> tuple[Result, Callable[[], None] | None]:
-        indices, values = memory.fill(result, index)
-        values = operation.attributes.after(values, value)
-        await_device(indices, values)
-        return (indices, values), operation.finish(indices, values)
+        values = result[1].view(-1)
+        if operation.unsigned:
+            values = values.bitwise_xor_(operation.flip).view(value)
+        made = memory.fill((result[0], operation.attributes.after(values, value)), index)
+        await_device(*made)
+        return made, operation.finish(*made)
 
     made, write = weft.attempt(hand_out, wire, name="the end of sparse_allreduce")
     if write is not None:
@@ -171,9 +228,11 @@ def _run(
 def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
     """The rows, on all ranks or on none, if all name the call and its indices alike."""
     index, name = operation.sent[0].dtype, operation.attributes.match_id
-    if name or index != widened(index):
+    if name or index != widened(index) or operation.unsigned:
         named = f" with match_id={name!r}" if name else ""
-        return weft.attempt(rows, wire, name=f"sparse_allreduce of {index} indices{named}")
+        unsigned = " of torch.uint64 values" if operation.unsigned else ""
+        what = f"sparse_allreduce{unsigned} of {index} indices{named}"
+        return weft.attempt(rows, wire, name=what)
     try:
         return rows()
     except Exception as error:
@@ -194,25 +253,32 @@ class _Memory:
         self._taken: Result | None = None
 
     def allocate(self, count: int, row_shape: tuple[int, ...], dtypes: Any) -> Rows:
-        """The caller's memory for weft to write to; indices apart where theirs are narrower."""
+        """The caller's memory for weft to write to; other where it is reduced in another dtype."""
         assert self._place is not None
-        indices, values = self._taken = self._place(count, count * math.prod(row_shape))
-        if indices.dtype == torch.uint64:
-            indices = indices.view(torch.int64)
-        if indices.dtype != dtypes[0]:
-            indices = torch.empty(count, dtype=dtypes[0], device=indices.device)
+        self._taken = self._place(count, count * math.prod(row_shape))
+        indices, values = (
+            _signed(each)
+            if _signed(each).dtype == dtype
+            else torch.empty(each.shape, dtype=dtype, device=each.device)
+            for each, dtype in zip(self._taken, dtypes, strict=True)
+        )
         return indices, values.view(count, *row_shape)
 
-    def fill(self, result: Rows, index: torch.dtype) -> Result:
+    def fill(self, result: Result, index: torch.dtype) -> Result:
         """The result as the caller's dtypes, in the caller's memory if there is a place."""
         indices = result[0].view(index) if index == torch.uint64 else result[0].to(index)
-        made = indices, result[1].view(-1)
+        made = indices, result[1]
         if self._taken is None:
             return made
         for taken, part in zip(self._taken, made, strict=True):
             if taken.data_ptr() != part.data_ptr():
                 taken.copy_(part)
         return self._taken
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """Memory as weft writes to it: that of uint64 as int64."""
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
 def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:

@@ -24,7 +24,9 @@ import weft
 from weft import WeftError, Wire
 from weft.bootstrap import init_as, look_ahead, publish
 
-from ..arguments import integer, tell, unfit, wire_of
+from ..arguments import default, integer, tell, unfit, wire_of
+from .tasks import CommThread as CommThread  # SAR has them here
+from .tasks import comm_thread as comm_thread
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -202,11 +204,7 @@ def initialize_comms(
 
 def is_initialized() -> bool:
     """Whether there is a group, from `initialize_comms` or from `weft.init`."""
-    try:
-        wire_of()
-    except WeftError:
-        return False
-    return True
+    return default() is not None
 
 
 def rank() -> int:
@@ -257,9 +255,12 @@ class Config:
         max_collective_size: elements that a rank sends and receives together, at most, in one round
             of `all_to_all`, give or take one of each tensor; 0: all in one round. Where ranks
             differ the smallest counts.
+        disable_sr, pipeline_depth: of SAR's graph classes, which are not here; have no effect.
     """
 
     max_collective_size: ClassVar[int] = 0
+    disable_sr: ClassVar[bool] = False
+    pipeline_depth: ClassVar[int] = 1
 
 
 def _check(name: str, place: Any, source: int, came: Tensor) -> None:
@@ -311,6 +312,23 @@ def all_to_all(
         >>> run(2, program)
         [[[0], [10]], [[1, 1], [11, 11]]]
     """
+    _exchange(recv_tensors, send_tensors, Config.max_collective_size)
+
+
+def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
+    """`all_to_all`, which goes in rounds by itself: see `Config.max_collective_size`."""
+    all_to_all(recv_tensors, send_tensors)
+
+
+def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
+    """`all_to_all` in one round, whatever `Config` says; on every backend."""
+    _exchange(recv_tensors, send_tensors, 0)
+
+
+def _exchange(
+    recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor], largest: object
+) -> None:
+    """Fill tensors with what each rank sent here, in rounds of so many elements."""
 
     def check(came: list[Tensor]) -> None:
         if not isinstance(recv_tensors, list | tuple) or len(recv_tensors) != len(came):
@@ -320,13 +338,8 @@ def all_to_all(
         for source, (place, tensor) in enumerate(zip(recv_tensors, came, strict=True)):
             _check(f"recv_tensors[{source}]", place, source, tensor)
 
-    for place, tensor in zip(recv_tensors, _sent(send_tensors, check), strict=True):
+    for place, tensor in zip(recv_tensors, _sent(send_tensors, check, largest), strict=True):
         _fill(place, tensor)
-
-
-def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """`all_to_all`, which goes in rounds by itself: see `Config.max_collective_size`."""
-    all_to_all(recv_tensors, send_tensors)
 
 
 def exchange_single_tensor(
@@ -348,7 +361,10 @@ def exchange_single_tensor(
         tell(WeftError(f"send_tensor is a {type(send_tensor).__name__}: pass a tensor"))
     send = [torch.empty(0, dtype=send_tensor.dtype, device=send_tensor.device)] * world_size()
     send[to] = send_tensor
-    came = _sent(send, lambda came: _check("recv_tensor", recv_tensor, source, came[source]))
+    largest = Config.max_collective_size
+    came = _sent(
+        send, lambda came: _check("recv_tensor", recv_tensor, source, came[source]), largest
+    )
     _fill(recv_tensor, came[source])
 
 
@@ -399,18 +415,19 @@ def exchange_tensors(
         if expected != lengths:
             raise WeftError(f"recv_sizes is {expected}, and the ranks send {lengths}: leave it out")
 
-    return _sent(tensors, check)
+    return _sent(tensors, check, Config.max_collective_size)
 
 
-def _sent(tensors: Sequence[Tensor], check: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """What came, once no rank's `check` has anything against what came there."""
-    given = Config.max_collective_size
-    most = None if isinstance(given, bool) else integer(given)
+def _sent(
+    tensors: Sequence[Tensor], check: Callable[[list[Tensor]], None], largest: object
+) -> list[Tensor]:
+    """What came, in rounds, once no rank's `check` has anything against what came there."""
+    most = None if isinstance(largest, bool) else integer(largest)
     if most is None or most < 0:
         tell(
             WeftError(
-                f"Config.max_collective_size is {given!r}: set a number of elements, or 0 for all "
-                "in one round"
+                f"Config.max_collective_size is {largest!r}: set a number of elements, or 0 for "
+                "all in one round"
             )
         )
     first = tensors[0] if isinstance(tensors, list | tuple) and tensors else None

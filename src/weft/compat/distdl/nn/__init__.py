@@ -4,24 +4,15 @@ Each is a torch.nn.Module that takes this worker's tensor, or one without elemen
 part, and returns new memory. Gradients, shapes and errors are those of `weft.nn`.
 """
 
-from torch.nn import Module  # DistDL's own sets things up before a call, which is not needed here
-
-from . import mixins
-from .halo import HaloExchange
-from .layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, Repartition, SumReduce
+from . import mixins as mixins
+from .halo import HaloExchange as HaloExchange
+from .layers import AllGather as AllGather
+from .layers import AllSumReduce as AllSumReduce
+from .layers import Broadcast as Broadcast
+from .layers import ReduceScatter as ReduceScatter
+from .layers import Repartition as Repartition
+from .layers import SumReduce as SumReduce
+from .module import Module as Module
 
 DistributedTranspose = Repartition
 """The older name."""
-
-__all__ = [
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "DistributedTranspose",
-    "HaloExchange",
-    "Module",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-    "mixins",
-]

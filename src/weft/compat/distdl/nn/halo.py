@@ -16,11 +16,12 @@ from torch import Tensor
 from weft import WeftError, nn
 
 from ..partition import MPICartesianPartition
+from .module import Module
 
 _UNKNOWN, _WRONG = -1, -2  # in place of a width
 
 
-class HaloExchange(nn.HaloExchange):
+class HaloExchange(Module, nn.HaloExchange):
     """Fills the margins of each worker's tensor with what its neighbours have next to it.
 
     Collective among the workers of the grid, also when it is made: they tell each other the widths.

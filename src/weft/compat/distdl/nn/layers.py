@@ -7,7 +7,7 @@ scale, results without elements that keep the size of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,10 +15,19 @@ from torch import Tensor
 
 from weft import Partition, WeftError, nn
 
-from ..partition import MPIPartition
+from ..partition import MPIPartition, paired
+from .module import Module
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+Overlap = tuple[tuple[slice, ...] | None, tuple[int, ...] | None, int | str | None]
+"""Slices of a worker's own tensor, their shape, and who has them on the other side."""
+
+NOTHING: Overlap = (None, None, None)
 
 
-class _Layer(nn.Layer):
+class _Layer(Module, nn.Layer):
     """What DistDL's layers do with a result.
 
     Attributes:
@@ -32,9 +41,6 @@ class _Layer(nn.Layer):
     preserve_batch = False
     scale_backward: Any = None
     _by: Any = None
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
 
     def _scale(self, P_x: MPIPartition, scale: Any) -> None:
         """Have gradients divided: by a number, or by the number of cells along a slice."""
@@ -187,10 +193,19 @@ class Repartition(_Layer, nn.Repartition):
     """Moves a tensor from one grid to another, on which it is cut evenly.
 
     Args:
-        P_x, P_y: the grids. If they are the same, the result is a copy, cut as the input is.
+        P_x, P_y: the grids, of the same number of dimensions; the same one evens its parts out.
         preserve_batch: as of Broadcast.
         buffer_manager: has no effect.
         shape: of the tensor that is cut, if it is cut evenly: torch.compile needs it.
+
+    Attributes:
+        P_x_to_y_overlaps: of the last call, for each worker of `P_y` what went there: slices of
+            this worker's tensor, their shape, and "self" or the worker's place in the union of
+            `P_x` and `P_y`; three None if nothing went.
+        P_y_to_x_overlaps: for each worker of `P_x` what came from there: slices of the result.
+
+    Raises:
+        WeftError: the grids have different numbers of dimensions.
     """
 
     def __init__(
@@ -202,13 +217,34 @@ class Repartition(_Layer, nn.Repartition):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
+        if P_x.dim != P_y.dim:
+            raise WeftError(
+                f"Repartition: P_x has {P_x.dim} dimensions and P_y {P_y.dim}: make both of as "
+                "many, of extent 1 where nothing is cut"
+            )
         super().__init__(P_x.grid, P_y.grid, shape=shape)
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
 
-    def forward(self, input: Tensor) -> Tensor:
-        if _same(self.P_x, self.P_y):
-            return input.clone()
-        return super().forward(input)
+    @property
+    def P_x_to_y_overlaps(self) -> list[Overlap]:
+        plan = self.spec.latest
+        return [] if plan is None else self._overlaps(plan.T, self.spec.partitions[1])
+
+    @property
+    def P_y_to_x_overlaps(self) -> list[Overlap]:
+        plan = self.spec.latest
+        return [] if plan is None else self._overlaps(plan, self.spec.partitions[0])
+
+    def _overlaps(self, plan: Plan, others: Partition) -> list[Overlap]:
+        """For each of the others what this worker gets from it, by the plan."""
+        source, target = self.spec.partitions
+        me, union = source.rank, source.union(target).ranks
+        boxes = {peer: moves[0][1] for peer, moves in plan.local(me).sources.items()}
+        found: list[Overlap] = []
+        for rank in others.ranks if me in plan.want.shapes else ():
+            box, partner = boxes.get(rank), "self" if rank == me else union.index(rank)
+            found.append(NOTHING if box is None else (box.slices, box.shape, partner))
+        return found
 
 
 def _axes_of(
@@ -231,52 +267,9 @@ def _axes_of(
     return (others, given) if axes is None else (given, others)
 
 
-def paired(
-    small: MPIPartition, large: MPIPartition, transpose_small: bool, transpose_large: bool
-) -> tuple[Partition, Partition]:
-    """Two grids such that those of `weft` broadcast as DistDL's do.
-
-    A transposed grid has its shape reversed. As in DistDL, the cells of the two grids are matched
-    by their number along the dimensions whose extents agree, which is counted in row-major order,
-    but in a transposed grid in column-major order. That is its row-major order before it was
-    transposed: where several such dimensions are cut, ranks are matched in the order they stand in,
-    not at mirrored places.
-    """
-    shapes = [
-        grid.shape[::-1] if turned else grid.shape
-        for grid, turned in ((small.grid, transpose_small), (large.grid, transpose_large))
-    ]
-    agree = [
-        dim
-        for dim, (a, b) in enumerate(zip(shapes[0][::-1], shapes[1][::-1], strict=False))
-        if a == b
-    ]  # counted from the last, since the smaller grid is padded on the left
-    return (
-        _turned(small.grid, agree) if transpose_small else small.grid,
-        _turned(large.grid, agree) if transpose_large else large.grid,
-    )
-
-
-def _turned(grid: Partition, agree: Sequence[int]) -> Partition:
-    """A grid transposed, with its cells numbered as above; `agree` counts from the last."""
-    cells = np.arange(grid.size).reshape(grid.shape).transpose()
-    dims = sorted(grid.dim - 1 - dim for dim in agree)
-    first = tuple(range(len(dims)))
-    front = np.moveaxis(cells, dims, first)
-    by_column = front.transpose(*first[::-1], *range(len(dims), grid.dim)).reshape(front.shape)
-    turned = np.moveaxis(by_column, first, dims)
-    return grid.subset(turned.ravel().tolist()).reshape(cells.shape)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
     return P_x.active and not P_y.active
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _same(P_x: MPIPartition, P_y: MPIPartition) -> bool:
-    """Whether two grids are the same, on workers that are not in them, too."""
-    return P_x._grid == P_y._grid
 
 
 def _scaled(y: Tensor, by: Any) -> Tensor:

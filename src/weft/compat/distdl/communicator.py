@@ -1,0 +1,242 @@
+"""The communicators that scripts make their first partition of, with or without mpi4py.
+
+`MPI` stands for mpi4py's module of that name, and `Communicator` for its communicators, with the
+few methods that scripts call; over weft, so neither MPI nor mpi4py is needed. A communicator of
+mpi4py's own serves, too: `line_of` finds the ranks that its processes are.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import weft
+from weft import Partition, WeftError, Wire, nn
+from weft.bootstrap import connect_store, host_store, join
+
+from ..arguments import default, wire_of
+
+PROC_NULL = -1
+"""The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
+"""
+
+Op = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """The workers of a partition, for a script that speaks to them as MPI does.
+
+    Buffers are NumPy arrays or tensors of the host; of a list such as `[array, MPI.DOUBLE]` the
+    first counts. A wait lasts at most the group's timeout.
+
+    Attributes:
+        line: the workers, in order; None: all ranks of the default group, once it is there.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     half, found = MPI.COMM_WORLD.Split(wire.rank % 2), np.zeros(1)
+        ...     half.Allreduce(np.array([float(wire.rank)]), found, op=MPI.SUM)
+        ...     return half.size, found.item()
+        >>> run(3, program)
+        [(2, 2.0), (1, 1.0), (2, 2.0)]
+    """
+
+    line: Partition | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among them; PROC_NULL if it is none of them."""
+        index = self._line.index
+        return PROC_NULL if index is None else index[0]
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self._line.size
+
+    def Get_rank(self) -> int:
+        """`rank`, as MPI spells it."""
+        return self.rank
+
+    def Get_size(self) -> int:
+        """`size`, as MPI spells it."""
+        return self.size
+
+    def Barrier(self) -> None:
+        """Wait until all of them are here.
+
+        Raises:
+            WireError: a worker failed, or did not come in time.
+        """
+        line = self._line
+        if line.active:
+            nn.AllSumReduce(line, 0)(torch.zeros((), device="cpu"))
+
+    def Split(self, color: int = 0, key: int = 0) -> Communicator:
+        """The workers that pass the same color, by their keys, then in their order."""
+        told = self.gathered(np.array([color, key], np.int64)).tolist()
+        chosen = [(at, place) for place, (each, at) in enumerate(told) if each == color]
+        return Communicator(self._line.subset([place for _, place in sorted(chosen)]))
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add) -> None:
+        """Reduce arrays of one shape, in rank order, into a buffer on every worker.
+
+        Args:
+            sendbuf, recvbuf: arrays of one shape; the same on all workers.
+            op: of `MPI` or of mpi4py's, or any function of two numbers.
+        """
+        _fill(recvbuf, self.reduced(_array(sendbuf), op))
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add, root: int = 0) -> None:
+        """The same, into the buffer of one worker; the others' may be None."""
+        found = self.reduced(_array(sendbuf), op)
+        if self.rank == root:
+            _fill(recvbuf, found)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """Fill all workers' buffers with what is in the root's."""
+        _fill(buf, self._moved(buf, root, range(self.size)))
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send an array to one worker; ends when that one receives it. Tags say nothing."""
+        self._moved(buf, self.rank, [dest])
+
+    def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
+        """Fill a buffer with what one worker sends."""
+        _fill(buf, self._moved(buf, source, [self.rank]))
+
+    def gathered(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Arrays of one shape of all workers, in their order; shape [size, ...]."""
+        found: NDArray[Any] = nn.AllGather(self._line, 0)(torch.from_numpy(array[None])).numpy()
+        return found
+
+    def reduced(self, array: NDArray[Any], op: Op) -> NDArray[Any]:
+        """The same, reduced in their order, in the arrays' dtype."""
+        each = op if isinstance(op, np.ufunc) else np.frompyfunc(op, 2, 1)
+        found: NDArray[Any] = functools.reduce(each, [*self.gathered(array)])
+        return found.astype(array.dtype)
+
+    def _moved(self, buf: Any, source: int, targets: Sequence[int]) -> NDArray[Any]:
+        """One worker's array, on others; what those pass is not read."""
+        line = self._line
+        there = self.rank == source
+        x = torch.from_numpy(_array(buf)) if there else nn.zero_volume_tensor()
+        found: NDArray[Any] = nn.Broadcast(line.subset([source]), line.subset(targets))(x).numpy()
+        return found
+
+    @property
+    def _line(self) -> Partition:
+        return self.line or line_of(None)
+
+
+class MPI:
+    """What scripts take from mpi4py's module of this name, without an MPI.
+
+    Attributes:
+        COMM_WORLD: all ranks of weft's default group, which is started if there is none.
+        PROC_NULL: the rank of nobody.
+        SUM, PROD, MIN, MAX: NumPy's functions.
+    """
+
+    COMM_WORLD = Communicator()
+    PROC_NULL = PROC_NULL
+    SUM, PROD, MIN, MAX = np.add, np.multiply, np.minimum, np.maximum
+
+    @staticmethod
+    def Wtime() -> float:
+        """Seconds since some moment in the past."""
+        return time.perf_counter()
+
+
+def _array(buf: Any) -> NDArray[Any]:
+    """A buffer as the array that shares its memory."""
+    return np.asarray(buf[0] if isinstance(buf, list | tuple) else buf)
+
+
+def _fill(buf: Any, found: NDArray[Any]) -> None:
+    place = _array(buf)
+    place[...] = found.reshape(place.shape)
+
+
+def line_of(comm: Any) -> Partition:
+    """The ranks of a communicator or a group, in order.
+
+    Args:
+        comm: None or `MPI.COMM_WORLD`: all ranks; a Communicator; whatever `group=` of weft's calls
+            takes; or a communicator of mpi4py, which is asked for its ranks: collective in it.
+
+    Raises:
+        WeftError: it is none of these, or mpi4py's COMM_NULL, or a communicator whose processes are
+            not weft's ranks.
+    """
+    if comm is None:
+        return Partition((default() or weft.init()).size)
+    if isinstance(comm, Communicator):
+        return comm.line or line_of(None)
+    if is_mpi(comm):
+        if not comm:  # as mpi4py's COMM_NULL is, which has nobody to ask
+            raise WeftError(
+                "MPI.COMM_NULL tells nothing of the workers of a partition: make it on all of "
+                "them, by create_partition_inclusive of MPIPartition()"
+            )
+        return _line_of_mpi(comm)
+    return Partition(wire_of(comm).size, group=comm)
+
+
+def is_mpi(comm: Any) -> bool:
+    """Whether this speaks as the communicators of mpi4py do."""
+    return hasattr(comm, "Get_rank") and hasattr(comm, "allgather")
+
+
+_TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
+_PROCESS = secrets.token_hex(8)  # tells this process from all others
+_met: dict[tuple[str, ...], Wire] = {}
+"""The wires of communicators, by their processes: a script makes many of the same ones."""
+
+
+def _line_of_mpi(comm: Any) -> Partition:
+    """The ranks that the processes of a communicator of mpi4py are; collective among them alone.
+
+    They are ranks of the default group if that is there on all of them. Else all processes of the
+    job start it, and fewer have a group of their own: the others need not come.
+    """
+    wire = default()
+    told = comm.allgather((_PROCESS, None if wire is None else wire.rank))
+    if any(rank is None for _, rank in told):
+        from mpi4py import MPI  # whose communicator this is
+
+        if len(told) < MPI.COMM_WORLD.Get_size():
+            processes = tuple(process for process, _ in told)
+            if processes not in _met:
+                _met[processes] = _meet(comm)
+            return Partition(len(told), group=_met[processes])
+        told = comm.allgather((_PROCESS, weft.init().rank))
+    ranks = [rank for _, rank in told]
+    if len(set(ranks)) < len(ranks):
+        raise WeftError(
+            f"the processes of this communicator are ranks {ranks} of weft's group: start both "
+            "by the same launcher, so that each process is one rank of either"
+        )
+    return Partition(len(ranks), ranks=ranks)
+
+
+def _meet(comm: Any) -> Wire:
+    """A wire between the processes of a communicator, which meet at a store of the first one's."""
+    store, where = None, None
+    if comm.Get_rank() == 0:
+        store, port = host_store()
+        where = store.host, port
+    host, port = comm.bcast(where, root=0)
+    if store is None:
+        store = connect_store(host, port, _TIMEOUT)
+    return join(store, comm.Get_rank(), comm.Get_size(), _TIMEOUT)
