@@ -186,6 +186,22 @@ def test_what_is_not_asked_for_yet_waits():
     run(2, late, on="processes")
 
 
+def more_than_a_socket_takes(wire):
+    """Frames that the socket does not take leave without another call of their sender's."""
+    count, mine = 12_000, wire.lease(70_000).tensor
+    for _ in range(count if wire.rank else 0):
+        wire.post([(0, mine)])
+    aside = wire.sub([0, 1])
+    for _ in range(0 if wire.rank else count):
+        wire.post((), [(1, mine)]).wait()
+    aside.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+    aside.close()
+
+
+def test_frames_leave_by_themselves():
+    run(2, more_than_a_socket_takes, on="processes")
+
+
 def same_to_all(wire):
     """A tensor that goes to several is copied once, and its copy makes room for the next."""
     wire.memory.drain()

@@ -27,7 +27,7 @@ from ..wire.base import Pending, peers
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
-from .stream import IndexLists, Inflow, Source, at_hand, merge_blocks, send_rows, wait_all
+from .stream import VALUES, IndexLists, Inflow, Source, at_hand, chunks, merge_blocks, wait_all
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -124,14 +124,14 @@ class ToOwners:
         sources = peers(call.wire) if owns[me] else []
         indices = rows.indices.to(call.wire_index)
         part = within(indices, bounds, highest)
-        self._values = [rows.values[each] for each in part]
+        values = rows.values
+        self._values = [values[each] for each in part]
         lists = {peer: indices[part[peer]] for peer in others}
         self._lists = IndexLists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
         step = call.chunk_rows
-        self._lead = {peer: step * -(-len(self._values[peer]) // (4 * step)) for peer in others}
+        self._lead = {peer: step * -(-self._values[peer].shape[0] // (4 * step)) for peer in others}
         self._sent: list[Pending] = []
-        for peer, lead in self._lead.items():
-            self._sent += send_rows(call, peer, self._values[peer][:lead])
+        self._send({peer: self._values[peer][:lead] for peer, lead in self._lead.items()})
         found = self._lists.wait() | {me: indices[part[me]]}
         self._runs = [found[rank] for rank in sorted(found)]
         self._inflows = {peer: Inflow(call, peer, found[peer].numel()) for peer in sources}
@@ -139,8 +139,11 @@ class ToOwners:
 
     def send_rest(self) -> None:
         """Send all values that are not under way yet."""
-        for peer, lead in self._lead.items():
-            self._sent += send_rows(self._call, peer, self._values[peer][lead:])
+        self._send({peer: self._values[peer][lead:] for peer, lead in self._lead.items()})
+
+    def _send(self, values: dict[int, Tensor]) -> None:
+        sends = [(peer, each) for peer in values for each in chunks(self._call, values[peer])]
+        self._sent.append(self._call.wire.post(sends, (), VALUES))
 
     def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that are owned here, in rank order: see `merge_blocks`."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,35 +75,47 @@ class Request:
         cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
     ) -> Request:
         """Check the arguments of a call, and sort the indices."""
-        return cls.unsorted(rows, op, algorithm, wire_dtype, out).sort()
+        return cls.asked(op, algorithm, wire_dtype).given(rows, out).sort()
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
-        return cls.unsorted(rows, _NO_OP, "auto", wire_dtype, out).look()
+        return cls.asked(_NO_OP, "auto", wire_dtype).given(rows, out).look()
 
     @classmethod
-    def unsorted(
-        cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
-    ) -> Request:
-        """Check the arguments of a call, all but the indices."""
+    def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
+        """Check what is asked for, whatever the rows."""
         request = cls()
-        with request._stating():
+        with request:
+            if op is not _NO_OP:
+                request.op = operation(op)
+                request.fields["op"] = request.op.name
+            request._take_algorithm(algorithm)
+            if error := wrong_wire_dtype(wire_dtype):
+                raise WeftError(error)
+            request.rounded = wire_dtype
+            said = "no wire_dtype" if wire_dtype is None else str(wire_dtype)
+            request.fields["wire dtype"] = said
+        return request
+
+    def given(self, rows: object, out: object) -> Request:
+        """The same call for rows that are given: check them, all but the indices."""
+        request = Request(op=self.op, algorithm=self.algorithm, rounded=self.rounded)
+        request.error = self.error
+        with request:
             given, request.restore = unwrapped(rows)
             request.rows = readable(given)
-            request.fields = _fields(request.rows)
-            if op is not _NO_OP:
-                request._take_op(op)
-            request._take_algorithm(algorithm)
-            request._take_wire_dtype(wire_dtype)
-            request.take_out(out)
+            request.fields = _fields(request.rows) | self.fields
+            request._take_dtype(request.rows.values.dtype)
+            if out is not None:
+                request.take_out(out)
         return request
 
     def sort(self) -> Request:
         """Find what is distinct among the indices, and check them, if that was not done before."""
         indices = self.rows.indices
         if self.error is None and indices.numel() and not self.distinct.indices.numel():
-            with self._stating():
+            with self:
                 self.distinct = kernels.distinct(indices)
                 found = self.distinct.indices
                 self._take_ends(int(found[0]), int(found[-1]))
@@ -112,9 +123,10 @@ class Request:
 
     def look(self) -> Request:
         """Find the largest index, and check them all, without sorting them."""
-        if self.error is None and len(self.rows):
-            with self._stating():
-                low, high = self.rows.indices.aminmax()
+        indices = self.rows.indices
+        if self.error is None and indices.numel():
+            with self:
+                low, high = indices.aminmax()
                 self._take_ends(int(low), int(high))
         return self
 
@@ -123,15 +135,16 @@ class Request:
         fields = self.fields | _fields(rows)
         return replace(self, rows=rows, distinct=_NONE, out=None, fields=fields).sort()
 
-    @contextmanager
-    def _stating(self) -> Iterator[None]:
-        """State what is found to be wrong within, instead of raising it."""
-        try:
-            yield
-        except Exception as error:  # raised here it would leave the others waiting
-            ours = isinstance(error, WeftError)
-            self.error = str(error) if ours else f"{type(error).__name__}: {error}"
-            self.dtype = self.rows.values.dtype
+    def __enter__(self) -> None:
+        """What is found to be wrong within is stated, and not raised."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        ours = isinstance(error, WeftError)  # raised here it would leave the others waiting
+        self.error = str(error) if ours else f"{type(error).__name__}: {error}"
+        self.dtype = self.rows.values.dtype
+        return True
 
     @property
     def wide(self) -> torch.dtype | None:
@@ -162,7 +175,7 @@ class Request:
             self.out = out
             return
         rows = self.rows
-        with self._stating():
+        with self:
             shape = tuple(rows.row_shape) if len(rows) else None
             self.out = checked(out, (rows.indices.dtype, rows.values.dtype), shape)
             # without rows the row shape is the others' to say, and must be this
@@ -182,12 +195,6 @@ class Request:
         if error := outside(low, high, self.rows.height):
             raise WeftError(error)
 
-    def _take_op(self, op: object) -> None:
-        self.op = operation(op)
-        if reason := self.op.refuses(self.rows.values.dtype):
-            raise WeftError(reason)
-        self.fields["op"] = self.op.name
-
     def _take_algorithm(self, name: object) -> None:
         chosen = os.environ.get("WEFT_ALGORITHM", "auto") if name == "auto" else name
         if chosen != "auto":
@@ -198,17 +205,15 @@ class Request:
             link.parse(said)  # raises here rather than when the link is needed
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
 
-    def _take_wire_dtype(self, dtype: Any) -> None:
-        own = self.rows.values.dtype
-        if error := wrong_wire_dtype(dtype):
-            raise WeftError(error)
-        if dtype is not None and not own.is_floating_point:
+    def _take_dtype(self, own: torch.dtype) -> None:
+        """Check the dtype of the values against what is asked for."""
+        if "op" in self.fields and (reason := self.op.refuses(own)):
+            raise WeftError(reason)
+        if self.rounded is not None and not own.is_floating_point:
             raise WeftError(
-                f"wire_dtype is {dtype}, which is for floating point, and the values are {own}: "
-                "leave it None"
+                f"wire_dtype is {self.rounded}, which is for floating point, and the values are "
+                f"{own}: leave it None"
             )
-        self.rounded, self.dtype = dtype, own
-        self.fields["wire dtype"] = "no wire_dtype" if dtype is None else str(dtype)
         self.dtype = self.travelling(own)
 
 
@@ -287,9 +292,9 @@ def readable(given: Rows) -> Rows:
         raise WeftError("indices or values are quantized: pass them dequantized")
     if indices.device != values.device:
         raise WeftError(f"indices are on {indices.device}, values on {values.device}")
-    if values.requires_grad or values.device.type != "cpu" or not is_plain(values):
-        values = values.detach().cpu().resolve_conj().resolve_neg()
-    return Rows(indices.cpu(), values, given.height)
+    if values.device.type == "cpu" and not values.requires_grad and is_plain(values):
+        return given
+    return Rows(indices.cpu(), values.detach().cpu().resolve_conj().resolve_neg(), given.height)
 
 
 def wrong_wire_dtype(dtype: object) -> str | None:

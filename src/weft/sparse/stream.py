@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +48,6 @@ Spans = Mapping[int, tuple[int, int]]
 """By rank, the first index of a range, and the one behind its last."""
 
 _ANYWHERE: Spans = {}
-_Queue = deque[tuple[int, Tensor, Pending]]  # whose rows they are, and where they come to
 _SLOTS = 8  # chunks that an inflow is ahead at the most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank are ahead, unless two chunks each are more
 
@@ -86,36 +85,34 @@ class IndexLists:
         self._places, self._spans = call.load.places, spans
         self._most = call.load.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
-        packed: dict[int, Tensor] = {}  # by the list's address: the same list to all, packed once
+        # by the list's address: the same list to all is packed once, and sent as one tensor
+        packed: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in lists.values():
             if id(indices) not in packed:
                 self._leases.append(codec.pack(indices, self._wire.memory, gaps=call.load.gaps))
-                packed[id(indices)] = self._leases[-1].tensor
-        messages = [(peer, packed[id(indices)]) for peer, indices in lists.items()]
-        self._heads = self._wire.post(
-            [(peer, message[:HEAD]) for peer, message in messages],
-            [(peer, HEAD) for peer in sources],
-            SMALL,
-        )
-        rests = [(peer, message[HEAD:]) for peer, message in messages if len(message) > HEAD]
+                message = self._leases[-1].tensor
+                packed[id(indices)] = message[:HEAD], message[HEAD:]
+        messages = [(peer, *packed[id(indices)]) for peer, indices in lists.items()]
+        heads = [(peer, head) for peer, head, _ in messages]
+        self._heads = self._wire.post(heads, [(peer, HEAD) for peer in sources], SMALL)
+        rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
         self._sent = self._wire.post(rests, (), LISTS)
 
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
-        rests: dict[int, tuple[Tensor, Pending]] = {}
+        rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
             size = self._read(peer, codec.bytes_of, head, self._most)
             if size > HEAD:
-                whole = self._room(size)
-                whole[:HEAD] = head
-                rests[peer] = whole, self._wire.post((), [(peer, whole[HEAD:])], LISTS)
-        found = {}
+                rests[peer] = self._room(size)
+                rests[peer][:HEAD] = head
+        recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
+        coming, found = self._wire.post((), recvs, LISTS), {}
         for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
-            message = heads[peer]
             if peer in rests:
-                message, pending = rests[peer]
-                pending.wait()
+                coming.wait()
+            message = rests.get(peer, heads[peer])
             low, high = self._spans.get(peer, (0, self._places))
             span = low, min(high, self._places) - 1
             found[peer] = self._read(peer, codec.unpack, message, self._dtype, span, self._room)
@@ -173,12 +170,12 @@ class Inflow:
         self._posted: deque[tuple[int, Pending]] = deque()
         self._reading: Pending | None = None
         self._chunk, self._end = torch.empty(0), 0  # what is read, and the row behind it
-        for _ in range(window(call.load)):
+        ahead = window(call.load)
+        while self._to_post and len(self._posted) < ahead:
             self._post()
 
     def _post(self) -> None:
-        count = min(self._call.chunk_rows, self._to_post)
-        if count:
+        if count := min(self._call.chunk_rows, self._to_post):
             size = count * self._call.load.row
             self._posted.append((count, self._call.wire.post((), [(self._peer, size)], VALUES)))
             self._to_post -= count
@@ -200,7 +197,7 @@ class Inflow:
         while start < stop:
             if start == self._end:
                 self._next()
-            first, last = self._end - len(self._chunk), min(stop, self._end)
+            first, last = self._end - self._chunk.shape[0], min(stop, self._end)
             yield self._chunk[start - first : last - first]
             start = last
 
@@ -220,8 +217,9 @@ def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
     """Rows of values as the messages that they travel in; none if a row has no bytes."""
     if not values.numel():
         return ()
-    row = values.nbytes // len(values)
-    return torch.split(values, max(1, call.load.chunk // row))
+    rows = values.shape[0]
+    step = max(1, call.load.chunk // (values.nbytes // rows))
+    return (values,) if rows <= step else torch.split(values, step)
 
 
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
@@ -234,8 +232,9 @@ class Ring:
 
     Round the ring, first comes what the left neighbour has itself, then what its left neighbour
     has, and so on; a chunk goes on to the right as soon as it is here, behind what was sent before.
-    Directly, each rank sends its chunks to all others, in one message where the wire can do that:
-    that takes fewer copies, and is for links that are about as quick as memory (`Load.direct`).
+    Directly, each rank sends its chunks to all others, and the n-th chunks of all are awaited
+    together: that takes fewer copies, and is for links that are about as quick as memory
+    (`Load.direct`).
     """
 
     def __init__(self, call: Call, memory: Sequence[Tensor], channel: int) -> None:
@@ -244,16 +243,16 @@ class Ring:
         wire = call.wire
         self._right, self._direct = (wire.rank + 1) % wire.size, call.load.direct
         self._to = peers(wire) if self._direct else [self._right][: wire.size - 1]
-        in_turn: _Queue = deque()
-        self._coming: dict[int, _Queue] = {}  # by origin; round the ring all are in one
         self._here = [0] * wire.size  # rows of each origin that have come, and gone on
         self._sent: list[Pending] = []
-        for distance in range(1, wire.size):
-            origin = (wire.rank - distance) % wire.size
-            source = origin if self._direct else (wire.rank - 1) % wire.size
-            queue = self._coming[origin] = deque() if self._direct else in_turn
-            for chunk in chunks(call, memory[origin]):
-                queue.append((origin, chunk, wire.post((), [(source, chunk)], channel)))
+        # what comes together: whose rows they are, and where they come to
+        self._coming: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
+        origins = [(wire.rank - distance) % wire.size for distance in range(1, wire.size)]
+        flows = [[(origin, chunk) for chunk in chunks(call, memory[origin])] for origin in origins]
+        for each in zip_longest(*flows) if self._direct else zip(chain(*flows)):
+            some = [one for one in each if one is not None]
+            recvs = some if self._direct else [((wire.rank - 1) % wire.size, some[0][1])]
+            self._coming.append((some, wire.post((), recvs, channel)))
 
     def send(self, values: Tensor) -> None:
         """Send rows of this rank's own; all but the last piece a multiple of a chunk."""
@@ -268,24 +267,24 @@ class Ring:
         """An origin's rows, which are awaited when they are asked for."""
 
         def pieces(start: int, stop: int) -> Iterator[Tensor]:
-            while self._here[origin] < stop and self._coming[origin]:
-                self._next(self._coming[origin])
+            while self._here[origin] < stop and self._coming:
+                self._next()
             yield self._memory[origin][start:stop]
 
         return pieces
 
-    def _next(self, queue: _Queue) -> None:
-        origin, chunk, pending = queue.popleft()
+    def _next(self) -> None:
+        some, pending = self._coming.popleft()
         pending.wait()
-        if not self._direct and origin != self._right:
-            self._send(chunk)
-        self._here[origin] += len(chunk)
+        for origin, chunk in some:
+            if not self._direct and origin != self._right:
+                self._send(chunk)
+            self._here[origin] += chunk.shape[0]
 
     def finish(self) -> None:
         """Wait until everything is here, and sent on."""
-        for queue in self._coming.values():
-            while queue:
-                self._next(queue)
+        while self._coming:
+            self._next()
         wait_all(self._sent)
 
 

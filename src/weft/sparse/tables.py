@@ -8,12 +8,13 @@ compute the same groups and the same ranges. A rank without rows of a table need
 shape.
 
 A result may be wanted in the memory of another table's rows. So results are handed out behind the
-last call. The values of a group's tables lie in the memory of the tall table's result: each table
-has a storage of its own there, and the last to go takes the memory with it.
+last call. The results of a group's tables lie in the memory of the tall table's: each table has
+storages of its own there, and the last to go takes the memory with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -69,11 +70,9 @@ def requests_of(
     An empty list is one empty table.
     """
     places = list(out) if isinstance(out, list) else []
-    requests = []
+    requests, asked = [], Request.asked(op, algorithm, wire_dtype)
     for number, table in enumerate(rows or [NOTHING]):
-        place = places[number] if number < len(places) else None
-        request = Request.unsorted(table, op, algorithm, wire_dtype, place)
-        request.look()
+        request = asked.given(table, places[number] if number < len(places) else None).look()
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
             dims = len(request.rows.row_shape)
             request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
@@ -194,20 +193,26 @@ class _Group(NamedTuple):
         """The rows of each table."""
         if len(self.tables) == 1:
             return {self.tables[0]: result}
-        ends = torch.searchsorted(result.indices, result.indices.new_tensor(self.starts)).tolist()
-        memory, found = as_bytes(result.values).numpy(), {}
-        for table, start, (low, high) in zip(
-            self.tables, self.starts, pairwise(ends), strict=False
-        ):
-            rows, values = requests[table].rows, result.values[low:high]
-            if count := values.numel():  # in a storage of its own: saved, it is saved alone
-                offset = low * result.row_bytes
-                whole = torch.frombuffer(memory, dtype=values.dtype, count=count, offset=offset)
-                values = whole.view(values.shape)
-            indices = torch.empty(high - low, dtype=rows.indices.dtype)
-            torch.sub(result.indices[low:high], start, out=indices)
-            found[table] = Rows(indices, values, rows.height)
+        ends = torch.searchsorted(result.indices, result.indices.new_tensor(self.starts))
+        shifts = torch.repeat_interleave(torch.tensor(self.starts[:-1]), ends.diff())
+        keys, width, found = result.indices - shifts, math.prod(self.row_shape), {}
+        indices = {each.dtype: as_bytes(each).numpy() for each in (keys.int(), keys)}
+        values, kind = as_bytes(result.values).numpy(), result.values.dtype
+        for table, (low, high) in zip(self.tables, pairwise(ends.tolist()), strict=True):
+            rows, count = requests[table].rows, high - low
+            found[table] = Rows(
+                _apart(indices[rows.indices.dtype], rows.indices.dtype, low, count),
+                _apart(values, kind, low * width, count * width).view(count, *self.row_shape),
+                rows.height,
+            )
         return found
+
+
+def _apart(memory: NDArray[np.uint8], dtype: torch.dtype, first: int, count: int) -> Tensor:
+    """Some elements of memory, in a storage of their own: saved, it is saved alone."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=first * dtype.itemsize)
 
 
 def _groups(stated: _Tables) -> list[_Group]:

@@ -245,7 +245,7 @@ class _Exchange(Pending):
             if not self.is_through():
                 self._wire._wait(self)
             receives = self.messages[: len(self._recvs)]
-            self._received = [message.place() for _, message in receives]
+            self._received = [receive.tensor for _, receive in receives]
         return self._received
 
     def arrived(self) -> list[bool]:

@@ -211,7 +211,9 @@ class Connection:
         """Send what may be sent and the socket takes."""
         self.due = False
         parts = self._parts
-        while not self.lost and (parts or self._load()):
+        while not self.lost and (parts or self._ready or self._credits or self._read):
+            if not parts:
+                self._load()
             try:
                 sent = self.sock.sendmsg(parts)
             except BlockingIOError:
@@ -221,11 +223,8 @@ class Connection:
                     pass
                 self.lose(str(error))
                 return
-            done = 0
-            while done < len(parts) and sent >= len(parts[done]):
-                sent -= len(parts[done])
-                done += 1
-            del parts[:done]
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
             if parts:
                 parts[0] = memoryview(parts[0])[sent:]
             else:
@@ -233,8 +232,8 @@ class Connection:
                     send.done = True
                 self._leaving.clear()
 
-    def _load(self) -> bool:
-        """Take up what is to be sent next; whether there is anything."""
+    def _load(self) -> None:
+        """Take up what is to be sent next."""
         parts, size = self._parts, 0
         if self._credits or self._read:
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
@@ -256,7 +255,6 @@ class Connection:
                 parts.append(memory_of(send.tensor))
                 size += send.nbytes
             self._leaving.append(send)
-        return bool(parts)
 
     def was_read(self, number: int, nbytes: int, *, awaited: bool) -> None:
         """Tell the peer that one of its messages was read: with the next frame, or soon."""
@@ -280,6 +278,7 @@ class Connection:
         self._receives[channel].append(receive)
         if receive.limit > EAGER and self.segment is None:
             self._credits[channel] = number
+            self.due = True
 
     def _fits(self, length: int, receive: Receive) -> bool:
         if length > receive.limit:

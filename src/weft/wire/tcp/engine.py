@@ -3,8 +3,8 @@
 Whoever waits for a message moves all that can be moved meanwhile, so nothing is handed from thread
 to thread: a wait sleeps in `poll` until a socket has something. While nobody waits and long
 messages are under way, such as in the arithmetic between two waits, a thread looks in every few
-milliseconds; what comes in between stays in the kernel's buffers, or in the segment of its sender.
-The thread sleeps otherwise, and exists only once it was needed.
+milliseconds; what comes in between stays in the kernel's buffers. The thread sleeps otherwise, and
+exists only once it was needed: not for what lies in the segment of its sender, which waits there.
 
 A wait can be ended at any time, by shutting the sockets down: that is why weft moves its bytes
 itself. gloo never fails a receive that has got a part of its message, whatever happens to the
@@ -85,49 +85,44 @@ class Engine(processes.Engine):
         self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Message]:
         messages: list[Message] = []
-        copies: dict[int, Block | None] = {}  # of what goes to several
-        changed: dict[int, Connection] = {}
+        places: dict[int, tuple[int, Block | None]] = {}  # in the segment, of what goes there
         rouse = False
         with self._turn:
             for peer, want in recvs:
                 connection, receive = self.connections[peer], Receive(want, pool)
                 connection.expect(channel, receive)
-                rouse |= receive.limit > INLINE
+                rouse |= connection.segment is None and receive.limit > INLINE
                 messages.append((connection, receive))
-                changed[peer] = connection
             for peer, tensor in sends:
                 connection = self.connections[peer]
                 if connection.mapped and tensor.nbytes > INLINE:
-                    send = self._shared(tensor, copies)
+                    send = self._shared(tensor, places)
                 else:
                     send = Send(tensor)
+                    rouse |= send.nbytes > INLINE
                 connection.send(channel, send)
-                rouse |= send.nbytes > INLINE
                 messages.append((connection, send))
-                changed[peer] = connection
-            for connection in changed.values():
-                connection.flush()
-                self._watch(connection)
-        if rouse and not self._stir.is_set():  # have the thread look in
-            self._stir.set()
-            if self._thread is None:
-                look = threading.Thread(target=self._look_in, name="weft engine", daemon=True)
-                self._thread = look
-                look.start()
+            for connection, _ in messages:
+                if connection.due:
+                    connection.flush()
+                    self._watch(connection)
+            if rouse:
+                self._rouse()
         return messages
 
-    def _shared(self, tensor: Tensor, copies: dict[int, Block | None]) -> Send:
+    def _shared(self, tensor: Tensor, places: dict[int, tuple[int, Block | None]]) -> Send:
         """A message that the peer reads in the segment, if there is room for it."""
-        assert self.segment is not None
-        offset, block = self.segment.offset_of(tensor), None
-        if offset is None:
-            if id(tensor) not in copies:
-                place = self.segment.stage(tensor)
-                copies[id(tensor)] = None if place is None else Block(self.segment, place)
-            block = copies[id(tensor)]
-            if block is not None:
-                offset, block.readers = block.offset, block.readers + 1
-        return Send(tensor, -1 if offset is None else offset, block)
+        if id(tensor) not in places:
+            assert self.segment is not None
+            offset, block = self.segment.offset_of(tensor), None
+            if offset is None:
+                offset = self.segment.stage(tensor)
+                block = None if offset is None else Block(self.segment, offset)
+            places[id(tensor)] = -1 if offset is None else offset, block
+        offset, block = places[id(tensor)]
+        if block is not None:
+            block.readers += 1
+        return Send(tensor, offset, block)
 
     def finish(self, messages: Iterable[Message], limit: float, at: Callable[[int], None]) -> None:
         until = time.monotonic() + limit
@@ -138,12 +133,8 @@ class Engine(processes.Engine):
                 while not message.done:
                     remaining = until - time.monotonic()
                     if self._closed or connection.lost or remaining <= 0:
-                        late = (
-                            "the connection is closed"
-                            if self._closed
-                            else "it did not come in time"
-                        )
-                        raise Lost(connection.lost or late)
+                        closed = "the connection is closed" if self._closed else ""
+                        raise Lost(connection.lost or closed or "it did not come in time")
                     self._step(remaining)
 
     def release(self, receives: Sequence[Message]) -> None:
@@ -191,6 +182,17 @@ class Engine(processes.Engine):
         else:
             self._poll.unregister(fd)
         self._polled[fd] = wanted
+        if wanted & select.POLLOUT:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        """Have the thread look in; with the turn."""
+        if not self._stir.is_set():
+            self._stir.set()
+            if self._thread is None:
+                name = "weft engine"
+                self._thread = threading.Thread(target=self._look_in, name=name, daemon=True)
+                self._thread.start()
 
     def _look_in(self) -> None:
         try:
