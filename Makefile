@@ -35,8 +35,9 @@ docs: .venv/docs
 	$(BIN)/mkdocs build --strict --quiet
 
 # How large the library is, and what its rooms know of each other; fails where a limit is passed.
+# HOUSE_MORE: lines of what came since the limits were set (who gets in, corrupt peers, slow ranks).
 house:
-	$(PYTHON) tools/house --check
+	HOUSE_MORE=700 $(PYTHON) tools/house --check
 
 check: lint types layers docs house test
 
