@@ -269,7 +269,10 @@ def agree(
     if wire.size == 1:
         return _agreed(wire, [(0, mine)])
     if not is_direct(wire):
-        return _agreed(wire, [_combining(wire, mine, combine)])
+        agreement = _agreed(wire, [_combining(wire, mine, combine)])
+        for known, _ in mine.groups[0].fields:  # whose names the last that came may not have
+            agreement.fields.setdefault(known, _UNKNOWN)
+        return agreement
     messages = [mine.pack()] * wire.size if private is None else [*map(mine.pack, private)]
     sends = [(peer, messages[peer]) for peer in peers(wire)]
     others = [rank for rank in range(wire.size) if rank != wire.rank]
