@@ -262,6 +262,7 @@ def agree(
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
     )
+    wire.worker.enter(wire._members, mine.groups[0].fields)
     fingerprint = len(_written(mine.groups))
     longest = len(mine.body) + max((sum(map(len, said)) for said in private or ()), default=0)
     if fingerprint > _FINGERPRINT or longest > BODY:

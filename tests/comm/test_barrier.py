@@ -60,14 +60,14 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
     """Between the end of the wait and the look at who is late."""
     said = []
 
-    def program(wire, arrived):
+    def program(wire, awaited):
         if wire.rank == 0:
             with pytest.raises(weft.StillRunning) as caught, pytest.MonkeyPatch.context() as patch:
                 post = wire.post
 
                 def posted(*messages):
                     pending = post(*messages)
-                    patch.setattr(type(pending), "arrived", lambda self: arrived)
+                    patch.setattr(type(pending), "awaited", lambda self: awaited)
                     return pending
 
                 patch.setattr(wire, "post", posted)
@@ -78,12 +78,12 @@ def test_who_comes_in_the_last_moment_is_not_called_absent():
                 time.sleep(0.002)
         weft.barrier()
 
-    for arrived, text in (
-        ([True], "everybody has come to the barrier, the last only after 0.05 s: call"),
-        ([False], "rank 1 has not come to the barrier after 0.05 s: call"),
-        ([], "not everybody has come to the barrier after 0.05 s: call"),
+    for awaited, text in (
+        ([], "everybody has come to the barrier, the last only after 0.05 s: call"),
+        ([1], "rank 1 has not come to the barrier after 0.05 s: call"),
+        (None, "not everybody has come to the barrier after 0.05 s: call"),
     ):
-        run(2, program, arrived)
+        run(2, program, awaited)
         assert said.pop().startswith(f"rank 0: {text}")
 
 

@@ -136,8 +136,9 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
 def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)
-    calls, doing, awaits, seconds, raised = three.hear(1)["here"]
+    calls, doing, awaits, seconds, raised, at = three.hear(1)["here"]
     assert (calls, doing, awaits, raised) == (7, "barrier", None, "") and 0 <= seconds < 10
+    assert ":" in at
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)
@@ -149,7 +150,7 @@ def test_at_the_deadline_it_asks_and_the_silent_is_named(peers):
     three = peers(0.3)
     began = time.monotonic()
     three.watch.begin(Wait(1))
-    three.say(1, here=[7, "barrier", 2, 0.3, ""], to=three.hear(1)["ask"])
+    three.say(1, here=[7, "barrier", 2, 0.3, "", ""], to=three.hear(1)["ask"])
     assert "ask" in three.hear(2)
     assert three.settled().text.startswith("rank 2 does not answer")
     assert 0.3 + module._ANSWER - 0.05 < three.cuts[0] - began < 5.0
@@ -159,8 +160,8 @@ def test_at_the_deadline_it_asks_and_the_silent_is_named(peers):
 def test_at_the_deadline_the_one_that_is_behind_is_named(peers):
     three = peers(0.3)
     three.watch.begin(Wait(1))
-    three.say(1, here=[7, "barrier", 2, 0.3, ""], to=three.hear(1)["ask"])
-    three.say(2, here=[6, "", None, 9.0, ""], to=three.hear(2)["ask"])
+    three.say(1, here=[7, "barrier", 2, 0.3, "", ""], to=three.hear(1)["ask"])
+    three.say(2, here=[6, "", None, 9.0, "", ""], to=three.hear(2)["ask"])
     assert three.settled().culprit == 2
     assert three.watch.verdict.text.startswith("rank 2 has not entered call 7 (barrier)")
     three.watch.end()
@@ -220,7 +221,7 @@ def test_a_failed_wait_is_explained_by_what_is_found_out(peers, overdue):
     found = []
     thread = threading.Thread(target=lambda: found.append(three.watch.explain(wait, "reset")))
     thread.start()
-    for peer, place in ((1, [7, "barrier", 2, 9.0, ""]), (2, [6, "", None, 9.0, ""])):
+    for peer, place in ((1, [7, "barrier", 2, 9.0, "", ""]), (2, [6, "", None, 9.0, "", ""])):
         three.say(peer, here=place, to=three.hear(peer)["ask"])
     thread.join(10.0)
     three.watch.end()

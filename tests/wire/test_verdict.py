@@ -123,8 +123,8 @@ def outside(calls: int = 4, raised: str = "") -> Place:
             set(),
             {},
             1,
-            "nothing moved between rank 1 and rank 0 in call 5 (sparse_all_reduce), though both "
-            "answer: the link is too slow for this timeout, or the ranks disagree on what to send",
+            "not all came in time between rank 1 and rank 0 in call 5 (sparse_all_reduce), though "
+            "both answer: the link is too slow, or the ranks disagree on what to send",
         ),
     ],
 )

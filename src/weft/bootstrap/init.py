@@ -24,6 +24,7 @@ from ..errors import WeftError, WireError
 from ..wire import default
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
+from ..wire.failure import watch as slow
 from ..wire.interface import interface_of, own_address
 from . import backends, launchers, membership
 from . import rendezvous as places
@@ -59,6 +60,7 @@ def init(
     rendezvous: str | None = None,
     timeout: float | None = None,
     transport: str | None = None,
+    watch: float | None = None,
 ) -> Wire:
     """Start weft in this process, and return the wire between all ranks, the default one.
 
@@ -84,6 +86,9 @@ def init(
         timeout: seconds that any wait may last. None: the adopted group's own, else 300.
         transport: what weft's traffic goes over. None: what is best, unless WEFT_TRANSPORT says
             otherwise. "torch": a gloo group of its own, for all of it: slow, and plain.
+        watch: seconds of any one wait after which this rank prints a line on standard error, once:
+            what it awaits, who has not come, and where that rank's program stands. None: what
+            WEFT_WATCH says, else never.
 
     Raises:
         WeftError: the environment is incomplete, the backend is not there, or the processes do
@@ -97,7 +102,7 @@ def init(
         ...     wire.rank, wire.size
         (0, 1)
     """
-    return _start(backend, rendezvous, timeout, transport, os.environ)
+    return _start(backend, rendezvous, timeout, transport, os.environ, watch)
 
 
 def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
@@ -162,6 +167,7 @@ def _start(
     timeout: float | None,
     transport: str | None,
     env: Mapping[str, str],
+    watch: float | None = None,
 ) -> Wire:
     """`init`, with rank and size from this environment."""
     global _running
@@ -169,18 +175,20 @@ def _start(
         raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
-            _check_same(_running.wire, _running.url, backend, url, timeout, transport)
+            _check_same(_running.wire, _running.url, backend, url, timeout, transport, watch)
             return _running.wire
         shutdown()  # the program has destroyed that group: what is left of it is of no use
     from ..wire import process_group  # here: `import weft` shall be quick
 
     made = not dist.is_initialized()
+    process_group.choose(transport, watch)
     try:
         if made:
-            url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, transport, env)
+            url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, env)
         else:
             _check_backend(backend)
-            process_group.chosen(transport)
+            process_group.chosen()
+            slow.chosen()
             if url is not None:
                 raise WeftError(
                     f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
@@ -190,7 +198,6 @@ def _start(
             _agree_on_versions(timeout)
         group = dist.group.WORLD
         assert group is not None  # it was there, or was started
-        process_group.choose(transport)
         wire = process_group.of_group(None, timeout=timeout)
         _check_same(wire, url, None, None, timeout, None)
     except BaseException:
@@ -208,11 +215,7 @@ def _start(
 
 
 def _set_up(
-    backend: str | None,
-    url: str | None,
-    timeout: float,
-    transport: str | None,
-    env: Mapping[str, str],
+    backend: str | None, url: str | None, timeout: float, env: Mapping[str, str]
 ) -> str | None:
     """Set up the default group; where its ranks met, None if this one is alone."""
     from ..wire import process_group  # here: `import weft` shall be quick
@@ -221,7 +224,8 @@ def _set_up(
     try:
         launch = launchers.detect(env)
         place = places.place(launch, url, env)
-        process_group.chosen(transport)
+        process_group.chosen()
+        slow.chosen()
         if backend is not None:
             backends.spec(backend)
     except WeftError as error:
@@ -242,6 +246,7 @@ def _check_same(
     rendezvous: str | None,
     timeout: float | None,
     transport: str | None,
+    watch: float | None = None,
 ) -> None:
     """Refuse to be asked for something else than there is."""
     from ..wire import process_group  # here: `import weft` shall be quick
@@ -251,6 +256,7 @@ def _check_same(
         ("rendezvous", rendezvous, url),
         ("timeout", timeout, wire.timeout),
         ("transport", transport, process_group.chosen().name),
+        ("watch", watch, slow.chosen()),
     ):
         if asked is not None and asked != there:
             raise WeftError(

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import psutil
@@ -26,7 +27,7 @@ import weft
 from weft.bootstrap import Preview, look_ahead
 from weft.wire.base import Wire
 
-from . import show
+from . import doctor_merge, show
 
 _SMALL = 8  # bytes of a message that shows latency
 _ROUNDS = 20  # how often it goes there and back
@@ -70,12 +71,16 @@ def doctor(
     mib: Annotated[float, Option(min=0.01, help="Size of messages for the bandwidth.")] = 4.0,
     rendezvous: Annotated[str | None, Option(help="Where the ranks meet.")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
+    merge: Annotated[Path | None, Option(help="Line up the files in WEFT_RECORD_DIR.")] = None,
 ) -> None:
     """Say what is wrong with this machine, this launch and this network, and what to type.
 
     Under torchrun, mpirun or srun it measures every pair of ranks:
     torchrun --nproc-per-node 4 -m weft doctor
     """
+    if merge is not None:
+        doctor_merge.merge(merge)
+        return
     ahead = look_ahead(rendezvous)
     met, pairs = network(rendezvous, timeout, int(mib * 2**20))
     findings = [*look(ahead), *met]

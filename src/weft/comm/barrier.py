@@ -122,12 +122,10 @@ class _Entered:
         if awaited is None:
             first = wire.worker.doing or "earlier calls"
             return f"the barrier still waits for its turn behind {first}"
-        arrived = awaited.arrived()
-        ranks = zip(sorted(peers(wire)), arrived, strict=False)
-        missing = [rank for rank, here in ranks if not here]
-        if arrived and not missing:  # since the wait gave up
-            return "everybody has come to the barrier, the last only"
-        if not missing:  # this wire cannot tell
+        missing = awaited.awaited()
+        if missing is None:
             return "not everybody has come to the barrier"
+        if not missing:  # since the wait gave up
+            return "everybody has come to the barrier, the last only"
         have = "has" if len(missing) == 1 else "have"
         return f"{names(missing)} {have} not come to the barrier"

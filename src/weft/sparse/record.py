@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from ..wire import default
@@ -49,7 +46,6 @@ class Record:
 
 
 _records: WeakKeyDictionary[Wire, Record] = WeakKeyDictionary()
-_starts: WeakKeyDictionary[Wire, NDArray[np.float64]] = WeakKeyDictionary()
 
 
 def last_call(group: Any = None) -> Record | None:
@@ -60,13 +56,14 @@ def last_call(group: Any = None) -> Record | None:
 @contextmanager
 def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
     """A call as a range of the profiler; gives what notes the figures that a wire does not know."""
-    start = _starts[wire] = _counters(wire)
+    call = wire.worker.now
+    assert call is not None  # whose turn it is
 
     def note(algorithm: str, *, bound: float, **figures: Any) -> Record:
-        messages, sent, seconds = (_counters(wire) - start).tolist()
-        spent = {"messages": int(messages), "sent_bytes": int(sent), "seconds": seconds}
+        messages, sent, seconds = call.spent()
+        spent: dict[str, Any] = {"messages": messages, "sent_bytes": sent, "seconds": seconds}
         record = Record(algorithm, bound_bytes=round(bound), **spent, **figures)
-        _records[wire] = record
+        _records[wire] = call.figures = record
         return record
 
     with record_function(f"weft::{name}"):
@@ -76,15 +73,11 @@ def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
 @contextmanager
 def apart(wire: Wire) -> Iterator[None]:
     """What is done in here is no part of the call that is recorded."""
-    before = _counters(wire)
+    call = wire.worker.now
+    so_far = (0, 0, 0.0) if call is None else call.spent()
     yield
-    if wire in _starts:
-        _starts[wire] += _counters(wire) - before
-
-
-def _counters(wire: Wire) -> NDArray[np.float64]:
-    """Messages and bytes sent, seconds."""
-    return np.array([wire.traffic.messages, wire.traffic.bytes, time.perf_counter()])
+    if call is not None:
+        call.leave_out(so_far)
 
 
 def started(wire: Wire, name: str, job: Callable[[], Any], async_op: bool) -> Any:

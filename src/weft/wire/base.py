@@ -88,12 +88,12 @@ class Pending(abc.ABC):
     def release(self) -> None:
         """Give back the leased views. Only after `wait()`; releasing twice does nothing."""
 
-    def arrived(self) -> list[bool]:
-        """Which receives are done, in the order asked for; any thread may ask, nothing is moved.
+    def awaited(self) -> list[int] | None:
+        """The ranks whose messages are not through; any thread may ask, nothing is moved.
 
-        Only to tell a person what is missing. A wire that cannot tell returns an empty list.
+        Only to tell a person who is missing. A wire that cannot tell returns None.
         """
-        return []
+        return None
 
     def is_through(self) -> bool:
         """Whether `wait` would return at once, as far as is known: nothing is moved.
@@ -160,6 +160,8 @@ class Wire(abc.ABC):
         self.memory = Pool()
         self.traffic = Traffic(rank)
         self._worker: Worker | None = None
+        self._label = ""  # the group's name, the same on all its ranks
+        self._members = tuple(range(size))  # its ranks, by their numbers in the job
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         _made.add(self)
 
@@ -194,8 +196,9 @@ class Wire(abc.ABC):
         for peer, _ in (*sends, *recvs):
             if peer == self.rank or not 0 <= peer < self.size:
                 raise WeftError(f"rank {self.rank}: rank {peer} is no peer among {self.size} ranks")
+        pending = self._post(sends, recvs, channel)
         self.traffic.count(sends)
-        return self._post(sends, recvs, channel)
+        return pending
 
     @abc.abstractmethod
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
@@ -354,10 +357,6 @@ class _WithOwn(Pending):
     def wait(self) -> list[Tensor]:
         received = self._pending.wait()
         return [*received[: self._rank], self._own, *received[self._rank :]]
-
-    def arrived(self) -> list[bool]:
-        here = self._pending.arrived()
-        return [*here[: self._rank], True, *here[self._rank :]]
 
     def release(self) -> None:
         self._pending.release()

@@ -10,6 +10,7 @@ whichever of its ranks comes first.
 from __future__ import annotations
 
 import abc
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, chosen, memory_of
+from .failure import watch
 from .failure.verdict import Verdict
 
 Bytes = NDArray[np.uint8]
@@ -90,8 +92,8 @@ class Exchange(Pending):
             del group.waiting[rank]
             group.wake[rank].notify_all()
 
-    def arrived(self) -> list[bool]:
-        return [end.through for end in self.ends if end.slot >= 0]
+    def awaited(self) -> list[int]:
+        return sorted({end.peer for end in self.ends if not end.through})
 
     def is_through(self) -> bool:
         return not self.left
@@ -114,6 +116,7 @@ class Group:
         waiting: what the ranks that wait wait for.
         left: the ranks that closed their wires.
         verdict: what broke the group, or None.
+        slow: seconds after which a wait is told of.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Group:
     ) -> None:
         """`make` gives the wire of a rank and its group."""
         self.hosts, self.timeout, self.wake, self._make = hosts, timeout, wake, make
+        self.slow = watch.chosen()
         self.waiting: dict[int, Exchange] = {}
         self.left: set[int] = set()
         self.verdict: Verdict | None = None
@@ -218,9 +222,11 @@ class InProcessWire(Wire):
         self._group = group
         self._splits = 0
         self._closed = False
+        self._thread: int | None = None  # that used it last
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
         group, exchange = self._group, self._exchange(self)
+        self._thread = threading.get_ident()
         with group.wake[self.rank]:
             self._check_usable()
             for slot, (peer, into) in enumerate(recvs):
@@ -280,7 +286,8 @@ class InProcessWire(Wire):
     def _await(self, exchange: Exchange) -> None:
         """Wait until nothing of an exchange is under way."""
         group, rank, wake = self._group, self.rank, self._group.wake[self.rank]
-        until = time.monotonic() + self.timeout
+        began = time.monotonic()
+        until, slow = began + self.timeout, began + group.slow
         with wake:
             if exchange.left:
                 self._check_usable()
@@ -289,14 +296,19 @@ class InProcessWire(Wire):
             try:
                 while exchange.left:
                     self._check_usable()
-                    if (remaining := until - time.monotonic()) <= 0:
-                        raise self._late(exchange)
-                    wake.wait(remaining)
+                    if (now := time.monotonic()) >= min(until, slow):
+                        culprit, why = self._late(exchange)
+                        if now >= until:
+                            what = f"rank {rank} awaited {exchange.what()} for {self.timeout:.1f} s"
+                            raise self._fail(culprit, f"{what}: {why}")
+                        watch.tell(rank, now - began, self._call(), why)
+                        slow = math.inf
+                    wake.wait(min(until, slow) - now)
             finally:
                 group.waiting.pop(rank, None)
 
-    def _late(self, exchange: Exchange) -> WireError:
-        """Blame the rank at the end of the chain of those that wait."""
+    def _late(self, exchange: Exchange) -> tuple[int | None, str]:
+        """The rank at the end of the chain of those that wait, if one is, and what it does."""
         waiting, chain = self._group.waiting, [self.rank]
         while chain[-1] in waiting:
             missing = waiting[chain[-1]].missing()
@@ -304,13 +316,14 @@ class InProcessWire(Wire):
                 break
             chain.append(missing[0])
         culprit = chain[-1]
-        text = f"rank {self.rank} awaited {exchange.what()} for {self.timeout:.1f} s"
         if culprit in waiting:
-            return self._fail(None, f"{text}: {self._group.story()}")
-        busy = self._group.wires[culprit]._call()[1]
+            return None, self._group.story()
+        other = self._group.wires[culprit]
+        busy = other._call()[1]
         where = f"in {busy} and posts nothing" if busy else "outside weft"
         through = f", awaited by rank {chain[-2]}," if len(chain) > 2 else ""
-        return self._fail(culprit, f"{text}: rank {culprit}{through} is {where}")
+        at = f", at {watch.standing(other._thread)}" if other._thread else ""
+        return culprit, f"rank {culprit}{through} is {where}{at}"
 
     def _check_usable(self) -> None:
         """Raise what broke the wire, if anything did; with the lock held."""

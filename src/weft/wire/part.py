@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, chosen
 from .memory import Lease
+from .worker import Worker
 
 
 class Part(Wire):
@@ -40,12 +41,18 @@ class Part(Wire):
         super().__init__(mine.index(wire.rank), len(mine), wire.timeout, wire.host)
         self._wire, self._ranks = wire, mine
         self.memory, self.traffic = wire.memory, wire.traffic
+        self._members = tuple(wire._members[rank] for rank in mine)
 
     def _named(self, rank: int) -> int:
         return self._wire._named(self._ranks[rank])
 
     def _accuse(self, peer: int, text: str) -> WireError:
         return self._wire._accuse(self._ranks[peer], text)
+
+    @property
+    def worker(self) -> Worker:
+        """That of the wire: a call among some of its ranks is one of its calls."""
+        return self._wire.worker
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError, WireError
+from . import recorder
+from .failure import watch
 from .failure.verdict import names
 from .processes import Engine, ProcessWire
 from .store import AbsentError, told
@@ -53,10 +55,12 @@ _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.W
 _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.WeakKeyDictionary()
 
 
-def choose(transport: str | None) -> None:
-    """Have the wires that are made from now on use a transport; None: what the environment says."""
+def choose(transport: str | None, slow: float | None = None) -> None:
+    """Have the wires that are made from now on use a transport, and tell of waits after so many
+    seconds; None: what the environment says."""
     global _asked
     _asked = transport
+    watch.choose(slow)
 
 
 def chosen(transport: str | None = None) -> Transport:
@@ -228,6 +232,9 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             # a backend of weft's says itself how its ranks are joined
             way: Transport | None = getattr(group, "transport", None)
             wire = connect(store, group.rank(), group.size(), limit, transport=way)
+            name = "world" if group is dist.group.WORLD else group.group_name
+            wire._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
+            wire._members = tuple(dist.get_process_group_ranks(group))
             _wires[group] = wire
         return wire
 

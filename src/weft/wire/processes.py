@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import WireError
 from .base import Pending, Recv, Send, Wire, chosen
+from .failure import watch
 from .failure.detector import Detector
 from .failure.verdict import Verdict
 from .hosts import host_name
@@ -118,7 +119,8 @@ class ProcessWire(Wire):
         self._detector: Detector | None = None
         if size > 1:
             call = weakref.WeakMethod(self._call)
-            self._detector = Detector(rank, timeout, engine.side, engine.cut, call)
+            cut, slow = engine.cut, watch.chosen()
+            self._detector = Detector(rank, timeout, engine.side, cut, call, slow)
             engine.accuse = self._detector.accuse
         self.memory.segment = engine.segment
         # bye when the wire is dropped, and at exit: of multiprocessing's processes, too
@@ -142,7 +144,10 @@ class ProcessWire(Wire):
             return None
         assert self._part is not None
         name = f"sub{self._subs}:{','.join(map(str, distinct))}"
-        return self._part(distinct.index(self.rank), len(distinct), name=name)
+        part = self._part(distinct.index(self.rank), len(distinct), name=name)
+        part._label = f"{self._label}/{name}"
+        part._members = tuple(self._members[rank] for rank in distinct)
+        return part
 
     def abort(self, reason: str) -> None:
         verdict = Verdict(self.rank, f"rank {self.rank} gave up: {reason}")
@@ -248,10 +253,9 @@ class _Exchange(Pending):
             self._received = [receive.tensor for _, receive in receives]
         return self._received
 
-    def arrived(self) -> list[bool]:
-        if self._received is not None:
-            return [True] * len(self._recvs)
-        return [message.done for _, message in self.messages[: len(self._recvs)]]
+    def awaited(self) -> list[int]:
+        ends = zip((*self._recvs, *self._sends), self.messages, strict=False)
+        return sorted({peer for (peer, _), (_, message) in ends if not message.done})
 
     def is_through(self) -> bool:
         return all(message.done for _, message in self.messages)

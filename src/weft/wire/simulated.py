@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextvars
 import heapq
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -211,6 +212,7 @@ class _Group(Group):
         network.groups.append(self)
         hosts, wake = [network.hosts[node] for node in nodes], [network.wake[n] for n in nodes]
         super().__init__(hosts, timeout, wake, SimulatedWire)
+        self.slow = math.inf  # time is another here
 
     def _part(self, ranks: tuple[int, ...]) -> _Group:
         return _Group(self.network, [self.nodes[rank] for rank in ranks], self.timeout)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from .._torch import without_modes, without_transforms
-from ..errors import Error, StillRunning, WeftError
+from ..errors import Error, StillRunning, WeftError, WireError
+from . import recorder
 
 if TYPE_CHECKING:
     from .base import Wire
@@ -44,6 +45,7 @@ class Worker:
         calls: how many calls were started.
         made: how many were made so far, those that wait for their turn included.
         doing: the name of the call that is running, "" between calls.
+        now: the record of that call, or None.
 
     Example:
         >>> from weft.wire import threads
@@ -59,6 +61,8 @@ class Worker:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self.calls, self.made, self.doing = 0, 0, ""
+        self.now: recorder.Call | None = None
+        self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
         self._stopped = self._forked = False
         self._begin()
 
@@ -94,6 +98,12 @@ class Worker:
                 self._wire.abort(_text(error))
                 raise
         return self._run(turn, name, job)
+
+    def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> None:
+        """The call that runs is one of these ranks, who are about to compare these fields."""
+        if self.now is not None and not self.now.agreed:
+            self._entered[ranks] = self.now.agreed = self._entered.get(ranks, 0) + 1
+            self.now.ranks, self.now.fields = ranks, fields
 
     def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
@@ -171,18 +181,23 @@ class Worker:
 
     def _do(self, name: str, job: Callable[[], T], several: bool = False) -> T:
         """Run a job in this thread's turn."""
-        outer = self.doing, self._several
+        outer, wire = (self.doing, self._several, self.now), self._wire
+        call = recorder.Call(wire._label, self.calls + 1, name, wire.traffic)
         try:
             self.calls += 1
-            self.doing, self._several = name, several
-            return job()
-        except Error:
-            raise
+            self.doing, self._several, self.now = name, several, call
+            result = job()
+            call.close()
+            return result
         except BaseException as error:
-            self._wire.abort(_text(error))
+            call.close(_text(error))
+            if not isinstance(error, Error):
+                wire.abort(call.error)
+            elif isinstance(error, WireError):
+                recorder.write(call.error)
             raise
         finally:
-            self.doing, self._several = outer
+            self.doing, self._several, self.now = outer
 
     def _serve(
         self, turn: object, name: str, job: Callable[[], T], several: bool, done: Future[T]

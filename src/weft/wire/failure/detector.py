@@ -8,7 +8,8 @@ logged (a launcher may be about to end this process), and ends the rank's own wa
 shutting down the connections on which they wait.
 
 The thread costs nothing while all is well: as every wait of a wire may last equally long, it
-wakes up once in that time and looks whether the wait under way, if any, began that long ago.
+wakes up once in that time and looks whether the wait under way, if any, began that long ago. So it
+does after the seconds of `watch`: then ranks are asked, too, and what is found is only told.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
-from dataclasses import astuple
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
-from . import last_error
+from .. import recorder
+from . import last_error, watch
 from .verdict import Place, Verdict, judge, left
 
 _ANSWER = 0.7  # seconds that ranks get to say where they are
 _LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
 _NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself
 _PATIENCE = 5.0  # seconds that the thread gets to end
+_NAMED = 4  # reasons for one wait that are told
 _LONGEST = 1 << 16  # bytes of a message between detectors
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -43,6 +48,9 @@ class Wait(Protocol):
 
     def peer(self) -> int:
         """The rank that is waited for."""
+
+    def awaited(self) -> Sequence[int]:
+        """All ranks whose messages are under way."""
 
 
 class Detector:
@@ -64,6 +72,7 @@ class Detector:
         mesh: Mapping[int, socket.socket],
         cut: Callable[[], None],
         call: Callable[[], Callable[[], tuple[int, str]] | None],
+        slow: float = math.inf,
     ) -> None:
         """Begin to watch.
 
@@ -74,8 +83,11 @@ class Detector:
             cut: ends this rank's waits; any thread may call it.
             call: tells, as long as there is a wire, how many calls were started, and the name of
                 the one that runs; a weak reference.
+            slow: seconds after which a wait is told of, once.
         """
         self.rank, self.timeout = rank, timeout
+        self._slow = slow
+        self._told: Callable[[], object] = lambda: None  # gives the wait that was told of last
         self.verdict: Verdict | None = None
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
@@ -120,6 +132,7 @@ class Detector:
                 return verdict
             for peer in list(self._mesh):
                 self._send(peer, {"verdict": [verdict.culprit, verdict.text]})
+        recorder.write(verdict.text)  # before a wait that ends now raises, and writes it, too
         self._settled.set()
         _log.error("rank %d: %s", self.rank, verdict.text)
         self._cut()
@@ -234,20 +247,26 @@ class Detector:
             return time.monotonic() + 3600.0
         if self._inquiry is not None:
             return self._inquiry.until
-        # without a wait: one that begins from now on may last as long
-        return (time.monotonic() if self.waiting is None else self.since) + self.timeout
+        if (waiting := self.waiting) is None:  # one that begins from now on may last as long
+            return time.monotonic() + min(self._slow, self.timeout)
+        return self.since + self._patience(waiting)
+
+    def _patience(self, wait: Wait) -> float:
+        """Seconds after whose end a wait is looked into."""
+        return self.timeout if self._told() is wait else min(self._slow, self.timeout)
 
     def _look_at_the_clock(self) -> None:
         waiting = self.waiting if self._suspect is None else self._suspect[0]
         since = self.since  # after `waiting`: of a wait that begins just now it is set first
         inquiry, now = self._inquiry, time.monotonic()
-        late = self._suspect is not None or now >= since + self.timeout
         if inquiry is not None and inquiry.about is not waiting:
             self._inquiry = None  # that wait is over: all is well
         elif inquiry is not None and now >= inquiry.until:
             self._inquiry = None
             self._judge(inquiry)
-        elif inquiry is None and waiting is not None and late:
+        elif inquiry is not None or waiting is None:
+            return
+        elif self._suspect is not None or now >= since + self._patience(waiting):
             self._ask(waiting)
 
     def _ask(self, about: Wait) -> None:
@@ -264,8 +283,22 @@ class Detector:
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
         if self._suspect is not None and not silent and not overdue:
             self.settle(self._suspect[1])
-        else:
+        elif self._suspect is not None or time.monotonic() >= self.since + self.timeout:
             self.settle(judge(self.rank, places, silent, self.left))
+        else:
+            self._told = weakref.ref(inquiry.about)
+            self._tell(inquiry.about.awaited(), places, silent)
+
+    def _tell(self, awaited: Sequence[int], places: dict[int, Place], silent: set[int]) -> None:
+        """Say on standard error who keeps this rank waiting."""
+        mine, why = places[self.rank], list[str]()
+        for peer in awaited:
+            places[self.rank] = replace(mine, awaits=peer)
+            said = judge(self.rank, places, silent, self.left).text
+            if len(why) < _NAMED and said not in why:
+                why.append(said)
+        if why and mine.awaits is not None:  # else that wait is over
+            watch.tell(self.rank, mine.seconds, (mine.calls, mine.doing), "; ".join(why))
 
     def _place(self) -> Place:
         call = self._call()
@@ -274,7 +307,7 @@ class Detector:
         awaits = None if waiting is None else waiting.peer()
         outside = waiting is None and not doing
         told = last_error.since(since) if outside else ""
-        return Place(calls, doing, awaits, time.monotonic() - since, told)
+        return Place(calls, doing, awaits, time.monotonic() - since, told, watch.standing())
 
     def _on_readable(self, peer: int) -> None:
         lost = ""
@@ -332,7 +365,10 @@ def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
             return message
         case {"verdict": [int() as culprit, str()]}, 1 if culprit in ranks:
             return message
-        case {"here": [int(), str(), None | int(), int() | float() as s, str()], "to": int()}, 2:
+        case {
+            "here": [int(), str(), None | int(), int() | float() as s, str(), str()],
+            "to": int(),
+        }, 2:
             float(s)  # which an integer may be too large for
             return message
     raise ValueError("no message of this kind is known")

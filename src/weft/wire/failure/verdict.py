@@ -34,6 +34,7 @@ class Place:
         awaits: the rank that it waits for, None if it does not wait.
         seconds: for how long it waits or, if it does not, how long ago it last did.
         raised: what it raised since then, outside of any call, or "".
+        at: where its program stands, as "file:line in function", or "".
     """
 
     calls: int
@@ -41,6 +42,7 @@ class Place:
     awaits: int | None
     seconds: float
     raised: str = ""
+    at: str = ""
 
     @property
     def call(self) -> str:
@@ -48,12 +50,13 @@ class Place:
         return f"call {self.calls} ({self.doing})"
 
     def __str__(self) -> str:
+        at = f", at {self.at}" if self.at else ""
         if self.awaits is not None:
             where = f"in {self.call}" if self.doing else "outside weft"
-            return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s"
+            return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s{at}"
         if self.doing:
-            return f"is in {self.call} and waits for nobody"
-        return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}"
+            return f"is in {self.call} and waits for nobody{at}"
+        return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}{at}"
 
 
 def after(raised: str) -> str:
@@ -135,8 +138,8 @@ def _in_a_circle(me: int, places: Mapping[int, Place]) -> Verdict:
         where = f" in {mine.call}" if mine.doing else ""
         return Verdict(
             mine.awaits,
-            f"nothing moved between rank {mine.awaits} and rank {me}{where}, though both answer: "
-            "the link is too slow for this timeout, or the ranks disagree on what to send",
+            f"not all came in time between rank {mine.awaits} and rank {me}{where}, though both "
+            "answer: the link is too slow, or the ranks disagree on what to send",
         )
     # the one furthest behind or, in calls of one number, in the call that fewest are in
     culprit = min(places, key=lambda rank: (places[rank].calls, often[calls[rank]], -rank))

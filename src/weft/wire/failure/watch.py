@@ -1,0 +1,72 @@
+"""A slow wait, before it is an error: when it is told of, and where a rank's program stands.
+
+Each wire tells of its own waits, the one between processes from the thread of its detector. What is
+told changes nothing: ranks may watch for different times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import torch
+
+from ...errors import WeftError
+
+_WEFT = Path(__file__).parents[2]
+_LIBRARIES = tuple(os.path.join(each, "") for each in (_WEFT, torch.__path__[0]))
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+
+_asked: float | None = None  # what the program asks for
+
+
+def choose(seconds: float | None) -> None:
+    """Have the wires that are made from now on watch; None: as the environment says."""
+    global _asked
+    _asked = seconds
+
+
+def chosen(seconds: float | None = None) -> float:
+    """Seconds after which a wait is told of, infinity: never; None: those chosen, or WEFT_WATCH's.
+
+    Raises:
+        WeftError: that is no number of seconds above 0.
+    """
+    asked = _asked if seconds is None else seconds
+    said = os.environ.get("WEFT_WATCH") or math.inf if asked is None else asked
+    with contextlib.suppress(ValueError, TypeError):
+        if float(said) > 0:
+            return float(said)
+    raise WeftError(f"watch (or WEFT_WATCH) is {said!r}: pass a number of seconds above 0, or None")
+
+
+def standing(thread: int | None = None) -> str:
+    """Where the program of a thread stands: "file:line in function"; None: of the main thread.
+
+    That is its innermost frame outside of weft, torch and Python's own library.
+    """
+    frame = innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if (frame := frame or innermost) is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def _is_library(file: str) -> bool:
+    in_python = file.startswith(_PYTHON) and "-packages" not in file
+    return in_python or file.startswith((*_LIBRARIES, "<frozen "))
+
+
+def tell(rank: int, seconds: float, call: tuple[int, str], why: str) -> None:
+    """One line on standard error: a rank waits, in the call of that number and name."""
+    what = f"call {call[0]} ({call[1]})"
+    where = f" in {what}" if call[1] and what not in why else ""
+    line = f"weft: rank {rank} has waited for {seconds:.1f} s{where}: {why}\n"
+    with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+        print(line, end="", file=sys.stderr, flush=True)

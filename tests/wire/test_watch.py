@@ -1,0 +1,163 @@
+"""A rank that keeps others waiting, as they tell of it, and what the ranks' recorders wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft.cli.doctor_merge import first_difference
+from weft.testing import run
+from weft.testing.pace import patient
+
+RANK = """
+import faulthandler, os, signal, sys, time
+import torch, weft
+place, how = sys.argv[1:]
+def load_batch():
+    while not os.path.exists(place + ".go"): time.sleep(0.02)
+if how == "handler":
+    faulthandler.register(signal.SIGUSR1, open(os.devnull, "w"))
+kill = lambda name: os.kill(os.getpid(), signal.Signals[name])
+with weft.init(rendezvous=f"file://{place}", timeout=60.0, watch=0.5) as wire:
+    weft.barrier()
+    does = {"sleep": load_batch, "other": weft.barrier}.get(how, lambda: kill(how))
+    try:
+        if wire.rank == 2 and how not in ("same", "handler"):
+            does()
+        print(weft.all_reduce(torch.ones(2)).tolist())
+    except weft.Error as error:
+        print(type(error).__name__)
+    if how in ("same", "handler", "other"):
+        kill("SIGUSR1")
+"""
+HERE = f"at <string>:{RANK[: RANK.index('while')].count(chr(10)) + 1} in load_batch"
+
+
+def soon(look):
+    """What is found once there is something."""
+    until = time.monotonic() + patient(30.0)
+    while not (found := look()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+class Job:
+    """Three ranks, of which the last does something else."""
+
+    def __init__(self, programs, place, how, **env):
+        env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", **env}
+        env["WEFT_RECORD_DIR"] = str(place / "records")
+        self.place, given = place, (RANK, str(place / "place"), how)
+        self.ranks = [programs(*given, env={**env, "RANK": str(rank)}) for rank in range(3)]
+
+    def line(self, rank):
+        """What a rank writes first on its standard error."""
+        return soon(lambda: Path(f"/proc/{self.ranks[rank].pid}/fd/2").read_text()).strip()
+
+    def records(self, ranks):
+        """What these recorded, once they have."""
+        paths = {rank: self.place / "records" / f"rank{rank}.json" for rank in ranks}
+        assert soon(lambda: all(map(Path.exists, paths.values())))
+        return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
+
+    def ends(self):
+        return [rank.communicate()[0].strip() for rank in self.ranks]
+
+
+@pytest.fixture
+def job(programs, tmp_path):
+    return lambda how, **env: Job(programs, tmp_path, how, **env)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "torch"])
+def test_a_slow_rank_is_told_of_once_with_its_line_and_what_all_recorded_says_so(job, transport):
+    three = job("sleep", WEFT_TRANSPORT=transport)
+    for rank in (0, 1):
+        line = three.line(rank)
+        assert line.startswith(f"weft: rank {rank} has waited for ")
+        assert "rank 2 has not entered call 2 (all_reduce)" in line and line.endswith(HERE)
+    for rank in three.ranks:
+        os.kill(rank.pid, signal.SIGUSR1)
+    said = first_difference(three.records(range(3)))
+    assert said.startswith(
+        "ranks 0 and 1 entered call 2 (all_reduce), rank 2 did not: rank 2 finished call 1 (barr"
+    )
+    assert said.endswith(HERE)
+    time.sleep(1.5)  # in which it would be told of again
+    Path(f"{three.place}/place.go").touch()
+    assert three.ends() == ["[3.0, 3.0]"] * 3
+    assert [rank.communicate()[1].count("weft: ") for rank in three.ranks] == [1, 1, 0]
+
+
+def test_a_frozen_rank_is_told_of_as_silent(job):
+    three = job("SIGSTOP")
+    for rank in (0, 1):
+        said = "in call 2 (all_reduce): rank 2 does not answer (stopped, cut off"
+        assert said in three.line(rank)
+    os.kill(three.ranks[2].pid, signal.SIGCONT)
+    assert three.ends() == ["[3.0, 3.0]"] * 3
+
+
+def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch, capsys):
+    monkeypatch.setenv("WEFT_WATCH", "0.2")
+
+    def program(wire):
+        weft.barrier()
+        if wire.rank == 1:
+            time.sleep(1.0)
+        weft.barrier()
+
+    run(2, program)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("weft: rank 0 has waited for 0.")
+    assert f"rank 1 is outside weft, at {__file__}:" in line and line.endswith("program")
+
+
+def test_who_was_killed_left_no_record_and_the_others_say_in_which_call(job):
+    three = job("SIGKILL")
+    assert three.ends() == ["WireError", "WireError", ""]
+    files = three.records((0, 1))
+    assert [call["name"] for call in files[0]["calls"]] == ["barrier", "all_reduce"]
+    assert "rank 2 died" in files[0]["calls"][1]["error"] and "rank 2 died" in files[1]["why"]
+    assert files[1]["calls"][1]["fields"]["shape"] == "(2,)"
+    assert files[1]["at"].startswith("<string>:")  # not in weft
+    assert not (three.place / "records" / "rank2.json").exists()
+    assert first_difference(files) == (
+        "ranks 0 and 1 entered call 2 (all_reduce), and ranks 0 and 1 did not finish it; "
+        "rank 2 left no file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("other", "call 2 is not the same on all ranks: ranks 0 and 1: call all_reduce, "),
+        ("same", "ranks 0, 1 and 2 made the same 2 calls, and finished them"),
+    ],
+)
+def test_the_first_difference_is_who_made_another_call_or_none(job, how, sentence):
+    three = job(how)
+    three.ends()
+    assert first_difference(three.records(range(3))).startswith(sentence)
+
+
+def test_who_handles_the_signal_already_goes_on_doing_so(job):
+    three = job("handler")
+    assert three.ends() == ["[3.0, 3.0]"] * 3
+    assert not (three.place / "records").exists()
+    assert first_difference({}) == "no rank left a file here"
+
+
+def test_seconds_that_are_none_are_refused(monkeypatch):
+    for wrong in (0, -1.0, "soon"):
+        with pytest.raises(weft.WeftError, match="pass a number of seconds above 0"):
+            weft.init(watch=wrong)
+    monkeypatch.setenv("WEFT_WATCH", "soon")
+    with pytest.raises(weft.WeftError, match="WEFT_WATCH"):
+        weft.init()
