@@ -36,6 +36,9 @@ os.environ.setdefault("WEFT_LINK", "50,10")
 # of a name server is lost, that takes five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# A failure in a test is mended in weft.
+os.environ.setdefault("WEFT_TRACEBACK", "1")
+
 pytest.register_assert_rewrite("weft.testing.contract")
 
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported

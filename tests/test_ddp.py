@@ -374,23 +374,30 @@ def test_a_closed_wire_is_an_error_as_itself() -> None:
             model(words(0)).sum().backward()
 
 
-def test_survivors_of_a_death_name_the_dead() -> None:
-    with pytest.raises(WireError, match="rank 2 of 3 was killed by SIGKILL") as caught:
-        launch(3, killed_in_its_second_step, env={"OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize("how", ["killed", "raised", "killed in backward"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_who_fails_is_named_by_all_others(how: str, size: int) -> None:
+    """Also where they await its buffers, in a call of DistributedDataParallel's own over gloo."""
+    with pytest.raises(LookupError if how == "raised" else WireError) as caught:
+        launch(size, failing_in_its_second_step, [how], env={"OMP_NUM_THREADS": "1"})
     notes = "\n".join(caught.value.__notes__)
-    assert "rank 0 of 3 raised WireError: rank 0: rank 2 died" in notes
-    assert "rank 1 of 3 raised WireError: rank 1: rank 2 died" in notes
+    end = "left, after it raised (LookupError: no such word)" if how == "raised" else "died"
+    for rank in range(1, size):
+        assert f"rank {rank} of {size} raised WireError: rank {rank}: rank 0 {end} while" in notes
 
 
-def killed_in_its_second_step() -> None:
-    init(timeout=20)
-    model = DistributedDataParallel(Model())
-    ddp.register(model)
-    model(words(0)).sum().backward()
-    output = model(words(1))
-    if dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    output.sum().backward()
+def failing_in_its_second_step(how: str) -> None:
+    with init(timeout=20):
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.BatchNorm1d(3))
+        wrapped = DistributedDataParallel(model)
+        ddp.register(wrapped)
+        wrapped(words(0)).sum().backward()
+        output = wrapped(words(1)) if how == "killed in backward" else None
+        if dist.get_rank() == 0 and how == "raised":
+            raise LookupError("no such word")
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (wrapped(words(1)) if output is None else output).sum().backward()
 
 
 @trained(1, 3)

@@ -22,7 +22,6 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -122,8 +121,8 @@ _Fields = tuple[tuple[str, str], ...]
 
 
 class _Group(NamedTuple):
-    """Ranks that state the same fingerprint, of the call that is theirs by `number`; the first few
-    are named, all are counted."""
+    """Ranks that state the same fingerprint; the first few are named, all are counted. It is the
+    call of that number on the rank that has made most."""
 
     fields: _Fields
     ranks: tuple[int, ...]
@@ -132,7 +131,7 @@ class _Group(NamedTuple):
 
     def spelled(self) -> str:
         """As it travels."""
-        ranks = ",".join(map(str, self.ranks))
+        ranks = ",".join(map(str, self.ranks[:_NAMED]))
         return _FIELD.join([_spelled(self.fields), ranks, str(self.total), str(self.number)])
 
 
@@ -158,7 +157,7 @@ def _groups_in(raw: bytes, among: Collection[int]) -> tuple[_Group, ...]:
         known = group.ranks == among or set(group.ranks) <= set(among)
         if not known or not len(group.ranks) <= group.total <= len(among):
             raise ValueError(f"it is of {count} ranks, {ranks}")
-        if group.number < 1 or group.fields[0][0] != "call":
+        if group.number < 0 or group.fields[0][0] != "call":
             raise ValueError(f"it is of call {number}")
         groups.append(group)
     return tuple(groups)
@@ -216,14 +215,6 @@ def is_direct(wire: Wire) -> bool:
     return wire.size <= DIRECT
 
 
-_calls: WeakKeyDictionary[Wire, int] = WeakKeyDictionary()
-
-
-def calls_of(wire: Wire) -> int:
-    """How many calls this rank has agreed on with the others: the number of the last one."""
-    return _calls.get(wire, 0)
-
-
 def agree(
     wire: Wire,
     call: str,
@@ -253,11 +244,10 @@ def agree(
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
         WireError: as every wait does; also where a peer sent something else than a statement.
     """
-    number = _calls[wire] = calls_of(wire) + 1
     name = wire._named(wire.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
     mine = _Statement(
-        (_Group((("call", call), *values), (name,), 1, number),),
+        (_Group((("call", call), *values), (name,), 1, wire.worker.calls),),
         b"" if error is None else f"rank {name}: {error}".encode()[:_TEXT],
         name,
         body.numpy().data if isinstance(body, Tensor) else memoryview(body),
@@ -286,7 +276,9 @@ def agree(
     return _agreed(wire, said, pending.release)
 
 
-def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | None = None) -> None:
+def confess(
+    wire: Wire, call: str, trouble: BaseException | None, lacking: str | None = None
+) -> None:
     """Tell each other what went wrong on this rank, if anything did; raises alike on all.
 
     Args:
@@ -299,7 +291,7 @@ def confess(wire: Wire, call: str, trouble: Exception | None, lacking: str | Non
         name = wire._named(wire.rank)
         lacking = str(trouble).removeprefix(f"rank {name}: ")  # which is said for all
     elif trouble is not None:
-        lacking = f"{type(trouble).__name__}: {trouble}"
+        lacking = f"{type(trouble).__name__}: {trouble}".removesuffix(": ")
     nothing = torch.empty(0, dtype=torch.uint8)
     try:
         agree(wire, call, {}, lacking, nothing, lambda lower, upper: lower).release()
@@ -317,17 +309,19 @@ def _agreed(
 ) -> Agreement:
     """The conclusion from statements and who sent them; raises what every rank raises."""
     said = [statement for _, statement in heard]
-    stated = {(group.fields, group.number) for each in said for group in each.groups}
+    groups = [group for each in said for group in each.groups]
+    # a rank that calls of some of the ranks left out goes on from the others' number
+    wire.worker.calls = number = max(group.number for group in groups)
     try:
-        if len(stated) == 1 and not any(each.error for each in said):
-            agreed = dict(said[0].groups[0].fields)
+        if len({group.fields for group in groups}) == 1 and not any(each.error for each in said):
+            agreed = dict(groups[0].fields)
         else:
-            agreed = _conclude(wire, said)
+            agreed = _conclude(said)
     except WeftError:
         release()
         raise
     return Agreement(
-        calls_of(wire),
+        number,
         agreed,
         [each.body for each in said],
         [each.private for each in said],
@@ -387,24 +381,27 @@ def _combined(lower: _Statement, upper: _Statement, combine: Combine) -> _Statem
 
 def _join(said: Sequence[_Statement]) -> tuple[_Group, ...]:
     """Who said which fingerprint, with equal fingerprints brought together."""
-    found: dict[tuple[_Fields, int], _Group] = {}
+    found: dict[_Fields, _Group] = {}
     for group in (group for statement in said for group in statement.groups):
-        key = group.fields, group.number
-        same = found.get(key, group._replace(ranks=(), total=0))
-        ranks = (same.ranks + group.ranks)[:_NAMED]
-        found[key] = group._replace(ranks=ranks, total=same.total + group.total)
+        found[group.fields] = _united(found.get(group.fields), group)
     kept = tuple(found.values())
     while len(kept) > 1 and len(_written(kept)) > _TEXT:
         kept = kept[:-1]
     return kept
 
 
-def _conclude(wire: Wire, said: Sequence[_Statement]) -> dict[str, str]:
+def _united(some: _Group | None, more: _Group) -> _Group:
+    """Two groups as one, with the fields of the second."""
+    if some is None:
+        return more
+    ranks, number = some.ranks + more.ranks, max(some.number, more.number)
+    return _Group(more.fields, ranks, some.total + more.total, number)
+
+
+def _conclude(said: Sequence[_Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
     groups = _join(said)
     differing = _differences(groups)
-    if differing:  # someone may have made more calls than others: go on from the last of them
-        _calls[wire] = max(group.number for group in groups)
     error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
         raise WeftError(error.error.decode(errors="replace"))
@@ -422,15 +419,15 @@ def _differences(groups: Sequence[_Group]) -> list[str]:
     holders: dict[str, dict[str, _Group]] = {}  # by field and value, those that state it
     for group in groups:
         for name, value in group.fields:
-            text = f"{value} (call {group.number} of the group)" if name == "call" else value
             if value != _UNKNOWN:
-                same = holders.setdefault(name, {}).get(text, group._replace(ranks=(), total=0))
-                ranks, total = same.ranks + group.ranks, same.total + group.total
-                holders[name][text] = group._replace(ranks=ranks, total=total)
+                held = holders.setdefault(name, {})
+                held[value] = _united(held.get(value), group)
     texts = []
     for name, values in holders.items():
         if len(values) > 1:
             ordered = sorted(values.items(), key=lambda item: min(item[1].ranks))
+            if name == "call":
+                ordered = [(f"{value} (call {group.number})", group) for value, group in ordered]
             stated = ", ".join(f"{_ranks(group)} {value}" for value, group in ordered)
             if name == "call":
                 return [

@@ -31,7 +31,7 @@ from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
-from .errors import WeftError
+from .errors import WeftError, WireError, entry
 from .sparse import Record, last_call
 from .sparse.api import job_of
 from .sparse.request import wrong_wire_dtype
@@ -96,6 +96,7 @@ class State:
         return self._wire
 
 
+@entry
 def register(
     ddp_model: DistributedDataParallel,
     algorithm: str = "auto",
@@ -142,7 +143,25 @@ def register(
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
+    ddp_model.forward = _blaming(state, ddp_model)  # type: ignore[method-assign]
     return state
+
+
+def _blaming(state: State, ddp_model: DistributedDataParallel) -> Callable[..., Any]:
+    """DistributedDataParallel's forward, whose own calls (of buffers) fail without a name."""
+    forward, model = type(ddp_model).forward, weakref.ref(ddp_model)  # which has this function
+
+    @functools.wraps(forward)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(model(), *args, **kwargs)  # type: ignore[arg-type,no-untyped-call]  # alive
+        except RuntimeError as error:
+            lost = process_group.blame(state.wire, error, "DistributedDataParallel's forward")
+            if lost is None:
+                raise
+            raise lost from None
+
+    return inside
 
 
 def _tell(wire: Wire, fields: dict[str, str], error: str | None) -> None:
@@ -298,26 +317,40 @@ def _watch_for_errors(state: State, backward: int) -> None:
     if backward == state._backward and (state._pending or state._tables.given):
         return
     state._backward, state._pending, state._tables, state._bucket = backward, [], _Tables(), -1
-    # twice, to come after the callback in which DistributedDataParallel finishes the gradients
-    at_end_of_backward(lambda: at_end_of_backward(functools.partial(_raise_error, state)))
+    at_end_of_backward(functools.partial(_raise_error, state, before=True))
 
 
-def _raise_error(state: State) -> None:
-    """Raise the first error of this backward, on its thread and as what it is."""
-    pending, state._pending = state._pending, []
-    first: BaseException | None = None
-    for work in pending:
-        try:
-            if isinstance(work, Exception):
-                raise work
-            work.wait()
-        except Exception as error:
-            first = first or error
-    if first is not None:
+def _raise_error(state: State, before: bool = False) -> None:
+    """Raise the first error of this backward, on its thread and as what it is.
+
+    Args:
+        state: of the model.
+        before: whether DistributedDataParallel is still to finish the gradients. Its own calls fail
+            there if the group is lost, without a name; any other error comes after that.
+    """
+    errors = [error for work in state._pending if (error := _error_of(work)) is not None]
+    if before and not any(isinstance(error, WireError) for error in errors):
+        at_end_of_backward(functools.partial(_raise_error, state))
+        return
+    state._pending = []
+    for first in errors[:1]:
         note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
         if note not in getattr(first, "__notes__", ()):
             first.add_note(note)
         raise first
+
+
+def _error_of(work: Work[Any] | Exception) -> Exception | None:
+    """What became of a call, once it has ended."""
+    try:
+        if isinstance(work, Exception):
+            raise work
+        work.wait()
+    except Exception as error:
+        return error.with_traceback(
+            None
+        )  # whose frames hold the work, whose Future holds the error
+    return None
 
 
 def keep_tables_used(module: nn.Module) -> RemovableHandle:

@@ -11,9 +11,22 @@ Error                    whatever weft raises on purpose
 
 A `WeftError` that is raised before anything could be sent (a group the caller is not in, use
 before `weft.init`, use after `weft.shutdown`) is raised on the calling rank alone.
+
+What users call is an `entry`: there the traceback of an error ends, whose sentence says what a user
+can mend. With WEFT_TRACEBACK=1 in the environment it goes on to where weft raised it.
 """
 
 from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from ._torch import uncompiled
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Error(Exception):
@@ -40,3 +53,23 @@ class WireError(Error, ConnectionError):
         super().__init__(text)
         self.rank = rank
         self.culprit = culprit
+
+
+def entry(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, as users call it: what is below it is not in the traceback of an error.
+
+    torch.compile does not look into it, either (`uncompiled`).
+    """
+
+    @functools.wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Error as error:
+            if os.environ.get("WEFT_TRACEBACK", "") in ("", "0"):
+                error.__traceback__ = None  # `raise` alone adds no frame: the caller's is the last
+            elif error.__cause__ is None:
+                error.__suppress_context__ = False
+            raise
+
+    return uncompiled(inside)

@@ -71,9 +71,13 @@ def failing_everywhere() -> None:
     raise WireError("an echo", rank=rank(), culprit=1)
 
 
-def dying(number: int) -> None:
+def dying(number: int, in_gloo: bool) -> None:
+    if in_gloo:
+        dist.init_process_group("gloo")
     if rank() == 1:
         os.kill(os.getpid(), number)
+    if in_gloo:
+        dist.barrier()
     raise WireError("rank 1 died", rank=rank(), culprit=1)
 
 
@@ -229,12 +233,14 @@ def test_the_cause_is_raised_and_not_its_echoes() -> None:
     assert "rank 2 of 3 raised WireError: an echo" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize("in_gloo", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
+def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals, in_gloo: bool) -> None:
     with pytest.raises(WireError, match=f"rank 1 of 3 was killed by {number.name}") as caught:
-        local.launch(3, dying, [number])
+        local.launch(3, dying, [number, in_gloo])
     assert caught.value.culprit == 1
-    assert "rank 0 of 3 raised WireError: rank 1 died" in "\n".join(caught.value.__notes__)
+    echo = "RuntimeError: " if in_gloo else "WireError: rank 1 died"
+    assert f"rank 0 of 3 raised {echo}" in "\n".join(caught.value.__notes__)
 
 
 def test_a_rank_that_exits_without_a_result_is_named() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import weft
-from weft.agree import calls_of
 from weft.comm import staging
 from weft.testing import spmd
 from weft.wire.base import as_bytes
@@ -175,7 +174,7 @@ def test_ranks_that_differ_in_gradient_mode_are_told(wire):
 @spmd(2)
 def test_backward_in_another_order_is_told(wire):
     calls = [weft.all_to_all([torch.ones(2, requires_grad=True)] * 2) for _ in "ab"]
-    first = calls_of(wire) - 1
+    first = wire.worker.calls - 1
     with pytest.raises(weft.WeftError, match=rf"backward of call {first} .* of call {first + 1} "):
         calls[wire.rank][0].sum().backward()
 

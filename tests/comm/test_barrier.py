@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import weft
-from weft.agree import calls_of
 from weft.testing import run, spmd
 
 
@@ -50,7 +49,7 @@ def test_the_late_are_named_and_may_still_come(ranks):
                 assert str(caught.value).startswith(text)
             told.append(wire.rank)
         weft.barrier()  # the same one
-        assert calls_of(wire) == 1
+        assert wire.worker.calls == 1
         assert weft.all_reduce(torch.ones(1)).item() == ranks
 
     run(ranks, program)

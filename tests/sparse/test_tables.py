@@ -270,7 +270,10 @@ def test_above_sixteen_ranks(wire):
 
 @spmd(1, 2, on=("threads",))
 def test_hundreds_of_tables_and_none(wire):
-    assert weft.sparse_all_reduce([]) == []
+    for op in ("sum", "avg", "bxor"):
+        assert weft.sparse_all_reduce([], op) == []
+    with pytest.raises(weft.WeftError, match=r"^rank 0: op 'xor' is unknown"):
+        weft.sparse_all_reduce([], "xor")
     many = [(torch.tensor([wire.rank, 7]), torch.full((2,), float(n))) for n in range(600)]
     got = weft.sparse_all_reduce(many)
     assert len(got) == 600

@@ -17,7 +17,7 @@ import weft
 from weft.wire.failure import last_error
 
 RANK = """
-import sys, time
+import os, signal, sys, threading, time
 import torch, weft
 
 place, how, timeout = sys.argv[1:]
@@ -25,10 +25,31 @@ wire = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
 weft.barrier()
 one = torch.ones(2)
 if wire.rank == 0:
+    if how == "interrupted wait":
+        time.sleep(1.0)  # the other waits
+        sys.exit(weft.all_reduce(one).tolist() != [2.0, 2.0])
+    elif how == "killed":  # and this one does not expect it
+        work = wire.worker.submit("barrier", weft.barrier, several=True)
+        slow = work.get_future().then(lambda done: time.sleep(1000.0))
+        work.wait()
     try:
         weft.all_reduce(one)
-    except weft.WireError as error:
-        print(error.culprit, error)
+    except weft.Error as error:
+        print(getattr(error, "culprit", 1), error)
+elif how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "exit":
+    weft.attempt(lambda: sys.exit(3))
+elif how == "interrupt":
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wire.post((), [(0, 4)]).wait()
+elif how == "interrupted wait":
+    work = wire.worker.submit("all_reduce", lambda: weft.all_reduce(one), several=True)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        work.wait()
+    except KeyboardInterrupt:
+        sys.exit(4 if work.wait().tolist() == [2.0, 2.0] else 5)
 elif how == "group":
     weft.all_reduce(one, group="world")
 elif how == "caught":
@@ -54,15 +75,16 @@ LONG = 60.0  # seconds that must not pass
 
 @pytest.fixture
 def told(programs, tmp_path):
-    """What rank 0 says of rank 1, which fails in that way."""
+    """What rank 0 says of rank 1, which fails in that way; they end with these statuses."""
 
-    def told(how, timeout=LONG):
+    def told(how, timeout=LONG, ends=None):
         right = {**os.environ, "WORLD_SIZE": "2", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
         given = str(tmp_path / "place"), how, str(timeout)
         ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(2)]
         said = [rank.communicate(LONG - 5.0) for rank in ranks]
-        assert ranks[0].returncode == 0, said[0][1]
-        return said[0][0]
+        statuses = [rank.returncode for rank in ranks]
+        assert statuses == ends or (ends is None and not statuses[0]), said
+        return said[0][0] or said[0][1]
 
     return told
 
@@ -85,6 +107,19 @@ def test_who_is_late_says_what_it_raised(told):
     said = told("caught", timeout=2.0)
     assert "rank 1 has not entered call 2 (all_reduce): it has been outside weft for" in said
     assert " s, after it raised (WeftError: rank 1: str is no group: pass None, a weft" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "ends", "why"),
+    [
+        ("exit", [0, 3], "1 rank 1: SystemExit: 3"),
+        ("interrupt", [0, -2], "1 rank 0: rank 1 was interrupted (SIGINT) while rank 0 awaited"),
+        ("interrupted wait", [0, 4], ""),
+        ("killed", [1, -9], "weft.errors.WireError: rank 0: rank 1 died"),  # at once
+    ],
+)
+def test_how_a_rank_ends_is_its_own_and_the_others_are_told(told, how, ends, why):
+    assert why in told(how, ends=ends)
 
 
 def test_who_mends_its_call_is_answered(told):

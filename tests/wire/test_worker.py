@@ -49,10 +49,16 @@ def test_a_call_for_which_no_thread_can_be_started_has_no_turn(wire, monkeypatch
     def fails(thread):
         raise RuntimeError("can't start new thread")
 
+    other = threads.group(1)[0]
+    started = other.worker.submit("started", lambda: 0)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start"):
             wire.worker.submit("early", lambda: 1)
+        for _ in range(2):  # nor can anything complete a Future
+            with pytest.raises(RuntimeError, match="can't start"):
+                started.get_future()
+    assert started.get_future().wait() == 0
     assert wire.worker.submit("next", lambda: 2).wait(10.0) == 2
 
 
@@ -205,6 +211,13 @@ def test_a_future_of_a_failure_carries_its_text(wire, early):
         future.wait()
     with pytest.raises(WeftError, match="wrong rows"):
         work.wait()
+
+
+def test_an_exit_in_a_callback_is_an_error_of_its_future(wire):
+    exiting = wire.worker.submit("job", lambda: 1).get_future().then(lambda done: sys.exit(3))
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        exiting.wait()
+    assert wire.worker.submit("next", lambda: 2).get_future().wait() == 2
 
 
 def test_callbacks_may_wait_for_the_worker(wire):

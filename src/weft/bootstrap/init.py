@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .. import kernels
-from ..errors import WeftError, WireError
+from ..errors import WeftError, WireError, entry
 from ..wire import default
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
@@ -54,6 +54,7 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 _before: list[str | None] = []  # what gloo's variable had, while weft's choice stands there
 
 
+@entry
 def init(
     backend: str | None = None,
     *,
@@ -64,11 +65,10 @@ def init(
 ) -> Wire:
     """Start weft in this process, and return the wire between all ranks, the default one.
 
-    Collective: every rank calls it. Kernels are compiled before anybody waits for anybody; if an
-    earlier process has done that, they are loaded while your program goes on.
-    torch.distributed works afterwards, whoever set it up: if the program had its default group,
-    weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun (or
-    whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
+    Collective: every rank calls it. Kernels are compiled, or loaded, before anybody waits for
+    anybody. torch.distributed works afterwards, whoever set it up: if the program had its default
+    group, weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun
+    (or whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
     process alone, which uses no network. As a context manager, it shuts down at the end of the
     block. Who launched it, where the ranks met and over which network interface is logged.
 

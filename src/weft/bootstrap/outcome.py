@@ -77,20 +77,28 @@ class _Remote(Exception):
         return f"\n{self.args[0]}"
 
 
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether a rank raised that on another's account; gloo's errors do not say on whose."""
+    return isinstance(error, WireError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+
+
 def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     """What the ranks returned, in rank order.
 
     Raises:
         RankFailure: a process died, or ranks hang; it says which and where.
         BaseException: what a rank raised. Of several, the one that caused the others: whatever is
-            no WireError comes first, and a death before the wire errors that it causes.
+            no WireError and not gloo's comes first, and a death before those, which it causes.
 
     Notes say which rank it was, and what became of the others.
     """
     __tracebackhide__ = True
     size = len(outcomes)
     raised = [each for each in outcomes if each.error is not None]
-    echoes = [each for each in raised if isinstance(each.error, WireError)]
+    echoes = [each for each in raised if _is_echo(each.error)]
+    echoes.sort(key=lambda each: not isinstance(each.error, WireError))
     died = [each for each in outcomes if each.died]
     hangs = [each for each in outcomes if each.hangs]
     first = ([each for each in raised if each not in echoes] or died or echoes or hangs)[:1]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import uncompiled
 from ..agree import is_direct
+from ..errors import entry
 from ..sparse.request import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
@@ -33,7 +33,7 @@ _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 
 
-@uncompiled
+@entry
 def all_reduce(
     tensor: Tensor,
     op: Any = "sum",

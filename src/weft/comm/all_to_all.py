@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import uncompiled
 from ..agree import is_direct
+from ..errors import entry
 from ..wire import default
 from ..wire.base import SMALL, Wire, as_bytes, decoded, peers
 from .differentiable import Linear, applied
@@ -32,7 +32,7 @@ _CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape, and of a tensor that goes
 _ALIGNED = 16  # bytes, to a multiple of which it is filled up, so that any dtype may follow
 
 
-@uncompiled
+@entry
 def all_to_all(
     inputs: Sequence[Tensor], group: Any = None, *, round_bytes: int | None = None
 ) -> list[Tensor]:

@@ -7,14 +7,14 @@ from typing import Any, TypeVar, cast
 
 from torch.profiler import record_function
 
-from .._torch import uncompiled
 from ..agree import confess
+from ..errors import entry
 from ..wire import default
 
 T = TypeVar("T")
 
 
-@uncompiled
+@entry
 def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attempt") -> T:
     """Call a function on every rank; where it raises on one of them, every rank raises.
 
@@ -33,8 +33,9 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
         What the function returned on this rank.
 
     Raises:
-        WeftError: the function raised an Exception on some rank; the same text on every rank,
-            naming the rank. On that rank the exception is its `__cause__`. The next call works.
+        WeftError: the function raised on some rank; the same text on every rank, naming the rank.
+            On that rank the exception is its `__cause__`, but SystemExit and KeyboardInterrupt are
+            raised themselves. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -55,7 +56,7 @@ def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attemp
         with record_function(f"weft::{name}"):
             try:
                 made = function()
-            except Exception as error:
+            except BaseException as error:
                 trouble = error
             confess(wire, name.encode()[:_LONGEST].decode(errors="ignore"), trouble)
         return cast(T, made)

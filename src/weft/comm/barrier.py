@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from .._torch import uncompiled
 from ..agree import is_direct
-from ..errors import StillRunning
+from ..errors import StillRunning, entry
 from ..wire import default
 from ..wire.base import SMALL, Pending, Wire, Work, is_duration, names, peers
 from .opening import opened
 
 
-@uncompiled
+@entry
 def barrier(timeout: float | None = None, group: Any = None) -> None:
     """Wait until every rank of the group has come here.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..errors import entry
 from ..tensors import has_elements, lacking
 from ..wire.base import Wire, plain
 from .opening import Mode
@@ -96,5 +97,6 @@ class _Applied(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @entry
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, None, *ctx.collective.undone(gradients))

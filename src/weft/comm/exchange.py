@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import uncompiled
+from ..errors import entry
 from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
@@ -24,7 +24,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
 
 
-@uncompiled
+@entry
 def exchange(
     rows: Tensor,
     to: Sequence[Tensor | None],

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from .._torch import uncompiled
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..kernels.ops import DTYPES
 from ..sparse.api import job_of
 from ..sparse.call import shape_in
@@ -48,7 +47,7 @@ _SPARSE_DIMS = 7
 at most so many. What ranks state differently of one gradient is reduced as a dense one."""
 
 
-@uncompiled
+@entry
 def sync_grads(
     module: torch.nn.Module,
     average: bool = True,

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import uncompiled
 from ..agree import confess
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..wire import default
 from ..wire.base import Wire, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
@@ -38,7 +37,7 @@ _NAME = "overlap_grads"
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
 
 
-@uncompiled
+@entry
 def overlap_grads(
     module: nn.Module,
     average: bool = True,

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
-from .._torch import uncompiled
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..sparse.request import root_in
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, plain
@@ -32,7 +31,7 @@ _CHUNKS = (128 << 10, 1 << 20)  # bytes of the smallest and the largest chunk
 _CHANNEL = 4
 
 
-@uncompiled
+@entry
 def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) -> None:
     """Give every rank the parameters and buffers that one rank has, in place.
 

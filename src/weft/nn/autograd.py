@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from .._torch import in_forward_mode, is_wrapped, without_modes
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..grid import Shape
 from ..plan import Plan
 from ..wire.base import Wire, as_bytes, decoded, plain
@@ -31,6 +31,7 @@ from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
 
 
+@entry
 def applied(spec: Spec, x: Tensor) -> Tensor:
     """What a layer gives for a tensor; collective among the ranks that it concerns.
 
@@ -280,6 +281,7 @@ class _Move(torch.autograd.Function):
         return agreed.run(x)
 
     @staticmethod
+    @entry
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back = _recorded(ctx.call.back(ctx.shape), grad)
         return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None

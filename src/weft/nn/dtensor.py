@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch import shard_order, uncompiled
-from ..errors import WeftError
+from .._torch import shard_order
+from ..errors import WeftError, entry
 from ..grid import Box, Shape, ravel
 from ..plan import Piece, Plan, Side, between
 from .autograd import Agreed, Call, anchor_of, outside
@@ -294,7 +294,7 @@ class ToDTensorSpec(Spec):
         return fitting(self.name, self.source.cells, shapes, range(self.source.dim))
 
 
-@uncompiled
+@entry
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
     """This rank's shard, on a grid, of the tensor that a DTensor is; differentiable.
 
@@ -353,7 +353,7 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     return y
 
 
-@uncompiled
+@entry
 def to_dtensor(
     x: Tensor, partition: Partition, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor | Tensor:

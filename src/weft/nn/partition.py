@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import grid
-from ..errors import WeftError
+from ..errors import WeftError, entry
 from ..grid import Box, Shape
 from ..wire import default
 from ..wire.base import Wire
@@ -64,6 +64,7 @@ class Partition:
     ranks: tuple[int, ...]
     group: Any = field(hash=False)
 
+    @entry
     def __init__(
         self,
         shape: Sequence[int] | int,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .._torch import uncompiled, without_transforms
+from .._torch import without_transforms
+from ..errors import entry
 from ..wire import default
 from ..wire.base import Wire
 from . import run, tables
@@ -19,7 +20,7 @@ from .record import recording, started
 from .request import Request
 
 
-@uncompiled
+@entry
 @without_transforms
 def sparse_all_reduce(
     rows: Any,
@@ -76,7 +77,7 @@ def sparse_all_reduce(
     return started(wire, "sparse_all_reduce", job, async_op)
 
 
-@uncompiled
+@entry
 @without_transforms
 def explain(
     rows: Any,

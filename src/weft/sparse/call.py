@@ -59,7 +59,7 @@ class Call:
     wide: torch.dtype | None = None
     out: Out = None
     given: Rows | None = None
-    trouble: Exception | None = None
+    trouble: BaseException | None = None
     target: Rows | None = None
     header: Header = field(init=False)
     load: Load = field(init=False)
@@ -99,7 +99,7 @@ class Call:
                 place = checked(made, (self.index, dtype), self.row_shape, " returned")
                 if place[0].numel() != count:
                     raise WeftError(f"out returned {place[0].numel()} rows for {count}")
-            except Exception as error:
+            except BaseException as error:
                 self.trouble, place = self.trouble or error, None
         elif self.out is not None and count <= self.out[0].numel():
             place = self.out[0][:count], self.out[1][:count]
@@ -173,7 +173,7 @@ class Call:
                         f"{shape} of {dtype} on {device}" for shape, dtype, device in (got, wanted)
                     )
                     raise ValueError(f"op returned {said}")
-            except Exception as error:
+            except BaseException as error:
                 self.trouble = error
                 return left
             return both.detach()

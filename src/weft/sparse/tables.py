@@ -58,6 +58,8 @@ _TABLE = np.dtype(
 _LONGEST = _TABLE["shape"].itemsize  # characters of a row shape
 _MOST = BODY // _TABLE.itemsize  # tables in a statement
 
+_INTEGERS = Rows(NOTHING.indices, NOTHING.indices)
+
 _Tables = NDArray[Any]
 """Of `_TABLE`, one for each table."""
 
@@ -67,11 +69,13 @@ def requests_of(
 ) -> tuple[list[Request], str | None]:
     """What is asked for each table of a call, and what is wrong with one of them or the list.
 
-    An empty list is one empty table.
+    An empty list is one empty table, of numbers that the op takes.
     """
     places = list(out) if isinstance(out, list) else []
-    requests, asked = [], Request.asked(op, algorithm, wire_dtype)
-    for number, table in enumerate(rows or [NOTHING]):
+    requests, asked, nothing = [], Request.asked(op, algorithm, wire_dtype), NOTHING
+    if not rows and asked.given(NOTHING, None).error:
+        nothing = _INTEGERS
+    for number, table in enumerate(rows or [nothing]):
         request = asked.given(table, places[number] if number < len(places) else None).look()
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
             dims = len(request.rows.row_shape)
@@ -84,7 +88,10 @@ def requests_of(
             f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
             "pass a list with one for each"
         )
-    wrong = (f"table {n}: {each.error}" for n, each in enumerate(requests) if each.error)
+    names = (f"table {number}: " if rows else "" for number in range(len(requests)))
+    wrong = (
+        f"{name}{each.error}" for name, each in zip(names, requests, strict=True) if each.error
+    )
     return requests, error or _shared(places) or next(wrong, None)
 
 
@@ -327,7 +334,7 @@ def _difference(mine: Any, stated: Any, rank: int, table: int) -> str | None:
     )
 
 
-def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, Exception | None]:
+def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
     """A table's result in the memory that its caller gave, and what a function for that raised."""
     dtypes = part.indices.dtype, part.values.dtype
     call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)

@@ -43,16 +43,16 @@ class Part(Wire):
         self.memory, self.traffic = wire.memory, wire.traffic
         self._members = tuple(wire._members[rank] for rank in mine)
 
+    @property
+    def worker(self) -> Worker:
+        """That of the wire: a call among some of its ranks is one of its calls."""
+        return self._wire.worker
+
     def _named(self, rank: int) -> int:
         return self._wire._named(self._ranks[rank])
 
     def _accuse(self, peer: int, text: str) -> WireError:
         return self._wire._accuse(self._ranks[peer], text)
-
-    @property
-    def worker(self) -> Worker:
-        """That of the wire: a call among some of its ranks is one of its calls."""
-        return self._wire.worker
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

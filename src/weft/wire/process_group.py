@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import WeftError, WireError
 from . import recorder
+from .base import Wire
 from .failure import watch
 from .failure.verdict import names
 from .processes import Engine, ProcessWire
@@ -237,6 +238,19 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             wire._members = tuple(dist.get_process_group_ranks(group))
             _wires[group] = wire
         return wire
+
+
+def blame(wire: Wire, error: RuntimeError, where: str) -> WireError | None:
+    """Who is to blame for an error of gloo's, which names nobody, on the ranks of a wire.
+
+    Args:
+        wire: among the ranks of the group that raised it.
+        error: what was raised; None is the answer to any that is not gloo's.
+        where: what the caller was in, as a clause of the error that is returned.
+    """
+    if not isinstance(wire, ProcessWire) or "gloo" not in str(error):
+        return None
+    return wire._blame(where)
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -210,6 +210,13 @@ class ProcessWire(Wire):
         self._break(f"{verdict.text} {what}", verdict.culprit)
         raise self._error() from None
 
+    def _blame(self, where: str) -> WireError | None:
+        """The error of a rank whose call of another library's failed, if a peer is to blame."""
+        verdict = None if self._detector is None else self._detector.blame()
+        if self._broken is None and verdict is not None:
+            self._break(f"{verdict.text} while rank {self.rank} was in {where}", verdict.culprit)
+        return None if self._broken is None else self._error()
+
     def _interrupted(self, error: BaseException) -> None:
         """Break the wire: a handler of a signal raised while messages were being moved."""
         if self._detector is not None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from .._torch import without_modes, without_transforms
-from ..errors import Error, StillRunning, WeftError, WireError
+from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import recorder
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GRACE = 1.0  # seconds that a call under way gets to finish when the interpreter exits
-_LAST = 5.0  # seconds to end in after its wire was aborted
+_LAST = 1.0  # seconds to end in after its wire was aborted
 
 
 class Worker:
     """The calls of one rank on one wire, one at a time, in the order they were made.
 
-    A job that raises a `weft.Error` leaves the wire as it is. Any other exception,
+    A job that raises a `weft.Error` leaves the wire as it is; if SystemExit or KeyboardInterrupt in
+    a caller's function is its cause, that is raised in its place. Any other exception,
     KeyboardInterrupt included, means that this rank will not finish a schedule that others are
     in: the wire is aborted, so that they raise instead of waiting, and the exception goes on.
 
@@ -63,7 +64,7 @@ class Worker:
         self.calls, self.made, self.doing = 0, 0, ""
         self.now: recorder.Call | None = None
         self._entered: dict[tuple[int, ...], int] = {}  # how many calls, by the ranks they are of
-        self._stopped = self._forked = False
+        self._stopped = self._forked = self._lost = False
         self._begin()
 
     def _begin(self) -> None:
@@ -142,8 +143,11 @@ class Worker:
         Close the wire first if they shall not be waited for: then they raise.
 
         Args:
-            grace: seconds for that, before the wire is aborted; None: as long as it takes.
+            grace: seconds for that, before the wire is aborted; None: as long as it takes, but soon
+                where a call raised a WireError.
         """
+        if self._lost:
+            grace = _GRACE
         with self._lock:
             self._stopped = True
         if not self._jobs.end(grace):
@@ -171,6 +175,11 @@ class Worker:
         try:
             self._owner = threading.get_ident()
             return self._do(name, job, several)
+        except Error as error:
+            self._lost = self._lost or isinstance(error, WireError)
+            if error.__cause__ is None or isinstance(error.__cause__, Exception):
+                raise
+            raise error.__cause__ from None  # the others have the error
         finally:
             with self._lock:
                 self._owner = None
@@ -271,6 +280,7 @@ class Work(Generic[T]):
         """Whether it has ended, well or not."""
         return self._done.done()
 
+    @entry
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait until the call has ended and return its result.
 
@@ -304,6 +314,7 @@ class Work(Generic[T]):
                 ) from None
         return self.result()
 
+    @entry
     def result(self) -> T:
         """The result of a call that has ended.
 
@@ -324,14 +335,22 @@ class Work(Generic[T]):
 
         If the call raises, `wait()` of the Future raises a RuntimeError with that text; to get
         the exception itself, wait for the Work.
+
+        Raises:
+            RuntimeError: there is no thread more for this process, to complete it.
         """
         raw: torch.futures.Future[T] = torch.futures.Future()
         # A Future in which Python set an exception holds it as a value, and C++ that reads it as
         # a tensor crashes. The error of one made by then() is native.
         future: torch.futures.Future[T] = raw.then(lambda done: done.value())
         callbacks = self._worker._callbacks
+        callbacks.put(_nothing)  # its thread starts here: where it fails later, nobody is told
         self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, done)))
         return future
+
+
+def _nothing() -> None:
+    return None
 
 
 def _complete(raw: torch.futures.Future[T], done: Future[T]) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ... import kernels
-from ..._torch import uncompiled, without_transforms
+from ..._torch import without_transforms
 from ...agree import is_direct
+from ...errors import entry
 from ...rows import Rows
 from ...wire import default
 from ...wire.base import Wire, all_gather_bytes
@@ -33,7 +34,7 @@ from ..stream import LISTS, VALUES, Ring, parts
 _NAME = "sparse_all_gather"
 
 
-@uncompiled
+@entry
 @without_transforms
 def sparse_all_gather(
     rows: Any,

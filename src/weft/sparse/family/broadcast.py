@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..._torch import uncompiled, without_transforms
+from ..._torch import without_transforms
 from ...agree import is_direct
+from ...errors import entry
 from ...rows import Rows
 from ...tensors import has_elements
 from ...wire import default
@@ -29,7 +30,7 @@ _NAME = "sparse_broadcast"
 _CHUNK = 1 << 14  # bytes of the smallest chunk
 
 
-@uncompiled
+@entry
 @without_transforms
 def sparse_broadcast(
     rows: Any,

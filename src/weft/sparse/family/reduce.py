@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch import uncompiled, without_transforms
+from ..._torch import without_transforms
+from ...errors import entry
 from ...rows import Rows
 from ...wire import default
 from ...wire.base import peers, typed
@@ -35,7 +36,7 @@ from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages, wait_all
 _NAME = "sparse_reduce"
 
 
-@uncompiled
+@entry
 @without_transforms
 def sparse_reduce(
     rows: Any,

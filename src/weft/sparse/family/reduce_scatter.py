@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..._torch import uncompiled, without_transforms
-from ...errors import WeftError
+from ..._torch import without_transforms
+from ...errors import WeftError, entry
 from ...rows import Rows
 from ...wire import default
 from ..choice import ALONE, EAGER
@@ -31,7 +31,7 @@ _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
-@uncompiled
+@entry
 @without_transforms
 def sparse_reduce_scatter(
     rows: Any,

@@ -98,7 +98,8 @@ class Detector:
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
-        self._suspect: tuple[Wait, Verdict] | None = None  # a failed wait, and the likely reason
+        self._suspect: tuple[Wait | None, Verdict | None] | None = None
+        # = a failed wait, and the likely reason
         self._accused: Verdict | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
@@ -156,6 +157,19 @@ class Detector:
             self._rouse()
             self._settled.wait(_ANSWER + _NEWS)
         return self.verdict or self.settle(failed)
+
+    def blame(self) -> Verdict | None:
+        """Why a call that is not the wire's own failed, found within about a second.
+
+        None: no rank died, left, or is silent. Then the wire is as good as before.
+        """
+        if not self._settled.wait(_NEWS):
+            for peer, raised in list(self.left.items())[:1]:  # the first to leave
+                return self.settle(left(peer, raised))
+            self._suspect = (None, None)
+            self._rouse()
+            self._settled.wait(_ANSWER + _NEWS)
+        return self.verdict
 
     def close(self) -> None:
         """Say bye to all, end the thread, close the sockets. Twice is fine.
@@ -264,12 +278,12 @@ class Detector:
         elif inquiry is not None and now >= inquiry.until:
             self._inquiry = None
             self._judge(inquiry)
-        elif inquiry is not None or waiting is None:
+        elif inquiry is not None or (waiting is None and self._suspect is None):
             return
-        elif self._suspect is not None or now >= since + self._patience(waiting):
+        elif waiting is None or self._suspect or now >= since + self._patience(waiting):
             self._ask(waiting)
 
-    def _ask(self, about: Wait) -> None:
+    def _ask(self, about: Wait | None) -> None:
         """Ask all where they are."""
         self._inquiries += 1
         asked = set(self._mesh) - set(self.left)
@@ -281,11 +295,13 @@ class Detector:
         silent = inquiry.asked - set(inquiry.places)
         places = {self.rank: self._place(), **inquiry.places}
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
-        if self._suspect is not None and not silent and not overdue:
-            self.settle(self._suspect[1])
-        elif self._suspect is not None or time.monotonic() >= self.since + self.timeout:
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None and not silent and not (overdue and suspect[1]):
+            if suspect[1] is not None:
+                self.settle(suspect[1])
+        elif suspect is not None or time.monotonic() >= self.since + self.timeout:
             self.settle(judge(self.rank, places, silent, self.left))
-        else:
+        elif inquiry.about is not None:
             self._told = weakref.ref(inquiry.about)
             self._tell(inquiry.about.awaited(), places, silent)
 
@@ -377,6 +393,6 @@ def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
 class _Inquiry:
     """A question to all ranks: where are you?"""
 
-    def __init__(self, number: int, about: Wait, until: float, asked: set[int]) -> None:
+    def __init__(self, number: int, about: Wait | None, until: float, asked: set[int]) -> None:
         self.number, self.about, self.until, self.asked = number, about, until, asked
         self.places: dict[int, Place] = {}

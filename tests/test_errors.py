@@ -1,0 +1,96 @@
+"""What users see of errors: tracebacks that end with their call, exits of their own functions."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import weft
+from weft.testing import spmd
+
+PROGRAM = """
+import threading, torch, weft
+from weft.wire import threads
+
+mine, other = threads.group(2, timeout=60.0)
+
+def reduced(wire, index, **how):
+    return weft.sparse_all_reduce((torch.tensor([index]), torch.ones(1)), group=wire, **how)
+
+def gathered(wire, width):
+    x = torch.ones(2, width, requires_grad=True)
+    return weft.nn.AllGather(weft.Partition((2,), group=wire), 0)(x)
+
+def fails():
+    raise KeyError("lost")
+
+def theirs():
+    try:
+        {theirs}
+    except weft.Error:
+        pass
+
+threading.Thread(target=theirs).start()
+{mine}
+"""
+# what the other rank does, a thread; what the program itself does; how its traceback ends
+NEGATIVE, LEFT = "WeftError: rank 1: index -1 is negative", "WireError: rank 0: rank 1 left while"
+ENDS = {
+    "call": ("reduced(other, -1)", "reduced(mine, 1)", NEGATIVE),
+    "wait": ("reduced(other, -1)", "reduced(mine, 1, async_op=True).wait()", NEGATIVE),
+    "routine": ("other.close()", "weft.all_to_all([torch.ones(2)] * 2, group=mine)", LEFT),
+    "layer": ("gathered(other, 3)", "gathered(mine, 2)", "WeftError: AllGather: in dimension 1"),
+    "backward": ("gathered(other, 2); other.close()", "gathered(mine, 2).sum().backward()", LEFT),
+    "init": ("other.close()", "weft.init(timeout=0)", "WeftError: timeout is 0: pass a number"),
+    "function": (
+        "weft.attempt(int, group=other)",
+        "weft.attempt(fails, group=mine)",
+        "WeftError: rank 0: KeyError: 'lost'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_traceback_ends_with_the_call_and_the_sentence(programs, case):
+    theirs, mine, sentence = ENDS[case]
+    for whole in ("", "1"):
+        program = PROGRAM.format(theirs=theirs, mine=mine)
+        said = programs(program, env={**os.environ, "WEFT_TRACEBACK": whole}).communicate()[1]
+        lines = said.splitlines()
+        assert lines[-1].startswith(f"weft.errors.{sentence}"), said
+        raised, ours = said.count("Traceback"), said.count(f"{os.sep}weft{os.sep}")
+        assert raised == 1 + (case == "function"), said  # whose own is shown, too
+        # of a layer the frame that torch.nn.Module calls, of a function that which calls it
+        assert ours > 2 if whole else ours == (case in ("layer", "function")), said
+        assert whole or len(lines) < 20, said
+
+
+def rows():
+    return torch.tensor([1, 2]), torch.ones(2)
+
+
+FUNCTIONS = [
+    lambda f: weft.sparse_all_reduce(rows(), op=lambda a, b: f() or a),
+    lambda f: weft.sparse_all_reduce(rows(), lambda a, b: f() or a, async_op=True).wait(),
+    lambda f: weft.sparse_all_reduce([rows()], out=[lambda *_: f() or rows()]),
+    weft.attempt,
+]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@spmd(2, 3)
+def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(wire, kind):
+    def exits():
+        raise kind(3)
+
+    last = wire.size - 1
+    expected, text = weft.WeftError, f"rank {last}: {kind.__name__}: 3"
+    if wire.rank == last:
+        expected, text = kind, "3"
+    for call in FUNCTIONS:
+        with pytest.raises(expected) as caught:
+            call(exits if wire.rank == last else int)
+        assert str(caught.value) == text
+        assert weft.all_reduce(torch.ones(1)).item() == wire.size
