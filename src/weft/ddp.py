@@ -347,9 +347,8 @@ def _error_of(work: Work[Any] | Exception) -> Exception | None:
             raise work
         work.wait()
     except Exception as error:
-        return error.with_traceback(
-            None
-        )  # whose frames hold the work, whose Future holds the error
+        # its frames hold the work, whose Future holds the error: a cycle that would keep the wire
+        return error.with_traceback(None)
     return None
 
 

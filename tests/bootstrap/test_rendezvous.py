@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -314,6 +315,18 @@ def test_what_is_not_believed(
     spoil(path)
     with pytest.raises(WeftError, match=complaint):
         File(path).open(launch, soon(0.3))
+
+
+def test_a_file_that_another_rank_is_writing_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "run7"
+    crashed(path)
+    whole = path.read_bytes()
+    with path.open("wb", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as torch does
+        file.write(whole[:4])
+        threading.Timer(0.3, file.write, [whole[4:]]).start()
+        threading.Timer(0.4, fcntl.flock, [file, fcntl.LOCK_UN]).start()
+        assert File(path).open(ONE, soon(10)).lasts
 
 
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import re
 import secrets
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -38,7 +39,7 @@ from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
-_FIRST_KEY = b"refcount/"  # what torch writes first into the file of a FileStore
+_FILE_BEGINS = struct.pack("=i", 9) + b"refcount/"  # what torch writes first, piece by piece
 _SETTLED = 30.0  # seconds after which a folder that is not there is taken for a mistake
 _LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
 _SIGN = "weft/meets here"  # tells a store of weft's from another program's
@@ -301,8 +302,8 @@ class File:
                 f"{belief}"
             )
         with self.path.open("rb") as file:
-            begin = file.read(64)
-        if begin and _FIRST_KEY not in begin:
+            begin = file.read(len(_FILE_BEGINS))
+        if not _FILE_BEGINS.startswith(begin):
             raise WeftError(
                 f"{self.path} is not a file of a rendezvous: pass another path, or remove it"
             )

@@ -98,8 +98,8 @@ class Detector:
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
+        # a failed wait, and the likely reason; of another library's call neither is known
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
-        # = a failed wait, and the likely reason
         self._accused: Verdict | None = None
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0
