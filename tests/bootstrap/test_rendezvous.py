@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -317,15 +318,25 @@ def test_what_is_not_believed(
         File(path).open(launch, soon(0.3))
 
 
+WRITER = """
+import fcntl, sys, time
+with open(sys.argv[1], "r+b", buffering=0) as file:
+    whole = file.read()
+    fcntl.flock(file, fcntl.LOCK_EX)  # as torch does
+    file.truncate(4)
+    print("begun", flush=True)
+    time.sleep(0.5)
+    file.seek(4)
+    file.write(whole[4:])
+"""
+
+
 def test_a_file_that_another_rank_is_writing_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "run7"
     crashed(path)
-    whole = path.read_bytes()
-    with path.open("wb", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as torch does
-        file.write(whole[:4])
-        threading.Timer(0.3, file.write, [whole[4:]]).start()
-        threading.Timer(0.4, fcntl.flock, [file, fcntl.LOCK_UN]).start()
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
         assert File(path).open(ONE, soon(10)).lasts
 
 
