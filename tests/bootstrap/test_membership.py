@@ -94,7 +94,7 @@ HIDDEN = """
 import sys, torch, weft
 
 with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=180) as wire:
-    print(weft.all_reduce(torch.ones(1)).item())
+    sys.stdout.write(f"{weft.all_reduce(torch.ones(1)).item()}\\n")
 """
 
 
