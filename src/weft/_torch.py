@@ -96,6 +96,11 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
     return outside
 
 
+def is_of_gloo(error: BaseException | None) -> bool:
+    """Whether gloo raised that: a RuntimeError, of which only the text tells."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another, or for many, in a transform of torch.func's.
 

@@ -69,27 +69,22 @@ class Agreement:
     Attributes:
         number: of the call, among those that the ranks of the wire agreed on.
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
-        said: the bodies, one for each rank where statements are direct, else the one combined body;
-            valid until `release()`.
         private: what each rank said to this one alone, in rank order, its own not
-            included; as `said`.
+            included; valid until `release()`.
     """
 
     number: int
     fields: dict[str, str]
-    said: list[memoryview]
     private: list[memoryview]
     _wire: Wire
     _heard: list[tuple[int, _Statement]]
     _release: Callable[[], None]
 
-    @property
-    def bodies(self) -> list[Tensor]:
-        """What was said, as tensors: uint8, 1-D, of the same memory."""
-        return [_tensor(body) for body in self.said]
-
     def read(self, decode: Callable[..., T], *given: Any) -> list[T]:
         """`decode(body, *given)` of each of the bodies, which are memoryviews.
+
+        There is one for each rank where statements are direct, else the one combined body; they
+        are valid until `release()`.
 
         Raises:
             WireError: as `decoded`.
@@ -323,7 +318,6 @@ def _agreed(
     return Agreement(
         number,
         agreed,
-        [each.body for each in said],
         [each.private for each in said],
         wire,
         heard,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._torch import is_of_gloo
 from ..errors import WeftError, WireError
 
 
@@ -79,9 +80,7 @@ class _Remote(Exception):
 
 def _is_echo(error: BaseException | None) -> bool:
     """Whether a rank raised that on another's account; gloo's errors do not say on whose."""
-    return isinstance(error, WireError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
+    return isinstance(error, WireError) or is_of_gloo(error)
 
 
 def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:

@@ -248,7 +248,7 @@ def blame(wire: Wire, error: RuntimeError, where: str) -> WireError | None:
         error: what was raised; None is the answer to any that is not gloo's.
         where: what the caller was in, as a clause of the error that is returned.
     """
-    if not isinstance(wire, ProcessWire) or "gloo" not in str(error):
+    if not isinstance(wire, ProcessWire) or not _torch.is_of_gloo(error):
         return None
     return wire._blame(where)
 
