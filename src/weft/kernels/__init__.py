@@ -1,8 +1,8 @@
 """Kernels: local arithmetic on rows. They never communicate.
 
 Each function here picks an implementation by device and dtype: `cpu` (machine code) for built-in
-operations on CPU tensors, of the dtypes in `loops.VALUES`; else `reference` (torch operations, any
-device), which is the definition: the two agree bit for bit.
+operations on tensors on the host (`devices`), of the dtypes in `loops.VALUES`; else `reference`
+(torch operations, any device), which is the definition: the two agree bit for bit.
 
 The vocabulary:
 
@@ -39,6 +39,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..devices import on_host
 from . import cpu, jit, meter, reference
 from .codec import IndexCode as IndexCode
 from .codec import decode as decode
@@ -67,7 +68,7 @@ def describe() -> str:
 
 def _code(tensor: Tensor) -> jit.Loops | None:
     """The machine code for a tensor, where there is some and it may read it."""
-    return jit.loops() if tensor.device.type == "cpu" else None
+    return jit.loops() if on_host(tensor) else None
 
 
 def _detached(values: Tensor) -> Tensor:
