@@ -133,6 +133,16 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     assert three.hear(2)["verdict"][0] == 1
 
 
+def test_garbage_of_a_peer_is_told_and_not_the_end_that_follows_it(peers, monkeypatch):
+    """Both come at once where the detector's thread is slow to wake up."""
+    three = peers()
+    monkeypatch.setattr(three.watch, "_rouse", lambda: None)
+    three.watch.accuse(1, "no frame")
+    three.ends[1].close()
+    assert three.settled() == Verdict(1, "rank 1 sent no frame")
+    assert three.hear(2) == {"verdict": [1, "rank 1 sent no frame"]}
+
+
 def test_it_tells_where_it_is(peers):
     three = peers()
     three.say(1, ask=3)

@@ -193,8 +193,8 @@ class Links(Engine):
 
     def _refuse(self, peer: int, what: str) -> None:
         """A peer sent what is no message."""
+        self.accuse(peer, what)  # first: whoever waits for that peer asks then what was wrong
         self._lose(peer, f"{what} came")
-        self.accuse(peer, what)
 
     # the threads of one peer
 

@@ -244,14 +244,14 @@ class Detector:
             self._inquiry = None
             if self.waiting is not None:  # that wait begins anew
                 self.since = time.monotonic()
+        if self._accused is not None:  # before the end of that peer's socket, which may follow it
+            self.settle(self._accused)
         for key, _ in events:
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(256)
             else:
                 self._on_readable(key.data)
-        if self._accused is not None:
-            self.settle(self._accused)
         if self.verdict is None:
             self._look_at_the_clock()
 
