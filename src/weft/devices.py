@@ -2,15 +2,24 @@
 
 Values on an accelerator never visit the host: torch operations serve them in place of machine code,
 and the user's process group carries them. Tests have that way on CPU tensors, too: `as_device`.
+
+What weft does on an accelerator it does in a stream of its own, behind what the caller's stream
+does when the call is made; the caller's stream goes on behind it when the result is asked for. The
+host waits for neither.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _asked = 0  # how many `as_device` are open
@@ -44,3 +53,56 @@ def _count(by: int) -> None:
     global _asked
     with _lock:
         _asked += by
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph, in which no size can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.Stream:
+    """The stream of weft's own on a device."""
+    return torch.Stream(device)
+
+
+class Aside(Generic[T]):
+    """A job in weft's own stream of a device, whose results the caller's stream waits for.
+
+    Example:
+        >>> import torch
+        >>> job = Aside(torch.device("cpu"), lambda: torch.ones(2))  # where there are no streams
+        >>> job.joined(job())
+        tensor([1., 1.])
+    """
+
+    def __init__(self, device: torch.device, job: Callable[[], T]) -> None:
+        """To be made where the caller is: what its stream does by now comes first."""
+        self._device, self._job = device, job
+        self._has_streams = device.type != "cpu"
+        if self._has_streams:
+            self._before, self._behind = torch.Event(device), torch.Event(device)
+            self._before.record(torch.accelerator.current_stream(device))
+
+    def __call__(self) -> T:
+        if not self._has_streams:
+            return self._job()
+        with _stream(self._device) as stream:
+            stream.wait_event(self._before)
+            result = self._job()
+            self._behind.record(stream)
+        return result
+
+    def joined(self, result: T, *tensors: Tensor) -> T:
+        """The result, for the stream that is current: it waits until that is there.
+
+        Args:
+            result: as the job gave it.
+            tensors: what it is made of: their memory serves others once both streams are through.
+        """
+        if self._has_streams:
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(self._behind)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        return result

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Error, WeftError, WireError
@@ -163,6 +164,8 @@ class Wire(abc.ABC):
         self._label = ""  # the group's name, the same on all its ranks
         self._members = tuple(range(size))  # its ranks, by their numbers in the job
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
+        self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None  # it is the wire of
+        self._devices: dict[torch.device, Wire] = {}  # the wires of tensors on accelerators
         _made.add(self)
 
     def __enter__(self) -> Self:
@@ -177,6 +180,10 @@ class Wire(abc.ABC):
         self.abort(text)
         text = f"rank {self.rank}: {text}; start the group again"
         return WireError(text, rank=self.rank, culprit=peer)
+
+    def _blame(self, where: str) -> WireError | None:
+        """The error of a rank whose call of another library's failed, if a peer is to blame."""
+        return None
 
     def __exit__(self, *_: object) -> None:
         (self._end or self.close)()
@@ -240,6 +247,8 @@ class Wire(abc.ABC):
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine."""
         if self._worker is not None:
             self._worker.stop()
+        while self._devices:
+            self._devices.popitem()[1].close()
         self.memory.drain()
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:

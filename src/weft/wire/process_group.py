@@ -236,6 +236,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             name = "world" if group is dist.group.WORLD else group.group_name
             wire._label = recorder.begin(dist.get_rank(), dist.get_world_size(), name)
             wire._members = tuple(dist.get_process_group_ranks(group))
+            wire._process_group = weakref.ref(group)
             _wires[group] = wire
         return wire
 
@@ -248,9 +249,7 @@ def blame(wire: Wire, error: RuntimeError, where: str) -> WireError | None:
         error: what was raised; None is the answer to any that is not gloo's.
         where: what the caller was in, as a clause of the error that is returned.
     """
-    if not isinstance(wire, ProcessWire) or not _torch.is_of_gloo(error):
-        return None
-    return wire._blame(where)
+    return wire._blame(where) if _torch.is_of_gloo(error) else None
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -1,0 +1,328 @@
+"""The wire of tensors on an accelerator: they travel from where they are to where they belong.
+
+Beside it lies the CPU wire of the same ranks, which carries headers and sizes and knows who died.
+Posts are gathered until one of them is waited for; then all go in one exchange of bytes, in which
+each rank sends to each. So an exchange is a collective, and cannot wait for itself as posts of NCCL
+would that do not meet. What goes in one is what all ranks have posted since the last: schedules
+post both ends of a message before anybody waits, and receives are as long as what comes.
+
+There are two ways for an exchange, found by the device and the group:
+
+* `OverGroup`: `all_to_all_single` of the caller's own process group, where its backend takes
+  tensors of the device: NCCL, XCCL, UCC; gloo only those of the CPU. Nothing is waited for on the
+  host: the exchange takes its place in the stream that is current.
+* `Staged`: copies in page-locked memory, sent over the CPU wire. The log says so, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..devices import on_host
+from ..errors import WeftError, WireError
+from .base import Pending, Recv, Send, Wire, as_bytes, flattened, peers
+from .memory import Lease, Pool
+from .worker import Worker
+
+_log = logging.getLogger("weft")
+
+_GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
+_CHANNEL = 4  # of staged copies
+_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # take no tensors of accelerators
+_PAUSES = 1e-4, 0.02  # seconds between looks whether an exchange is through: first, and at most
+
+
+class Way(ABC):
+    """How bytes on a device get to the other ranks.
+
+    Attributes:
+        name: for people: "nccl", "staged through the host".
+    """
+
+    name: str
+
+    @abstractmethod
+    def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
+        """Send parts of `data` to the ranks, `goes` bytes each, and fill `out` with theirs.
+
+        Raises:
+            RuntimeError: the group failed.
+            WireError: the wire did.
+        """
+
+    def abort(self) -> None:
+        """End what is under way."""
+        return None
+
+
+class OverGroup(Way):
+    """Over a process group whose backend takes tensors of the device."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self.name, self._group = backend, weakref.ref(group)
+
+    def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
+        dist.all_to_all_single(out, data, came, goes, group=self._group())
+
+    def abort(self) -> None:
+        if (group := self._group()) is not None:
+            group.abort()
+
+
+class Staged(Way):
+    """Through memory of the host, over the CPU wire."""
+
+    name = "staged through the host"
+
+    def __init__(self, beside: Wire) -> None:
+        self._beside = beside
+
+    def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
+        sent, room = _locked(data).copy_(data), _locked(out)
+        parts, places = torch.split(sent, goes), torch.split(room, came)
+        others = peers(self._beside)
+        self._beside.post(
+            [(peer, parts[peer]) for peer in others if goes[peer]],
+            [(peer, places[peer]) for peer in others if came[peer]],
+            _CHANNEL,
+        ).wait()
+        out.copy_(room)
+
+
+def _locked(like: Tensor) -> Tensor:
+    """Memory of the host that an accelerator copies to and from quickest; of so many bytes."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
+
+
+def wire_for(wire: Wire, tensor: Tensor) -> Wire:
+    """The wire for tensors that lie where this one does: `wire` itself for those on the host."""
+    if on_host(tensor):
+        return wire
+    found = wire._devices.get(tensor.device)
+    if found is None:
+        found = wire._devices[tensor.device] = DeviceWire(wire, tensor.device)
+    return found
+
+
+def way_for(wire: Wire, device: torch.device) -> Way:
+    """How tensors of a device travel between the ranks of a CPU wire."""
+    group = wire._process_group()
+    if group is not None:
+        config = dist.get_backend_config(group)
+        pairs = (pair.partition(":") for pair in config.split(","))
+        backend = {kind: name for kind, _, name in pairs}.get(device.type, "undefined")
+        if backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu"):
+            return OverGroup(group, backend)
+        _log.warning(
+            "rank %d: tensors on %s are copied through the host: the group's backends are %s",
+            wire.rank,
+            device.type,
+            config,
+        )
+    return Staged(wire)
+
+
+class DeviceWire(Wire):
+    """Tensors of one device between the ranks of a wire, which is beside it.
+
+    Attributes:
+        way: how they travel.
+    """
+
+    def __init__(self, beside: Wire, device: torch.device, way: Way | None = None) -> None:
+        super().__init__(beside.rank, beside.size, beside.timeout, beside.host)
+        self._label, self._members = beside._label, beside._members
+        self._beside, self._device = weakref.ref(beside), device
+        self.traffic, self.memory = beside.traffic, _Memory(device)
+        self.way = way or way_for(beside, device)
+        self._queued: list[_Post] = []
+        # what comes to tensors of the CPU is waited for in the exchange itself
+        self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)
+
+    def _blame(self, where: str) -> WireError | None:
+        return self.beside._blame(where)
+
+    @property
+    def beside(self) -> Wire:
+        """The CPU wire of the same ranks."""
+        wire = self._beside()
+        assert wire is not None  # who uses this one has it
+        return wire
+
+    @property
+    def worker(self) -> Worker:
+        return self.beside.worker
+
+    def _named(self, rank: int) -> int:
+        return self.beside._named(rank)
+
+    def _accuse(self, peer: int, text: str) -> WireError:
+        return self.beside._accuse(peer, text)
+
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
+        self._queued.append(post := _Post(self, sends, recvs, channel))
+        return post
+
+    def small_all_gather(self, message: Tensor, cap: int) -> Pending:
+        return self.beside.small_all_gather(message, cap)
+
+    def sub(self, ranks: Sequence[int]) -> Wire | None:
+        raise WeftError(f"rank {self.rank}: a wire of a device has no parts: make them beside it")
+
+    def abort(self, reason: str) -> None:
+        self.beside.abort(reason)
+
+    def close(self) -> None:
+        """Let go of what is here; the wire beside it stays."""
+        if self._watcher is not None:
+            self._watcher.end()
+
+    def lease(self, nbytes: int) -> Lease:
+        return self.memory.lease(nbytes)
+
+    def _exchange(self) -> None:
+        """Exchange what was posted since the last time, by all ranks."""
+        posts, self._queued = sorted(self._queued, key=lambda post: post.channel), []
+        sends: list[list[Tensor]] = [[] for _ in range(self.size)]
+        recvs: list[list[tuple[_Post, int, int]]] = [[] for _ in range(self.size)]
+        for post in posts:
+            for peer, tensor in post.sends:
+                sends[peer].append(as_bytes(tensor.detach()))
+            for number, (peer, place) in enumerate(post.recvs):
+                size = place if isinstance(place, int) else place.nbytes
+                recvs[peer].append((post, number, size))
+        goes = [sum(_filled(part.numel()) for part in parts) for parts in sends]
+        came = [sum(_filled(size) for _, _, size in parts) for parts in recvs]
+        data, out = (
+            torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            for sizes in (goes, came)
+        )
+        at = 0
+        for part in (part for parts in sends for part in parts):
+            data[at : at + part.numel()] = part
+            at += _filled(part.numel())
+        try:
+            self.way.exchange(out, data, came, goes)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        if self._watcher is not None:
+            self._watcher.watch(data, out)
+        at = 0
+        for post, number, size in (each for parts in recvs for each in parts):
+            post.take(number, out[at : at + size])
+            at += _filled(size)
+
+    def _lost(self, error: RuntimeError) -> Exception:
+        """The error of a rank whose exchange failed: who is to blame, as the CPU wire knows."""
+        return self.beside._blame(f"an exchange over {self.way.name}") or error
+
+
+class _Post(Pending):
+    """Sends and receives that go with the next exchange."""
+
+    def __init__(
+        self, wire: DeviceWire, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
+    ) -> None:
+        self._wire, self._came = wire, [torch.empty(0)] * len(recvs)
+        self.sends, self.recvs, self.channel = sends, recvs, channel
+
+    def wait(self) -> list[Tensor]:
+        if self in self._wire._queued:
+            self._wire._exchange()
+        return self._came
+
+    def take(self, number: int, came: Tensor) -> None:
+        """What came for the receive of that number, as bytes."""
+        place = self.recvs[number][1]
+        if isinstance(place, Tensor):
+            if place.numel():
+                flattened(place).view(torch.uint8).copy_(came)
+            came = place
+        self._came[number] = came
+
+    def release(self) -> None:
+        self._came = []
+
+
+class _Memory(Pool):
+    """Workspace on a device, which torch's own allocator keeps for the next use."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def lease(self, nbytes: int, *, shared: bool = False) -> Lease:
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self.lent += nbytes
+        self.peak = max(self.peak, self.lent)
+        return Lease(self, block, block)
+
+    def _take_back(self, block: Tensor | int, nbytes: int) -> None:
+        self.lent -= nbytes
+
+
+class _Watcher:
+    """Sees to it that no exchange outlasts the ranks that it waits for.
+
+    A kernel of NCCL's that awaits a dead rank ends at NCCL's own deadline, minutes later. So a
+    thread looks whether each exchange is through, and aborts the group once the CPU wire is broken,
+    or at the deadline. It holds the memory of an exchange until then.
+    """
+
+    def __init__(self, beside: Wire, way: Way) -> None:
+        self._beside, self._way = weakref.ref(beside), way
+        self._queue: SimpleQueue[tuple[torch.Event, tuple[Tensor, ...]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, *kept: Tensor) -> None:
+        """An exchange took its place in the current stream."""
+        event = torch.Event(kept[0].device)
+        event.record()
+        self._queue.put((event, kept))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="weft exchanges", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if not self._is_through(item[0]):
+                self._way.abort()
+            del item  # the memory is not this idle thread's
+
+    def _is_through(self, event: torch.Event) -> bool:
+        """Whether an exchange came to its end; it is waited for."""
+        began, pause = time.monotonic(), _PAUSES[0]
+        while not event.query():
+            beside = self._beside()
+            if beside is None:
+                return True  # nobody is left to use what comes
+            try:
+                beside.post()  # which raises what broke it
+            except WireError:
+                return False
+            if time.monotonic() - began > beside.timeout:
+                what = f"an exchange over {self._way.name}"
+                if beside._blame(what) is None:
+                    beside.abort(f"{what} was not through after {beside.timeout:g} s")
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        return True
+
+
+def _filled(nbytes: int) -> int:
+    """Bytes of a message, to where the next may begin."""
+    return -(-nbytes // _GRAIN) * _GRAIN
