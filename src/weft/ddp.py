@@ -288,7 +288,7 @@ def _start(state: State, tables: list[tuple[Tensor, Tensor]]) -> Work[None]:
 
     def job() -> None:
         alone = len(given) == 1
-        done = job_of(wire, given[0] if alone else given, "avg", *like)()
+        done = job_of(wire, given[0] if alone else given, "avg", *like).run()
         record = last_call(wire)
         if record is not None:
             state.calls.append(record)

@@ -10,11 +10,12 @@ host waits for neither.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ def _stream(device: torch.device) -> torch.Stream:
 class Aside(Generic[T]):
     """A job in weft's own stream of a device, whose results the caller's stream waits for.
 
+    It holds the memory that it reads until it is gone.
+
+    Attributes:
+        accelerators: the device, if it has streams.
+
     Example:
         >>> import torch
         >>> job = Aside(torch.device("cpu"), lambda: torch.ones(2))  # where there are no streams
@@ -79,13 +85,14 @@ class Aside(Generic[T]):
     def __init__(self, device: torch.device, job: Callable[[], T]) -> None:
         """To be made where the caller is: what its stream does by now comes first."""
         self._device, self._job = device, job
-        self._has_streams = device.type != "cpu"
-        if self._has_streams:
+        self.accelerators: list[int | str | torch.device] = []
+        if device.type != "cpu":
+            self.accelerators.append(device)
             self._before, self._behind = torch.Event(device), torch.Event(device)
             self._before.record(torch.accelerator.current_stream(device))
 
     def __call__(self) -> T:
-        if not self._has_streams:
+        if not self.accelerators:
             return self._job()
         with _stream(self._device) as stream:
             stream.wait_event(self._before)
@@ -93,16 +100,29 @@ class Aside(Generic[T]):
             self._behind.record(stream)
         return result
 
-    def joined(self, result: T, *tensors: Tensor) -> T:
-        """The result, for the stream that is current: it waits until that is there.
+    def run(self) -> T:
+        """Do it here and now; the result, for the stream that is current."""
+        return self.joined(self())
 
-        Args:
-            result: as the job gave it.
-            tensors: what it is made of: their memory serves others once both streams are through.
-        """
-        if self._has_streams:
+    def joined(self, result: T) -> T:
+        """The job's result, for the stream that is current: it waits until that is there."""
+        if self.accelerators:
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(self._behind)
-            for tensor in tensors:
+            for tensor in _tensors(result):
+                # freed at once, its memory is not used again before that stream is through
                 tensor.record_stream(stream)
         return result
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """The dense tensors that a result is made of."""
+    if isinstance(found, Tensor):
+        sparse = found.layout == torch.sparse_coo
+        yield from (found.indices(), found.values()) if sparse else (found,)
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(found):
+        for field in dataclasses.fields(found):
+            yield from _tensors(getattr(found, field.name))

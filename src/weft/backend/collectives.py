@@ -57,7 +57,7 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor
         for tensor in tensors
     ]
     alone = len(given) == 1  # without the exchange that opens a list
-    done = job_of(wire, given[0] if alone else given, op, "auto", None)()
+    done = job_of(wire, given[0] if alone else given, op, "auto", None).run()
     for tensor, result in zip(tensors, [done] if alone else done, strict=True):
         tensor.data = result  # the caller's takes over the memory of the result
     return tensors

@@ -243,7 +243,7 @@ class Synchronised:
         for wire_dtype, tables in calls.items():
             given = list(tables.values())
             try:
-                results = job_of(self.wire, given, self._op, "auto", wire_dtype)()
+                results = job_of(self.wire, given, self._op, "auto", wire_dtype).run()
             except WeftError as error:
                 raise WeftError(_named(str(error), list(tables))) from error
             for name, result in zip(tables, results, strict=True):

@@ -5,12 +5,12 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch import without_transforms
+from ..devices import Aside
 from ..errors import entry
 from ..wire import default
 from ..wire.base import Wire
@@ -111,18 +111,18 @@ def explain(
 
 def job_of(
     wire: Wire, rows: Any, op: Any, algorithm: object, wire_dtype: object, out: Any = None
-) -> Callable[[], Any]:
+) -> Aside[Any]:
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
         request = Request.of(rows, op, algorithm, wire_dtype, out)
-        return lambda: _reduced(wire, request)
+        return Aside(request.device, lambda: _reduced(wire, request))
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
         with recording(wire, "sparse_all_reduce") as note:
             return tables.reduced(wire, requests, error, note)[: len(rows)]
 
-    return job
+    return Aside(requests[0].device, job)
 
 
 def _reduced(wire: Wire, request: Request) -> Any:

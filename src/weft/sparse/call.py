@@ -70,6 +70,11 @@ class Call:
             self.op = replace(self.op, function=self._guarded(self.op.function))
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows are, and the result."""
+        return torch.device("cpu") if self.given is None else self.given.values.device
+
+    @property
     def wire_index(self) -> torch.dtype:
         """The dtype of indices on the wire: int32 when all fit."""
         return torch.int32 if self.load.index == 4 else torch.int64
@@ -103,9 +108,9 @@ class Call:
                 self.trouble, place = self.trouble or error, None
         elif self.out is not None and count <= self.out[0].numel():
             place = self.out[0][:count], self.out[1][:count]
-        if place is not None and (place[1].device.type != "cpu" or self._is_read(place)):
+        if place is not None and (place[1].device != self.device or self._is_read(place)):
             self.target, place = Rows(*place, self.height), None
-        indices, values = place or (fresh((count,), self.index), fresh(shape, dtype))
+        indices, values = place or (self._memory((count,), self.index), self._memory(shape, dtype))
         result = Rows(indices, values, self.height)
         if self.wide is None:
             return result
@@ -113,6 +118,11 @@ class Call:
         memory = as_bytes(values)
         start = memory.numel() // self.wide.itemsize * (self.wide.itemsize - self.dtype.itemsize)
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
+
+    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return fresh(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def result_at(self, indices: Tensor) -> Rows:
         """Memory for a result of rows with these indices, which are in it."""
@@ -141,6 +151,7 @@ class Call:
         """This call for rows that are sums of some ranks' already: not divided, not rounded."""
         op = OPS["sum"] if self.op.mean else self.op
         call = Call(self.wire, op, self.row_shape, self.index, self.partial, self.height)
+        call.given = self.given
         call.header = self.header
         call.load = self.load.of_partials()
         return call

@@ -35,6 +35,7 @@ _CHUNK_SECONDS = 0.002  # what a chunk should take at least: long beside a messa
 _STEP_SECONDS = 1e-3  # that a step of a stream costs besides its bytes, on a crowded core
 _GAPS_PAY = 8  # bytes that are merged in the time that packing takes to save one of an index
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
+_WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 _NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host
 
 
@@ -115,12 +116,19 @@ class Explanation:
         return "\n".join([*text, *map(str, self.groups), heads, *map(str, self.lines)])
 
 
-def with_link(wire: Wire, load: Load) -> Load:
-    """The load with what suits the wire's link and hosts, which are found out if need be."""
+def with_link(wire: Wire, load: Load, *, staying: bool = False) -> Load:
+    """The load with what suits the wire's link and hosts, which are found out if need be.
+
+    Args:
+        wire: that of the CPU.
+        load: the sizes of the call.
+        staying: the rows stay on an accelerator, where they go in one message each, unpacked.
+    """
     link = link_of(wire)
     with apart(wire):
         hosts = hosts_of(wire)
-    return fitted(load.but(hosts=hosts), link)
+    load = fitted(load.but(hosts=hosts), link)
+    return load.but(chunk=_WHOLE, gaps=False, staying=True) if staying else load
 
 
 def fitted(load: Load, link: Link) -> Load:

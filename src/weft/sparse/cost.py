@@ -46,6 +46,7 @@ class Load:
         chunk: bytes of values sent at a time.
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
+        staying: rows stay on an accelerator, where only some algorithms serve.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
@@ -64,6 +65,7 @@ class Load:
     chunk: int = 1 << 18
     places: int = 0
     gaps: bool = False
+    staying: bool = False
     in_order: bool = False
     identical: bool = False
     hosts: Hosts | None = None
@@ -94,8 +96,9 @@ class Load:
 
     @property
     def direct(self) -> bool:
-        """Whether rows for all ranks go to each directly: the link is about as quick as memory."""
-        return self.link is not None and self.link.beta < _MEMORY
+        """Whether rows for all ranks go to each directly: the link is about as quick as memory, or
+        that of accelerators, where each step of a ring would be an exchange of its own."""
+        return self.staying or (self.link is not None and self.link.beta < _MEMORY)
 
     @property
     def on_one_host(self) -> bool:

@@ -27,7 +27,7 @@ from ..wire.base import Pending, peers
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
-from .stream import VALUES, IndexLists, Inflow, Source, at_hand, chunks, merge_blocks, wait_all
+from .stream import VALUES, Inflow, Source, at_hand, chunks, index_lists, merge_blocks, wait_all
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -127,9 +127,12 @@ class ToOwners:
         values = rows.values
         self._values = [values[each] for each in part]
         lists = {peer: indices[part[peer]] for peer in others}
-        self._lists = IndexLists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
+        self._lists = index_lists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
         step = call.chunk_rows
-        self._lead = {peer: step * -(-self._values[peer].shape[0] // (4 * step)) for peer in others}
+        self._lead = dict.fromkeys(others, 0)
+        if not call.load.staying:  # where what is posted must meet
+            for peer in others:
+                self._lead[peer] = step * -(-self._values[peer].shape[0] // (4 * step))
         self._sent: list[Pending] = []
         self._send({peer: self._values[peer][:lead] for peer, lead in self._lead.items()})
         found = self._lists.wait() | {me: indices[part[me]]}

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch.profiler import record_function
 
+from ..devices import Aside
 from ..wire import default
 from ..wire.base import Wire
 
@@ -80,6 +81,8 @@ def apart(wire: Wire) -> Iterator[None]:
         call.leave_out(so_far)
 
 
-def started(wire: Wire, name: str, job: Callable[[], Any], async_op: bool) -> Any:
+def started(wire: Wire, name: str, job: Aside[Any], async_op: bool) -> Any:
     """The job's result when its turn has come, or at once the `Work` that will have it."""
-    return wire.worker.submit(name, job) if async_op else wire.worker.call(name, job)
+    if async_op:
+        return wire.worker.submit(name, job)
+    return job.joined(wire.worker.call(name, job))

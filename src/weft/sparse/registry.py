@@ -54,6 +54,7 @@ def algorithm(
     cost: Callable[[Load], Cost],
     applies: Callable[[Load], str | None] = _always,
     pays: Callable[[Load], str | None] = _always,
+    stays: bool = False,
 ) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as an algorithm, under its own name.
 
@@ -67,6 +68,9 @@ def algorithm(
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
         pays: None, or why `auto` should leave it, though it could serve.
+        stays: it serves tensors of accelerators, too: it makes tensors on `call.device`, reads
+            none of their elements on the host, and every rank waits for as many posts as the
+            others, having posted both ends of what they bring (`wire.device`).
 
     The schedule is given:
 
@@ -105,9 +109,14 @@ def algorithm(
         >>> del weft.sparse.ALGORITHMS["everything"]
     """
 
+    def serves(load: Load) -> str | None:
+        if load.staying and not stays:
+            return "its schedule is for tensors of the CPU"
+        return applies(load)
+
     def register(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        ALGORITHMS[name] = Algorithm(name, schedule, cost, applies, pays)
+        ALGORITHMS[name] = Algorithm(name, schedule, cost, serves, pays)
         return schedule
 
     return register

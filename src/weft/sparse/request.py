@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
+from ..devices import is_capturing, on_host
 from ..errors import WeftError
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
-from ..wire.base import is_plain
+from ..wire.base import is_plain, plain
 from . import link, registry
 from .out import Out, checked
 
@@ -43,7 +44,7 @@ class Request:
     """One call's arguments, as far as this rank can make sense of them.
 
     Attributes:
-        rows: what is to be reduced, on the CPU.
+        rows: what is to be reduced.
         distinct: its indices, sorted, and their duplicates.
         highest: the largest index, once looked for; -1 if there are none.
         op: the reduction.
@@ -75,12 +76,12 @@ class Request:
         cls, rows: object, op: object, algorithm: object, wire_dtype: object, out: object
     ) -> Request:
         """Check the arguments of a call, and sort the indices."""
-        return cls.asked(op, algorithm, wire_dtype).given(rows, out).sort()
+        return cls.asked(op, algorithm, wire_dtype).given(rows, out).looked_at(sort=True)
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
-        return cls.asked(_NO_OP, "auto", wire_dtype).given(rows, out).look()
+        return cls.asked(_NO_OP, "auto", wire_dtype).given(rows, out).looked_at(sort=False)
 
     @classmethod
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
@@ -110,6 +111,17 @@ class Request:
             if out is not None:
                 request.take_out(out)
         return request
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.rows.values.device
+
+    def looked_at(self, *, sort: bool) -> Request:
+        """The same, its indices sorted or looked at; on an accelerator later, in weft's stream."""
+        if not on_host(self.rows.indices):
+            return self
+        return self.sort() if sort else self.look()
 
     def sort(self) -> Request:
         """Find what is distinct among the indices, and check them, if that was not done before."""
@@ -228,7 +240,7 @@ def _fields(rows: Rows) -> dict[str, object]:
 
 
 def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
-    """The rows that were given, and what gives a result the same form, on the same device.
+    """The rows that were given, and what gives a result the same form.
 
     Raises:
         WeftError: they are none.
@@ -259,16 +271,11 @@ def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
     if not (isinstance(rows.indices, Tensor) and isinstance(rows.values, Tensor)):
         what = f"{type(rows.indices).__name__} and {type(rows.values).__name__}"
         raise WeftError(f"rows are a {type(given).__name__} of {what}: pass tensors")
-    device = rows.values.device
-    if device.type == "cpu":
-        return rows, form
-    return rows, lambda found: form(
-        Rows(found.indices.to(device), found.values.to(device), found.height)
-    )
+    return rows, form
 
 
 def readable(given: Rows) -> Rows:
-    """Rows that were given, on the CPU, as kernels can read them.
+    """Rows that were given, as kernels can read them.
 
     Raises:
         WeftError: they cannot be read.
@@ -292,9 +299,14 @@ def readable(given: Rows) -> Rows:
         raise WeftError("indices or values are quantized: pass them dequantized")
     if indices.device != values.device:
         raise WeftError(f"indices are on {indices.device}, values on {values.device}")
-    if values.device.type == "cpu" and not values.requires_grad and is_plain(values):
+    if is_capturing(values.device):
+        raise WeftError(
+            "the stream records a CUDA graph, and sizes of rows are read on the host: call weft "
+            "outside of the graph"
+        )
+    if not values.requires_grad and is_plain(values):
         return given
-    return Rows(indices.cpu(), values.detach().cpu().resolve_conj().resolve_neg(), given.height)
+    return Rows(indices, plain(values.detach()), given.height)
 
 
 def wrong_wire_dtype(dtype: object) -> str | None:

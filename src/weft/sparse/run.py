@@ -21,6 +21,7 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import dtype_in
 from ..wire.base import Wire
+from ..wire.device import wire_for
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice
@@ -92,8 +93,12 @@ def opened(
         looks: rows are described, even where they would fit in the opening exchange.
     """
     given = request.rows
+    over = wire_for(wire, given.values)
+    if over is not wire:  # in weft's stream, which it is by now
+        request.look() if moves else request.sort()
+    request.fields["device"] = over._carries
     call = Call(
-        wire,
+        over,
         request.op,
         index=given.indices.dtype,
         dtype=request.dtype,
@@ -105,12 +110,13 @@ def opened(
     )
     as_given = kernels.Distinct(given.indices.contiguous(), None, None)
     distinct = as_given if moves else request.distinct
-    own = LocalRows(given, distinct, call.op, call.dtype, wire.memory)
+    own = LocalRows(given, distinct, call.op, call.dtype, over.memory)
     eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
+    eager = eager and over is wire  # what lies on an accelerator never visits the host
     eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
-        agreement = _agreement(request, name, call, own, eager=eager, moves=moves)
+        agreement = _agreement(wire, request, name, call, own, eager=eager, moves=moves)
         _learn(agreement, request, call, moves=moves)
         own.row_shape = call.row_shape
         unpack = partial(Header.unpack, moves=moves)
@@ -124,7 +130,7 @@ def opened(
                     rank, f"rank {wire._named(rank)} did not send its {one.total} rows"
                 )
         if wire.size > 1 and not is_over:
-            call.load = with_link(wire, call.load)
+            call.load = with_link(wire, call.load, staying=over is not wire)
         everyone = [one.rows for one in said if one.rows is not None]
         yield Opened(call, own, said, everyone if is_over else None)
     finally:
@@ -134,21 +140,21 @@ def opened(
 
 
 def _agreement(
-    request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
+    wire: Wire, request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
 ) -> Agreement:
     """Exchange headers, or in place of this rank's its rows if few; collective."""
     row = row_bytes(call.row_shape, call.dtype)
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
     header = Header.of(
         own.indices,
-        call.wire.rank,
+        wire.rank,
         capacity=request.capacity,
         fallible=request.fallible,
         highest=request.highest if moves else None,
         values=own.values if carries else None,
     )
 
-    agreement = agree(call.wire, name, request.fields, request.error, header.pack(), combined)
+    agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
     request.agreed = agreement.fields
     return agreement
 

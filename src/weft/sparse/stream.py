@@ -18,17 +18,18 @@ go on channels of their own, so that each may be posted as soon as its own lengt
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise, zip_longest
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..rows import Rows
-from ..wire.base import SMALL, Lease, Pending, decoded, peers, typed
+from ..wire.base import SMALL, Lease, Pending, all_gather_bytes, decoded, peers, typed
 from . import codec
 from .call import Call
 from .cost import Load
@@ -61,6 +62,56 @@ def window(load: Load) -> int:
 def list_messages(size: float) -> int:
     """Messages in which an index list of so many bytes travels."""
     return 1 if codec.PREFIX + size <= HEAD else 2
+
+
+class Lists(Protocol):
+    """Index lists on their way: one to each of some peers, one from each of some peers."""
+
+    def wait(self) -> dict[int, Tensor]:
+        """The lists by peer; valid until `release()`. To be called before any other wait."""
+
+    def release(self) -> None:
+        """Wait until all own lists are sent, then give back the memory."""
+
+
+def index_lists(
+    call: Call, lists: Mapping[int, Tensor], sources: Sequence[int], spans: Spans = _ANYWHERE
+) -> Lists:
+    """Send lists to these peers, and await some of those; collective.
+
+    Args:
+        call: the call this is for.
+        lists: by peer.
+        sources: who sends one here.
+        spans: in what range theirs lie, where that is known.
+    """
+    found: Lists
+    if call.load.staying:
+        found = _ListsThatStay(call, lists, sources)
+    else:
+        found = IndexLists(call, lists, sources, spans)
+    return found
+
+
+class _ListsThatStay:
+    """Index lists of an accelerator: their lengths go over the CPU wire, to all ranks."""
+
+    def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
+        wire, item = call.wire, call.wire_index.itemsize
+        counts = [lists[peer].numel() if peer in lists else 0 for peer in range(wire.size)]
+        self._counts, numbers = {}, struct.Struct(f"<{wire.size}q")
+        said = all_gather_bytes(wire, numbers.pack(*counts), numbers.unpack, "lengths of lists")
+        self._counts = {peer: said[peer][wire.rank] for peer in sources}
+        self._dtype = call.wire_index
+        sizes = [(peer, count * item) for peer, count in self._counts.items()]
+        self._pending = wire.post([*lists.items()], sizes, LISTS)
+
+    def wait(self) -> dict[int, Tensor]:
+        came = zip(self._counts.items(), self._pending.wait(), strict=True)
+        return {peer: typed(memory, (count,), self._dtype) for (peer, count), memory in came}
+
+    def release(self) -> None:
+        self._pending.release()
 
 
 class IndexLists:
@@ -133,9 +184,7 @@ class IndexLists:
             lease.release()
 
 
-def all_lists(
-    call: Call, indices: Tensor, spans: Spans = _ANYWHERE
-) -> tuple[list[Tensor], IndexLists]:
+def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[list[Tensor], Lists]:
     """The index lists of all ranks, in rank order.
 
     Args:
@@ -147,7 +196,7 @@ def all_lists(
         The lists, and what to release when they are not needed any more.
     """
     wire = call.wire
-    lists = IndexLists(call, dict.fromkeys(peers(wire), indices), peers(wire), spans)
+    lists = index_lists(call, dict.fromkeys(peers(wire), indices), peers(wire), spans)
     found = lists.wait() | {wire.rank: indices}
     return [found[rank] for rank in range(wire.size)], lists
 
@@ -192,7 +241,8 @@ class Inflow:
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """The source: each piece is good until the next is asked for."""
         if not self._call.load.row:
-            yield torch.empty((stop - start, *self._call.row_shape), dtype=self._call.dtype)
+            shape = stop - start, *self._call.row_shape
+            yield torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
             return
         while start < stop:
             if start == self._end:
@@ -335,7 +385,7 @@ def merge_blocks(
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
     direct = call.partial == call.dtype
-    with call.wire.lease(0 if direct else step * call.load.partial) as memory:
+    with call.wire.lease(0 if direct else min(step, total) * call.load.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
             final = out[start:stop]

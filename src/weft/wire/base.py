@@ -164,8 +164,10 @@ class Wire(abc.ABC):
         self._label = ""  # the group's name, the same on all its ranks
         self._members = tuple(range(size))  # its ranks, by their numbers in the job
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
-        self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None  # it is the wire of
-        self._devices: dict[torch.device, Wire] = {}  # the wires of tensors on accelerators
+        # the caller's group that this is the wire of
+        self._process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._carries = "cpu"  # tensors of which device, and how
+        self._devices: dict[torch.device, Wire] = {}  # the wires of those on accelerators
         _made.add(self)
 
     def __enter__(self) -> Self:

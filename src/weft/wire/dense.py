@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..devices import on_host
 from ..errors import WeftError
 from .base import Pending, Wire, flattened, peers
 
@@ -61,7 +62,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:
     if wire.size == 1 or not tensor.numel():
         wire.post()  # which raises if the wire is broken
         return _Reduction(tensor)
-    if tensor.nbytes <= SMALL:
+    if tensor.nbytes <= SMALL and on_host(tensor):
         return _Whole(wire, tensor, op)
     return _Parts(wire, tensor, op)
 

@@ -145,6 +145,7 @@ class DeviceWire(Wire):
         self._beside, self._device = weakref.ref(beside), device
         self.traffic, self.memory = beside.traffic, _Memory(device)
         self.way = way or way_for(beside, device)
+        self._carries = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
         # what comes to tensors of the CPU is waited for in the exchange itself
         self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from .._torch import without_modes, without_transforms
+from ..devices import Aside
 from ..errors import Error, StillRunning, WeftError, WireError, entry
 from . import recorder
 
@@ -106,18 +107,20 @@ class Worker:
             self._entered[ranks] = self.now.agreed = self._entered.get(ranks, 0) + 1
             self.now.ranks, self.now.fields = ranks, fields
 
-    def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
+    def submit(
+        self, name: str, job: Callable[[], T] | Aside[T], *, several: bool = False
+    ) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
         Args:
             name: of the call.
-            job: what it does.
+            job: what it does; one in a stream of its own is joined by who asks for its result.
             several: whether the job makes calls on this wire itself, all in its one turn.
 
         Raises:
             WeftError: made from inside another call on this wire, or after `stop()`.
         """
-        work: Work[T] = Work(self, name)
+        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
         context = contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -268,8 +271,9 @@ class _Server:
 class Work(Generic[T]):
     """An asynchronous call under way, with the face of `torch.distributed.Work`."""
 
-    def __init__(self, worker: Worker, name: str) -> None:
-        self._worker, self._name = worker, name
+    def __init__(self, worker: Worker, name: str, aside: Aside[T] | None = None) -> None:
+        """`aside` is the job, where it runs in a stream of its own."""
+        self._worker, self._name, self._aside = worker, name, aside
         self._done: Future[T] = Future()
 
     def __repr__(self) -> str:
@@ -324,7 +328,8 @@ class Work(Generic[T]):
         """
         if not self.is_completed():
             raise WeftError(f"{self._name} is still under way: wait() for it first")
-        return self._done.result()
+        result = self._done.result()
+        return result if self._aside is None else self._aside.joined(result)
 
     def exception(self) -> BaseException | None:
         """What the call raised, or None: it has not ended, or it ended well."""
@@ -339,13 +344,15 @@ class Work(Generic[T]):
         Raises:
             RuntimeError: there is no thread more for this process, to complete it.
         """
-        raw: torch.futures.Future[T] = torch.futures.Future()
+        # where it has devices, its value is joined by the streams of who reads it
+        devices = [] if self._aside is None else self._aside.accelerators
+        raw: torch.futures.Future[T] = torch.futures.Future(devices=devices)
         # A Future in which Python set an exception holds it as a value, and C++ that reads it as
         # a tensor crashes. The error of one made by then() is native.
         future: torch.futures.Future[T] = raw.then(lambda done: done.value())
         callbacks = self._worker._callbacks
         callbacks.put(_nothing)  # its thread starts here: where it fails later, nobody is told
-        self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, done)))
+        self._done.add_done_callback(lambda done: callbacks.put(lambda: _complete(raw, self)))
         return future
 
 
@@ -353,11 +360,11 @@ def _nothing() -> None:
     return None
 
 
-def _complete(raw: torch.futures.Future[T], done: Future[T]) -> None:
+def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
     """Give a Future of torch's what came of a call."""
-    error = done.exception()
+    error = work.exception()
     if error is None:
-        raw.set_result(done.result())
+        raw.set_result(work.result())
     else:  # torch takes no KeyboardInterrupt
         known = error if isinstance(error, Exception) else RuntimeError(_text(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T

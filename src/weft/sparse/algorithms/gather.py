@@ -43,7 +43,7 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost)
+@algorithm(cost=cost, stays=True)
 def gather(rows: LocalRows, call: Call) -> Rows:
     wire = call.wire
     runs, lists = all_lists(call, rows.indices.to(call.wire_index))

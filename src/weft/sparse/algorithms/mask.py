@@ -59,7 +59,7 @@ def applies(load: Load) -> str | None:
     return None
 
 
-@algorithm(cost=cost, applies=applies)
+@algorithm(cost=cost, applies=applies, stays=True)
 def mask(rows: LocalRows, call: Call) -> Rows:
     wire, direct = call.wire, call.partial == call.dtype
     indices = rows.indices.to(call.wire_index)

@@ -25,7 +25,7 @@ from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..owners import ToOwners, balanced, spans
 from ..registry import algorithm
-from ..stream import IndexLists, list_messages, share, window
+from ..stream import index_lists, list_messages, share, window
 
 
 def cost(load: Load) -> Cost:
@@ -48,7 +48,7 @@ def cost(load: Load) -> Cost:
     )
 
 
-@algorithm(cost=cost)
+@algorithm(cost=cost, stays=True)
 def split(rows: LocalRows, call: Call) -> Rows:
     wire, others = call.wire, peers(call.wire)
     bounds = balanced(call.header, wire.size)
@@ -56,7 +56,7 @@ def split(rows: LocalRows, call: Call) -> Rows:
 
     # what will be summed here, told to all ahead of the bulk of the values
     told = moving.union.indices
-    sums = IndexLists(call, dict.fromkeys(others, told), others, spans(bounds))
+    sums = index_lists(call, dict.fromkeys(others, told), others, spans(bounds))
     moving.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it

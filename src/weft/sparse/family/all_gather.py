@@ -21,6 +21,7 @@ import torch
 from ... import kernels
 from ..._torch import without_transforms
 from ...agree import is_direct
+from ...devices import Aside
 from ...errors import entry
 from ...rows import Rows
 from ...wire import default
@@ -88,7 +89,7 @@ def sparse_all_gather(
         result, counts = gather_now(wire, request, _NAME)
         return (result, torch.tensor(counts)) if return_counts else result
 
-    return started(wire, _NAME, job, async_op)
+    return started(wire, _NAME, Aside(request.device, job), async_op)
 
 
 def gather_now(wire: Wire, request: Request, name: str) -> tuple[Any, list[int]]:

@@ -14,6 +14,7 @@ import torch
 
 from ..._torch import without_transforms
 from ...agree import is_direct
+from ...devices import Aside
 from ...errors import entry
 from ...rows import Rows
 from ...tensors import has_elements
@@ -104,7 +105,7 @@ def sparse_broadcast(
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    return started(wire, _NAME, job, async_op)
+    return started(wire, _NAME, Aside(request.device, job), async_op)
 
 
 _COALESCED = "coalesced"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import without_transforms
+from ...devices import Aside
 from ...errors import entry
 from ...rows import Rows
 from ...wire import default
@@ -31,7 +32,7 @@ from ..owners import balanced, reduce_to_owners, spans
 from ..record import recording, started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, IndexLists, chunks, laid_out, list_messages, wait_all
+from ..stream import SUMS, chunks, index_lists, laid_out, list_messages, wait_all
 
 _NAME = "sparse_reduce"
 
@@ -104,7 +105,7 @@ def sparse_reduce(
         done.noted(note)
         return request.restore(done.rows) if here else None
 
-    return started(wire, _NAME, job, async_op)
+    return started(wire, _NAME, Aside(request.device, job), async_op)
 
 
 def _is_direct_quicker(load: Load) -> bool:
@@ -153,7 +154,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
         sums = reduce_to_owners(rows, call, bounds, place)
         here = me == dst
         others = peers(wire) if here else []
-        lists = IndexLists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
+        lists = index_lists(call, {} if here else {dst: sums.indices}, others, spans(bounds))
         told = lists.wait()
         if here:
             told[me] = sums.indices

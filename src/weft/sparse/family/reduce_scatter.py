@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..._torch import without_transforms
+from ...devices import Aside
 from ...errors import WeftError, entry
 from ...rows import Rows
 from ...wire import default
@@ -102,7 +103,7 @@ def sparse_reduce_scatter(
         done.noted(note, ranges=tuple(bounds))
         return request.restore(done.rows)
 
-    return started(wire, _NAME, job, async_op)
+    return started(wire, _NAME, Aside(request.device, job), async_op)
 
 
 def _scattered(opening: Opened, bounds: Sequence[int]) -> tuple[str, Rows]:
