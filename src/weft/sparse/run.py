@@ -20,8 +20,7 @@ from ..agree import Agreement, agree, confess, is_direct
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import dtype_in
-from ..wire.base import Wire
-from ..wire.device import wire_for
+from ..wire.base import Wire, wire_for
 from .call import Call, row_bytes, shape_in
 from .choice import ALONE, EAGER, Explanation, choose, is_eager, with_link
 from .choice import explained as explained_choice

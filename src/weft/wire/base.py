@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import on_host
 from ..errors import Error, WeftError, WireError
 from ..tensors import has_elements, lacking
 from .failure.verdict import names
@@ -298,6 +299,18 @@ os.register_at_fork(after_in_child=_after_fork)
 def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
     """What ends a `with` block of the wire; None: its `close`."""
     wire._end = leave
+
+
+def wire_for(wire: Wire, tensor: Tensor) -> Wire:
+    """The wire for tensors that lie where this one does: `wire` itself for those on the host."""
+    if on_host(tensor):
+        return wire
+    found = wire._devices.get(tensor.device)
+    if found is None:
+        from .device import DeviceWire  # here, since it is written with what stands here
+
+        found = wire._devices[tensor.device] = DeviceWire(wire, tensor.device)
+    return found
 
 
 def peers(wire: Wire) -> list[int]:

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..devices import on_host
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, as_bytes, flattened, peers
 from .memory import Lease, Pool
@@ -102,16 +101,6 @@ class Staged(Way):
 def _locked(like: Tensor) -> Tensor:
     """Memory of the host that an accelerator copies to and from quickest; of so many bytes."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
-
-
-def wire_for(wire: Wire, tensor: Tensor) -> Wire:
-    """The wire for tensors that lie where this one does: `wire` itself for those on the host."""
-    if on_host(tensor):
-        return wire
-    found = wire._devices.get(tensor.device)
-    if found is None:
-        found = wire._devices[tensor.device] = DeviceWire(wire, tensor.device)
-    return found
 
 
 def way_for(wire: Wire, device: torch.device) -> Way:
