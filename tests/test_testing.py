@@ -20,6 +20,7 @@ from weft.testing import RankFailure, pool, processes, run, spmd
 from weft.testing.pace import MOST, patient
 from weft.testing.spmd import LIMIT
 from weft.wire import default
+from weft.wire.base import wire_for
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
 
@@ -43,6 +44,23 @@ def test_results_come_in_rank_order(on):
     got = run(3, rank_and_base, 10, step=2, on=on)
     assert [number for number, _ in got] == [10, 12, 14]
     assert [values.tolist() for _, values in got] == [[0, 0], [1, 1], [2, 2]]
+
+
+def uneven(wire, sends, awaits, times):
+    """An exchange with the other rank, over the wire of a device."""
+    over, other = wire_for(wire, torch.ones(1)), 1 - wire.rank
+    assert over is not wire
+    for _ in range(times[wire.rank]):
+        post = over.post([(other, torch.ones(sends, dtype=torch.uint8))], [(other, awaits)])
+        assert post.wait()[0].tolist() == [1] * awaits
+
+
+def test_exchanges_of_an_accelerator_meet_or_raise():
+    run(2, uneven, 32, 32, (3, 3), on="device")
+    with pytest.raises(AssertionError, match="rank 0 sends rank 1 32 bytes, which awaits 48"):
+        run(2, uneven, 32, 48, (1, 1), on="device")
+    with pytest.raises(WireError, match="rank 1 left while rank 0 awaited"):
+        run(2, uneven, 32, 32, (2, 1), on="device")
 
 
 def process_ids(wire):

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..bootstrap.outcome import results
+from ..devices import as_device
 from ..errors import WeftError
 from ..wire.threads import group
+from .exchanges import checked
 from .pace import patient
 from .threads import on_wires
 
@@ -18,7 +20,7 @@ TIMEOUT = 90.0  # seconds that one wait on a wire may last: the machine may be b
 LIMIT = 120.0  # seconds for a whole body, on an idle machine; at most: below the suite's own limit
 
 
-_TRANSPORTS = {"threads": "", "processes": "tcp", "torch": "torch"}
+_TRANSPORTS = {"threads": "", "device": "", "processes": "tcp", "torch": "torch"}
 
 
 def run(
@@ -39,8 +41,10 @@ def run(
         size: how many ranks.
         body: one rank's program. On processes: a function of a module, with arguments that can
             be pickled.
-        on: "threads"; "processes", which are kept from run to run; or "torch": the same, with a
-            wire over a process group of torch's (`weft.init(transport="torch")`).
+        on: "threads"; "device": the same, but tensors of the CPU go the way of those on an
+            accelerator, by exchanges that must meet (`exchanges`); "processes", which are kept from
+            run to run; or "torch": the same, with a wire over a process group of torch's
+            (`weft.init(transport="torch")`).
         timeout: seconds that one wait on the wire may last.
         limit: seconds that the whole body may take; then it is reported as hanging, with the
             place where each silent rank is. None: two minutes, more where the machine is busy.
@@ -59,6 +63,10 @@ def run(
     most = patient(LIMIT) if limit is None else limit
     if on == "threads":
         return results(on_wires(group(size, timeout), body, args, kwargs, limit=most), on)
+    if on == "device":
+        wires = [*map(checked, group(size, timeout))]
+        with as_device():
+            return results(on_wires(wires, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 
     key = _TRANSPORTS[on], size, timeout

@@ -90,7 +90,7 @@ class Staged(Way):
         sent, room = _locked(data).copy_(data), _locked(out)
         parts, places = torch.split(sent, goes), torch.split(room, came)
         others = peers(self._beside)
-        self._beside.post(
+        self._beside._post(  # counted already
             [(peer, parts[peer]) for peer in others if goes[peer]],
             [(peer, places[peer]) for peer in others if came[peer]],
             _CHANNEL,

@@ -1,0 +1,52 @@
+"""Ranks that are threads, whose tensors go the way of an accelerator, and exchanges that must meet.
+
+A schedule for accelerators must have all ranks take part in the same exchanges, and each await as
+many bytes as the others send it (`wire.device`). NCCL hangs where one does not. Here the ranks tell
+each other what they are about to send and to await, and each raises where that does not meet.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from ..wire.base import Wire, all_gather_bytes
+from ..wire.device import DeviceWire, Staged
+
+_MARK = b"exchange"  # other messages do not begin so
+
+
+class Checked(Staged):
+    """An exchange over the CPU wire, of which every rank first says what it is about to do."""
+
+    name = "checked"
+
+    def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
+        ranks = range(self._beside.size)
+        numbers = struct.Struct(f"<8s{2 * len(ranks)}q")
+
+        def read(message: bytes) -> tuple[int, ...]:
+            mark, *said = numbers.unpack(message)
+            if mark != _MARK:
+                raise ValueError("the rank is not in an exchange")
+            return tuple(said)
+
+        mine = numbers.pack(_MARK, *goes, *came)
+        said = all_gather_bytes(self._beside, mine, read, "what it exchanges")
+        for source, target in permutations(ranks, 2):
+            sent, awaited = said[source][target], said[target][len(ranks) + source]
+            assert sent == awaited, (
+                f"in an exchange rank {source} sends rank {target} {sent} bytes, which awaits "
+                f"{awaited}"
+            )
+        super().exchange(out, data, came, goes)
+
+
+def checked(wire: Wire) -> Wire:
+    """The wire, over which tensors of the CPU, `as_device`, go by exchanges that must meet."""
+    cpu = torch.device("cpu")
+    wire._devices[cpu] = DeviceWire(wire, cpu, Checked(wire))
+    return wire
