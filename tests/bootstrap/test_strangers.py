@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -78,11 +79,15 @@ def test_only_the_ranks_of_the_job_get_in(
             *[b""] * 200,
             b"GET / HTTP/1.1\r\n\r\n" + bytes(30),
             token[:10].encode(),
-            struct.pack("!32sII", old.encode(), 1, 0),  # what rank 1 said to the wire before
-            struct.pack("!32sII", token.encode(), 7, 0),
         ):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", at)))
             stranger.sendall(said)
+        for key, who in ((old, 1), (token, 7)):  # as rank 1 of the wire before; as a rank too many
+            with socket.create_connection(("127.0.0.1", at)) as stranger:
+                asked = stranger.recv(16) + struct.pack("!II16s", who, 0, b"")
+                proof = hmac.digest(key.encode(), b"weft connects" + asked, "sha256")
+                stranger.sendall(asked[16:] + proof)
+                assert stranger.recv(32) == b""
         (tmp_path / "strangers").touch()
         awaited(tmp_path / "met")
         for there in psutil.Process(job[1].pid).net_connections("tcp"):
@@ -96,5 +101,7 @@ def test_only_the_ranks_of_the_job_get_in(
     (first, log), (second, _) = (each.communicate() for each in job)
     assert first == second == "2.0\n"
     where = "from 127.0.0.1: it"
-    assert re.search(rf"^rank 0 refused \d+ connections {where} did not say the token", log, re.M)
-    assert re.search(rf"^rank 0 refused a connection {where} said the token as rank 7", log, re.M)
+    assert re.search(rf"^rank 0 refused \d+ connections {where} did not prove that it", log, re.M)
+    assert re.search(
+        rf"^rank 0 refused a connection {where} knows the token, but rank 7", log, re.M
+    )

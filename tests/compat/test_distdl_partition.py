@@ -142,6 +142,26 @@ def test_data_of_scripts(wire):
     assert (alone is None) == (wire.rank > 1)
 
 
+def test_ranks_that_have_no_place_to_meet_all_hear_why(monkeypatch):
+    class Comm:
+        said = None
+
+        def __init__(self, rank):
+            self.Get_rank = lambda: rank
+
+        def bcast(self, told, root):
+            Comm.said = Comm.said or told
+            return Comm.said
+
+    def refused():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(distdl.communicator, "host_store", refused)
+    for rank in (0, 1):
+        with pytest.raises(weft.WeftError, match=r"^rank 0: no store can .*: too many open files$"):
+            distdl.communicator._meet(Comm(rank))
+
+
 @spmd(3)
 def test_a_communicator_without_mpi(wire):
     comm, rank = MPI.COMM_WORLD, wire.rank

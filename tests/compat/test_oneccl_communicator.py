@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -151,3 +153,19 @@ def test_what_is_wrong_is_raised_here():
         kvs.get("nobody")
     with pytest.raises(weft.WeftError, match=r"call weft\.init"):
         event.create_communicator()
+
+
+def without_an_interface(path):
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        os.environ["WEFT_INTERFACE"] = "nothing7"
+    with pytest.raises(weft.WeftError) as told:
+        event.create_communicator(3, rank, dist.FileStore(path, 3), timeout=60.0)
+    return str(told.value)
+
+
+def test_a_rank_that_cannot_listen_is_told_to_all(tmp_path):
+    """At once: else the others would wait for it until their deadline."""
+    first, *others = processes(3, without_an_interface, str(tmp_path / "store"), timeout=50.0)
+    assert others == [first] * 2
+    assert first.startswith("rank 0: it cannot listen: WEFT_INTERFACE=nothing7 names no interface")

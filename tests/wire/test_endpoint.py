@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import struct
 import threading
 import time
 from contextlib import ExitStack
@@ -46,14 +45,10 @@ def listeners():
 def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
     endpoint = listeners[0].endpoint
     with ExitStack() as stack:
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(30), bytes(39) + b"\1"):
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(60), bytes(3) + b"\1" + bytes(60)):
             stranger = socket.create_connection((endpoint.address, endpoint.port))
             stack.callback(stranger.close)
             stranger.sendall(words)  # nothing, something else, a rank without the token
-        for rank, lane in ((1, 2), (0, 0)):  # it knows the token, but is nobody awaited
-            stranger = socket.create_connection((endpoint.address, endpoint.port))
-            stack.callback(stranger.close)
-            stranger.sendall(endpoint.token.encode() + struct.pack("!II", rank, lane))
         made = joined(listeners, time.monotonic() + 10.0, stack)
         for number in range(LANES):
             assert [sorted(lanes[number]) for lanes in made] == [[1, 2], [0, 2], [0, 1]]
@@ -65,6 +60,57 @@ def test_every_two_ranks_are_joined_whoever_else_knocks(listeners):
             for rank, lanes in enumerate(made):
                 for peer, sock in lanes[number].items():
                     assert sock.recv(3) == bytes([peer, rank, number])
+
+
+def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
+    """It hears all that two ranks say, and says it itself before it lets it pass."""
+    listener, other, _ = listeners
+    at = listener.endpoint.address, listener.endpoint.port
+    said, answers = [], []
+
+    def between():
+        with door:
+            door.accept()[0].close()  # as if there were a crowd: the rank comes again
+            for _ in range(LANES):
+                near, far, own = door.accept()[0], *map(socket.create_connection, [at, at])
+                with near, far, own:
+                    near.sendall(nonce := far.recv(16))
+                    said.append(near.recv(56))
+                    own.recv(16)
+                    own.sendall(said[-1])
+                    answers.append(own.recv(32))
+                    far.sendall(said[-1])
+                    near.sendall(proof := far.recv(32))
+                    said.extend((nonce, proof))
+
+    with ExitStack() as stack:
+        door = socket.create_server(("127.0.0.1", 0))
+        door.settimeout(10.0)
+        thread = threading.Thread(target=between)
+        thread.start()
+        listener.endpoint = replace(listener.endpoint, port=door.getsockname()[1])
+        made = joined([listener, other], time.monotonic() + 10.0, stack)
+        thread.join()
+    assert [sorted(lanes) for lanes in made[1]] == [[0], [0]]
+    assert answers == [b""] * LANES and len(set(said)) == 3 * LANES
+    token = listener.endpoint.token
+    assert token.encode() not in b"".join(said) and bytes.fromhex(token) not in b"".join(said)
+
+
+def test_who_listens_in_a_rank_s_place_is_found_out(listeners):
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        endpoint = Endpoint("127.0.0.1", door.getsockname()[1], "0" * 32)
+
+        def listen():
+            with door.accept()[0] as sock:
+                sock.sendall(bytes(48))
+                sock.recv(56)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        with pytest.raises(AbsentError, match=r"rank 0 cannot .* does not know the token of that"):
+            listeners[1].connect(1, {0: endpoint}, time.monotonic() + 10.0)
+        thread.join()
 
 
 def test_ranks_of_one_host_have_unix_sockets():

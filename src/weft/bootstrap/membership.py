@@ -30,9 +30,10 @@ import torch.distributed as dist
 from ..errors import WeftError, WireError
 from ..wire.base import names
 from ..wire.interface import is_loopback, own_address
+from ..wire.store import has, pauses
 from . import backends, rendezvous
 from .launchers import Launch
-from .rendezvous import Place, Rendezvous, has, pauses
+from .rendezvous import Place, Rendezvous
 
 _log = logging.getLogger("weft")
 _LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts

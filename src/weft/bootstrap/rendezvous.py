@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import secrets
 import socket
@@ -26,7 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +34,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire.interface import VARIABLES, free_address, interfaces, is_loopback, is_own, own_address
+from ..wire.store import pauses
 from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"
@@ -45,7 +45,6 @@ _LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux
 _SIGN = "weft/meets here"  # tells a store of weft's from another program's
 _SHORT = 2.0  # seconds in which a store that is there answers
 _LATE = 0.5  # seconds after a timeout in which torch itself may report it
-_FIRST, _LAST, _GROWTH = 0.01, 1.0, 1.5  # seconds between two looks, and how they grow
 
 _log = logging.getLogger("weft")
 
@@ -103,38 +102,6 @@ def _listener(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-def has(store: dist.Store, key: str, deadline: float, ranks: int) -> bool:
-    """Wait for a key, and say whether it is there in time.
-
-    Without `store.wait`, which has torch print warnings when the time is over. Of many ranks each
-    asks less often.
-
-    Args:
-        store: that has it, or will.
-        key: its name.
-        deadline: as `time.monotonic` tells it.
-        ranks: how many may be waiting.
-
-    Raises:
-        RuntimeError: from the store.
-    """
-    return any(store.check([key]) for _ in pauses(deadline, 0.001, max(0.02, 0.0005 * ranks)))
-
-
-def pauses(deadline: float, first: float = _FIRST, last: float = _LAST) -> Iterator[None]:
-    """Once, and again after longer and longer pauses, until the deadline; then a last time.
-
-    No two processes pause alike, so that a thousand of them do not storm a server.
-    """
-    while True:
-        yield
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(left, first * random.uniform(0.5, 1.0)))
-        first = min(last, first * _GROWTH)
-
-
 def connect(name: str, port: int, timeout: float) -> dist.TCPStore:
     """The store at a host and a port, once somebody listens there.
 
@@ -147,7 +114,7 @@ def connect(name: str, port: int, timeout: float) -> dist.TCPStore:
     refusal = ""
     for _ in pauses(deadline):
         try:
-            with socket.create_connection((name, port), max(_left(deadline), _FIRST)):
+            with socket.create_connection((name, port), _left(deadline)):
                 break
         except OSError as error:  # refused, unreachable, or a name that nobody knows yet
             refusal = error.strerror or str(error)

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,10 +121,9 @@ def connect(
         try:
             generation = store.add(f"weft/{name}/{rank}", 1)
             space = dist.PrefixStore(f"weft/{name}/{generation}", store)
-            apart = _apart(space)
             if transport is None:
-                _agree_on(way, apart, rank, size, timeout)
-            engine = way.join(apart, rank, size, timeout)
+                _agree_on(way, space, rank, size, timeout)
+            engine = way.join(space, rank, size, timeout)
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             absent = _absent(store, name, size)
             who = f"{names(absent)} did not join" if absent else f"it was not joined: {error}"
@@ -154,19 +153,6 @@ def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: 
             f"rank 0 uses transport {said[0]!r}, and rank {other} {said[other]!r}: give all ranks "
             "the same WEFT_TRANSPORT, WEFT_SAFE and weft.init(transport=)"
         )
-
-
-def _apart(store: dist.Store) -> dist.Store:
-    """The same store for one thread to wait at.
-
-    While a thread waits at a TCPStore, no other can as much as write to it. Two threads that make
-    a wire each, in another order than a peer's, would wait for each other until the deadline.
-    """
-    shared: Any = store  # torch's stubs do not know that it can be cloned
-    try:
-        return cast(dist.Store, shared.clone())
-    except RuntimeError:  # a store that is written in Python, which lets others in
-        return store
 
 
 def of(group: object) -> ProcessWire:

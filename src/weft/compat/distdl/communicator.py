@@ -234,9 +234,14 @@ def _meet(comm: Any) -> Wire:
     """A wire between the processes of a communicator, which meet at a store of the first one's."""
     store, where = None, None
     if comm.Get_rank() == 0:
-        store, port = host_store()
-        where = store.host, port
-    host, port = comm.bcast(where, root=0)
+        try:
+            store, port = host_store()
+            where = store.host, port, ""
+        except OSError as error:
+            where = "", 0, str(error)
+    host, port, wrong = comm.bcast(where, root=0)
+    if wrong:
+        raise WeftError(f"rank 0: no store can listen for the others to meet at: {wrong}")
     if store is None:
         store = connect_store(host, port, _TIMEOUT)
     return join(store, comm.Get_rank(), comm.Get_size(), _TIMEOUT)

@@ -1,12 +1,23 @@
 """How a rank is joined to all others: it listens, tells where at a store, and connects.
 
 A rank listens on a port that it opens for this, connects to the ranks below it and accepts those
-above; both ends know a token of the listener's, made for this wire alone, so strangers are turned
-away, and so is who says again what it heard. Two ranks have two
-sockets: one for messages, one for the failure detector. Between ranks of one host these are Unix
-sockets, if they can be: a rank listens on one, too, under a name made of its token, which is no
-file; where nobody is found under that name, the connection is TCP. Over a Unix socket ranks show
-each other their segments (`wire.shm`).
+above. Two ranks have two sockets: one for messages, one for the failure detector. Between ranks of
+one host these are Unix sockets, if they can be: a rank listens on one, too, under a name made of
+its token, which is no file; where nobody is found under that name, the connection is TCP. Over a
+Unix socket ranks show each other their segments (`wire.shm`).
+
+Both ends of a connection know a token of the listener's, made for this wire alone, and each proves
+that to the other without sending it, in three messages:
+
+* the listener sends a nonce: random bytes, new for each connection;
+* who connects sends its rank, the lane, a nonce of its own, and the HMAC of all that and of the
+  listener's nonce, whose key is the token;
+* the listener sends another HMAC of the same.
+
+So strangers are turned away, and so is who says again what it heard. Nothing that follows on the
+connection is signed.
+
+Source of the HMAC: RFC 2104, with SHA-256.
 """
 
 from __future__ import annotations
@@ -26,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from hmac import compare_digest
+from hmac import compare_digest, digest
 from typing import Any
 
 import psutil
@@ -40,12 +51,15 @@ from ..store import AbsentError, told
 from .engine import Engine
 
 _LANES = 2  # for messages, and for the detector
-_TOKEN = 16  # bytes
-_PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH}  # a link that just came up is like that
+_TOKEN = _NONCE = 16  # bytes
+_PROOF = 32  # bytes of an HMAC
+# a link that just came up is like the first two; the listener hangs up where there is a crowd
+_PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
 _AGAIN = 0.1  # seconds after which to try again
 _PATIENCE = 5.0  # seconds that others get to read at the store why no wire is made
 _NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
-_WHO = struct.Struct(f"!{2 * _TOKEN}sII")  # token, rank, lane
+_WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, nonce of who connects
+_CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # which end proves that it knows the token
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
 _STRANGERS = 128  # connections, beside the ranks', that may be open and have not said who they are
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
@@ -59,15 +73,20 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
     """Connect to all; collective.
 
     Raises:
-        WeftError: some rank may not open as many files; the same on every rank.
+        WeftError: some rank may not open as many files, or cannot listen; the same on every rank.
         RuntimeError: from the store.
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
     trouble = make_room(size - 1)
-    host = digest_of(host_name()).hex()
-    with Listener(own_address(store), _LANES * size + _STRANGERS, host) as listener:
-        said = [trouble, *astuple(listener.endpoint)]
+    host, endpoint = digest_of(host_name()).hex(), Endpoint("", 0, "")
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = Listener(own_address(store), _LANES * size + _STRANGERS, host)
+            endpoint = stack.enter_context(listener).endpoint
+        except OSError as error:
+            trouble = trouble or f"it cannot listen: {error}"
+        said = [trouble, *astuple(endpoint)]
         where = "came, and then did not say where to connect"
         met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
         _check(met, store, rank)
@@ -168,11 +187,8 @@ class Listener:
         try:
             for peer, endpoint in peers.items():
                 for lane in range(_LANES if peer < rank else 0):
-                    sock = None
-                    if endpoint.host == self.endpoint.host != "":
-                        sock = _unix(endpoint.token, timeout=_remaining(deadline))
-                    made[peer, lane] = sock or self._connect(peer, endpoint, deadline)
-                    made[peer, lane].sendall(_WHO.pack(endpoint.token.encode(), rank, lane))
+                    who = _WHO.pack(rank, lane, secrets.token_bytes(_NONCE))
+                    made[peer, lane] = self._connect(who, peer, endpoint, deadline)
             above = {(peer, lane) for peer in peers if peer > rank for lane in range(_LANES)}
             self._accept(rank, made, above, deadline)
         except BaseException:
@@ -184,12 +200,26 @@ class Listener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return [{peer: made[peer, lane] for peer in peers} for lane in range(_LANES)]
 
-    def _connect(self, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
+    def _connect(self, who: bytes, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
+        """A connection to a peer that has let this rank in, and has proved that it is the peer."""
         where = endpoint.address + (self._scope if ":" in endpoint.address else "")
         while True:
+            sock = None
             try:
-                return socket.create_connection((where, endpoint.port), _remaining(deadline))
+                if endpoint.host == self.endpoint.host != "":
+                    sock = _unix(endpoint.token, timeout=_remaining(deadline))
+                sock = sock or socket.create_connection(
+                    (where, endpoint.port), _remaining(deadline)
+                )
+                asked = _heard(sock, _NONCE, deadline) + who
+                sock.sendall(who + _proof(endpoint.token, _CONNECTS, asked))
+                proof = _heard(sock, _PROOF, deadline)
+                if not compare_digest(proof, _proof(endpoint.token, _LISTENS, asked)):
+                    raise OSError("who listens there does not know the token of that rank")
+                return sock
             except OSError as error:
+                if sock is not None:
+                    sock.close()
                 if error.errno not in _PASSING:
                     why = error.strerror or str(error)
                     what = f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
@@ -213,32 +243,40 @@ class Listener:
                     if who in missing:
                         made[who] = guest.sock
                         missing.discard(who)
+                        with contextlib.suppress(OSError):  # the other end is gone
+                            guest.sock.send(_proof(self.endpoint.token, _LISTENS, guest.asked))
                     else:
-                        door.refuse(guest, f"it said the token as rank {who[0]}, not awaited")
+                        door.refuse(guest, f"it knows the token, but rank {who[0]} is not awaited")
                 if missing and left <= 0:  # also where strangers never stop coming
                     raise AbsentError(sorted({peer for peer, _ in missing}), "did not connect")
 
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """Who has connected: from where, and what it has said so far."""
+    """Who has connected: from where, the nonce that it was sent, and what it has said so far."""
 
     sock: socket.socket
     origin: str
+    nonce: bytes
     said: bytes = b""
+
+    @property
+    def asked(self) -> bytes:
+        """What is to be proved: the nonce, and who it says that it is."""
+        return self.nonce + self.said[: _WHO.size]
 
 
 class _Door:
     """Those who have connected and not yet said who they are.
 
-    A rank says so as soon as it is connected. So where there are too many, or no file is left for
-    the next, who came first is a stranger.
+    A rank says so as soon as it has its nonce. So where there are too many, or no file is left for
+    the next, who came first is a stranger; if it was a rank after all, that comes again.
     """
 
     def __init__(
         self, rank: int, listening: Sequence[socket.socket], token: str, room: int
     ) -> None:
-        self._rank, self._token, self._room = rank, token.encode(), room
+        self._rank, self._token, self._room = rank, token, room
         self._guests: list[_Guest] = []  # in the order in which they came
         self._refused: Counter[tuple[str, str]] = Counter()  # by where from, and why
         self._selector = selectors.DefaultSelector()
@@ -256,7 +294,7 @@ class _Door:
             _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
 
     def introduced(self, seconds: float) -> Iterator[tuple[_Guest, tuple[int, int]]]:
-        """Those that have said the token, with rank and lane, after so many seconds at most."""
+        """Those that know the token, with rank and lane, after so many seconds at most."""
         for key, _ in self._selector.select(seconds):
             sock, guest = key.fileobj, key.data
             assert isinstance(sock, socket.socket)
@@ -265,18 +303,18 @@ class _Door:
             elif guest in self._guests:  # else it was sent away a moment ago
                 more = b""
                 with contextlib.suppress(OSError):  # the other end is gone
-                    more = sock.recv(_WHO.size - len(guest.said))
+                    more = sock.recv(_WHO.size + _PROOF - len(guest.said))
                 guest.said += more
-                if more and len(guest.said) < _WHO.size:
+                if more and len(guest.said) < _WHO.size + _PROOF:
                     continue
-                token, *who = _WHO.unpack(guest.said.ljust(_WHO.size, b"\0"))
-                if compare_digest(token, self._token):
+                right = _proof(self._token, _CONNECTS, guest.asked)
+                if compare_digest(guest.said[_WHO.size :], right):
                     self._forget(guest)
-                    yield guest, (who[0], who[1])
+                    yield guest, _WHO.unpack_from(guest.said)[:2]
                 else:
                     self._dismiss(guest)
 
-    def refuse(self, guest: _Guest, why: str = "it did not say the token of this wire") -> None:
+    def refuse(self, guest: _Guest, why: str = "it did not prove that it knows the token") -> None:
         """Turn away who is a guest no more."""
         self._refused[guest.origin, why] += 1
         guest.sock.close()
@@ -294,7 +332,10 @@ class _Door:
             self._dismiss()
             return
         sock.setblocking(False)
-        guest = _Guest(sock, "this host" if sock.family == socket.AF_UNIX else name[0])
+        origin = "this host" if sock.family == socket.AF_UNIX else name[0]
+        guest = _Guest(sock, origin, secrets.token_bytes(_NONCE))
+        with contextlib.suppress(OSError):  # the other end is gone, which is read soon
+            sock.send(guest.nonce)
         self._guests.append(guest)
         self._selector.register(sock, selectors.EVENT_READ, guest)
 
@@ -307,6 +348,27 @@ class _Door:
     def _forget(self, guest: _Guest) -> None:
         self._guests.remove(guest)
         self._selector.unregister(guest.sock)
+
+
+def _proof(token: str, side: bytes, asked: bytes) -> bytes:
+    """That one end of a connection knows the token."""
+    return digest(token.encode(), side + asked, "sha256")
+
+
+def _heard(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes that the other end says.
+
+    Raises:
+        OSError: it hung up, or did not say them in time.
+    """
+    said = b""
+    while len(said) < count:
+        sock.settimeout(_remaining(deadline))
+        more = sock.recv(count - len(said))
+        if not more:
+            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+        said += more
+    return said
 
 
 def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:
