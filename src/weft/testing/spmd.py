@@ -12,7 +12,6 @@ from ..bootstrap.outcome import results
 from ..devices import as_device
 from ..errors import WeftError
 from ..wire.threads import group
-from .exchanges import checked
 from .pace import patient
 from .threads import on_wires
 
@@ -42,8 +41,8 @@ def run(
         body: one rank's program. On processes: a function of a module, with arguments that can
             be pickled.
         on: "threads"; "device": the same, but tensors of the CPU go the way of those on an
-            accelerator, by exchanges that must meet (`exchanges`); "processes", which are kept from
-            run to run; or "torch": the same, with a wire over a process group of torch's
+            accelerator, by exchanges that must meet; "processes", which are kept from run to run;
+            or "torch": the same, with a wire over a process group of torch's
             (`weft.init(transport="torch")`).
         timeout: seconds that one wait on the wire may last.
         limit: seconds that the whole body may take; then it is reported as hanging, with the
@@ -64,8 +63,8 @@ def run(
     if on == "threads":
         return results(on_wires(group(size, timeout), body, args, kwargs, limit=most), on)
     if on == "device":
-        wires = [*map(checked, group(size, timeout))]
         with as_device():
+            wires = group(size, timeout, device=True)
             return results(on_wires(wires, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 

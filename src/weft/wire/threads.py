@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from .exchanges import check_exchanges
 from .in_process import Bytes, End, Exchange, Group, InProcessWire, bytes_of, woken
 from .memory import Lease
 
@@ -24,7 +25,12 @@ _GARBAGE = 0xA5  # what undefined bytes hold: neither 0 nor -1, NaN-free and hug
 
 
 def group(
-    size: int, timeout: float = 5.0, *, hosts: Sequence[str] | None = None, strict: bool = True
+    size: int,
+    timeout: float = 5.0,
+    *,
+    hosts: Sequence[str] | None = None,
+    strict: bool = True,
+    device: bool = False,
 ) -> list[ThreadWire]:
     """The wires of one group of `size` ranks, to be used by one thread each.
 
@@ -34,6 +40,7 @@ def group(
         hosts: the name of each rank's machine, for code that treats those of one host alike.
         strict: hold garbage in receives until they are waited for, and notice a tensor that
             changes while it is sent; costs one more copy of each message.
+        device: tensors of the CPU, `as_device`, go by exchanges that must meet (`exchanges`).
 
     Raises:
         WeftError: there are no ranks, or not one host for each.
@@ -48,7 +55,10 @@ def group(
         []
     """
     wake, make = woken(hosts, size), functools.partial(ThreadWire, strict=strict)
-    return Group(hosts or ["threads"] * size, timeout, wake, make).wires
+    wires = Group(hosts or ["threads"] * size, timeout, wake, make).wires
+    for wire in wires if device else ():
+        check_exchanges(wire)
+    return wires
 
 
 class _Exchange(Exchange):

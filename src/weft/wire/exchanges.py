@@ -1,4 +1,4 @@
-"""Ranks that are threads, whose tensors go the way of an accelerator, and exchanges that must meet.
+"""For tests: tensors of the CPU go the way of those on an accelerator, by exchanges that must meet.
 
 A schedule for accelerators must have all ranks take part in the same exchanges, and each await as
 many bytes as the others send it (`wire.device`). NCCL hangs where one does not. Here the ranks tell
@@ -13,8 +13,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from ..wire.base import Wire, all_gather_bytes
-from ..wire.device import DeviceWire, Staged
+from .base import Wire, all_gather_bytes
+from .device import DeviceWire, Staged
 
 _MARK = b"exchange"  # other messages do not begin so
 
@@ -45,8 +45,7 @@ class Checked(Staged):
         super().exchange(out, data, came, goes)
 
 
-def checked(wire: Wire) -> Wire:
-    """The wire, over which tensors of the CPU, `as_device`, go by exchanges that must meet."""
+def check_exchanges(wire: Wire) -> None:
+    """Have tensors of the CPU, `as_device`, go over the wire by exchanges that must meet."""
     cpu = torch.device("cpu")
     wire._devices[cpu] = DeviceWire(wire, cpu, Checked(wire))
-    return wire
