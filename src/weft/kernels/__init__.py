@@ -6,7 +6,8 @@ operations on tensors on the host (`devices`), of the dtypes in `loops.VALUES`; 
 
 The vocabulary:
 
-* `distinct(indices)` sorts and finds duplicates, looking at the indices alone.
+* `distinct(indices)` sorts and finds duplicates, looking at the indices alone; `survey` also says
+  what other ranks are told of them.
 * `reduce(values, distinct, op)` then sums the values of each distinct index, in input order, in
   the accumulation type, rounded once to the dtype of `out`.
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
@@ -23,6 +24,9 @@ The vocabulary:
   run was given, and where it has them; `put` brings rows to places.
 * `held`, `take`, `sketch`: see each.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
+
+On an accelerator the host waits only in `read`. `survey` and `union` read once, whatever they are
+asked; `reduce` and `combine`, and what is given the sizes of its results, do not.
 
 What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
 for all of it, or torch operations, where Numba is missing or fails, or where the environment says
@@ -51,9 +55,11 @@ from .ops import Op
 from .reference import Distinct as Distinct
 from .reference import Picked as Picked
 from .reference import Shares as Shares
+from .reference import Survey as Survey
 from .reference import Union as Union
 from .reference import hashed as hashed
 from .reference import held as held
+from .reference import read as read
 
 
 def prepare() -> None:
@@ -84,12 +90,32 @@ def distinct(indices: Tensor) -> Distinct:
 
     Example:
         >>> distinct(torch.tensor([7, 2, 7]))
-        Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]))
+        Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]), most=0)
     """
     indices = indices.contiguous()
+    if not on_host(indices):
+        return survey([indices], 0, 0)[0].distinct
     code = _code(indices)
     found = None if code is None else cpu.distinct(code, indices)
     return reference.distinct(indices) if found is None else found
+
+
+def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
+    """Find what is distinct among the indices of some tables, and all that other ranks are told.
+
+    For tables on an accelerator: one `read` for all of them.
+
+    Args:
+        tables: at least one; each 1-D, int32 or int64, in any order; all on one device.
+        points: how many quantiles to tell at most.
+        sample: how many of those with the smallest hashes to tell at most.
+
+    Example:
+        >>> (one,) = survey([torch.tensor([7, 2, 7])], 4, 4)
+        >>> one.distinct.indices, one.distinct.most, one.lowest, one.highest, one.points
+        (tensor([2, 7]), 2, 2, 7, [2, 7])
+    """
+    return reference.survey([indices.contiguous() for indices in tables], points, sample)
 
 
 def lie_within(indices: Tensor, low: int, high: int, *, ascending: bool = True) -> bool:
@@ -124,7 +150,7 @@ def reduce(
     Args:
         values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
         distinct: their distinct indices.
-        op: how to combine; a callable is given the j-th duplicates of all indices at once.
+        op: how to combine; a callable is given neighbours of all indices at once.
         out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
             point of half precision, to be filled; by default a new tensor of `values.dtype`.
         rows: the numbers of some of the distinct indices (int32 `[n]`, any order); None: all.
@@ -145,7 +171,7 @@ def reduce(
     many, count = distinct.indices.numel(), values.shape[0]
     given = many if distinct.order is None else distinct.order.numel()
     if distinct.starts is not None and distinct.order is None:
-        given = int(distinct.starts[-1])
+        given = int(distinct.starts[-1]) if on_host(distinct.starts) else count
     if count != given:
         raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
     shape = (many if rows is None else rows.numel(), *values.shape[1:])
@@ -166,28 +192,56 @@ def reduce(
         meter.spend(total.nbytes)
     code = None if unique else _code(values)
     if code is None or not cpu.reduce(code, values, distinct, op, total, rows):
-        reference.reduce(values, distinct if rows is None else distinct.at(rows), op, total)
+        _by_definition(values, distinct, op, total, rows)
     if total is not out:
         reference.finish(total, out, 1)
     return out
 
 
-def union(runs: Sequence[Tensor]) -> Union:
+def reduces_some(values: Tensor, distinct: Distinct, op: Op) -> bool:
+    """Whether `reduce` takes less time for some `rows`, not as long as for all of them."""
+    return distinct.starts is None or (op.builtin and _code(values) is not None)
+
+
+def _by_definition(
+    values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None
+) -> None:
+    if rows is not None and distinct.starts is None:
+        order = rows if distinct.order is None else distinct.order.index_select(0, rows)
+        distinct, rows = Distinct(rows, order, None), None
+    if rows is None:
+        reference.reduce(values, distinct, op, out)
+        return
+    everything = out.new_empty(distinct.indices.numel(), *out.shape[1:])
+    torch.index_select(reference.reduce(values, distinct, op, everything), 0, rows, out=out)
+
+
+def union(runs: Sequence[Tensor], span: tuple[int, int] | None = None) -> Union:
     """Unite several runs of indices.
 
     Args:
         runs: at least one; each 1-D, sorted and unique, maybe empty; all int32 or all int64.
+        span: also tell where in the union the indices from the first of these up to, not
+            including, the second begin and end.
+
+    Raises:
+        ValueError: a run is not sorted and unique; on the host only if that was noticed.
 
     Example:
-        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])])
+        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])], span=(2, 9))
         Union(indices=tensor([1, 2, 5]), slots=[tensor([-2, -3], dtype=torch.int32), \
-tensor([-1,  2], dtype=torch.int32)])
+tensor([-1,  2], dtype=torch.int32)], span=(1, 3))
     """
     runs = [run.contiguous() for run in runs]
     meter.spend(meter.PLACE * sum(run.numel() for run in runs))
     code = _code(runs[0])
     found = None if code is None else cpu.union(code, runs)
-    return reference.union(runs) if found is None else found
+    if found is None:
+        return reference.union(runs, span)
+    if span is not None:
+        begin, end = torch.searchsorted(found.indices, torch.tensor(span)).tolist()
+        found = found._replace(span=(begin, end))
+    return found
 
 
 def bitmap(indices: Tensor, places: int) -> Tensor:
@@ -222,7 +276,7 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
 
     Example:
         >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
-        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)])
+        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], span=None)
     """
     found = reference.unite_bitmap(bits, indices)
     spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
@@ -302,7 +356,7 @@ def merge(
         >>> merge([a, b], OPS["sum"])
         (tensor([1, 2, 5]), tensor([ 4.,  1., 10.]))
     """
-    indices, slots = union([run for run, _ in runs])
+    indices, slots, _ = union([run for run, _ in runs])
     first = runs[0][1]
     dtype = op.accumulator(first.dtype)
     if out_dtype is not None and out_dtype.itemsize > dtype.itemsize:

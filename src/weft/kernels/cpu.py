@@ -18,7 +18,7 @@ from torch import Tensor
 from . import pool
 from .jit import Loop, Loops
 from .ops import OPS, Op
-from .reference import Distinct, Picked, Shares, Union
+from .reference import Distinct, Picked, Shares, Union, name_unsorted
 
 _KINDS = {
     torch.float32: "f32",
@@ -135,7 +135,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     given = table.buffer_info()[0], len(runs), low, words, bits.data_ptr()
     united = code[f"mark.{kind}"](*given)
     if united < 0:
-        _name_unsorted(runs)
+        name_unsorted(runs)
     indices = runs[0].new_empty(united)
     code[f"place.{kind}"](*given, ranks.data_ptr(), indices.data_ptr())
     return Union(indices, slots)
@@ -146,13 +146,6 @@ def _dense(words: int, total: int, runs: int) -> bool:
     if runs == 1:
         return False
     return words <= total or (runs > 2 and words <= min(8 * total, _SMALL))
-
-
-def _name_unsorted(runs: Sequence[Tensor]) -> None:
-    for number, run in enumerate(runs):
-        if not bool((run[1:] > run[:-1]).all()):
-            raise ValueError(f"run {number} of {len(runs)} is not sorted and unique: sort it")
-    raise ValueError("indices changed while they were being united: wait for their writer")
 
 
 def _in_pairs(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:

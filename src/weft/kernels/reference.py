@@ -1,18 +1,26 @@
 """The kernels as torch operations, on any device: what the results are by definition.
 
-Duplicates are combined one occurrence at a time, the j-th of every segment at once, so no two
-adds of a step meet in one row: no atomics, and the order is that of the input, on CUDA too.
-Whatever is compiled agrees with this file bit for bit, payloads of NaNs excepted.
+On an accelerator the host runs ahead of the device, and waits for it in `read` alone. What only the
+device knows, such as how many indices are distinct, is asked for once, when all of it is known;
+until then tensors are as long as they can be at most. So no operation here makes a result whose
+size depends on data, is indexed by a mask, or takes a number from the host's memory.
+
+What meets in one place are equal numbers, or integers that add: so the bits are the same each time.
+Floating-point sums and products are made from left to right, in the order of the input. Whatever
+is compiled agrees with this file bit for bit, payloads of NaNs excepted.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..devices import on_host
 from ..errors import WeftError
 from .ops import Op
 
@@ -29,29 +37,34 @@ class Distinct(NamedTuple):
         order: int64 `[k]`, the permutation that sorts the input stably; None if it is sorted.
         starts: int64 `[u + 1]`: distinct index s occurs at `order[starts[s]:starts[s + 1]]`; None
             if there are no duplicates.
+        most: how often the most frequent index occurs; 0 where nobody counted.
     """
 
     indices: Tensor
     order: Tensor | None
     starts: Tensor | None
+    most: int = 0
 
-    def at(self, which: Tensor) -> Distinct:
-        """Some of the distinct indices, in any order; their inputs are numbered as before.
 
-        Raises:
-            IndexError: there are not so many.
-        """
-        if len(which) and int(which.min()) < 0:
-            raise IndexError(f"row {int(which.min())} is not among the distinct ones")
-        indices, which = self.indices[which], which.long()
-        if self.starts is None:
-            return Distinct(indices, which if self.order is None else self.order[which], None)
-        lengths = self.starts[which + 1] - self.starts[which]
-        starts = lengths.new_zeros(len(which) + 1)
-        torch.cumsum(lengths, 0, out=starts[1:])
-        inputs = torch.repeat_interleave(self.starts[which] - starts[:-1], lengths)
-        inputs += torch.arange(len(inputs), device=inputs.device)
-        return Distinct(indices, inputs if self.order is None else self.order[inputs], starts)
+class Survey(NamedTuple):
+    """What the host must know of a table's indices before ranks meet.
+
+    Attributes:
+        distinct: the indices.
+        lowest, highest: the least and the greatest of them; 0 and -1 if there are none.
+        points: quantiles of the u distinct ones: those at `j * u // n` for j from 0 to below n,
+            which is as many as were asked for, or u if that is less.
+        sample: those with the smallest hashes, as `kernels.sketch` gives them.
+        digest: 16 bytes that are equal for equal sets, of any dtype and on any device, and for no
+            others, as far as chance goes.
+    """
+
+    distinct: Distinct
+    lowest: int
+    highest: int
+    points: list[int]
+    sample: list[int]
+    digest: bytes
 
 
 class Union(NamedTuple):
@@ -61,10 +74,12 @@ class Union(NamedTuple):
         indices: sorted and unique, `[U]`.
         slots: for each run int32 of its length: the place in the union of each of its indices, as
             `place` if an earlier run has the index too, as `~place` if this is the first.
+        span: where in `indices` those begin and end that were asked for, if any were.
     """
 
     indices: Tensor
     slots: list[Tensor]
+    span: tuple[int, int] | None = None
 
 
 class Shares(NamedTuple):
@@ -109,8 +124,20 @@ class Picked(NamedTuple):
     slots: Tensor
 
 
+def read(numbers: Tensor) -> list[int]:
+    """Integers of a device, on the host: one copy, for which the host waits.
+
+    Nothing else in the kernels makes the host wait, so tests can count.
+
+    Args:
+        numbers: int64, 1-D.
+    """
+    found: list[int] = numbers.tolist()
+    return found
+
+
 def distinct(indices: Tensor) -> Distinct:
-    """See `weft.kernels.distinct`."""
+    """See `weft.kernels.distinct`; on the host, where nobody has to wait."""
     if bool((indices[1:] > indices[:-1]).all()):
         return Distinct(indices, None, None)
     order = None
@@ -124,54 +151,167 @@ def distinct(indices: Tensor) -> Distinct:
     return Distinct(unique, order, starts)
 
 
-def scan(indices: Tensor) -> tuple[int, ...]:
+def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
+    """See `weft.kernels.survey`."""
+    found = [
+        _described(each if each.numel() else each.new_zeros(1), points, sample) for each in tables
+    ]
+    told = iter(read(torch.cat([said for said, _ in found])))
+    return [
+        _surveyed(given, distinct, list(islice(told, said.numel())), points)
+        for given, (said, distinct) in zip(tables, found, strict=True)
+    ]
+
+
+def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinct]:
+    """What the host is told of a table; and its distinct indices, with others behind them."""
+    ascending, order = torch.sort(given, stable=True)
+    first, starts = _heads(ascending)
+    count, length = first.sum(), given.numel()
+    unique = ascending[starts[:-1].clamp(max=length - 1)]  # the greatest again behind them
+    ids = unique.long()
+    there, hashes = torch.arange(length, device=given.device) < count, hashed(ids)
+    digest = [torch.where(there, each, 0).sum() for each in (hashes, hashed(hashes ^ _GOLDEN))]
+    said = (given[1:] < given[:-1]).any(), count, starts.diff().max(), ids[0], ids[-1], *digest
+    quantiles = torch.arange(points, device=given.device) * count // count.clamp(max=max(1, points))
+    ranked = torch.where(there, hashes, 2**63 - 1)
+    least = torch.topk(ranked, min(sample, length), largest=False).indices
+    samples = ids[quantiles.clamp(max=length - 1)], ids[least]
+    return torch.cat([_stacked(*said), *samples]), Distinct(unique, order, starts)
+
+
+def _surveyed(given: Tensor, padded: Distinct, told: list[int], points: int) -> Survey:
+    """What `_described` found, when the host was told."""
+    falls, count, most, low, high, *digest = told[:7]
+    if not given.numel():
+        return Survey(Distinct(given, None, None), 0, -1, [], [], _digest(0, 0))
+    order = padded.order if falls else None
+    if count == given.numel():
+        distinct = Distinct(padded.indices if falls else given, order, None, 1)
+    else:
+        assert padded.starts is not None
+        distinct = Distinct(padded.indices[:count], order, padded.starts[: count + 1], most)
+    quantiles, least = told[7 : 7 + points], told[7 + points :]
+    return Survey(distinct, low, high, quantiles[:count], least[:count], _digest(*digest))
+
+
+def _digest(first: int, second: int) -> bytes:
+    return struct.pack("<2q", first, ~second)  # an empty set's is not all zeros
+
+
+def _stacked(*numbers: Tensor) -> Tensor:
+    return torch.stack([each.long() for each in numbers])
+
+
+def _heads(ascending: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sorted indices: which are the first of their kind, and where those are: see `_set`."""
+    first = torch.ones_like(ascending, dtype=torch.bool)
+    torch.ne(ascending[1:], ascending[:-1], out=first[1:])
+    return first, _set(first, first.numel())
+
+
+def _set(mask: Tensor, count: int) -> Tensor:
+    """Where a mask is set, in at most `count` places: int64 `[count + 1]`, ascending, the mask's
+    length behind them."""
+    length = mask.numel()
+    found = torch.full((count + 2,), length, device=mask.device)  # the last is for all others
+    to = torch.where(mask, torch.cumsum(mask, 0) - 1, count + 1)
+    return found.scatter_(0, to, torch.arange(length, device=mask.device))[:-1]
+
+
+def scan(indices: Tensor) -> list[int]:
     """As `cpu.scan`."""
     now, before = indices[1:], indices[:-1]
-    found = (now < before).sum(), (now == before).sum(), *indices.aminmax()
-    return tuple(map(int, found))
+    return read(_stacked((now < before).sum(), (now == before).sum(), *indices.aminmax()))
 
 
 def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
     """See `weft.kernels.reduce`."""
-    _, order, starts = distinct
+    _, order, starts, most = distinct
     if starts is None:
-        if order is None:
-            return out.copy_(values)
-        return _rows(values, order, out)
-    heads, lengths = starts[:-1], starts.diff()
-    _rows(values, heads if order is None else order[heads], out)
-    if not len(heads) or int(lengths.max()) == 1:
-        return out
-    # segments with duplicates, the longest first, so those with a j-th row are always a prefix
-    lengths, segments = torch.sort(lengths, descending=True, stable=True)
-    several = int((lengths > 1).sum())
-    segments, heads = segments[:several], heads[segments[:several]]
-    active = several - torch.cumsum(torch.bincount(lengths[:several]), 0)  # longer than j
-    total = values[heads if order is None else order[heads]].to(op.accumulator(values.dtype))
-    for j, count in enumerate(active.tolist()[1:-1], start=1):
-        at = heads[:count] + j
-        row = values[at if order is None else order[at]].to(total.dtype)
-        total[:count] = _apply(op, total[:count], row)
-    out[segments] = total.to(out.dtype)
-    return out
+        return out.copy_(values) if order is None else _rows(values, order, out)
+    dtype = op.accumulator(values.dtype)
+    rows = (values if order is None else values.index_select(0, order)).to(dtype)
+    if op.builtin and op.name in ("sum", "avg", "prod") and dtype.is_floating_point:
+        # one-dimensional data CUDA would add in another order
+        rows, name = rows.reshape(len(rows), -1), "prod" if op.name == "prod" else "sum"
+        lengths, neutral = starts.diff(), op.neutral(dtype)
+        sums = torch.segment_reduce(rows, name, lengths=lengths, initial=neutral, unsafe=True)
+    else:
+        sums = _paired(rows, starts, op, most or read(starts.diff().max().view(1))[0])
+    return out.copy_(sums.view(out.shape))
 
 
-def union(runs: Sequence[Tensor]) -> Union:
+def _paired(rows: Tensor, starts: Tensor, op: Op, most: int) -> Tensor:
+    """Combine neighbours of each segment two and two until one row of each is left, in order.
+
+    How many rows a round leaves only the device knows; at most half of an odd one more for each
+    segment. Behind those are copies of others.
+    """
+    segments = starts.numel() - 1
+    while most > 1:
+        count = rows.shape[0]
+        ends = torch.cumsum((starts.diff() + 1) // 2, 0)
+        place = torch.arange((count + segments) // 2, device=rows.device)
+        which = torch.searchsorted(ends, place, right=True).clamp_(max=segments - 1)
+        halves = torch.nn.functional.pad(ends, (1, 0))
+        left = (starts[which] + 2 * (place - halves[which])).clamp_(max=count - 1)
+        both = left + 1 < starts[which + 1]
+        first, second = rows[left], rows[left + both]
+        rows = torch.where(_column(both, rows), _apply(op, first, second), first)
+        starts, most = halves, (most + 1) // 2
+    return rows[:segments]
+
+
+def _column(mask: Tensor, rows: Tensor) -> Tensor:
+    """A mask of rows, as `torch.where` wants it for their numbers."""
+    return mask.view(-1, *[1] * (rows.dim() - 1))
+
+
+def union(runs: Sequence[Tensor], span: tuple[int, int] | None = None) -> Union:
     """See `weft.kernels.union`."""
-    indices = torch.unique(torch.cat(list(runs)))
-    met = torch.zeros(len(indices), dtype=torch.bool, device=indices.device)
-    slots = []
-    for run in runs:
-        place = torch.searchsorted(indices, run, out_int32=True)
-        slots.append(torch.where(met[place], place, ~place))
-        met[place] = True
-    return Union(indices, slots)
+    indices, slots, numbers = _united(runs, span)
+    return _counted(runs, indices, slots, read(numbers))
+
+
+def _united(
+    runs: Sequence[Tensor], span: tuple[int, int] | None = None
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """A union: indices, as many as the runs have together; slots; and for the host whether a run
+    does not ascend, how many are in the union, and where those of the span begin and end."""
+    ascending, order = torch.sort(torch.cat(list(runs)), stable=True)  # equal ones by their run
+    first, starts = _heads(ascending)
+    place = (torch.cumsum(first, 0) - 1).int()
+    slots = torch.empty_like(place).index_copy_(0, order, torch.where(first, ~place, place))
+    falls = torch.cat([run[1:] <= run[:-1] for run in runs]).any()
+    ids = ascending.long()
+    said = falls, first.sum(), *[(first & (ids < end)).sum() for end in span or ()]
+    indices = ascending[starts[:-1].clamp_(max=max(0, order.numel() - 1))]
+    return indices, list(torch.split(slots, [run.numel() for run in runs])), _stacked(*said)
+
+
+def _counted(
+    runs: Sequence[Tensor], indices: Tensor, slots: list[Tensor], numbers: Sequence[int]
+) -> Union:
+    """The union itself, when the host has the numbers."""
+    falls, count, *ends = numbers
+    if falls:
+        name_unsorted(runs)
+    return Union(indices[:count], slots, (ends[0], ends[1]) if ends else None)
+
+
+def name_unsorted(runs: Sequence[Tensor]) -> None:
+    """Raise ValueError, since some run is not sorted and unique."""
+    for number, run in enumerate(runs):
+        if not bool((run[1:] > run[:-1]).all()):
+            raise ValueError(f"run {number} of {len(runs)} is not sorted and unique: sort it")
+    raise ValueError("indices changed while they were being united: wait for their writer")
 
 
 def bitmap(indices: Tensor, places: int) -> Tensor:
     """See `weft.kernels.bitmap`."""
     present = torch.zeros(-(-places // 64) * 8, 8, dtype=torch.uint8, device=indices.device)
-    present.view(-1)[indices.long()] = 1
+    present.view(-1).index_fill_(0, indices.long(), 1)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=indices.device)
     return (present * weights).sum(1, dtype=torch.uint8).view(torch.int64)
 
@@ -186,14 +326,13 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> None:
     """See `weft.kernels.combine`."""
-    first = slots < 0
-    places = torch.where(first, ~slots, slots).long() - base
-    out[places[first]] = values[first].to(out.dtype)
-    met = ~first
-    places, values = places[met], values[met]
-    if len(places) and values.numel():
-        total = op.accumulator(out.dtype)
-        out[places] = _apply(op, out[places].to(total), values.to(total)).to(out.dtype)
+    first, places = _column(slots < 0, values), _places(slots) - base
+    dtype = op.accumulator(out.dtype)
+    before, values = out.index_select(0, places).to(dtype), values.to(dtype)
+    if not op.builtin:  # where a row is the first, nobody knows what is in its place
+        before = torch.where(first, values, before)
+    total = torch.where(first, values, _apply(op, before, values))
+    out.index_copy_(0, places, total.to(out.dtype))
 
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
@@ -274,14 +413,15 @@ def finish(values: Tensor, out: Tensor, divisor: int) -> None:
         return
     # a tensor on the device: by a Python number CUDA multiplies with the rounded reciprocal
     if out.dtype.itemsize > 2:
-        torch.div(values, torch.tensor(divisor, dtype=values.dtype, device=out.device), out=out)
+        by = torch.full((), divisor, dtype=values.dtype, device=out.device)
+        torch.div(values, by, out=out)
         return
     # The float32 quotient is rounded again, but no tie comes of it: were it a tie and the true
     # quotient not, divisor * tie would be a float32 less than its last place from the dividend.
     # (It is one for divisors below 4096, and unless the quotient is subnormal.)
     # A float64 quotient loses none to the same argument.
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-    by = torch.tensor(divisor, dtype=wide, device=out.device)
+    by = torch.full((), divisor, dtype=wide, device=out.device)
     for some, target in zip(_blocks(values), _blocks(out), strict=True):
         rounded(some.to(wide) / by, target)
 
@@ -307,6 +447,8 @@ def rounded(values: Tensor, out: Tensor) -> None:
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Views of a tensor of whole rows, so that what is made of one stays in the cache."""
+    if not on_host(tensor):
+        return (tensor,)
     row = max(1, tensor[:1].numel())
     return torch.split(tensor, max(1, _BLOCK // row))
 

@@ -64,8 +64,9 @@ class LocalRows:
         """Write the rows at some positions (int32) among the indices to `out`."""
         if not positions.numel():
             return
-        if self._values is None and self._given.is_contiguous():
-            kernels.reduce(self._given, self._distinct, self._op, out=out, rows=positions)
+        rows = self._given, self._distinct, self._op
+        if self._values is None and rows[0].is_contiguous() and kernels.reduces_some(*rows):
+            kernels.reduce(*rows, out=out, rows=positions)
         else:
             kernels.take(self.values, positions, out=out)
 
