@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import subprocess
 import sys
 import time
@@ -50,14 +49,9 @@ MESSAGES = {  # which is changed, with what index lists, how
 FRAMES = {  # kind or channel, and so on, as other numbers
     "a length": lambda kind, at, length, n: (kind, at, length + (kind == 0 and 1 << 40), n),
     "a kind": lambda kind, at, length, n: (9, at, length, n),
-    # of memory that ranks of a host share, what they lend or copy there and what they have read
-    "an offset": lambda kind, at, length, n: (kind, at, length, n + (kind in (2, 3) and 1 << 40)),
-    "an acknowledgement": lambda kind, at, length, n: (kind, at, length, n + (kind == 4 and 99)),
+    "an offset": lambda kind, at, length, n: (kind, at, length, n + (kind > 1 and 1 << 40)),
 }
-SHARED = {
-    "an offset": "a frame of kind [23] ",
-    "an acknowledgement": "a frame of kind 4 for 0 bytes",
-}
+SHARED = {"an offset"}  # of memory that ranks of a host share
 
 
 def changed(wire, which, change):
@@ -128,8 +122,7 @@ def attacks():
 def test_who_sends_garbage_is_named_by_all(way, what):
     on = "processes" if way in ("shm", "tcp") else way
     for rank, (culprit, text, seconds) in enumerate(run(3, attacked, way, what, on=on)):
-        said = f"rank {rank}: rank {CULPRIT} sent {SHARED.get(what, '')}"
-        assert culprit == CULPRIT and re.match(said, text), text
+        assert culprit == CULPRIT and text.startswith(f"rank {rank}: rank {CULPRIT} sent "), text
         assert seconds < 40, "a deadline was waited for"
 
 

@@ -104,6 +104,11 @@ def look(ahead: Preview) -> Iterator[Finding]:
             yield Finding("ok", f"backend {name}", found)
         else:
             yield Finding.of("-", f"backend {name}", found)
+    if accelerator := torch.accelerator.current_accelerator():
+        kind, count = accelerator.type, torch.accelerator.device_count()
+        backend = dist.get_default_backend_for_device(kind)
+        way = f"{count}; tensors stay there where the group's backend is cpu:gloo,{kind}:{backend}"
+        yield Finding("ok", f"device {kind}", way)
     for name, there in psutil.net_if_addrs().items():
         numeric = [one.address for one in there if one.family in (socket.AF_INET, socket.AF_INET6)]
         if numeric:

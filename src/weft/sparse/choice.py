@@ -87,6 +87,7 @@ class Explanation:
             why not).
         groups: of a list, the tables that are brought together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
+        device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
     """
 
     chosen: str
@@ -94,6 +95,7 @@ class Explanation:
     lines: tuple[_Line, ...]
     groups: tuple[Group, ...] = ()
     calls: tuple[Explanation, ...] = ()
+    device: str = "cpu"
 
     @property
     def link(self) -> Link | None:
@@ -109,6 +111,8 @@ class Explanation:
         ]
         if self.link:
             text.append(f"link: {self.link}")
+        if self.device != "cpu":
+            text.append(f"rows on {self.device}")
         if self.calls:
             calls = f"{len(self.calls)} calls, one after the other:"
             return "\n".join([*text, calls, *map(str, self.calls)])
@@ -160,7 +164,8 @@ def packs(link: Link) -> bool:
 
 def is_eager(load: Load, index: torch.dtype) -> bool:
     """Whether all ranks' rows, with indices of that dtype, fit in the opening exchange."""
-    return load.ranks <= DIRECT and Header.fits(load.most, index.itemsize, load.row)
+    fits = load.ranks <= DIRECT and Header.fits(load.most, index.itemsize, load.row)
+    return fits and not load.staying
 
 
 def choose(load: Load, algorithm: str) -> str:

@@ -24,11 +24,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..agree import BODY
+from ..kernels import Survey
 from ..rows import Rows
 from ..wire.base import as_bytes, typed
 from . import sketch
 
-_POINTS = 128  # points of one rank
+POINTS = 128
+"""Points of one rank."""
+
 _KEPT = 1024  # points of a combined header
 # the first fields of a header, in their order; then how long the sketch is and how many points
 # there are, or for rows -1 and the bytes of an index. 96 bytes: what follows stays aligned
@@ -84,22 +87,32 @@ class Header(NamedTuple):
         fallible: bool = False,
         highest: int | None = None,
         values: Tensor | None = None,
+        survey: Survey | None = None,
     ) -> Header:
         """The header of one rank, from its sorted, unique indices; of those in any order, whose
-        `highest` is told, without a sample. With `values` it has the rows."""
+        `highest` is told, without a sample. With `values` it has the rows. Of indices on an
+        accelerator a `survey` knows all this."""
         count = indices.numel()
         limit = NO_LIMIT if capacity is None else capacity
+        if survey is not None:
+            highest = survey.highest
         top = last(indices) if highest is None else highest
         header = cls(count, count, count, top, limit, rank, True, fallible)
         if values is not None:
             return header._replace(rows=Rows(indices, values))
-        return header._described(indices) if highest is None else header
+        if survey is None:
+            return header._described(indices) if highest is None else header
+        return header._replace(
+            digest=survey.digest,
+            sketch=np.array(survey.sample, np.int64),
+            points=np.array(survey.points, np.int64),
+            weights=np.diff(_shares(count)),
+        )
 
     def _described(self, indices: Tensor) -> Header:
         """This header, of one rank, with what says where its rows lie."""
         count = indices.numel()
-        parts = min(_POINTS, count)
-        shares = np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
+        shares = _shares(count)
         return self._replace(
             digest=_digest(indices),
             sketch=kernels.sketch(indices, sketch.SIZE).numpy(),
@@ -227,6 +240,12 @@ def combined(lower: Tensor, upper: Tensor) -> Tensor:
     """`Header.combine` of headers as bytes, for `agree`."""
     first, second = (Header.unpack(each.numpy().data) for each in (lower, upper))
     return first.combine(second).pack()
+
+
+def _shares(count: int) -> Longs:
+    """Where among so many rows those of each point begin, and the last ends."""
+    parts = min(POINTS, count)
+    return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
 
 
 def _digest(indices: Tensor) -> bytes:

@@ -7,6 +7,10 @@ is copied twice, and what goes out first is ready that much earlier.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -26,10 +30,24 @@ class LocalRows:
     """
 
     def __init__(
-        self, rows: Rows, distinct: Distinct, op: Op, dtype: torch.dtype, memory: Pool
+        self,
+        rows: Rows,
+        distinct: Distinct,
+        op: Op,
+        dtype: torch.dtype,
+        memory: Pool,
+        points: Sequence[int] | None = None,
     ) -> None:
-        """`distinct` was made of the indices of `rows`; values come out in `dtype`."""
-        self.indices = distinct.indices
+        """
+        Args:
+            rows: as they were given.
+            distinct: was made of their indices.
+            op: combines duplicates.
+            dtype: of the values that come out.
+            memory: workspace.
+            points: quantiles of the indices, where these are on an accelerator (`Survey`).
+        """
+        self.indices, self._points = distinct.indices, points
         self.row_shape = tuple(rows.row_shape)
         self._given, self._distinct, self._op, self._dtype = rows.values, distinct, op, dtype
         self._memory = memory
@@ -60,6 +78,26 @@ class LocalRows:
                 self._values = kernels.reduce(given, distinct, self._op, out=space)
         return self._values.view(len(self), *self.row_shape)
 
+    def parts(self, indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
+        """The rows from each bound up to the next; where they stay on an accelerator some more on
+        both sides, as many as are between two quantiles, since the host knows no better.
+
+        Args:
+            indices: those of the rows, as they travel.
+            bounds: ascending; may be too large for the dtype of the indices.
+            highest: no index is above.
+        """
+        if self._points is None:
+            return within(indices, bounds, highest)
+        points, count = self._points, len(self)
+        places = [*(number * count // len(points) for number in range(len(points))), count]
+        found = []
+        for low, high in pairwise(bounds):
+            before = bisect_left(points, low)
+            start = places[before - 1] + 1 if before else 0
+            found.append(slice(start, max(start, places[bisect_left(points, high)])))
+        return found
+
     def take(self, positions: Tensor, out: Tensor) -> None:
         """Write the rows at some positions (int32) among the indices to `out`."""
         if not positions.numel():
@@ -75,3 +113,20 @@ class LocalRows:
         self._values = None
         if self._lease is not None:
             self._lease.release()
+
+
+def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
+    """Of sorted indices, those from each bound up to the next; bounds may be too large for int64.
+
+    Args:
+        indices: sorted, unique; none is above `highest`.
+        bounds: ascending.
+        highest: what fits in the dtype of the indices.
+    """
+    keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
+    found = torch.searchsorted(indices, keys).tolist()
+    ends = [
+        indices.numel() if bound > highest else end
+        for bound, end in zip(bounds, found, strict=True)
+    ]
+    return [slice(low, high) for low, high in pairwise(ends)]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .. import kernels
@@ -27,7 +26,17 @@ from ..wire.base import Pending, peers
 from .call import Call
 from .header import Header
 from .local_rows import LocalRows
-from .stream import VALUES, Inflow, Source, at_hand, chunks, index_lists, merge_blocks, wait_all
+from .stream import (
+    VALUES,
+    Inflow,
+    Source,
+    at_hand,
+    chunks,
+    index_lists,
+    merge_blocks,
+    united,
+    wait_all,
+)
 
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
@@ -82,23 +91,6 @@ def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
     return dict(enumerate(pairwise(bounds)))
 
 
-def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
-    """Of sorted indices, those from each bound up to the next; bounds may be too large for int64.
-
-    Args:
-        indices: sorted, unique; none is above `highest`.
-        bounds: ascending.
-        highest: what fits in the dtype of the indices.
-    """
-    keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
-    found = torch.searchsorted(indices, keys).tolist()
-    ends = [
-        indices.numel() if bound > highest else end
-        for bound, end in zip(bounds, found, strict=True)
-    ]
-    return [slice(low, high) for low, high in pairwise(ends)]
-
-
 class ToOwners:
     """Rows on their way to the ranks that own them, and those that this rank owns on theirs here.
 
@@ -106,7 +98,7 @@ class ToOwners:
     bulk, so that what the caller sends before that is not held up by it.
 
     Attributes:
-        union: of the indices that are owned here.
+        union: of the indices that came here, with a span where some are not owned here.
     """
 
     def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
@@ -123,7 +115,7 @@ class ToOwners:
         others = [peer for peer in peers(call.wire) if owns[peer]]
         sources = peers(call.wire) if owns[me] else []
         indices = rows.indices.to(call.wire_index)
-        part = within(indices, bounds, highest)
+        part = rows.parts(indices, bounds, highest)
         values = rows.values
         self._values = [values[each] for each in part]
         lists = {peer: indices[part[peer]] for peer in others}
@@ -136,9 +128,16 @@ class ToOwners:
         self._sent: list[Pending] = []
         self._send({peer: self._values[peer][:lead] for peer, lead in self._lead.items()})
         found = self._lists.wait() | {me: indices[part[me]]}
-        self._runs = [found[rank] for rank in sorted(found)]
+        found = {rank: found[rank] for rank in sorted(found)}
+        self._runs = [*found.values()]
         self._inflows = {peer: Inflow(call, peer, found[peer].numel()) for peer in sources}
-        self.union = kernels.union(self._runs)
+        span = spans(bounds)[me] if call.load.staying else None
+        self.union = united(call, found, span)
+
+    @property
+    def indices(self) -> Tensor:
+        """Those that are summed here."""
+        return self.union.indices[slice(*self.union.span or (None,))]
 
     def send_rest(self) -> None:
         """Send all values that are not under way yet."""
@@ -179,7 +178,7 @@ def reduce_to_owners(
     """
     moving = ToOwners(call, rows, bounds)
     moving.send_rest()
-    result = (place or call.result_at)(moving.union.indices)
+    result = (place or call.result_at)(moving.indices)
     for _ in moving.sums(call, moving.union, result.values):
         pass
     moving.finish()

@@ -24,7 +24,8 @@ from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..tensors import has_elements, is_made_of_others, is_transformed, lacking
 from ..wire.base import is_plain, plain
-from . import link, registry
+from . import link, registry, sketch
+from .header import POINTS
 from .out import Out, checked
 
 NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
@@ -46,6 +47,7 @@ class Request:
     Attributes:
         rows: what is to be reduced.
         distinct: its indices, sorted, and their duplicates.
+        survey: of indices on an accelerator, what the host knows of them.
         highest: the largest index, once looked for; -1 if there are none.
         op: the reduction.
         algorithm: a registered name or "auto".
@@ -60,6 +62,7 @@ class Request:
 
     rows: Rows = NOTHING
     distinct: kernels.Distinct = _NONE
+    survey: kernels.Survey | None = None
     highest: int = -1
     op: Op = OPS["sum"]
     algorithm: str = "auto"
@@ -126,8 +129,15 @@ class Request:
     def sort(self) -> Request:
         """Find what is distinct among the indices, and check them, if that was not done before."""
         indices = self.rows.indices
-        if self.error is None and indices.numel() and not self.distinct.indices.numel():
-            with self:
+        with self:
+            if self.error is not None:
+                pass
+            elif not on_host(indices):
+                if self.survey is None:
+                    self.survey = kernels.survey([indices], POINTS, sketch.SIZE)[0]
+                    self.distinct = self.survey.distinct
+                    self._take_ends(self.survey.lowest, self.survey.highest)
+            elif indices.numel() and not self.distinct.indices.numel():
                 self.distinct = kernels.distinct(indices)
                 found = self.distinct.indices
                 self._take_ends(int(found[0]), int(found[-1]))
@@ -138,14 +148,14 @@ class Request:
         indices = self.rows.indices
         if self.error is None and indices.numel():
             with self:
-                low, high = indices.aminmax()
-                self._take_ends(int(low), int(high))
+                self._take_ends(*kernels.read(torch.stack(indices.aminmax()).long()))
         return self
 
     def of_rows(self, rows: Rows) -> Request:
         """The same call for other rows, of the same dtype of values, which are right."""
         fields = self.fields | _fields(rows)
-        return replace(self, rows=rows, distinct=_NONE, out=None, fields=fields).sort()
+        made = replace(self, rows=rows, distinct=_NONE, survey=None, out=None, fields=fields)
+        return made.sort()
 
     def __enter__(self) -> None:
         """What is found to be wrong within is stated, and not raised."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,9 @@ def opened(
     )
     as_given = kernels.Distinct(given.indices.contiguous(), None, None)
     distinct = as_given if moves else request.distinct
-    own = LocalRows(given, distinct, call.op, call.dtype, over.memory)
+    survey = None if moves else request.survey
+    points = None if survey is None else survey.points
+    own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
     eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
     eager = eager and over is wire  # what lies on an accelerator never visits the host
     eager = eager and (moves or request.algorithm == "auto")
@@ -151,6 +153,7 @@ def _agreement(
         fallible=request.fallible,
         highest=request.highest if moves else None,
         values=own.values if carries else None,
+        survey=None if moves else request.survey,
     )
 
     agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
@@ -236,7 +239,8 @@ def explained(wire: Wire, request: Request) -> Explanation:
     """Say what `reduced` would do; collective."""
     with opened(wire, request, "explain", looks=True) as opening:
         load = opening.call.load
-    return explained_choice(load, request.algorithm, request.rows.indices.dtype)
+    found = explained_choice(load, request.algorithm, request.rows.indices.dtype)
+    return replace(found, device=opening.call.wire._carries)
 
 
 def handed_out(result: Rows, call: Call) -> Rows:

@@ -201,6 +201,26 @@ def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[li
     return [found[rank] for rank in range(wire.size)], lists
 
 
+def united(
+    call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
+) -> kernels.Union:
+    """The union of lists, by rank and in rank order; `span` as for `kernels.union`.
+
+    Raises:
+        WireError: one of an accelerator does not ascend; the others were looked at when they came.
+    """
+    try:
+        return kernels.union([*lists.values()], span)
+    except ValueError as error:
+        for peer, indices in lists.items():
+            if not kernels.lie_within(indices, 0, call.load.places - 1):
+                name = call.wire._named(peer)
+                raise call.wire._accuse(
+                    peer, f"rank {name} sent an index list that does not ascend"
+                ) from error
+        raise
+
+
 def at_hand(values: Tensor) -> Source:
     """Rows that lie here, as a source."""
     return lambda start, stop: (values[start:stop],)
@@ -375,26 +395,31 @@ def merge_blocks(
         runs: the sorted indices of each source.
         sources: where their values come from.
         union: what `kernels.union(runs)` said.
-        out: `[U, *row_shape]` in the dtype of the result.
+        out: `[U, *row_shape]` in the dtype of the result; U counts what is in the union's span, if
+            it has one.
     """
     step, total = call.chunk_rows, union.indices.numel()
+    begin, end = union.span or (0, total)
     starts = range(0, total, step)
     if len(starts) == 1:
         bounds = [[0, run.numel()] for run in runs]
     else:
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
-    direct = call.partial == call.dtype
+    direct = call.partial == call.dtype and end - begin == total
     with call.wire.lease(0 if direct else min(step, total) * call.load.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
-            final = out[start:stop]
-            sums = final if direct else typed(memory, tuple(final.shape), call.partial)
+            low, high = max(start, begin), min(stop, end)
+            sums = final = out[low - begin : high - begin]
+            if not direct:
+                shape = stop - start, *call.row_shape
+                sums = typed(memory, shape, call.partial)
             for run, source in enumerate(sources):
                 row, last = bounds[run][block], bounds[run][block + 1]
                 for piece in source(row, last) if row < last else ():
-                    end = row + piece.shape[0]
-                    kernels.combine(sums, union.slots[run][row:end], piece, call.op, start)
-                    row = end
-            call.finish(sums, final)
-            yield start, stop
+                    upto = row + piece.shape[0]
+                    kernels.combine(sums, union.slots[run][row:upto], piece, call.op, start)
+                    row = upto
+            call.finish(sums if direct else sums[low - start : high - start], final)
+            yield low - begin, high - begin

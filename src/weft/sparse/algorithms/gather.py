@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import torch
 
-from ... import kernels
 from ...rows import Rows
 from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_blocks
+from ..stream import VALUES, Ring, all_lists, at_hand, list_messages, merge_blocks, united
 
 
 def cost(load: Load) -> Cost:
@@ -52,7 +51,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         space = typed(memory, (sum(counts), *call.row_shape), call.dtype)
         ring = Ring(call, torch.split(space, counts), VALUES)
         ring.send(rows.values)
-        union = kernels.union(runs)
+        union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(wire.size)]
         sources[wire.rank] = at_hand(rows.values)

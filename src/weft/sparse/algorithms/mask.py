@@ -30,7 +30,7 @@ from ..call import Call
 from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
-from ..stream import all_lists, list_messages
+from ..stream import all_lists, list_messages, united
 
 _LONG = 1 << 17  # bytes of a part of a dense tensor, from which on streams share links unevenly
 
@@ -97,7 +97,7 @@ def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
         union = kernels.unite_bitmap(bits, indices)
         return union.indices, union.slots[0]
     runs, lists = all_lists(call, indices)
-    union = kernels.union(runs)
+    union = united(call, dict(enumerate(runs)))
     lists.release()
     return union.indices, union.slots[call.wire.rank]
 

@@ -27,8 +27,8 @@ from ...rows import Rows
 from ...wire.base import typed
 from ..call import Call
 from ..cost import Cost, Load
-from ..local_rows import LocalRows
-from ..owners import balanced, spans, within
+from ..local_rows import LocalRows, within
+from ..owners import balanced, spans
 from ..registry import algorithm
 from ..stream import (
     IndexLists,

@@ -55,7 +55,7 @@ def split(rows: LocalRows, call: Call) -> Rows:
     moving = ToOwners(call, rows, bounds)
 
     # what will be summed here, told to all ahead of the bulk of the values
-    told = moving.union.indices
+    told = moving.indices
     sums = index_lists(call, dict.fromkeys(others, told), others, spans(bounds))
     moving.send_rest()
 

@@ -23,7 +23,8 @@ from ...rows import Rows
 from ...wire import default
 from ..choice import ALONE, EAGER
 from ..header import Header
-from ..owners import balanced, reduce_to_owners, within
+from ..local_rows import within
+from ..owners import balanced, reduce_to_owners
 from ..record import recording, started
 from ..request import Request
 from ..run import Opened, merge_eager, performed
