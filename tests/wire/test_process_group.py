@@ -137,10 +137,9 @@ def test_who_did_not_join_is_named():
 def test_who_joined_and_said_no_more_is_named():
     """It ended, or was stopped, before it said where it listens."""
     store = dist.HashStore()
-    store.add("weft/x/1", 1)
-    store.add("weft/x/2", 1)
-    store.set("weft/x/1/transport/2", "tcp")
-    with pytest.raises(WireError, match="joined: rank 1 came, and then did not say wh") as caught:
+    for key in ("transport/1", "transport/2", "endpoint/2"):
+        store.set(f"weft/x/1/{key}", '"tcp"')
+    with pytest.raises(WireError, match="ranks: rank 1 came, and then did not say where") as caught:
         connect(store, 0, 3, 0.5, name="x")
     assert caught.value.culprit == 1
 

@@ -14,6 +14,7 @@ import weft
 from weft.cli.doctor_merge import first_difference
 from weft.testing import run
 from weft.testing.pace import patient
+from weft.wire import recorder
 
 RANK = """
 import faulthandler, os, signal, sys, time
@@ -117,6 +118,17 @@ def test_a_wait_of_threads_is_told_of_with_the_line_of_the_other(monkeypatch, ca
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("weft: rank 0 has waited for 0.")
     assert f"rank 1 is outside weft, at {__file__}:" in line and line.endswith("program")
+
+
+def test_a_folder_for_records_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path, caplog):
+    folder = tmp_path / "file" / "records"
+    folder.parent.touch()
+    monkeypatch.setenv("WEFT_RECORD_DIR", str(folder))
+    monkeypatch.setattr(recorder, "_rank", {"rank": 3, "pid": os.getpid()})
+    for why in ("one failed", "another failed"):
+        recorder.write(why)
+    (said,) = (each.message for each in caplog.records)
+    assert said == f"rank 3 cannot write its calls to WEFT_RECORD_DIR={folder}: Not a directory"
 
 
 def test_who_was_killed_left_no_record_and_the_others_say_in_which_call(job):

@@ -187,8 +187,6 @@ def _start(
             url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, env)
         else:
             _check_backend(backend)
-            process_group.chosen()
-            slow.chosen()
             if url is not None:
                 raise WeftError(
                     f"rendezvous={url!r} was asked for, but torch.distributed is initialised "

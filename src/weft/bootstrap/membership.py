@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire.base import names
+from ..wire.hosts import here
 from ..wire.interface import is_loopback, own_address
 from ..wire.store import has, pauses
 from . import backends, rendezvous
@@ -301,18 +302,14 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
 
 def _machine() -> str:
     """This machine and the network that its processes see; empty if they are hidden."""
-    if not sys.platform.startswith("linux"):
-        return socket.gethostname()
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError as error:
-        _log.warning(
-            "/proc is hidden from this process (%s): messages between it and others of its host go "
-            "over the network, which is slower; mount /proc where it runs",
-            error,
-        )
-        return ""
+    name, network = here()
+    if network or not sys.platform.startswith("linux"):
+        return f"{name} {network}"
+    _log.warning(
+        "/proc is hidden from this process: messages between it and others of its host go over the "
+        "network, which is slower; mount /proc where it runs"
+    )
+    return ""
 
 
 # Rounds.

@@ -82,23 +82,21 @@ def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
 
 
 @functools.cache
+def here() -> tuple[str, int]:
+    """This machine, and by number the network that its processes see; 0: it is not known."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return name, Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # /proc is hidden, or this is no Linux
+        return socket.gethostname(), 0
+
+
 def host_name() -> str:
     """This machine: containers and network namespaces of one share its cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # no Linux
-        return socket.gethostname()
+    return here()[0]
 
 
 def digest_of(machine: str) -> bytes:
     """The name of this process's host in 16 bytes, given that of its machine."""
-    name = os.environ.get("WEFT_HOST") or f"{machine} {_network()}"
+    name = os.environ.get("WEFT_HOST") or f"{machine} {here()[1]}"
     return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()
-
-
-def _network() -> int:
-    """The network that this process sees, by number."""
-    try:
-        return Path("/proc/self/ns/net").stat().st_ino
-    except OSError:  # no Linux
-        return 0

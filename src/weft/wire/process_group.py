@@ -22,14 +22,11 @@ from ..errors import WeftError, WireError
 from . import recorder
 from .base import Wire
 from .failure import watch
-from .failure.verdict import names
 from .processes import Engine, ProcessWire
 from .store import AbsentError, told
 from .tcp.endpoint import connect as tcp_connect
 from .tcp.engine import Engine as TcpEngine
 from .torchdist import Links
-
-_STORE_PATIENCE = 0.5  # seconds in which a store must answer after something has gone wrong
 
 
 class Transport(NamedTuple):
@@ -125,9 +122,8 @@ def connect(
                 _agree_on(way, space, rank, size, timeout)
             engine = way.join(space, rank, size, timeout)
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
-            absent = _absent(store, name, size)
-            who = f"{names(absent)} did not join" if absent else f"it was not joined: {error}"
-            late = absent or (error.ranks if isinstance(error, AbsentError) else [])
+            late = error.ranks if isinstance(error, AbsentError) else []
+            who = str(error) if late else f"it was not joined: {error}"
             raise WireError(
                 f"rank {rank}: wire {name!r} of {size} ranks: {who} (timeout {timeout:g} s); "
                 "see that all ranks were started and reach each other",
@@ -145,8 +141,7 @@ def _agree_on(way: Transport, store: dist.Store, rank: int, size: int, timeout: 
         WeftError: they do not; the same on every rank.
         RuntimeError: from the store.
     """
-    missing = "came, and then did not say which transport it uses"
-    said = told(store, "transport", way.name, rank, size, timeout, missing)
+    said = told(store, "transport", way.name, rank, size, timeout, "did not join")
     if len(set(said)) > 1:
         other = next(peer for peer, its in enumerate(said) if its != said[0])
         raise WeftError(
@@ -257,23 +252,3 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
         return None
     # torch's may have been that of a group of this name that is gone; one of weft's knows better
     return getattr(group, "space", store)
-
-
-def _absent(store: dist.Store, name: str, size: int) -> list[int]:
-    """The ranks that came less often than others, as far as the store can still tell."""
-    came: dict[int, int] = {}
-
-    def look() -> None:
-        try:
-            for rank in range(size):
-                came[rank] = store.add(f"weft/{name}/{rank}", 0)
-        except RuntimeError:  # the store is gone, so this is not known
-            came.clear()
-
-    thread = threading.Thread(target=look, name="weft store", daemon=True)
-    thread.start()
-    thread.join(_STORE_PATIENCE)
-    if thread.is_alive() or not came:
-        return []
-    latest = max(came.values())
-    return [rank for rank, times in came.items() if times < latest]

@@ -11,8 +11,9 @@ Source: the flight recorder of PyTorch's NCCL process group, from which the name
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
+import logging
 import os
 import platform
 import re
@@ -33,6 +34,7 @@ _KEPT = 1000  # calls
 _TOLD = ("group", "number", "name", "agreed", "ranks", "messages", "sent_bytes", "error")
 _FOLDER = "WEFT_RECORD_DIR"
 
+_log = logging.getLogger("weft")
 _calls: deque[Call] = deque(maxlen=_KEPT)
 _names: dict[str, int] = {}  # how many groups had a name
 _rank: dict[str, Any] = {}  # whose calls these are
@@ -110,13 +112,21 @@ def write(why: str) -> None:
     folder, clock, now = os.environ.get(_FOLDER), time.time(), time.perf_counter()
     if not folder or _rank.get("pid") != os.getpid():
         return
-    with _lock, contextlib.suppress(OSError):  # what is raised counts more than what is written
+    with _lock:
         calls = [_spelled(call, clock - now) for call in list(_calls)]
         said = {**_rank, "written": clock, "why": why, "at": watch.standing(), "calls": calls}
         path = Path(folder, f"rank{_rank['rank']}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".new").write_text(json.dumps(said))
-        path.with_suffix(".new").replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".new").write_text(json.dumps(said))
+            path.with_suffix(".new").replace(path)
+        except OSError as error:  # what is raised counts more than what is written
+            _complain(_rank["rank"], folder, error.strerror)
+
+
+@functools.cache  # so once
+def _complain(rank: int, folder: str, why: str) -> None:
+    _log.warning("rank %d cannot write its calls to %s=%s: %s", rank, _FOLDER, folder, why)
 
 
 def _spelled(call: Call, offset: float) -> dict[str, Any]:
