@@ -28,6 +28,8 @@ ANY_HEIGHT = [name for name in NAMES if name != "dense_tail"]
 IN_ORDER = [name for name in NAMES if name not in ("mask", "ring")]
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
+THREADS = ("threads", "device")
+EVERYWHERE = (*THREADS, "processes", "torch")
 LOCK = threading.Lock()
 
 # Setting up a world takes longer than a call on so little data. So each of these tests makes all
@@ -107,7 +109,7 @@ def same_everywhere(wire, rows):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(*SIZES)
+@spmd(*SIZES, on=EVERYWHERE)
 def test_equals_the_definition(wire, name):
     for kind in KINDS:
         parts, want = world(wire.size, kind)
@@ -120,7 +122,7 @@ def test_equals_the_definition(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 2, 3, 4, 7, on=("threads",))
+@spmd(1, 2, 3, 4, 7, on=THREADS)
 def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
     for kind in KINDS:
         parts, want = world(wire.size, kind)
@@ -132,7 +134,7 @@ def test_nobody_needs_to_say_how_high_a_tensor_is(wire, name):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ANY_HEIGHT)
-@spmd(1, 3, 8, on=("threads",))
+@spmd(1, 3, 8, on=THREADS)
 def test_the_largest_index_there_is(wire, name, index):
     """No bound beyond it is of its dtype."""
     for count in (1, 2500):
@@ -168,7 +170,7 @@ def test_on_a_slow_link_indices_are_packed(monkeypatch, name, size):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(2, 3, 4, on=("threads",))
+@spmd(2, 3, 4, on=THREADS)
 def test_rows_of_many_chunks(wire, name):
     set_link(wire, Link(1e-4, 8e-9, MERGE, 1e-5))
     for dtype in (torch.float32, torch.bfloat16):
@@ -179,7 +181,7 @@ def test_rows_of_many_chunks(wire, name):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("threads",))  # no power of two: rows are combined twice, once of them as partial sums
+@spmd(3, on=THREADS)  # no power of two: rows are combined twice, once of them as partial sums
 def test_every_op_and_dtype(wire, name, op):
     for dtype in DTYPES:
         if OPS[op].refuses(dtype):
@@ -195,7 +197,7 @@ def test_every_op_and_dtype(wire, name, op):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("threads",))
+@spmd(3, on=THREADS)
 def test_half_precision_rounds_what_a_rank_repeats_and_the_result(wire, name):
     """And nothing between: 257 is 256 in bfloat16, and 256 + 1 + 1 of three ranks is 258."""
     indices, values = [([0, 0, 1], [256, 1, 256]), ([0, 1], [1, 1]), ([1], [1])][wire.rank]
@@ -204,7 +206,7 @@ def test_half_precision_rounds_what_a_rank_repeats_and_the_result(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 4, on=("threads",))
+@spmd(1, 4, on=THREADS)
 def test_every_row_shape_and_index_dtype(wire, name):
     for shape, index in product([(), (1,), (2, 3), (0,), (300,)], [torch.int32, torch.int64]):
         parts, want = world(wire.size, "few", shape=shape, index=index)
@@ -216,7 +218,7 @@ def test_every_row_shape_and_index_dtype(wire, name):
 
 
 @pytest.mark.parametrize("name", ANY_HEIGHT)
-@spmd(4)
+@spmd(4, on=EVERYWHERE)
 def test_indices_beyond_32_bits(wire, name):
     parts, want = world(wire.size, "far apart")
     total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
@@ -225,7 +227,7 @@ def test_indices_beyond_32_bits(wire, name):
 
 
 @pytest.mark.parametrize("name", ["gather", "split", "holders", "dense_tail", "auto"])
-@spmd(3, 7, 8)
+@spmd(3, 7, 8, on=EVERYWHERE)
 def test_real_numbers_add_in_rank_order(wire, name):
     parts, want = world(wire.size, "real")
     total = weft.sparse_all_reduce(parts[wire.rank], algorithm=name)
@@ -234,7 +236,7 @@ def test_real_numbers_add_in_rank_order(wire, name):
 
 
 @pytest.mark.parametrize("name", ["doubling", "mask", "ring"])
-@spmd(3, 7, 8)
+@spmd(3, 7, 8, on=EVERYWHERE)
 def test_real_numbers_are_the_same_bits_everywhere(wire, name):
     rows = rows_of(wire.rank, "real")
     first = weft.sparse_all_reduce(rows, algorithm=name)
@@ -244,7 +246,7 @@ def test_real_numbers_are_the_same_bits_everywhere(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4, on=("threads",))
+@spmd(4, on=THREADS)
 def test_nan_and_infinity_pass_through(wire, name):
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])[:, None]
     rows = weft.Rows(torch.arange(4) + 4 * wire.rank, values, 16)
@@ -255,7 +257,7 @@ def test_nan_and_infinity_pass_through(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4)
+@spmd(4, on=EVERYWHERE)
 def test_minus_zero_is_less_than_zero(wire, name):
     negative = torch.arange(1600).view(100, 16) >> wire.rank & 1
     rows = weft.Rows(torch.arange(100), torch.where(negative == 1, -0.0, 0.0), 100)
@@ -267,7 +269,7 @@ def test_minus_zero_is_less_than_zero(wire, name):
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-@spmd(1, 2, 3, 4, 7)
+@spmd(1, 2, 3, 4, 7, on=EVERYWHERE)
 def test_a_function_gets_its_operands_in_rank_order(wire, name):
     parts, want = world(wire.size, "duplicates", right)
     total = weft.sparse_all_reduce(parts[wire.rank], right, algorithm=name)
@@ -276,7 +278,7 @@ def test_a_function_gets_its_operands_in_rank_order(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 3, on=("threads",))
+@spmd(1, 3, on=THREADS)
 def test_the_input_is_left_alone(wire, name):
     rows = rows_of(wire.rank, "duplicates")
     before = rows.indices.clone(), rows.values.clone()

@@ -32,7 +32,7 @@ from ..owners import balanced, reduce_to_owners, spans
 from ..record import recording, started
 from ..request import Request, root_in
 from ..run import Opened, merge_eager, performed
-from ..stream import SUMS, chunks, index_lists, laid_out, list_messages, wait_all
+from ..stream import SUMS, chunks, index_lists, laid_out, list_messages
 
 _NAME = "sparse_reduce"
 
@@ -160,14 +160,11 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
             told[me] = sums.indices
             result, parts = laid_out(call, [told[rank] for rank in range(size)])
             parts[me].copy_(sums.values)
-            moving = [
-                wire.post((), [(peer, chunk)], SUMS)
-                for peer in others
-                for chunk in chunks(call, parts[peer])
-            ]
+            coming = [(peer, chunk) for peer in others for chunk in chunks(call, parts[peer])]
+            moving = wire.post((), coming, SUMS)
         else:
             result = call.result(0)
-            moving = [wire.post([(dst, chunk)], (), SUMS) for chunk in chunks(call, sums.values)]
-        wait_all(moving)
+            moving = wire.post([(dst, chunk) for chunk in chunks(call, sums.values)], (), SUMS)
+        moving.wait()
         lists.release()
     return result

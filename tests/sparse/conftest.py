@@ -1,0 +1,25 @@
+"""Which tests go the way of tensors on an accelerator, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.sparse import ALGORITHMS
+from weft.sparse.cost import Load
+
+_STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
+_MOST = 4  # ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On those, leave out what is of the CPU alone, and groups as large as other tests have."""
+
+    def serves(item: pytest.Item) -> bool:
+        given = getattr(item, "callspec", None)
+        transport, size = given.params.get("world", ("", 0)) if given else ("", 0)
+        if transport != "device":
+            return True
+        found = ALGORITHMS.get(given.params.get("name", "auto"))
+        return size <= _MOST and (found is None or found.applies(_STAYING) is None)
+
+    items[:] = filter(serves, items)
