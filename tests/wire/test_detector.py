@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -247,6 +248,49 @@ def test_a_failed_wait_for_one_that_left_says_so(peers):
     assert three.watch.explain(wait, "closed by peer") == Verdict(
         1, "rank 1 left, after it raised (KeyError: 7)"
     )
+
+
+def test_closing_lets_go_of_a_wait_that_was_looked_into(peers):
+    """Its messages lie in the memory of peers, which would stay mapped."""
+    three, wait = peers(0.1), Wait(1)
+    three.watch.begin(wait)
+    assert "ask" in three.hear(1)
+    three.say(2, verdict=[1, "rank 1 does not answer"])
+    three.settled()
+    three.watch.end()
+    three.watch.close()
+    left = weakref.ref(wait)
+    del wait
+    assert left() is None
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, "rank 2 does not answer (stopped, cut off, or stuck in foreign code)"),
+        ({"bye": "KeyError: 7"}, "rank 2 left, after it raised (KeyError: 7)"),
+        ({"here": [6, "", None, 9.0, "", ""]}, None),
+    ],
+)
+def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, said, found):
+    three = peers()
+    if "bye" in said:
+        three.say(2, **said)
+        until = time.monotonic() + 10.0
+        while not three.watch.left:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    told = []
+    thread = threading.Thread(target=lambda: told.append(three.watch.blame()))
+    thread.start()
+    if "bye" not in said:
+        three.say(1, here=[6, "", None, 9.0, "", ""], to=three.hear(1)["ask"])
+        asked = three.hear(2)["ask"]
+        if said:
+            three.say(2, **said, to=asked)
+    thread.join(10.0)
+    assert told == [found and Verdict(2, found)]
+    assert three.watch.verdict == told[0]
 
 
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):

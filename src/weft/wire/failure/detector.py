@@ -194,6 +194,9 @@ class Detector:
             self._let_go()
 
     def _let_go(self) -> None:
+        # of a wait that another rank's verdict ended; it keeps the messages that came, and so the
+        # memory of peers that they lie in
+        self._inquiry = self._suspect = None
         self._selector.close()
         for sock in (*self._mesh.values(), self._woken, self._wake):
             sock.close()
