@@ -57,12 +57,13 @@ def coo(rank: int, count: int, width: int) -> Tensor:
 
 
 class Model(torch.nn.Module):
-    """A sparse table and a dense layer."""
+    """A sparse table and a dense layer; or one with buffers, which ranks broadcast."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool = False) -> None:
         super().__init__()
-        self.table = torch.nn.EmbeddingBag(1000, 32, sparse=True)
-        self.dense = torch.nn.Linear(32, 32)
+        self.table = torch.nn.EmbeddingBag(1000, 32, sparse=not buffers)
+        last = torch.nn.Linear(32, 32)
+        self.dense = torch.nn.Sequential(torch.nn.BatchNorm1d(32), last) if buffers else last
 
     def forward(self, bags: Tensor) -> Tensor:
         return self.dense(self.table(bags)).sum()
@@ -94,45 +95,46 @@ def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
     }
 
 
-def calls_of_torch(rank: int, size: int, group: Any) -> dict[str, Call]:
+def calls_of_torch(rank: int, size: int) -> dict[str, Call]:
     several = [coo(rank + table, 500, 16) for table in range(6)]
     part = torch.ones(40_000 * size, requires_grad=True)
     into = torch.empty_like(part)
     model = Model()
 
     def moved() -> None:
-        dist.nn.functional.all_to_all_single(into.clone(), part, group=group).sum().backward()
+        dist.nn.functional.all_to_all_single(into.clone(), part).sum().backward()
 
     def sync() -> None:
         model(BAGS).backward()
         for weight in model.parameters():
-            dist.all_reduce(
-                weight.grad.coalesce() if weight.grad.is_sparse else weight.grad, group=group
-            )
+            dist.all_reduce(weight.grad.coalesce() if weight.grad.is_sparse else weight.grad)
 
     return {
-        "small": lambda: dist.all_reduce(coo(rank, 10, 8).coalesce(), group=group),
-        "large": lambda: dist.all_reduce(coo(rank, 20_000, 32).coalesce(), group=group),
-        "list": lambda: [dist.all_reduce(each.coalesce(), group=group) for each in several],
-        "all_to_all": lambda: dist.all_to_all_single(into, part.detach(), group=group),
+        "small": lambda: dist.all_reduce(coo(rank, 10, 8).coalesce()),
+        "large": lambda: dist.all_reduce(coo(rank, 20_000, 32).coalesce()),
+        "list": lambda: [dist.all_reduce(each.coalesce()) for each in several],
+        "all_to_all": lambda: dist.all_to_all_single(into, part.detach()),
         "layer": moved,
-        "barrier": lambda: dist.barrier(group=group),
+        "barrier": dist.barrier,
         "sync_grads": sync,
     }
 
 
-def step_of(wire: str, group: Any) -> Call:
-    """A step of DistributedDataParallel, with weft's hook or without."""
-    model = DistributedDataParallel(Model(), process_group=group)
+def step_of(wire: str, unused: bool) -> Call:
+    """A step of DistributedDataParallel, with weft's hook or without.
+
+    It makes calls of its own over gloo for buffers, and for parameters that may be `unused`.
+    """
+    model = DistributedDataParallel(Model(buffers=unused), find_unused_parameters=unused)
     if wire != "gloo":
         weft.ddp.register(model)
     return lambda: model(BAGS).backward()
 
 
-def another(cell: Cell, group: Any) -> None:
+def another(cell: Cell) -> None:
     """What the victim calls, where the others make the cell's call."""
     if cell.wire == "gloo":
-        other = calls_of_torch(cell.victim, cell.ranks, group)
+        other = calls_of_torch(cell.victim, cell.ranks)
     else:
         other = calls_of_weft(cell.victim, cell.ranks)
     other["all_to_all" if cell.collective == "barrier" else "barrier"]()
@@ -158,19 +160,25 @@ def held() -> set[str]:
 
 def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
     """One rank: it calls until it is told to fail, or something is raised."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=START))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # where all ranks wait for each other
+    store = dist.TCPStore(address, port, cell.ranks, rank == 0, timedelta(seconds=START))
+    like = {"store": store, "rank": rank, "world_size": cell.ranks}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE), **like)
     dist.barrier()
     before = held()
+    failed = functools.partial(say_error, say)
     try:
-        calls_until_failure(cell, rank, say, order)
+        # as programs do: the block names who is to blame for an error of gloo's
+        with contextlib.nullcontext() if cell.wire == "gloo" else weft.init(timeout=DEADLINE):
+            try:
+                calls_until_failure(cell, rank, say, order)
+            except weft.WireError as error:
+                failed(error)
     except Failure:
         raise
     except Exception as error:
-        say(
-            "error",
-            culprit=getattr(error, "culprit", None),
-            text=f"{type(error).__name__}: {error}",
-        )
+        failed(error)
     weft.shutdown()
     # a wait of gloo's cannot be ended: its sockets, and threads that wait, go with the process
     left = held() - before if cell.wire in ("shm", "tcp") else ()
@@ -178,15 +186,17 @@ def program(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None
     say("end", left=sorted(left))
 
 
+def say_error(say: Callable[..., None], error: Exception) -> None:
+    culprit = getattr(error, "culprit", None)
+    say("error", culprit=culprit, text=f"{type(error).__name__}: {error}")
+
+
 def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
-    group = None
-    if cell.wire == "gloo":
-        group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
-        calls = calls_of_torch(rank, cell.ranks, group)
+    if cell.collective.startswith("ddp"):
+        call = step_of(cell.wire, cell.collective == "ddp_unused")
     else:
-        weft.init(timeout=DEADLINE)
-        calls = calls_of_weft(rank, cell.ranks)
-    call = step_of(cell.wire, group) if cell.collective == "ddp" else calls[cell.collective]
+        calls_of = calls_of_torch if cell.wire == "gloo" else calls_of_weft
+        call = calls_of(rank, cell.ranks)[cell.collective]
     for _ in range(4):  # what is different in the first calls is over
         call()
     say("ready")
@@ -201,7 +211,7 @@ def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: 
                     sys.exit(3)
                 case "absence":
                     time.sleep(3600)
-            another(cell, group)
+            another(cell)
         call()
 
 

@@ -11,6 +11,10 @@ The wires: `shm` is weft on one host; `tcp` the same ranks as if each were on a 
 `torch` weft over a process group of torch's; `gloo` is PyTorch alone, doing the same by its own
 collectives. Links are cut where root may make network namespaces (`tools/netlab`).
 
+`ddp_unused` is a step with BatchNorm and `find_unused_parameters=True`, for which
+DistributedDataParallel makes calls of its own over gloo. A rank that answers, and is elsewhere
+while the others are in such a call, cannot be named: those faults are left out for it.
+
 `seconds` count from the fault until every live rank has raised; it must be 1 at most where a
 process ends or calls something else, and the deadline and 1 where it is only silent. A live rank
 that has not raised 6 seconds after the deadline *hangs*. A cell is *wrong* if some live rank names
@@ -48,7 +52,8 @@ PATIENCE = 6.0  # seconds after the deadline, after which a rank hangs
 
 AT_ONCE = ("kill", "exception", "exit", "another call")
 FAULTS = (*AT_ONCE, "freeze", "cut", "absence")
-COLLECTIVES = ("small", "large", "list", "all_to_all", "layer", "barrier", "sync_grads", "ddp")
+DDP = ("ddp", "ddp_unused")
+COLLECTIVES = ("small", "large", "list", "all_to_all", "layer", "barrier", "sync_grads", *DDP)
 WIRES = ("shm", "tcp", "torch", "gloo")
 SIZES = (2, 4, 8)
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
@@ -121,6 +126,7 @@ def cells(only: str) -> list[Cell]:
     ):
         cell = Cell(fault, collective, wire, size, number // 3 % size)
         possible = fault != "cut" or (able and wire != "shm")
+        possible &= collective != "ddp_unused" or fault not in ("absence", "another call")
         if possible and all(word in each for word, each in zip(cell.words, wanted, strict=True)):
             found.append(cell)
     return found

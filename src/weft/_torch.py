@@ -98,7 +98,8 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_of_gloo(error: BaseException | None) -> bool:
     """Whether gloo raised that: a RuntimeError, of which only the text tells."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return "gloo" in said or "caused pair closure" in said
 
 
 def is_wrapped(tensor: Tensor) -> bool:

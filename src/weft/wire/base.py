@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import is_of_gloo
 from ..devices import on_host
-from ..errors import Error, WeftError, WireError
+from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
 from .failure.verdict import names
 from .hosts import Hosts, hosts_of
@@ -188,8 +189,13 @@ class Wire(abc.ABC):
         """The error of a rank whose call of another library's failed, if a peer is to blame."""
         return None
 
-    def __exit__(self, *_: object) -> None:
+    @entry
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave. An error of gloo's, which names nobody, becomes one that names who is to blame."""
+        lost = self._blame("a call of torch.distributed's") if is_of_gloo(error) else None
         (self._end or self.close)()
+        if lost is not None:
+            raise lost from error
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0

@@ -163,12 +163,12 @@ class Detector:
 
         None: no rank died, left, or is silent. Then the wire is as good as before.
         """
+        self._suspect = (None, None)
+        self._rouse()
         if not self._settled.wait(_NEWS):
             for peer, raised in list(self.left.items())[:1]:  # the first to leave
                 return self.settle(left(peer, raised))
-            self._suspect = (None, None)
-            self._rouse()
-            self._settled.wait(_ANSWER + _NEWS)
+            self._settled.wait(_ANSWER)
         return self.verdict
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class Detector:
             self._send(peer, {"ask": self._inquiries})
 
     def _judge(self, inquiry: _Inquiry) -> None:
-        silent = inquiry.asked - set(inquiry.places)
+        silent = inquiry.asked - inquiry.places.keys() - self.left.keys()
         places = {self.rank: self._place(), **inquiry.places}
         overdue = time.monotonic() >= self.began + self.timeout  # no link failed: nobody came
         suspect, self._suspect = self._suspect, None
