@@ -2,20 +2,23 @@
 
     python benchmarks/soak.py                          # 10,000 programs; `make soak` does the same
     python benchmarks/soak.py --programs 500 --first 20000 --world shm-4,tcp-3
+    python benchmarks/soak.py --world shm-4 --program "..."     # one that failed: its error has it
     python benchmarks/soak.py --large                           # what is large; needs 12 GiB
 
-A program is some ten steps, drawn alike on all ranks: sparse collectives of every kind, op, dtype
-and form, lists, dense collectives, layers on grids of some of the ranks, gradients, arguments that
-are wrong on one rank; on the whole group and on parts of it; asynchronous ones are waited for in
-another order on each rank. Values are small integers, so sums are exact in any order. What comes
-out is kept and looked at again, written to, pickled, saved and loaded; where ranks are processes it
-goes through multiprocessing, a DataLoader's worker and forked children, and is used after shutdown.
+A program is some ten steps, which `drawn_step` draws: by seed here, by hypothesis in
+tests/test_mixture.py. Steps are sparse collectives of every kind, op, dtype and form, lists, dense
+collectives, layers on grids of some of the ranks, gradients, arguments that are wrong on one rank;
+on the whole group and on parts of it; asynchronous ones are waited for in another order on each
+rank. Values are small integers, so sums are exact in any order. What comes out is kept and looked
+at again, written to, pickled, saved and loaded; where ranks are processes it goes through
+multiprocessing, a DataLoader's worker and forked children, and is used after shutdown.
 
 A world is a wire and a number of ranks: `threads`, `shm` (processes of one host), `tcp` (as if each
 were on a host of its own) or `torch` (over a process group). Memory, descriptors and threads are
-those of the worst rank, after a tenth of the programs and after all. The exit status is 1 if
-descriptors or threads have become more, or memory has by more than 64 MiB a rank and what a process
-may keep of past results, a 64th of the machine's.
+those of the worst rank, after a quarter of the programs and before the last three, when nothing is
+held: the results are gone, workspaces are let go of, and WEFT_KEEP=0 keeps no past results. The
+exit status is 1 if descriptors or threads have become more, or memory has by more than 32 MiB a
+process.
 
 What is large: a message of more than 2 GiB, a result of more than 2**31 elements, 100,000 calls;
 each on two processes of one host and on two as if on hosts of their own.
@@ -23,6 +26,8 @@ each on two processes of one host and on two as if on hosts of their own.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import ctypes
 import functools
 import gc
@@ -32,12 +37,14 @@ import multiprocessing
 import os
 import pickle
 import random
+import shlex
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -56,11 +63,13 @@ WORLDS += ("tcp-3", "tcp-4", "torch-2", "torch-3")
 SIZES = (0, 1, 100, 5000, 20_000, 40_000, 70_000, 140_000, 300_000)  # both sides of thresholds
 HALF = (torch.float16, torch.bfloat16)
 MIB = 1 << 20
-KEPT = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64  # of past results
-SPARE = 64 * MIB  # of each rank, beside that
+SPARE_MIB = 32
+LOOKING = threading.Lock()  # to look opens files
 
-Group = tuple[Any, tuple[int, ...]]
-"""What a call is given as its group, and the ranks of the whole that are in it."""
+Step = tuple[str, dict[str, Any]]
+"""What a step is called in `Program`, and what it is given: plain data."""
+Drawn = tuple[int, list[Step]]
+"""A program: a seed of what each rank decides for itself, then its steps."""
 Check = Callable[[Any], list[Tensor]]
 """Holds a result against what it must be; its tensors."""
 
@@ -74,27 +83,35 @@ class State:
     threads: int
 
     @classmethod
-    def now(cls) -> State:
+    def now(cls, wires: Sequence[weft.Wire]) -> State:
+        """While nobody has results, and these wires are at rest."""
+        weft.barrier(group=wires[0])  # ranks may be threads of one process
+        for wire in wires:
+            wire.memory.drain()
         gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        counts = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-        return cls(pages * os.sysconf("SC_PAGE_SIZE"), *counts)
+        ctypes.CDLL(None).malloc_trim(0)
+        with LOOKING:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            counts = [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+        state = cls(pages * os.sysconf("SC_PAGE_SIZE"), *counts)
+        weft.barrier(group=wires[0])
+        return state
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank has done, and what its process had, first after a tenth of it."""
+    """What a rank has done, and what its process had, first after a quarter of it."""
 
     programs: int
     calls: int
     start: State
     end: State
 
-    def has_grown(self, ranks: int) -> bool:
-        """Whether its process has, which has so many ranks."""
+    @property
+    def has_grown(self) -> bool:
         start, end = self.start, self.end
         more = end.files > start.files or end.threads > start.threads
-        return more or end.memory > start.memory + KEPT + SPARE * ranks
+        return more or end.memory > start.memory + SPARE_MIB * MIB
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -115,24 +132,27 @@ def oracle(parts: Sequence[weft.Rows], op: str, narrow: torch.dtype | None) -> w
 
 
 class Program:
-    """One rank's side of one program."""
+    """One rank's side of one program.
 
-    def __init__(self, wire: weft.Wire, groups: Sequence[Group], seed: int) -> None:
-        self.rank, self.size, self.groups, self.seed = wire.rank, wire.size, groups, seed
-        self.drawn = random.Random(seed)  # the same on all ranks
+    Attributes:
+        wire: of all ranks.
+        groups: what a call is given as its group, by the ranks that are in it.
+        kept: results, and what they were.
+    """
+
+    def __init__(self, wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], seed: int) -> None:
+        self.wire, self.rank, self.size, self.groups = wire, wire.rank, wire.size, groups
         self.own = random.Random(f"{seed}, rank {wire.rank}")
         self.later: list[tuple[Any, Check]] = []
-        self.kept: list[tuple[Tensor, Tensor]] = []  # results, and what they were
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self.calls = 0
 
-    def run(self) -> None:
-        steps = [step for step, weight in STEPS for _ in range(weight)]
-        for number in range(self.drawn.randint(4, 12)):
-            step = self.drawn.choice(steps)
+    def run(self, steps: Sequence[Step]) -> None:
+        for number, (name, given) in enumerate(steps):
             try:
-                step(self)
+                getattr(self, name)(**given)
             except Exception as error:
-                error.add_note(f"program {self.seed}, step {number}: {step.__name__}")
+                error.add_note(f"step {number} on rank {self.rank}: {name}")
                 raise
         while self.later:
             self.settle()
@@ -174,48 +194,25 @@ class Program:
                 for each, back in zip(results, torch.load(file), strict=True):
                     same(back, each)
 
-    def table(self, ranks: int, op: str, dtype: torch.dtype, narrow: bool) -> list[weft.Rows]:
-        """The rows of each rank: few where a sum of many could not be exact."""
-        pick, draw = self.drawn.choice, torch.Generator().manual_seed(self.drawn.getrandbits(40))
-        few = narrow or dtype in HALF or op not in ("sum", "avg")
-        most = pick((0, 1, 7, 30)) if few else pick((0, 1, 30, 400, 3000, 12_000))
-        shape = pick(((), (1,), (3,), (2, 2), (16,), (0,)) + (((64,),) if most < 3000 else ()))
-        height = pick((None, 50, 2000, 10**6, 2**31 - 1))
-        index = pick((torch.int32, torch.int64))
-        low, high = (-1, 2) if few else (-4, 5)
-        if dtype in (torch.uint8, torch.bool) or op == "prod":
-            low, high = (1, 3) if op == "prod" else (0, 2)
-        parts = []
-        for _ in range(ranks):
-            count = pick((0, most // 2, most, most))
-            indices = torch.randint(height or 5000, (count,), generator=draw).to(index)
-            values = torch.randint(low, high, (count, *shape), generator=draw).to(dtype)
-            parts.append(weft.Rows(indices, values, height))
-        return parts
-
-    def kind(self) -> tuple[str, torch.dtype]:
-        """An op, and a dtype that it takes."""
-        dtype = self.drawn.choice(DTYPES)
-        able = [name for name, op in OPS.items() if not op.refuses(dtype)]
-        return self.drawn.choice(able), dtype
-
-    def sparse(self) -> None:
+    def sparse(
+        self,
+        name: str,
+        group: tuple[int, ...],
+        table: dict[str, Any],
+        op: str,
+        wire_dtype: str | None,
+        root: int,
+        form: str,
+        algorithm: str,
+        bounds: list[int],
+        later: bool,
+    ) -> None:
         """One of the sparse collectives."""
-        pick = self.drawn.choice
-        (group, ranks), (op, dtype), later = pick(self.groups), self.kind(), pick((True, False))
-        name = pick(("all_reduce",) * 3 + ("all_gather", "broadcast", "reduce", "reduce_scatter"))
-        wide = dtype in (torch.float32, torch.float64)
-        narrow = pick((None, None, *HALF)) if wide else None
-        parts = self.table(len(ranks), op, dtype, narrow is not None)
-        root, form = pick(range(len(ranks))), pick(("pair", "rows", "coo"))
-        low = all(each.height in (50, 2000) for each in parts) and form != "pair"
-        usable = sorted(ALGORITHMS) if low else sorted(ALGORITHMS.keys() - {"dense_tail"})
-        algorithm = pick(["auto"] * len(usable) + usable)
-        bounds = [0, *sorted(self.drawn.sample(range(1, 5000), len(ranks) - 1)), 2**31]
-        if self.rank not in ranks:
+        if self.rank not in group:
             return
-        me = ranks.index(self.rank)
-        options: dict[str, Any] = {"group": group, "async_op": later, "wire_dtype": narrow}
+        parts, me = rows_of(**table), group.index(self.rank)
+        narrow = None if wire_dtype is None else getattr(torch, wire_dtype)
+        options = {"group": self.groups[group], "async_op": later, "wire_dtype": narrow}
         if name in ("all_reduce", "reduce", "reduce_scatter"):
             want = oracle(parts, op, narrow)
             options["op"] = op
@@ -237,79 +234,67 @@ class Program:
         nothing = name == "reduce" and me != root
         self.take(result, functools.partial(held_against, None if nothing else want), later)
 
-    def tables(self) -> None:
+    def tables(
+        self, group: tuple[int, ...], several: list[dict[str, Any]], op: str, later: bool
+    ) -> None:
         """A list of tables, of several dtypes."""
-        pick = self.drawn.choice
-        (group, ranks), later, op = pick(self.groups), pick((True, False)), pick(("sum", "max"))
-        several = [
-            self.table(len(ranks), op, pick(DTYPES[:-1]), False) for _ in range(pick((1, 2, 5)))
-        ]
-        if self.rank in ranks:
-            mine = [parts[ranks.index(self.rank)] for parts in several]
-            wants = [oracle(parts, op, None) for parts in several]
+        if self.rank in group:
+            parts = [rows_of(**table) for table in several]
+            mine = [each[group.index(self.rank)] for each in parts]
+            wants = [oracle(each, op, None) for each in parts]
 
             def check(results: list[weft.Rows]) -> list[Tensor]:
                 pairs = zip(wants, results, strict=True)
                 return [part for want, got in pairs for part in held_against(want, got)]
 
-            self.take(weft.sparse_all_reduce(mine, op, group, later), check, later)
+            result = weft.sparse_all_reduce(mine, op, self.groups[group], later)
+            self.take(result, check, later)
 
-    def dense(self) -> None:
+    def dense(self, group: tuple[int, ...], op: str, dtype: str, count: int) -> None:
         """An all-reduce, or a barrier."""
-        (group, ranks), (op, dtype) = self.drawn.choice(self.groups), self.kind()
-        count = self.drawn.choice(SIZES)
-        if self.rank not in ranks:
+        if self.rank not in group:
             return
-        if dtype is torch.bool or (op == "prod" and dtype in HALF):
-            weft.barrier(group=group)
+        kind = getattr(torch, dtype)
+        if kind is torch.bool or (op == "prod" and kind in HALF):
+            weft.barrier(group=self.groups[group])
             return
         base = torch.arange(count) % 3 + 1
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        wide = wide if dtype.is_floating_point else torch.int64
-        each = [(base + number % 2).to(wide) for number in range(len(ranks))]
+        wide = torch.float64 if kind is torch.float64 else torch.float32
+        wide = wide if kind.is_floating_point else torch.int64
+        each = [(base + number % 2).to(wide) for number in range(len(group))]
         want = functools.reduce(OPS["sum" if op == "avg" else op].function, each)
-        want = (want / len(ranks) if op == "avg" else want).to(dtype)
-        result = weft.all_reduce(each[ranks.index(self.rank)].to(dtype), op, group)
+        want = (want / len(group) if op == "avg" else want).to(kind)
+        result = weft.all_reduce(each[group.index(self.rank)].to(kind), op, self.groups[group])
         self.take(result, lambda got: [same(got, want) or got], False)
 
-    def to_all(self) -> None:
+    def to_all(self, group: tuple[int, ...], shapes: list[list[Any]], dtype: str) -> None:
         """An all-to-all of any shapes."""
-        pick = self.drawn.choice
-        group, ranks = pick(self.groups)
-        dtype = pick((torch.uint8, torch.bool, torch.float16, torch.int64, torch.complex64))
-        shapes = [[pick(((pick(SIZES),), (3, pick((0, 5)), 2), ())) for _ in ranks] for _ in ranks]
-        if self.rank in ranks:
-            me = ranks.index(self.rank)
-            mine = [torch.full(shapes[me][to], me + to).to(dtype) for to in range(len(ranks))]
-            wants = [torch.full(of[me], sender + me).to(dtype) for sender, of in enumerate(shapes)]
+        if self.rank in group:
+            me, kind = group.index(self.rank), getattr(torch, dtype)
+            mine = [torch.full(shape, me + to).to(kind) for to, shape in enumerate(shapes[me])]
+            wants = [torch.full(of[me], sender + me).to(kind) for sender, of in enumerate(shapes)]
 
             def check(came: list[Tensor]) -> list[Tensor]:
                 for got, want in zip(came, wants, strict=True):
                     same(got, want)
                 return came
 
-            self.take(weft.all_to_all(mine, group), check, False)
+            self.take(weft.all_to_all(mine, self.groups[group]), check, False)
 
-    def layer(self) -> None:
+    def layer(
+        self, name: str, grids: list[Any], dim: int, shape: tuple[int, int], times: int
+    ) -> None:
         """A layer on grids of some of the ranks, forward and backward."""
-        pick, every = self.drawn.choice, range(self.size)
-
-        def grid() -> weft.Partition:
-            count = self.drawn.randint(1, self.size)
-            rows = pick([each for each in range(1, count + 1) if count % each == 0])
-            return weft.Partition((rows, count // rows), ranks=self.drawn.sample(every, count))
-
-        source, target, dim = grid(), grid(), pick((0, 1))
-        shape = pick((5, 64, 300)) + self.size, pick((6, 30)) + self.size
+        group = self.groups[tuple(range(self.size))]
+        source, target = (weft.Partition(each, ranks=ranks, group=group) for each, ranks in grids)
         whole = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
-        name = pick(("Repartition", "AllGather", "AllSumReduce", "HaloExchange"))
         made: dict[str, Any] = {
             "Repartition": lambda: weft.nn.Repartition(source, target),
             "AllGather": lambda: weft.nn.AllGather(source, dim),
             "AllSumReduce": lambda: weft.nn.AllSumReduce(source, dim),
             "HaloExchange": lambda: weft.nn.HaloExchange(source, 1),
         }
-        layer, times = made[name](), pick((1, 4))  # the third time it is a habit
+        layer = made[name]()
         for _ in range(times):
             mine, want = self._sides(name, source, target, dim, whole)
             x = mine.clone().requires_grad_()
@@ -318,7 +303,7 @@ class Program:
             weights = torch.arange(y.numel(), dtype=y.dtype).view(y.shape) % 7
             (y * weights).sum().backward()
             dots = torch.stack([(want * weights).sum(), (mine * x.grad).sum()])
-            there, back = weft.all_reduce(dots).tolist()
+            there, back = weft.all_reduce(dots, group=group).tolist()
             assert there == back, "the layer's backward is not its adjoint"
             self.calls += 3
 
@@ -356,7 +341,7 @@ class Program:
         )
         model["table"](torch.tensor([self.rank, 40, 40])).sum().backward()
         model["dense"](torch.full((1, 30), self.rank + 1.0)).sum().backward()
-        weft.sync_grads(model, average=False)
+        weft.sync_grads(model, average=False, group=self.groups[tuple(range(self.size))])
         self.calls += 1
         want = torch.zeros(50, 4)
         want[: self.size] = 1
@@ -365,12 +350,11 @@ class Program:
         total = self.size * (self.size + 1) / 2
         same(model["dense"].weight.grad, torch.full((40, 30), total))
 
-    def wrong(self) -> None:
+    def wrong(self, culprit: int) -> None:
         """An argument that is wrong on one rank: all are told, and nothing else changes."""
-        culprit = self.drawn.randrange(self.size)
-        index = -1 if self.rank == culprit else 1
+        rows = torch.tensor([-1 if self.rank == culprit else 1]), torch.ones(1, 2)
         try:
-            weft.sparse_all_reduce((torch.tensor([index]), torch.ones(1, 2)))
+            weft.sparse_all_reduce(rows, group=self.groups[tuple(range(self.size))])
         except weft.WeftError as error:
             assert f"rank {culprit}: index -1 is negative" in str(error)
         else:
@@ -378,17 +362,152 @@ class Program:
         self.calls += 1
 
 
-STEPS: tuple[tuple[Callable[[Program], None], int], ...] = (
-    (Program.sparse, 6),
-    (Program.tables, 2),
-    (Program.dense, 2),
-    (Program.to_all, 2),
-    (Program.layer, 2),
-    (Program.settle, 2),
-    (Program.gradients, 1),
-    (Program.wrong, 1),
-)
+def drawn(seed: int, size: int) -> Drawn:
+    """The program of that seed, for so many ranks."""
+    source = random.Random(seed)
+    return seed, [drawn_step(source, size) for _ in range(source.randint(4, 12))]
+
+
+def drawn_step(source: random.Random, size: int) -> Step:
+    """A step; hypothesis shrinks it towards what stands first here."""
+    name = source.choice([name for name, weight in STEPS.items() for _ in range(weight)])
+    return name, getattr(Draw(source, size), name)()
+
+
+STEPS = {
+    "wrong": 1,
+    "settle": 2,
+    "dense": 2,
+    "to_all": 2,
+    "sparse": 6,
+    "tables": 2,
+    "gradients": 1,
+    "layer": 2,
+}
 """What a program may do, and how often."""
+
+
+class Draw:
+    """Draws what the steps of a program are given; of each name there is one in `Program`."""
+
+    def __init__(self, source: random.Random, size: int) -> None:
+        self.source, self.pick, self.size = source, source.choice, size
+
+    def settle(self) -> dict[str, Any]:
+        return {}
+
+    gradients = settle
+
+    def wrong(self) -> dict[str, Any]:
+        return {"culprit": self.source.randrange(self.size)}
+
+    def kind(self) -> tuple[str, torch.dtype]:
+        """An op, and a dtype that it takes."""
+        dtype = self.pick(DTYPES)
+        return self.pick([name for name, op in OPS.items() if not op.refuses(dtype)]), dtype
+
+    def table(
+        self, ranks: int, op: str, dtype: torch.dtype, narrow: bool = False
+    ) -> dict[str, Any]:
+        """The rows of each rank: few where a sum of many could not be exact, seldom megabytes."""
+        pick = self.pick
+        few = narrow or dtype in HALF or op not in ("sum", "avg")
+        most = pick((0, 1, 7, 30)) if few else pick((0, 1, 30, 400, 3000, 12_000))
+        shape = pick(((), (1,), (3,), (2, 2), (16,), (0,)) + (((64,),) if most < 3000 else ()))
+        if not few and self.source.randrange(30) == 29:
+            most, shape = 20_000, (64,)
+        low, high = (-1, 2) if few else (-4, 5)
+        if dtype in (torch.uint8, torch.bool) or op == "prod":
+            low, high = (1, 3) if op == "prod" else (0, 2)
+        return {
+            "counts": [pick((0, most // 2, most, most)) for _ in range(ranks)],
+            "shape": shape,
+            "dtype": str(dtype)[6:],
+            "index": pick(("int32", "int64")),
+            "height": pick((None, 50, 2000, 10**6, 2**31 - 1)),
+            "between": (low, high),
+            "seed": self.source.randrange(1000),
+        }
+
+    def sparse(self) -> dict[str, Any]:
+        pick, group, (op, dtype) = self.pick, self.pick(groups_of(self.size)), self.kind()
+        wide = dtype in (torch.float32, torch.float64)
+        narrow = pick((None, None, "float16", "bfloat16")) if wide else None
+        table = self.table(len(group), op, dtype, narrow is not None)
+        form = pick(("pair", "rows", "coo"))
+        low = table["height"] in (50, 2000) and form != "pair"
+        usable = sorted(ALGORITHMS) if low else sorted(ALGORITHMS.keys() - {"dense_tail"})
+        names = ("all_reduce",) * 3 + ("all_gather", "broadcast", "reduce", "reduce_scatter")
+        return {
+            "name": pick(names),
+            "group": group,
+            "table": table,
+            "op": op,
+            "wire_dtype": narrow,
+            "root": pick(range(len(group))),
+            "form": form,
+            "algorithm": pick(["auto", "auto", "auto", *usable]),
+            "bounds": [0, *sorted(self.source.sample(range(1, 5000), len(group) - 1)), 2**31],
+            "later": pick((False, True)),
+        }
+
+    def tables(self) -> dict[str, Any]:
+        group, op, count = self.pick(groups_of(self.size)), self.pick(("sum", "max")), (1, 2, 5)
+        dtypes = [self.pick(DTYPES[:-1]) for _ in range(self.pick(count))]
+        several = [self.table(len(group), op, dtype) for dtype in dtypes]
+        return {"group": group, "several": several, "op": op, "later": self.pick((False, True))}
+
+    def dense(self) -> dict[str, Any]:
+        group, (op, dtype) = self.pick(groups_of(self.size)), self.kind()
+        return {"group": group, "op": op, "dtype": str(dtype)[6:], "count": self.pick(SIZES)}
+
+    def to_all(self) -> dict[str, Any]:
+        group = self.pick(groups_of(self.size))
+        shapes = [
+            [self.pick(((self.pick(SIZES),), (3, self.pick((0, 5)), 2), ())) for _ in group]
+            for _ in group
+        ]
+        dtype = self.pick(("uint8", "bool", "float16", "int64", "complex64"))
+        return {"group": group, "shapes": shapes, "dtype": dtype}
+
+    def layer(self) -> dict[str, Any]:
+        return {
+            "name": self.pick(("Repartition", "AllGather", "AllSumReduce", "HaloExchange")),
+            "grids": [self.grid(), self.grid()],
+            "dim": self.pick((0, 1)),
+            "shape": (self.pick((5, 64, 300)) + self.size, self.pick((6, 30)) + self.size),
+            "times": self.pick((1, 4)),  # the third time it is a habit
+        }
+
+    def grid(self) -> tuple[tuple[int, int], list[int]]:
+        count = self.source.randint(1, self.size)
+        rows = self.pick([each for each in range(1, count + 1) if count % each == 0])
+        return (rows, count // rows), self.source.sample(range(self.size), count)
+
+
+def groups_of(size: int) -> list[tuple[int, ...]]:
+    """The ranks of each group that programs call."""
+    every = tuple(range(size))
+    return [every, every[::-1], every[1:]] if size > 2 else [every, every[::-1]]
+
+
+def rows_of(
+    counts: Sequence[int],
+    shape: Sequence[int],
+    dtype: str,
+    index: str,
+    height: int | None,
+    between: tuple[int, int],
+    seed: int,
+) -> list[weft.Rows]:
+    """The rows of each rank."""
+    draw, parts = torch.Generator().manual_seed(seed), []
+    for count in counts:
+        indices = torch.randint(height or 5000, (count,), generator=draw)
+        values = torch.randint(*between, (count, *shape), generator=draw)
+        rows = indices.to(getattr(torch, index)), values.to(getattr(torch, dtype))
+        parts.append(weft.Rows(*rows, height))
+    return parts
 
 
 def formed(rows: weft.Rows, form: str) -> Any:
@@ -412,36 +531,80 @@ def held_against(want: weft.Rows | None, got: Any) -> list[Tensor]:
     return [indices, values]
 
 
-def programs(wire: weft.Wire, first: int, count: int) -> tuple[Told, list[tuple[Tensor, Tensor]]]:
-    """Run programs on one rank; what the last ones kept comes along."""
-    every = tuple(range(wire.size))
-    chosen = [every[::-1], every[1:]] if wire.size > 2 else [every[::-1]]
-    parts = [(wire.sub(ranks), ranks) for ranks in chosen]
-    groups: list[Group] = [(None, every), *parts]
-    start, calls, kept = State.now(), 0, []
-    for number in range(count):
-        program = Program(wire, groups, first + number)
-        program.run()
-        calls += program.calls
-        kept = (kept + program.kept)[-20:]
-        if number == count // 10:
-            start = State.now()
-    told = Told(count, calls, start, State.now())
-    for part, _ in parts:
-        if part is not None:
-            part.close()
-    return told, kept
+Kept = list[tuple[Tensor, Tensor]]
 
 
-def whole(wire: str, first: int, count: int) -> Told:
+@contextlib.contextmanager
+def groups_on(
+    wire: weft.Wire, group: weft.Wire | None = None
+) -> Iterator[dict[tuple[int, ...], Any]]:
+    """What calls are given as their groups; the wire is the default group, or is given as one."""
+    first, *others = groups_of(wire.size)
+    with contextlib.ExitStack() as after:
+        groups: dict[tuple[int, ...], Any] = {first: group}
+        for ranks in others:
+            groups[ranks] = wire.sub(ranks)
+            if groups[ranks] is not None:
+                after.callback(groups[ranks].close)
+        yield groups
+
+
+def ran(wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], name: str, drawn: Drawn) -> Program:
+    """A program that has run, as of a world."""
+    program = Program(wire, groups, drawn[0])
+    try:
+        program.run(drawn[1])
+    except Exception as error:
+        again = shlex.quote(repr(drawn).replace("'", '"'))
+        error.add_note(f"again: python benchmarks/soak.py --world {name} --program {again}")
+        raise
+    return program
+
+
+def programs(wire: weft.Wire, name: str, several: Sequence[Drawn]) -> tuple[Told, Kept]:
+    """Run programs on one rank; what the last three kept comes along."""
+    calls, states = 0, []
+    kept: Kept = []
+    with groups_on(wire) as groups:
+        for number, each in enumerate(several):
+            if number in (len(several) // 4, len(several) - 3):
+                kept.clear()
+                states.append(State.now([wire, *filter(None, groups.values())]))
+            program = ran(wire, groups, name, each)
+            calls += program.calls
+            kept += program.kept
+    return Told(len(several), calls, states[0], states[-1]), kept
+
+
+def whole(name: str, several: Sequence[Drawn]) -> Told:
     """The program of a rank that is a process, from its start to its end."""
-    if wire == "tcp":
+    if name.startswith("tcp"):
         os.environ["WEFT_HOST"] = os.environ["RANK"]
     with weft.init(timeout=120) as group:
-        told, kept = programs(group, first, count)
+        told, kept = programs(group, name, several)
         elsewhere(kept)
     elsewhere(kept)
     return told
+
+
+def alone(wire: weft.Wire, name: str, program: Drawn) -> None:
+    """Run one program on a wire that is kept for others; results outlive its groups."""
+    with contextlib.ExitStack() as after:
+        own = None
+        if name.startswith("tcp"):
+            os.environ["WEFT_HOST"] = str(wire.rank)
+            own = after.enter_context(cast(weft.Wire, wire.sub(range(wire.size))))
+        with groups_on(own or wire, own) as groups:
+            kept = ran(own or wire, groups, name, program).kept
+    for result, was in kept:
+        same(result, was)
+
+
+def tried(name: str, program: Drawn) -> None:
+    """Run one program in a world, on ranks that are kept for the next."""
+    wire, size = name.split("-")
+    on = {"threads": "threads", "torch": "torch"}.get(wire, "processes")
+    run(int(size), alone, name, program, on=on)
 
 
 def elsewhere(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -472,12 +635,14 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def world(name: str, first: int, count: int, limit: float) -> list[Told]:
-    """Run programs in a world; what each rank did."""
+    """Run random programs in a world; what each rank did."""
     wire, size = name.split("-")
+    several = [drawn(first + number, int(size)) for number in range(count)]
+    os.environ["WEFT_KEEP"] = "0"
     if wire == "threads":
-        return [told for told, _ in run(int(size), programs, first, count, limit=limit)]
+        return [told for told, _ in run(int(size), programs, name, several, limit=limit)]
     env = {"WEFT_TRANSPORT": "torch"} if wire == "torch" else {}
-    return processes(int(size), whole, wire, first, count, env=env, timeout=limit)
+    return processes(int(size), whole, name, several, env=env, timeout=limit)
 
 
 def large(wire: str, what: str) -> Told:
@@ -488,7 +653,7 @@ def large(wire: str, what: str) -> Told:
         few = torch.tensor([group.rank, 7]), torch.ones(2, 8)
         for _ in range(1000):
             weft.sparse_all_reduce(few)
-        start, calls = State.now(), 1
+        start, calls = State.now([group]), 1
         if what == "message":
             count = (2 << 30) + 4099
             nothing = torch.empty(0, dtype=torch.uint8)
@@ -508,19 +673,24 @@ def large(wire: str, what: str) -> Told:
             for _ in range(calls):
                 indices, values = weft.sparse_all_reduce(few)
             assert indices.tolist() == [0, 1, 7] and values.sum() == 32
-        return Told(1, calls, start, State.now())
+        return Told(1, calls, start, State.now([group]))
 
 
 def main(
     programs: Annotated[int, typer.Option(help="How many, in all worlds together.")] = 10_000,
     first: Annotated[int, typer.Option(help="The first one's number.")] = 1000,
     only: Annotated[str, typer.Option("--world", help="Worlds, divided by commas.")] = "",
+    program: Annotated[str, typer.Option(help="One, in each world, as an error has it.")] = "",
     is_large: Annotated[bool, typer.Option("--large", help="What is large, in place.")] = False,
 ) -> None:
     """Run random programs, and see what a process has of them afterwards."""
     torch.set_num_threads(1)
     worlds = [each for each in WORLDS if not only or each in only.split(",")]
     done: list[tuple[str, float, list[Told]]] = []
+    if program:
+        for name in worlds:
+            tried(name, ast.literal_eval(program))
+        return
     if is_large:
         for wire, what in product(("shm", "tcp"), ("message", "result", "calls")):
             since = time.monotonic()
@@ -533,11 +703,7 @@ def main(
         done.append((name, time.monotonic() - since, ranks))
         print(f"{name}: {count} programs", flush=True)
     show(done)
-    grown = [
-        name
-        for name, _, ranks in done
-        if any(told.has_grown(len(ranks) if "threads" in name else 1) for told in ranks)
-    ]
+    grown = [name for name, _, ranks in done if any(told.has_grown for told in ranks)]
     raise typer.Exit(bool(grown) and not is_large)
 
 
@@ -560,4 +726,6 @@ def show(done: Sequence[tuple[str, float, Sequence[Told]]]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    import soak  # the name by which other processes find it
+
+    typer.run(soak.main)

@@ -1,7 +1,8 @@
 """Random programs, 504 of them: calls of all kinds one after the other, on every wire.
 
-`benchmarks/soak.py` draws them and holds each call against one process's arithmetic; `make soak`
-runs 10,000. What one call leaves behind must be no other's trouble, and no result another's memory.
+`benchmarks/soak.py` holds each call against one process's arithmetic; hypothesis draws here, and
+shrinks a program that fails. What one call leaves behind must be no other's trouble, and no result
+another's memory. `make soak` runs 10,000 by seed; it is run with some on fresh processes.
 """
 
 from __future__ import annotations
@@ -10,18 +11,29 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.testing.pace import patient
 
-PROGRAMS = 63  # in each world
 WORLDS = "threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-4", "tcp-3", "torch-2"
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_random_programs(benchmark_file: Callable[[str], ModuleType], world: str) -> None:
-    first = WORLDS.index(world) * PROGRAMS
-    ranks = benchmark_file("soak").world(world, first, PROGRAMS, limit=patient(300.0))
-    for told in ranks:
-        assert told.programs == PROGRAMS and told.calls > 5 * PROGRAMS
-        if not world.startswith("threads"):  # those are among pytest's own
-            assert told.end.files <= told.start.files and told.end.threads <= told.start.threads
+    soak, size = benchmark_file("soak"), int(world[-1])
+    steps = st.randoms(use_true_random=False).map(lambda source: soak.drawn_step(source, size))
+
+    @settings(max_examples=63)
+    @given(st.integers(0, 99), st.lists(steps, min_size=1, max_size=14))
+    def works(seed: int, steps: list[object]) -> None:
+        soak.tried(world, (seed, steps))
+
+    works()
+
+
+@pytest.mark.parametrize("world", ["shm-2", "tcp-3", "torch-2"])
+def test_nothing_is_left(benchmark_file: Callable[[str], ModuleType], world: str) -> None:
+    for told in benchmark_file("soak").world(world, 0, 60, limit=patient(200.0)):
+        assert told.programs == 60 and told.calls > 5 * 60
+        assert told.end.files <= told.start.files and told.end.threads <= told.start.threads
