@@ -106,6 +106,33 @@ def test_a_union_is_that_of_the_cpu(some, dtype):
     assert all(map(torch.equal, found.slots, expected.slots))
 
 
+@SOME
+@given(some=st.lists(INDICES, min_size=1, max_size=5), dtype=INDEX_DTYPES)
+def test_shares_are_those_of_the_cpu(some, dtype):
+    runs, weights = [torch.tensor(sorted(set(ids)), dtype=dtype) for ids in some], [5, 1, 3, 9, 2]
+    weights = weights[: len(runs)]
+    union, expected = kernels.unite_and_share(runs, weights)
+    places = torch.arange(0, len(union.indices), 2)
+
+    def used(slots, shares):
+        found = [torch.tensor(shares.starts), *shares[:3], kernels.held(slots, places)]
+        for run, its in enumerate(slots):
+            found += kernels.deal(its, shares, run)
+            for to in range(len(slots)):
+                found += kernels.pick(its, shares, run, to)
+        bits = kernels.bitmap(union.indices, 31)
+        for united in (kernels.unite_bitmap(bits, runs[0], len(union.indices)), union):
+            found += [united.indices, united.slots[0]]
+        return [*found, kernels.unite_bitmap(bits, runs[0]).indices]
+
+    with as_device():
+        again, shares = kernels.unite_and_share(runs, weights)
+        found = used(again.slots, shares)
+    assert torch.equal(again.indices, union.indices)
+    for ours, other in zip(found, used(union.slots, expected), strict=True):
+        assert ours.dtype == other.dtype and torch.equal(ours, other)
+
+
 def test_runs_that_are_not_sorted_and_unique_are_refused():
     with as_device():
         for wrong in ([5, 7, 7], [5, 3]):
@@ -175,6 +202,17 @@ def test_one_read_for_a_union(reads, index_dtype):
     reads.append([0, 7, 2, 4])
     union = kernels.union([empty(count, dtype=index_dtype) for count in (4, 0, 5)], (3, 6))
     assert len(union.indices) == 7 and union.span == (2, 4)
+
+
+def test_one_read_to_share_a_union(reads):
+    reads.append([0, 7, 0, 2, 4, 6, 7, 3, 1, 1, 4])
+    runs = [empty(4, dtype=torch.int64), empty(5, dtype=torch.int64)]
+    union, shares = kernels.unite_and_share(runs, [1, 2])
+    assert [len(rows) for rows in kernels.deal(union.slots[0], shares, 0)] == [3, 1]
+    assert len(kernels.pick(union.slots[1], shares, 1, to=1).rows) == 4 == len(shares.of(0))
+    kernels.held(union.slots, empty(3, dtype=torch.int64))
+    bits = kernels.bitmap(union.indices, 100)
+    assert len(kernels.unite_bitmap(bits, runs[0], 7).indices) == 7
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=NAMES)

@@ -25,8 +25,9 @@ The vocabulary:
 * `held`, `take`, `sketch`: see each.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
-On an accelerator the host waits only in `read`. `survey` and `union` read once, whatever they are
-asked; `reduce` and `combine`, and what is given the sizes of its results, do not.
+On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
+read once, whatever they are asked, and so do `distinct`, `lie_within` and, without a total,
+`unite_bitmap`; what comes after these does not.
 
 What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
 for all of it, or torch operations, where Numba is missing or fails, or where the environment says
@@ -259,17 +260,18 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
         tensor([5, 2])
     """
     meter.spend(meter.MARK * indices.numel() + places / 8)
-    if len(indices) and (indices[0] < 0 or indices[-1] >= places):
+    if on_host(indices) and len(indices) and (indices[0] < 0 or indices[-1] >= places):
         raise ValueError(f"an index is not below {places}, or negative")
     return reference.bitmap(indices, places)
 
 
-def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
+def unite_bitmap(bits: Tensor, indices: Tensor, total: int | None = None) -> Union:
     """The union that a bitmap says, and where in it a run is.
 
     Args:
         bits: as `bitmap` gives them, those of several runs combined by "or".
         indices: one of these runs.
+        total: how many bits are set, which spares an accelerator's host a `read`.
 
     Returns:
         The union, in the dtype of `indices`; slots of the one run, as if it came first.
@@ -278,7 +280,7 @@ def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
         >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
         Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], span=None)
     """
-    found = reference.unite_bitmap(bits, indices)
+    found = reference.unite_bitmap(bits, indices, total)
     spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
     meter.spend(spread + meter.MARK * indices.numel())
     return found
@@ -390,14 +392,34 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
         >>> given.of(0), given.of(1)
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
-    if min(weights) < 1 or max(weights) > 2**16:
-        raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
+    _check(weights)
     slots = [slot.contiguous() for slot in slots]
     meter.spend(meter.SHARE * sum(map(len, slots)))
     code = _code(slots[0])
     if code is None:
         return reference.shares(slots, total, weights)
     return cpu.shares(code, slots, total, weights)
+
+
+def unite_and_share(runs: Sequence[Tensor], weights: Sequence[int]) -> tuple[Union, Shares]:
+    """`union`, and the `shares` of its slots: on an accelerator with one `read` for both.
+
+    Example:
+        >>> _, given = unite_and_share([torch.tensor([2, 5]), torch.tensor([1, 5])], [1, 1])
+        >>> given.of(0), given.of(1)
+        (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
+    """
+    if on_host(runs[0]):
+        united = union(runs)
+        return united, shares(united.slots, united.indices.numel(), weights)
+    _check(weights)
+    meter.spend((meter.PLACE + meter.SHARE) * sum(run.numel() for run in runs))
+    return reference.unite_and_share([run.contiguous() for run in runs], weights)
+
+
+def _check(weights: Sequence[int]) -> None:
+    if min(weights) < 1 or max(weights) > 2**16:
+        raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
 
 
 def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
@@ -418,29 +440,32 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     meter.spend(meter.PICK * len(slots))
     code = _code(slots)
     if code is None:
-        return reference.pick(slots, shares, to)
+        return reference.pick(slots, shares, run, to)
     return cpu.pick(code, slots, shares, run, to)
 
 
-def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
+def deal(slots: Tensor, shares: Shares, run: int) -> list[Tensor]:
     """A run's rows by the run that their places were given to.
 
     Args:
         slots: of the run.
         shares: what `shares` said of all runs' slots.
+        run: which run.
 
     Returns:
         For each run int32: the positions in this run of the rows given to it, ascending.
 
     Example:
         >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
-        >>> deal(slots[1], shares(slots, 3, [1, 1]))
+        >>> deal(slots[1], shares(slots, 3, [1, 1]), 1)
         [tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32)]
     """
     slots = slots.contiguous()
     meter.spend(meter.PICK * len(slots))
     code = _code(slots)
-    return reference.deal(slots, shares) if code is None else cpu.deal(code, slots, shares)
+    if code is None:
+        return reference.deal(slots, shares, run)
+    return cpu.deal(code, slots, shares)
 
 
 def put(out: Tensor, places: Tensor, values: Tensor) -> None:

@@ -91,12 +91,14 @@ class Shares(NamedTuple):
             given to it, then run 1's, and so on; ascending among equals.
         at: int32 `[U]`: where in `order` each place stands.
         starts: where in `order` each key starts, and its end: twice the number of runs, and one.
+        counts: for each run how many of its places were given to each; machine code tells none.
     """
 
     keys: Tensor
     order: Tensor
     at: Tensor
     starts: list[int]
+    counts: Sequence[list[int]] = ()
 
     def of(self, run: int) -> Tensor:
         """The places given to a run, those first that it has alone."""
@@ -316,11 +318,16 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
     return (present * weights).sum(1, dtype=torch.uint8).view(torch.int64)
 
 
-def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
+def unite_bitmap(bits: Tensor, indices: Tensor, total: int | None) -> Union:
     """See `weft.kernels.unite_bitmap`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     present = (bits.view(torch.uint8).unsqueeze(1) >> shifts) & 1
-    united = present.view(-1).nonzero().view(-1).to(indices.dtype)
+    present = present.view(-1)
+    if on_host(bits):
+        united = present.nonzero().view(-1).to(indices.dtype)
+    else:
+        count = read(present.sum().view(1))[0] if total is None else total
+        united = _set(present > 0, count)[:count].to(indices.dtype)
     return Union(united, [~torch.searchsorted(united, indices, out_int32=True)])
 
 
@@ -337,44 +344,71 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> No
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
     """See `weft.kernels.shares`."""
-    device = slots[0].device
+    padded, numbers = _shared(slots, total, weights)
+    return _cut(padded, read(numbers), len(slots))
+
+
+def unite_and_share(runs: Sequence[Tensor], weights: Sequence[int]) -> tuple[Union, Shares]:
+    """See `weft.kernels.unite_and_share`."""
+    indices, slots, numbers = _united(runs)
+    padded, more = _shared(slots, indices.numel(), weights)
+    falls, count, *rest = read(torch.cat([numbers, more]))
+    return _counted(runs, indices, slots, (falls, count)), _cut(padded, rest, len(runs))
+
+
+def _shared(
+    slots: Sequence[Tensor], most: int, weights: Sequence[int]
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Shares of a union of so many places at most, those that no run has at their ends; and for the
+    host their starts and counts."""
+    many, device = len(slots), slots[0].device
     runs = [_places(slot) for slot in slots]
-    holders = torch.zeros(total, dtype=torch.int32, device=device)
-    left = torch.zeros(total, dtype=torch.int64, device=device)
+    holders = torch.zeros(most, dtype=torch.int32, device=device)
+    left = torch.zeros(most, dtype=torch.int64, device=device)
     for places, weight in zip(runs, weights, strict=True):
         holders[places] += 1
         left[places] += weight
     several = holders > 1
     fraction = (torch.cumsum(several, 0) - 1) * _GOLDEN & 0xFFFFFFFF
     left = torch.where(several, fraction * left >> 32, 0)
-    whose = torch.zeros(total, dtype=torch.int32, device=device)
+    whose = torch.where(holders > 0, 0, many).int()
     for run, (places, weight) in enumerate(zip(runs, weights, strict=True)):
         before = left[places]
-        whose[places[(before >= 0) & (before < weight)]] = run
+        whose[places] = torch.where((before >= 0) & (before < weight), run, whose[places])
         left[places] = before - weight
     keys = 2 * whose + several
-    order = torch.argsort(keys, stable=True)
+    ascending, order = torch.sort(keys, stable=True)
     at = torch.empty_like(keys)
-    at[order] = torch.arange(total, dtype=torch.int32, device=device)
-    counts = torch.bincount(keys, minlength=2 * len(slots))
-    return Shares(keys, order.int(), at, [0, *torch.cumsum(counts, 0).tolist()])
+    at[order] = torch.arange(most, dtype=torch.int32, device=device)
+    starts = torch.searchsorted(ascending, torch.arange(2 * many + 1, device=device).int())
+    counts = [starts.new_zeros(many) for _ in runs]
+    for count, places in zip(counts, runs, strict=True):
+        count.index_add_(0, keys[places] >> 1, torch.ones_like(places))
+    return (keys, order.int(), at), torch.cat([starts, *counts])
 
 
-def pick(slots: Tensor, shares: Shares, to: int) -> Picked:
+def _cut(padded: Sequence[Tensor], numbers: list[int], many: int) -> Shares:
+    """The shares themselves, when the host has the numbers."""
+    starts = numbers[: 2 * many + 1]
+    keys, order, at = (each[: starts[-1]] for each in padded)
+    rows = range(2 * many + 1, len(numbers), many)
+    return Shares(keys, order, at, starts, [numbers[row : row + many] for row in rows])
+
+
+def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     """See `weft.kernels.pick`."""
-    places = _places(slots)
-    rows = torch.nonzero(shares.keys[places] >> 1 == to).view(-1)
+    places, count = _places(slots), shares.counts[run][to]
+    rows = _set(shares.keys[places] >> 1 == to, count)[:count]
     there = shares.at[places[rows]] - shares.starts[2 * to]
     there, order = torch.sort(there)  # places that a run has alone stand first
     rows = rows[order]
     return Picked(rows.int(), torch.where(slots[rows] < 0, ~there, there))
 
 
-def deal(slots: Tensor, shares: Shares) -> list[Tensor]:
+def deal(slots: Tensor, shares: Shares, run: int) -> list[Tensor]:
     """See `weft.kernels.deal`."""
     to = shares.keys[_places(slots)] >> 1
-    counts = torch.bincount(to, minlength=len(shares.starts) // 2)
-    return list(torch.split(torch.argsort(to, stable=True).int(), counts.tolist()))
+    return list(torch.split(torch.argsort(to, stable=True).int(), shares.counts[run]))
 
 
 def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:

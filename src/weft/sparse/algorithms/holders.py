@@ -95,7 +95,7 @@ def holders(own: LocalRows, call: Call) -> Rows:
     places = [shares.of(rank) for rank in order]
     relay = Relay(call, [len(each) for each in places])
     sums = _Sums(call, own, union.slots, shares, relay.rows)
-    with _sent(call, own, kernels.deal(union.slots[me], shares)):
+    with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
         for step in range(relay.steps):
             chunk = relay.own(step)
             if chunk is not None:
