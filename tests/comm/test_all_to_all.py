@@ -106,25 +106,6 @@ def test_no_round_moves_more_than_it_may(wire, most):
     assert all(nbytes <= most + 4 * tensors for nbytes, tensors in seen)
 
 
-@spmd(3, on=("threads",))
-def test_tensors_of_another_device_are_staged(wire, monkeypatch):
-    """As if these were on an accelerator: nothing of them may be given to the wire."""
-    post, given = wire.post, []
-
-    def watched(sends=(), recvs=(), *channel):
-        given.extend(t.data_ptr() for _, t in (*sends, *recvs) if isinstance(t, torch.Tensor))
-        return post(sends, recvs, *channel)
-
-    wire.post = watched
-    monkeypatch.setattr(staging, "on_host", lambda tensor: False)
-    inputs = [sent(wire.rank, to, size=3000) for to in range(3)]
-    results = weft.all_to_all(inputs, round_bytes=10_000)
-    for source, result in enumerate(results):
-        same(result, sent(source, wire.rank, size=3000))
-    own = {tensor.data_ptr() for tensor in (*inputs, *results)}
-    assert given and not own & set(given)
-
-
 @spmd(1, 2, 3)
 def test_gradients_of_gradients(wire):
     inputs = [

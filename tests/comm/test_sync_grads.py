@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import buckets, staging
+from weft.comm import buckets
 from weft.testing import spmd
 
 
@@ -159,20 +159,16 @@ def test_gradients_that_are_not_what_their_memory_says(wire):
 
 
 @spmd(2, on=("threads",))
-def test_gradients_in_steps_and_of_another_device(wire, monkeypatch):
+def test_gradients_in_steps(wire, monkeypatch):
     monkeypatch.setattr(buckets, "_ALONE", 100)
     monkeypatch.setattr(buckets, "_BUCKET", 600)
-    for away in (False, True):
-        if away:
-            for place in (staging, buckets):
-                monkeypatch.setattr(place, "on_host", lambda tensor: False)
-        module = Model()
-        module(words(wire.rank), USES[wire.rank]).backward()
-        turned = torch.empty(300, 300).t()
-        if module.second.weight.grad is not None:
-            module.second.weight.grad = turned.copy_(module.second.weight.grad)
-        weft.sync_grads(module)
-        check(module, wanted(2, True))
+    module = Model()
+    module(words(wire.rank), USES[wire.rank]).backward()
+    turned = torch.empty(300, 300).t()
+    if module.second.weight.grad is not None:
+        module.second.weight.grad = turned.copy_(module.second.weight.grad)
+    weft.sync_grads(module)
+    check(module, wanted(2, True))
 
 
 @spmd(3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import buckets, parameters, staging
+from weft.comm import parameters
 from weft.comm.named import of_module
 from weft.testing import spmd
 
@@ -77,16 +77,6 @@ def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
         assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == places
         assert module.first.requires_grad
         assert (module.first._version > version) == (wire.rank != source)
-
-
-@spmd(3, on=("threads",))
-def test_tensors_of_another_device_are_staged(wire, monkeypatch):
-    for place in (staging, buckets):
-        monkeypatch.setattr(place, "on_host", lambda tensor: False)
-    monkeypatch.setattr(buckets, "_BUCKET", 100_000)
-    module = Model(wire.rank)
-    weft.sync_params(module, 1)
-    check_equal(values(module), values(Model(1)))
 
 
 @spmd(2)

@@ -1,8 +1,8 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
-A small tensor travels in the opening exchange, where statements are direct; then that is the one
-round there is. A larger one is reduced by the wire. Contributions combine in rank order, so that
-all ranks get the same bits.
+A small tensor of the host travels in the opening exchange, where statements are direct; then that
+is the one round there is. Others are reduced by the wire. Contributions combine in rank order, so
+that all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
 its own loss, and what is differentiated is their sum. The gradient of an extremum goes to the
@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from ..agree import is_direct
+from ..devices import is_capturing, on_host
 from ..errors import entry
 from ..sparse.request import op_name, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
-from ..wire.base import as_bytes, fresh
+from ..wire.base import as_bytes, fresh, wire_for
 from .differentiable import Linear, applied
 from .opening import Mode, opened
 from .rounding import narrowed, travelling
-from .staging import host, on_host
+from .staging import IN_A_GRAPH
 
 _NAME = "all_reduce"
 _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
@@ -90,6 +91,8 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
     if not isinstance(op, str) or op not in dense.OPS:
         return f"op {op!r} is unknown: use one of {', '.join(dense.OPS)} or a torch ReduceOp"
+    if is_capturing(tensor.device):
+        return IN_A_GRAPH
     if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
         return "op prod has no gradient here, and the tensor requires one: detach() it"
     if error := wrong_wire_dtype(wire_dtype):
@@ -132,13 +135,15 @@ class _Reduction(Linear):
         return [totals[0] * attains / ranks.clamp(min=1)]
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        wire, tensor, given = self.wire, tensors[0], host(tensors[0])
+        wire, given = self.wire, tensors[0]
+        over = wire_for(wire, given)
         eager = is_direct(wire) and self.error is None and given.nbytes <= _EAGER
+        eager = eager and on_host(given)
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            fields |= {"dtype": self.said, "shape": tuple(given.shape)}
+            fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over._carries}
         own = as_bytes(given).numpy().data if eager else b""
-        place = fresh(tuple(given.shape), given.dtype)
+        place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self.number = said.number
             if eager:
@@ -148,8 +153,7 @@ class _Reduction(Linear):
                 dense.reduce(heard, self.op, place)
         if not eager:
             place.copy_(given)
-            wire.dense_all_reduce(place, self.op).wait()
-        result = place if on_host(tensor) else place.to(tensor.device)
+            over.dense_all_reduce(place, self.op).wait()
         if said.records and self.op in ("min", "max"):
-            self.attains = tensor == result
-        return [result], said.records
+            self.attains = given == place
+        return [place], said.records

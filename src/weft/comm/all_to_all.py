@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ..agree import is_direct
+from ..devices import on_host
 from ..errors import entry
 from ..wire import default
-from ..wire.base import SMALL, Wire, as_bytes, decoded, peers
+from ..wire.base import SMALL, Wire, as_bytes, decoded, fresh, peers, wire_for
 from .differentiable import Linear, applied
 from .opening import NO_LIMIT, Mode, opened
-from .staging import STAGED, empty, host, moved, on_host, unsendable, wrong_bytes
+from .staging import moved, unsendable, wrong_bytes
 
 _EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
 _DIMS = 64  # as many as torch's tensors may have
@@ -45,8 +46,7 @@ def all_to_all(
         round_bytes: None, or bytes: then it goes in rounds, each of which sends and receives, on
             no rank, more than so many bytes together, give or take one element of each tensor.
             Where ranks differ the smallest counts, but a rank that says None may send tensors of
-            up to 128 KiB at once. Tensors of another device than the CPU go in rounds of 128 MiB
-            anyway, or less.
+            up to 128 KiB at once.
 
     Returns:
         What each rank sent to this one, in rank order, on the device of the inputs. All of it is
@@ -112,11 +112,15 @@ class Scatter(Linear):
         return Scatter(self.wire, name, limit=self.limit)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        wire, like = self.wire, tensors[self.wire.rank]
-        limit = min(self.limit or NO_LIMIT, NO_LIMIT if on_host(like) else STAGED)
-        fields = {"dtype": None if self.error else like.dtype, **self.fields}
+        wire, like, limit = self.wire, tensors[self.wire.rank], self.limit or NO_LIMIT
+        over = wire_for(wire, like)
+        fields = dict(self.fields)
+        if self.error is None:
+            fields |= {"dtype": like.dtype, "device": over._carries}
         # what all others send along comes to no more than a round, either
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
+        if not on_host(like):
+            eager = -1  # not even those without elements, so that all take part in what follows
         told = [b""] * wire.size if self.error else [_stated(each, eager) for each in tensors]
         told[wire.rank] = b""
         private = [[each] for each in told] if is_direct(wire) else None
@@ -126,7 +130,7 @@ class Scatter(Linear):
             self.number = said.number
             heard = said.private if private else _told(wire, told)
             results = list(tensors)
-            results[wire.rank] = empty(tuple(like.shape), like).copy_(like)
+            results[wire.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}
             incoming: dict[int, Tensor] = {}
             for peer in peers(wire):
@@ -141,7 +145,7 @@ class Scatter(Linear):
                 most = torch.tensor([mine])
                 wire.dense_all_reduce(most, "max").wait()
                 rounds = max(1, -(-int(most) // max(1, said.limit)))
-            moved(wire, outgoing, incoming, rounds)
+            moved(over, outgoing, incoming, rounds)
             return results, said.records
 
 
@@ -149,7 +153,7 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
     """A tensor's shape, with its bytes if they are few."""
     along = tensor.nbytes <= eager
     shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
-    payload = as_bytes(host(tensor)).numpy().data if along else b""
+    payload = as_bytes(tensor).numpy().data if along else b""
     return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
@@ -165,7 +169,7 @@ def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
     payload, count = raw[end + -end % _ALIGNED :], math.prod(shape)
     if min(shape, default=0) < 0 or (along and count * like.itemsize > len(payload)):
         raise ValueError(f"shape {shape} in {len(raw)} bytes")
-    result = empty(shape, like)
+    result = fresh(shape, like.dtype, like.device)
     if along and count:
         came = torch.frombuffer(payload, dtype=like.dtype, count=count)
         result.copy_(came.view(shape))

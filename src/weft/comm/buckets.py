@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed
+from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed, wire_for
 from .rounding import narrow, travelling
-from .staging import on_host
 
 _ALONE = 1 << 20  # bytes of a tensor that travels from where it is
 _BUCKET = 8 << 20  # bytes of tensors that travel together
@@ -38,13 +37,17 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
     """
-    in_buckets(wire, gradients, lambda flat: wire.dense_all_reduce(flat, op), wire_dtype)
+
+    def start(over: Wire, flat: Tensor) -> Pending:
+        return over.dense_all_reduce(flat, op)
+
+    in_buckets(wire, gradients, start, wire_dtype)
 
 
 def in_buckets(
     wire: Wire,
     tensors: Iterable[Tensor],
-    start: Callable[[Tensor], Pending],
+    start: Callable[[Wire, Tensor], Pending],
     wire_dtype: torch.dtype | None = None,
     *,
     given: bool = True,
@@ -55,7 +58,7 @@ def in_buckets(
     Args:
         wire: among whom.
         tensors: of the same shapes and dtypes on every rank; they can be written.
-        start: starts it, for 1-D memory of several of them.
+        start: starts it, for 1-D memory of several of them, and the wire for that.
         wire_dtype: what wider floating-point numbers are rounded to.
         given: whether it needs what the tensors are on this rank.
         taken: whether they are to be what comes of it.
@@ -71,7 +74,7 @@ def in_buckets(
 
 @dataclass(slots=True)
 class _Bucket:
-    """Pieces of tensors that travel in one dtype, as one.
+    """Pieces of tensors of one kind of device that travel in one dtype, as one.
 
     Attributes:
         dtype: that they travel in.
@@ -93,8 +96,8 @@ class _Bucket:
 
 
 def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Iterator[_Bucket]:
-    """What travels together. That depends on nothing but shapes and dtypes."""
-    filling: dict[torch.dtype, _Bucket] = {}
+    """What travels together. That depends on nothing but shapes, dtypes and kinds of devices."""
+    filling: dict[tuple[torch.dtype, str], _Bucket] = {}
     for tensor in (each for each in tensors if each.numel()):
         dtype = travelling(tensor.dtype, wire_dtype)
         flat = flattened(plain(tensor))
@@ -102,12 +105,13 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
         if dtype == tensor.dtype and tensor.nbytes >= _ALONE:
             yield _Bucket(dtype, [flat], copies, len(flat))
             continue
-        bucket, most = filling.setdefault(dtype, _Bucket(dtype)), _BUCKET // dtype.itemsize
+        kind, most = (dtype, tensor.device.type), _BUCKET // dtype.itemsize
+        bucket = filling.setdefault(kind, _Bucket(dtype))
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
             if bucket.pieces and bucket.count + len(piece) > most:
                 yield bucket
-                bucket = filling[dtype] = _Bucket(dtype)
+                bucket = filling[kind] = _Bucket(dtype)
             bucket.add(piece)
         bucket.copies += copies
     yield from filling.values()
@@ -119,17 +123,18 @@ class _UnderWay:
     _lease: Lease | None = None
 
     def __init__(
-        self, wire: Wire, bucket: _Bucket, start: Callable[[Tensor], Pending], given: bool
+        self, wire: Wire, bucket: _Bucket, start: Callable[[Wire, Tensor], Pending], given: bool
     ) -> None:
         self._bucket, first = bucket, bucket.pieces[0]
-        if len(bucket.pieces) == 1 and first.dtype == bucket.dtype and on_host(first):
+        over = wire_for(wire, first)
+        if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first
         else:
-            self._lease = wire.lease(bucket.count * bucket.dtype.itemsize)
+            self._lease = over.lease(bucket.count * bucket.dtype.itemsize)
             self._flat = typed(self._lease.tensor, (bucket.count,), bucket.dtype)
             for place, piece in self._places() if given else ():
                 narrow(piece, place)
-        self._pending = start(self._flat)
+        self._pending = start(over, self._flat)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Where the pieces are in workspace, and the pieces."""

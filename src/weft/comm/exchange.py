@@ -102,9 +102,8 @@ def _wrong(rows: Tensor, to: object, size: int) -> str | None:
     if not isinstance(to, list | tuple) or len(to) != size:
         count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
         return f"to is {count} for {size} ranks: pass a list with indices for each"
-    for rank, some in enumerate(to):
-        if some is None:
-            continue
+    given = {rank: some for rank, some in enumerate(to) if some is not None}
+    for rank, some in given.items():
         if error := unsendable(f"to[{rank}]", some):
             return error
         if some.dim() != 1:
@@ -113,9 +112,11 @@ def _wrong(rows: Tensor, to: object, size: int) -> str | None:
             return f"to[{rank}] is {some.dtype}: indices must be int32 or int64"
         if some.device != rows.device:
             return f"to[{rank}] is on {some.device}, rows on {rows.device}: pass one device"
-        if some.numel():
-            low, high = (int(end) for end in some.aminmax())
-            if low < 0 or high >= rows.shape[0]:
-                wrong = low if low < 0 else high
-                return f"to[{rank}] has index {wrong}, rows has {rows.shape[0]} rows"
+    ends = [end.long() for some in given.values() if some.numel() for end in some.aminmax()]
+    found = iter(torch.stack(ends).tolist() if ends else ())  # one wait for a device
+    for rank in (rank for rank, some in given.items() if some.numel()):
+        low, high = next(found), next(found)
+        if low < 0 or high >= rows.shape[0]:
+            wrong = low if low < 0 else high
+            return f"to[{rank}] has index {wrong}, rows has {rows.shape[0]} rows"
     return None

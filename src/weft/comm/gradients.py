@@ -46,6 +46,8 @@ _SPARSE_DIMS = 7
 """What a rank states of a gradient: this if it is dense, `1 << d` if d dimensions of it are sparse,
 at most so many. What ranks state differently of one gradient is reduced as a dense one."""
 
+_DESCRIBED = r"a (?:(\w+) )?parameter of torch\.(\w+) of shape (\([\d, ]*\))"
+
 
 @entry
 def sync_grads(
@@ -58,11 +60,11 @@ def sync_grads(
     """Reduce the gradients of a module over all ranks; in `.grad`, on every rank alike.
 
     Args:
-        module: its parameters are matched by name; dtype and shape of a name are the same on every
-            rank. A parameter without a gradient counts as zero, on a rank that has no parameter of
-            that name, too; where all have none it is left alone. Gradients are dense or sparse COO;
-            a parameter whose gradient is sparse on some ranks and dense on others gets a dense one,
-            and so does one that is sparse and complex.
+        module: its parameters are matched by name; dtype, shape and kind of device of a name are
+            the same on every rank. A parameter without a gradient counts as zero, on a rank that
+            has no parameter of that name, too; where all have none it is left alone. Gradients are
+            dense or sparse COO; a parameter whose gradient is sparse on some ranks and dense on
+            others gets a dense one, and so does one that is sparse and complex.
             Of a DTensor each rank must have the same shard: pass the group of a mesh dimension
             along which it is replicated.
         average: divide by the size of the group; else the sum.
@@ -235,12 +237,13 @@ class Synchronised:
 
     def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
         """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
-        calls: dict[torch.dtype | None, dict[str, Tensor]] = {}
+        calls: dict[tuple[torch.dtype | None, str], dict[str, Tensor]] = {}
         for name, dims in names.items():
             table = self._sparse(name, dims, described)
             rounds = table.is_floating_point()  # integers are not for `wire_dtype`
-            calls.setdefault(self.wire_dtype if rounds else None, {})[name] = table
-        for wire_dtype, tables in calls.items():
+            kind = self.wire_dtype if rounds else None, table.device.type
+            calls.setdefault(kind, {})[name] = table
+        for (wire_dtype, _), tables in calls.items():
             given = list(tables.values())
             try:
                 results = job_of(self.wire, given, self._op, "auto", wire_dtype).run()
@@ -259,9 +262,10 @@ class Synchronised:
         """A tensor of a parameter's dtype and shape: of another rank's where there is none here."""
         if name in self.of:
             return self.of[name]
-        said = re.match(r"a parameter of torch\.(\w+) of shape (\([\d, ]*\))", described[name])
+        said = re.match(_DESCRIBED, described[name])
         assert said is not None
-        return torch.empty(shape_in(said[2]), dtype=getattr(torch, said[1]))
+        device, dtype, shape = said.groups()
+        return torch.empty(shape_in(shape), dtype=getattr(torch, dtype), device=device or "cpu")
 
     def _dense(self, name: str, described: Manifest) -> Tensor:
         """What of a dense gradient is on this rank: made where there is none."""

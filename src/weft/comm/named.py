@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..devices import on_host
 from ..tensors import extent
 from ..wire.base import Wire, decoded
 from .all_to_all import Scatter
@@ -46,7 +47,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         # what has no memory is told apart by itself; `place` is gone after this round
         memory = place.device, place.data_ptr(), place.dtype, place.shape, place.stride()
         key = memory if place.numel() else id(tensor)
-        text = f"a {kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
+        where = "" if on_host(place) else f"{place.device.type} "
+        text = f"a {where}{kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
         if buffers and (dims := expanded_dims(place)):
             text += f", expanded along {dims}"  # it cannot become what is not
         if key in first:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -25,16 +25,18 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..agree import confess
+from ..devices import Aside
 from ..errors import WeftError, entry
 from ..wire import default
 from ..wire.base import Wire, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
 from .named import difference, digest, local, told_by_all
 from .opening import opened
-from .staging import on_host, wrong_bytes
+from .staging import wrong_bytes
 
 _NAME = "overlap_grads"
 _BUCKET = 8 << 20  # bytes of a bucket, but for its last parameter
+_Step = tuple[bool, list[Tensor]]  # whether some rank was ready; the gradients
 
 
 @entry
@@ -169,7 +171,7 @@ class Overlap:
 
     def _restart(self) -> None:
         self._missing = [set(names) for names in self._buckets]
-        self._works: list[Work[bool]] = []
+        self._works: list[Work[_Step]] = []
         self._changed: str | None = None  # what was, too late
 
     def _hook(self, name: str, bucket: int) -> Any:
@@ -191,21 +193,26 @@ class Overlap:
     def _start_ready(self) -> None:
         """Start the buckets whose turn it is and whose gradients are all there."""
         while (bucket := len(self._works)) < len(self._buckets) and not self._missing[bucket]:
-            gradients = [self._synchronised.of[name].grad for name in self._from(bucket)]
-            if any(gradient is not None and not on_host(gradient) for gradient in gradients):
-                torch.accelerator.synchronize()  # the worker's thread does not follow this stream
-            self._works.append(self._worker.submit(NAME, self._step(bucket, ready=True)))
+            places = {self._synchronised.of[name].device for name in self._from(bucket)}
+            devices = [place for place in places if place.type != "cpu"] or [torch.device("cpu")]
+            if len(devices) > 1:
+                return  # `sync_grads` does it: a job follows the stream of one device
+            job = Aside(devices[0], self._step(bucket, ready=True))
+            self._works.append(self._worker.submit(NAME, job))
 
     def _from(self, bucket: int) -> list[str]:
         """The parameters of a bucket and of those behind it."""
         return list(chain.from_iterable(self._buckets[bucket:]))
 
-    def _step(self, bucket: int, *, ready: bool) -> Any:
+    def _step(self, bucket: int, *, ready: bool) -> Callable[[], _Step]:
         names, first = self._from(bucket), len(self._buckets[bucket])
 
-        def job() -> bool:
+        def job() -> _Step:
+            known = self._synchronised
             with record_function("weft::sync_grads"):
-                return self._synchronised.reduce(names, first=first, ready=ready)
+                went_on = known.reduce(names, first=first, ready=ready)
+            found = (known.of[name].grad for name in names[:first])
+            return went_on, [local(each) for each in found if each is not None]
 
         return job
 
@@ -241,7 +248,7 @@ class Overlap:
                 try:
                     if bucket < len(self._works):
                         self._works[bucket].wait()
-                    elif not self._worker.call(NAME, self._step(bucket, ready=False)):
+                    elif not self._worker.call(NAME, self._step(bucket, ready=False))[0]:
                         break
                 except WeftError as raised:  # on every rank, some of which have begun more buckets
                     failure = failure or raised

@@ -1,11 +1,14 @@
 """`sync_params`: every rank's module becomes what it is on one rank.
 
 All names, dtypes, shapes and shared tensors are compared before anything is overwritten. Then the
-bytes go in `buckets` from rank to rank along a chain, in chunks, so that every link carries them
-once, each way at most.
+bytes go in `buckets`:
 
-Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3, has the
-pipeline.
+* of the host from rank to rank along a chain, in chunks, so that every link carries them once, each
+  way at most. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3,
+  has the pipeline.
+* of an accelerator in two exchanges: each rank is sent a part, and sends that to the others, as van
+  de Geijn's broadcast does; Thakur, Rabenseifner and Gropp, "Optimization of collective
+  communication operations in MPICH" (IJHPCA 2005), section 3.2.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from ..devices import on_host
 from ..errors import WeftError, entry
 from ..sparse.request import root_in
 from ..wire import default
-from ..wire.base import Pending, Wire, as_bytes, plain
+from ..wire.base import Pending, Wire, as_bytes, peers, plain
 from .buckets import in_buckets
 from .named import difference, digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened
@@ -36,7 +40,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
     """Give every rank the parameters and buffers that one rank has, in place.
 
     Args:
-        module: with the same names, dtypes and shapes on every rank, on any device; tensors that
+        module: with the same names, dtypes, shapes and kinds of devices on every rank; tensors that
             are one and the same under several names stay that. Buffers that are not persistent
             are included. Of a DTensor each rank must have the same shard: pass the group of a mesh
             dimension along which it is replicated.
@@ -87,7 +91,7 @@ def _broadcast(wire: Wire, source: int, owners: Iterable[Tensor]) -> None:
     in_buckets(
         wire,
         map(as_bytes, values),
-        lambda memory: _Chain(wire, source, memory),
+        lambda over, memory: (_Chain if on_host(memory) else _Parts)(over, source, memory),
         given=here,
         taken=not here,
     )
@@ -105,6 +109,28 @@ def _writable(tensor: Tensor) -> Tensor:
     for dim in expanded_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+class _Parts(Pending):
+    """Memory on its way in equal parts: one to each rank, then from there to all others."""
+
+    def __init__(self, wire: Wire, source: int, memory: Tensor) -> None:
+        self._wire, self._source, self._memory = wire, source, memory
+        self._parts, here = memory.tensor_split(wire.size), wire.rank == source
+        sends = [(peer, self._parts[peer]) for peer in peers(wire)] if here else []
+        recvs = [] if here else [(source, self._parts[wire.rank])]
+        self._first = wire.post(sends, recvs, _CHANNEL)
+
+    def wait(self) -> list[Tensor]:
+        wire, parts, source = self._wire, self._parts, self._source
+        self._first.wait()
+        sends = [(peer, parts[wire.rank]) for peer in peers(wire) if peer != source]
+        recvs = [] if wire.rank == source else [(peer, parts[peer]) for peer in peers(wire)]
+        wire.post(sends, recvs, _CHANNEL).wait()
+        return [self._memory]
+
+    def release(self) -> None:
+        return None
 
 
 class _Chain(Pending):

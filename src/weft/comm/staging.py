@@ -1,9 +1,4 @@
-"""Moves tensors between ranks in rounds of bounded size, through host memory where need be.
-
-The wire takes contiguous tensors on the CPU. Those go out from where they are, and come in where
-they belong. Tensors on another device pass through page-locked buffers, one round of them at a
-time: so staging never takes more than a round, however large the tensors are.
-"""
+"""Which tensors can be sent, and how they move between ranks in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -13,18 +8,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..devices import is_capturing
 from ..tensors import has_elements, lacking
-from ..wire.base import Wire, fresh, peers, plain
-
-STAGED = 128 << 20
-"""Bytes that a rank whose tensors are on another device sends and receives in one round."""
+from ..wire.base import Wire, peers
 
 _CHANNEL = 3
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether the wire can take a tensor from where it is."""
-    return tensor.device.type == "cpu"
+IN_A_GRAPH = (
+    "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
+    "of the graph"
+)
 
 
 @functools.cache
@@ -45,6 +37,8 @@ def unsendable(name: str, tensor: object) -> str | None:
         return f"{name} is {lacking(tensor)}: pass a strided tensor with data"
     if not is_movable(tensor.dtype):
         return f"{name} is {tensor.dtype}, which torch does not copy: view another dtype"
+    if is_capturing(tensor.device):
+        return IN_A_GRAPH
     return None
 
 
@@ -55,32 +49,14 @@ def wrong_bytes(name: str, count: object) -> str | None:
     return f"{name} is {count!r}: pass a positive number of bytes"
 
 
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Memory for a result, of the dtype and on the device of `like`."""
-    if on_host(like):
-        return fresh(shape, like.dtype)
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def host(tensor: Tensor) -> Tensor:
-    """A tensor's values in plain memory of the host: the tensor itself where it is that."""
-    if on_host(tensor):
-        return plain(tensor)
-    return _locked(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _locked(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory that an accelerator copies to and from quickest; torch keeps it for the next use."""
-    return torch.empty(count, dtype=dtype, pin_memory=torch.accelerator.is_available())
-
-
 def moved(
     wire: Wire, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int
 ) -> None:
     """Send tensors to peers and receive others; collective.
 
     Args:
-        wire: among whom.
+        wire: among whom, for tensors where these are. On an accelerator all ranks take part in
+            every round.
         outgoing: by peer, contiguous; what one rank sends another is as large as what that one
             receives. Empty tensors are not sent.
         incoming: by peer, contiguous, to be filled.
@@ -90,19 +66,14 @@ def moved(
     before = [peer for peer in reversed(peers(wire)) if peer in incoming]
     for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
-        places = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
-        places = [(peer, place) for peer, place in places if place.numel()]
-        recvs = [
-            (peer, place if on_host(place) else _locked(place.numel(), place.dtype))
-            for peer, place in places
-        ]
-        sends = [(peer, host(piece)) for peer, piece in sends if piece.numel()]
-        pending = wire.post(sends, recvs, _CHANNEL)
+        recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
+        pending = wire.post(
+            [(peer, piece) for peer, piece in sends if piece.numel()],
+            [(peer, place) for peer, place in recvs if place.numel()],
+            _CHANNEL,
+        )
         pending.wait()
         pending.release()
-        for (_, place), (_, came) in zip(places, recvs, strict=True):
-            if came is not place:
-                place.copy_(came)
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:

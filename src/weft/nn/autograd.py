@@ -22,10 +22,11 @@ from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from .._torch import in_forward_mode, is_wrapped, without_modes
+from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
 from ..plan import Plan
-from ..wire.base import Wire, as_bytes, decoded, plain
+from ..wire.base import Wire, as_bytes, decoded, plain, wire_for
 from .executor import assemble, execute, has_addition
 from .handshake import Statement, handshake, payload_of
 from .spec import Spec, planned
@@ -114,17 +115,19 @@ class Call:
         error = self._error(x)
         own = x.dtype if isinstance(x, Tensor) else torch.float32
         records = torch.is_grad_enabled() if needs is None else needs
-        dtype, statement = None, Statement((), needs=False, records=records)
+        dtype, device, statement = None, None, Statement((), needs=False, records=records)
         if error is None:
             shape = tuple(x.shape) if self.stated is None else self.stated
             asks = records and (x.requires_grad if needs is None else needs)
             statement = Statement(shape, asks, records, payload_of(x, self.ranks))
             # compiled code has fixed the dtype of its result already
             dtype = own if x.numel() or self.compiled else None
+            device = wire_for(self.wire, x)._carries
         fields = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,
             "dtype": dtype,
+            "device": device,
             "mode": f"{mode}{' compiled' * self.compiled}",
         }
         order = f" of order {self.order}" * (self.order > 1)
@@ -205,11 +208,12 @@ class Agreed:
                 # if its own is another, the tensor has no volume, so that its own said nothing
                 same = x.dtype == self.dtype
                 typed = x.detach() if same else torch.empty_like(x, dtype=self.dtype)
-                local = typed.cpu().resolve_conj().resolve_neg()
-                y = wire.worker.call(name, lambda: execute(plan, local, wire))
+                local = typed.resolve_conj().resolve_neg()
+                over = wire_for(wire, local, call.ranks)
+                y = wire.worker.call(name, lambda: execute(plan, local, over))
         if wire.rank not in plan.want.shapes:
             y = y.new_empty(call.nothing)
-        return y.to(x.device)
+        return y
 
 
 def _unreadable(x: Tensor) -> str | None:
@@ -218,6 +222,11 @@ def _unreadable(x: Tensor) -> str | None:
         return "nested: pass its parts, or to_padded_tensor()"
     if x.is_meta:
         return "on the meta device, where there are no values: materialize it first"
+    if is_capturing(x.device):
+        return (
+            "part of a CUDA graph, which has no place for what ranks say to each other: call it "
+            "outside"
+        )
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
@@ -227,7 +236,7 @@ def _unreadable(x: Tensor) -> str | None:
     if kind == "DTensor":
         return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
     try:
-        as_bytes(plain(x.detach().cpu()))[:1].numpy()
+        as_bytes(plain(x.detach()))[:1].cpu().numpy()
     except Exception as error:  # whatever the subclass has to say
         reason = f"{error}".partition("\n")[0].rstrip(".")
         return f"a {kind}, which cannot be read ({reason}): pass a plain tensor"

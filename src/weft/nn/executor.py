@@ -6,9 +6,12 @@ stays on a rank is copied. Nothing is padded, and no zeros travel.
 
 A plan that is a well-known collective, of much data, takes a schedule of its own:
 
-* broadcast and sum_reduce: along a chain, chunk by chunk. Every link carries the tensor once,
-  however many ranks there are; a sum grows on its way to the root.
+* broadcast and sum_reduce, on the host: along a chain, chunk by chunk. Every link carries the
+  tensor once, however many ranks there are; a sum grows on its way to the root.
 * all_reduce: the wire's own.
+
+On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
+part, also those that neither send nor receive.
 
 The chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), pipelined as
 in MPI libraries.
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..devices import on_host
 from ..grid import Box
 from ..plan import Local, Plan, Write
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
@@ -60,18 +64,18 @@ def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
 
     Args:
         plan: the same on all of them; ranks as the wire counts.
-        x: this rank's tensor on the CPU, of the shape that the plan has for it; ignored, but for
-            its dtype, if that has none.
-        wire: of the group.
+        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
+            and device, if that has none.
+        wire: of the group, for tensors where that is.
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
     if plan.hint == "all_reduce":
         wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
-        total = fresh(tuple(x.shape), wide).copy_(x)
+        total = fresh(tuple(x.shape), wide, x.device).copy_(x)
         among(wire, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
         y = total.to(x.dtype)
-    elif plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT:
+    elif plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT and on_host(x):
         y = _along_a_chain(plan, x, wire)
     else:
         y = _directly(plan, x, wire)
@@ -86,7 +90,7 @@ def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
     """The result of a rank that has everybody's tensor already; nothing is sent."""
     local, bits = plan.local(rank), _BITS.get(dtype, dtype)
-    y = _room(local, bits)
+    y = _room(local, bits, torch.device("cpu"))
     for source, writes in local.writes.items():
         x = tensors[source]
         _write(y, writes, x if dtype is bits else x.view(bits))
@@ -94,9 +98,9 @@ def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.
     return y if dtype is bits else y.view(dtype)
 
 
-def _room(local: Local, dtype: torch.dtype) -> Tensor:
+def _room(local: Local, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a result, of a wider type where values of a narrow one are added up."""
-    y = fresh(local.result, _WIDE.get(dtype, dtype) if local.adds else dtype)
+    y = fresh(local.result, _WIDE.get(dtype, dtype) if local.adds else dtype, device)
     for box in local.blank:
         y[box.slices].zero_()
     return y
@@ -115,7 +119,7 @@ def _write(y: Tensor, writes: Iterable[Write], given: Tensor | Sequence[Tensor])
 def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     """Each box from its rank to those that want it."""
     local = plan.local(wire.rank)
-    y = _room(local, x.dtype)
+    y = _room(local, x.dtype, x.device)
     coming: dict[int, Pending] = {}
     in_place = set()
     for peer in reversed(peers(wire)):  # as they send
@@ -131,7 +135,7 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
         if takes not in messages:
             messages[takes] = _packed(x, takes, wire, leases)
     sends = [(peer, messages[local.sends[peer]]) for peer in peers(wire) if peer in local.sends]
-    going = [wire.post(sends, (), _CHANNEL)] if sends else []
+    going = [wire.post(sends, (), _CHANNEL)] if sends or not on_host(x) else []
     for source, moves in local.sources.items():
         if source == wire.rank:
             _write(y, local.writes[source], x)

@@ -2,8 +2,8 @@
 
 Shapes, dtypes, whether gradients are needed, and what is wrong with anybody's arguments travel in
 one small message between all ranks of a group (`weft.agree`), on every call, also where `shape=`
-was told: a promise that one rank broke would otherwise be a hang. Tensors of up to `EAGER` bytes
-travel in the same message, and then nothing is left to be sent.
+was told: a promise that one rank broke would otherwise be a hang. Tensors of the host of up to
+`EAGER` bytes travel in the same message, and then nothing is left to be sent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..agree import DIRECT, agree
+from ..devices import on_host
 from ..errors import WeftError
 from ..grid import Shape
 from ..tensors import dtype_in
@@ -142,10 +143,10 @@ def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
-    """The bytes of a tensor that is small enough to travel in the handshake."""
-    if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER:
+    """The bytes of a tensor of the host that is small enough to travel in the handshake."""
+    if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER or not on_host(x):
         return None
-    return as_bytes(plain(x.detach().cpu())).numpy().data
+    return as_bytes(plain(x.detach())).numpy().data
 
 
 def _one_behind_the_other(lower: Tensor, upper: Tensor) -> Tensor:

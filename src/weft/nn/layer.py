@@ -26,8 +26,8 @@ class Layer(torch.nn.Module):
 
     `layer(x)` is collective among the ranks that it concerns; others pass a tensor without
     elements, get one, and wait for nobody. The result is always new memory. Its `state_dict` is
-    empty, it can be pickled, and tensors on any device are taken, moved by way of the CPU, and
-    given back where they were.
+    empty, it can be pickled, and results are on the device of the tensors, which must be of one
+    kind on all ranks that it concerns, also where a tensor has no elements.
 
     Attributes:
         spec: what moves where.

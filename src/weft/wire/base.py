@@ -285,6 +285,10 @@ class Wire(abc.ABC):
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
 
+    def _among_some(self) -> Wire:
+        """The same for calls in which not all ranks take part."""
+        return self
+
     def _after_fork(self) -> None:
         """In a forked child, where the wire cannot be used, and has no threads."""
         if self._worker is not None:
@@ -307,8 +311,14 @@ def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
     wire._end = leave
 
 
-def wire_for(wire: Wire, tensor: Tensor) -> Wire:
-    """The wire for tensors that lie where this one does: `wire` itself for those on the host."""
+def wire_for(wire: Wire, tensor: Tensor, ranks: Sequence[int] | None = None) -> Wire:
+    """The wire for tensors that lie where this one does: `wire` itself for those on the host.
+
+    Args:
+        wire: of the group.
+        tensor: one of those that are to be sent.
+        ranks: who takes part; None: all.
+    """
     if on_host(tensor):
         return wire
     found = wire._devices.get(tensor.device)
@@ -316,7 +326,7 @@ def wire_for(wire: Wire, tensor: Tensor) -> Wire:
         from .device import DeviceWire  # here, since it is written with what stands here
 
         found = wire._devices[tensor.device] = DeviceWire(wire, tensor.device)
-    return found
+    return found if ranks is None or len(ranks) == wire.size else found._among_some()
 
 
 def peers(wire: Wire) -> list[int]:

@@ -29,6 +29,7 @@ from .base import Pending, Wire, flattened, peers
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
+_LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
 _BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in the cache
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
@@ -132,7 +133,8 @@ class _Parts(_Reduction):
         self._wire, self._op, self._flat = wire, op, flattened(tensor)
         grain = max(1, _ALIGN // tensor.element_size())  # elements
         self._part = -(-len(self._flat) // wire.size // grain) * grain  # of the last it may be less
-        chunk = SCRATCH // (wire.size - 1) // tensor.element_size()
+        scratch = SCRATCH if on_host(tensor) else _LARGE
+        chunk = scratch // (wire.size - 1) // tensor.element_size()
         self._step = max(grain, chunk // grain * grain)
         # those of one lane match in the order in which they are begun, which is the same on all
         # ranks; so two may be under way
@@ -206,10 +208,11 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     if len(seen) == 1:
         into.copy_(seen[0])
     elif dtype.is_floating_point and dtype.itemsize <= 2:
-        for start in range(0, len(into), _BLOCK):
-            blocks = (part[start : start + _BLOCK].float() for part in seen)
+        step = _BLOCK if on_host(into) else len(into)
+        for start in range(0, len(into), step):
+            blocks = (part[start : start + step].float() for part in seen)
             total = functools.reduce(combine, blocks)
-            into[start : start + _BLOCK] = total.div_(len(seen)) if mean else total
+            into[start : start + step] = total.div_(len(seen)) if mean else total
     else:
         for place, part in enumerate(seen[2:], start=2):
             if part.data_ptr() == into.data_ptr():

@@ -6,6 +6,9 @@ each rank sends to each. So an exchange is a collective, and cannot wait for its
 would that do not meet. What goes in one is what all ranks have posted since the last: schedules
 post both ends of a message before anybody waits, and receives are as long as what comes.
 
+Where only some ranks take part, in calls of which the others do not know, each two exchange by
+themselves: sends and receives instead of a collective.
+
 There are two ways for an exchange, found by the device and the group:
 
 * `OverGroup`: `all_to_all_single` of the caller's own process group, where its backend takes
@@ -36,7 +39,7 @@ from .worker import Worker
 _log = logging.getLogger("weft")
 
 _GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
-_CHANNEL = 4  # of staged copies
+_CHANNEL = 9  # of staged copies, and of nothing else
 _HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # take no tensors of accelerators
 _PAUSES = 1e-4, 0.02  # seconds between looks whether an exchange is through: first, and at most
 
@@ -59,6 +62,10 @@ class Way(ABC):
             WireError: the wire did.
         """
 
+    def among_some(self) -> Way:
+        """The way where some ranks are in no exchange: each two that have bytes meet alone."""
+        return self
+
     def abort(self) -> None:
         """End what is under way."""
         return None
@@ -73,9 +80,47 @@ class OverGroup(Way):
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
         dist.all_to_all_single(out, data, came, goes, group=self._group())
 
+    def among_some(self) -> Way:
+        group = self._group()
+        assert group is not None
+        return BetweenPairs(group, self.name)
+
     def abort(self) -> None:
         if (group := self._group()) is not None:
             group.abort()
+
+
+class BetweenPairs(OverGroup):
+    """Over such a group, of which only some ranks take part: in sends and receives.
+
+    NCCL sends all of them at once over the group's communicator, if that was made with the group
+    (`init_process_group(device_id=...)`). Else torch makes one for each two ranks, which wait for
+    each other there: so lower peers come first, and of two ranks the lower one sends first.
+    """
+
+    def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
+        group = self._group()
+        assert group is not None
+        operations = []
+        for peer, (part, place) in enumerate(
+            zip(torch.split(data, goes), torch.split(out, came), strict=True)
+        ):
+            both = (dist.isend, part), (dist.irecv, place)
+            for operation, tensor in both if group.rank() < peer else reversed(both):
+                if tensor.numel():
+                    made = dist.P2POp(operation, tensor, group=group, group_peer=peer)
+                    operations.append(made)
+        if group.bound_device_id is None:
+            works = [
+                (group.send if each.op is dist.isend else group.recv)(
+                    [each.tensor], each.group_peer, 0
+                )
+                for each in operations
+            ]
+        else:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
+            work.wait()
 
 
 class Staged(Way):
@@ -136,6 +181,7 @@ class DeviceWire(Wire):
         self.way = way or way_for(beside, device)
         self._carries = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
+        self._some: DeviceWire | None = None
         # what comes to tensors of the CPU is waited for in the exchange itself
         self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)
 
@@ -159,8 +205,16 @@ class DeviceWire(Wire):
     def _accuse(self, peer: int, text: str) -> WireError:
         return self.beside._accuse(peer, text)
 
+    def _among_some(self) -> DeviceWire:
+        if self._some is None:
+            self._some = DeviceWire(self.beside, self._device, self.way.among_some())
+            self._some._watcher = self._watcher
+        return self._some
+
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        self._queued.append(post := _Post(self, sends, recvs, channel))
+        post = _Post(self, sends, recvs, channel)
+        if self.size > 1:
+            self._queued.append(post)
         return post
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:

@@ -130,14 +130,14 @@ def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: in
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A CPU tensor that holds anything, whose pages are cheap to touch.
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A tensor that holds anything; on the CPU, as it is by default, of pages cheap to touch.
 
     Its storage cannot be resized if it is large, as that of `torch.from_numpy` cannot.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _WORTH_KEEPING:
-        return torch.empty(shape, dtype=dtype)
+    if nbytes < _WORTH_KEEPING or (device is not None and device.type != "cpu"):
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(_shelf().take(nbytes), dtype=dtype).resize_(shape)
 
 
