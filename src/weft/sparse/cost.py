@@ -164,8 +164,8 @@ class Load:
 
     def hops(self, count: int, rows: float) -> int:
         """Rounds that handing so many rows on from neighbour to neighbour takes: none where a hop
-        is over before the next chunk has come."""
-        return count if rows * self.row <= self.chunk else 0
+        is over before the next chunk has come, and on accelerators, where no row is handed on."""
+        return count if rows * self.row <= self.chunk and not self.staying else 0
 
     def crowded(self, nbytes: float) -> float:
         """Bytes that could be received in the time by which cores delay a stream of chunks; within

@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -207,10 +208,21 @@ def united(
     """The union of lists, by rank and in rank order; `span` as for `kernels.union`.
 
     Raises:
+        WireError: as `ascending`.
+    """
+    with ascending(call, lists):
+        return kernels.union([*lists.values()], span)
+
+
+@contextmanager
+def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
+    """Where lists are united, by rank.
+
+    Raises:
         WireError: one of an accelerator does not ascend; the others were looked at when they came.
     """
     try:
-        return kernels.union([*lists.values()], span)
+        yield
     except ValueError as error:
         for peer, indices in lists.items():
             if not kernels.lie_within(indices, 0, call.load.places - 1):

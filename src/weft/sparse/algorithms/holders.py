@@ -48,13 +48,24 @@ from ..cost import Cost, Load
 from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..relay import Relay, relay_memory, relay_rows
-from ..stream import Inflow, Source, all_lists, list_messages, send_rows, wait_all, window
+from ..stream import (
+    SUMS,
+    Inflow,
+    Ring,
+    Source,
+    all_lists,
+    ascending,
+    list_messages,
+    send_rows,
+    wait_all,
+    window,
+)
 
 
 def cost(load: Load) -> Cost:
     others, sums = load.ranks - 1, load.union / load.ranks
     listed = load.mean * load.index_of(load.mean)
-    steps = math.ceil(sums / relay_rows(load, sums))
+    steps = 1 if load.staying else math.ceil(sums / relay_rows(load, sums))
     away = max(0.0, load.mean - sums)  # rows that are summed elsewhere, in equal parts
     pieces = others * steps * -math.expm1(-away / max(1, others * steps))
     received = others * listed + (away + others * sums) * load.row
@@ -70,7 +81,7 @@ def cost(load: Load) -> Cost:
         overlapped=made * (1 - 1 / max(1, steps)) + told,
         delayed=load.crowded(received),
         memory=away * load.row
-        + relay_memory(load, sums)
+        + (load.union * load.row if load.staying else relay_memory(load, sums))
         + min(away * load.row, others * window(load) * load.chunk),
     )
 
@@ -78,37 +89,62 @@ def cost(load: Load) -> Cost:
 _DEAL = 176  # bytes that could be merged while an index's place is given to a rank
 
 
-@algorithm(cost=cost)
+@algorithm(cost=cost, stays=True)
 def holders(own: LocalRows, call: Call) -> Rows:
-    wire, me = call.wire, call.wire.rank
-    order = range(wire.size)
     runs, lists = all_lists(call, own.indices.to(call.wire_index))
-    union = kernels.union(runs)
-    total = union.indices.numel()
+    union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
-    if not call.load.row:  # rows without bytes
-        lists.release()
-        return result
-
-    # who sums what: the same on every rank
-    shares = kernels.shares(union.slots, total, weights(union.slots, total))
-    places = [shares.of(rank) for rank in order]
-    relay = Relay(call, [len(each) for each in places])
-    sums = _Sums(call, own, union.slots, shares, relay.rows)
-    with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
-        for step in range(relay.steps):
-            chunk = relay.own(step)
-            if chunk is not None:
-                sums.write(step, chunk)
-                relay.send(step, chunk)
-                first = step * relay.rows
-                kernels.put(result.values, places[me][first : first + len(chunk)], chunk)
-            for origin, first, some in relay.turn(step):
-                kernels.put(result.values, places[origin][first : first + len(some)], some)
-        relay.finish()
-    sums.release()
+    if call.load.row:  # else rows are without bytes
+        me, staying = call.wire.rank, call.load.staying
+        counts = [shares.count(rank) for rank in range(call.wire.size)]
+        step = max(1, counts[me]) if staying else relay_rows(call.load, max(counts))
+        sums = _Sums(call, own, union.slots, shares, step)
+        with _sent(call, own, kernels.deal(union.slots[me], shares, me)):
+            (_tell_at_once if staying else _tell)(call, sums, shares, counts, result.values)
+        sums.release()
     lists.release()
     return result
+
+
+def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
+    """The union of all index sets, and who sums what: the same on every rank."""
+    if call.load.staying:  # where the host would have to wait for a sample
+        with ascending(call, dict(enumerate(runs))):
+            return kernels.unite_and_share(runs, [_ONE] * call.wire.size)
+    union = kernels.union(runs)
+    total = union.indices.numel()
+    return union, kernels.shares(union.slots, total, weights(union.slots, total))
+
+
+def _tell(call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor) -> None:
+    """Write all sums to `out`: those of this rank go round the ring as they are made."""
+    me, places = call.wire.rank, [shares.of(rank) for rank in range(call.wire.size)]
+    relay = Relay(call, counts)
+    for step in range(relay.steps):
+        chunk = relay.own(step)
+        if chunk is not None:
+            sums.write(step, chunk)
+            relay.send(step, chunk)
+            first = step * relay.rows
+            kernels.put(out, places[me][first : first + len(chunk)], chunk)
+        for origin, first, some in relay.turn(step):
+            kernels.put(out, places[origin][first : first + len(some)], some)
+    relay.finish()
+
+
+def _tell_at_once(
+    call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
+) -> None:
+    """The same on an accelerator, where each step of a ring would be an exchange of its own."""
+    call.wire.post().wait()  # rows travel, also where a rank neither sends nor gets any
+    with call.wire.lease(out.nbytes) as memory:
+        together = typed(memory, tuple(out.shape), call.dtype)
+        parts = torch.split(together, list(counts))
+        ring, mine = Ring(call, parts, SUMS), parts[call.wire.rank]
+        sums.write(0, mine)
+        ring.send(mine)
+        ring.finish()
+        kernels.put(out, shares.order, together)
 
 
 @contextmanager
@@ -145,7 +181,8 @@ class _Sums:
         self._call, self._own, self._step, self._alone = call, own, step, shares.alone(me)
         self._inflows: list[Inflow] = []
         self._runs: list[tuple[Tensor, Source, list[int]]] = []
-        edges = torch.arange(0, shares.count(me) + step, step, dtype=torch.int32)
+        count = shares.count(me)
+        edges = torch.arange(0, count + step, step, dtype=torch.int32)
         for rank in range(call.wire.size):
             rows, places = kernels.pick(slots[rank], shares, rank, me)
             if rank == me:
@@ -153,14 +190,17 @@ class _Sums:
             else:
                 self._inflows.append(Inflow(call, rank, len(rows)))
                 source = self._inflows[-1].pieces
-            bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
+            bounds = [0, len(rows)]
+            if count > step:
+                bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
             self._runs.append((places, source, bounds))
         self._direct = call.partial == call.dtype
         self._lease = call.wire.lease(0 if self._direct else step * call.load.partial)
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """This rank's own rows, as a source."""
-        piece = torch.empty(stop - start, *self._call.row_shape, dtype=self._call.dtype)
+        shape = stop - start, *self._call.row_shape
+        piece = torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
         self._own.take(self._rows[start:stop], piece)
         yield piece
 
