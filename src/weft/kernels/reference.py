@@ -24,7 +24,7 @@ from ..devices import on_host
 from ..errors import WeftError
 from .ops import Op
 
-_BLOCK = 1 << 17  # numbers that are divided at once
+_BLOCK = 1 << 17  # numbers that are worked on at once
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
 
@@ -333,13 +333,14 @@ def unite_bitmap(bits: Tensor, indices: Tensor, total: int | None) -> Union:
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> None:
     """See `weft.kernels.combine`."""
-    first, places = _column(slots < 0, values), _places(slots) - base
-    dtype = op.accumulator(out.dtype)
-    before, values = out.index_select(0, places).to(dtype), values.to(dtype)
-    if not op.builtin:  # where a row is the first, nobody knows what is in its place
-        before = torch.where(first, values, before)
-    total = torch.where(first, values, _apply(op, before, values))
-    out.index_copy_(0, places, total.to(out.dtype))
+    blocks, dtype = _blocks(values), op.accumulator(out.dtype)
+    for some, to in zip(blocks, torch.split(slots, blocks[0].shape[0]), strict=True):
+        first, places, wide = _column(to < 0, some), _places(to) - base, some.to(dtype)
+        before = out.index_select(0, places).to(dtype)
+        if not op.builtin:  # where a row is the first, nobody knows what is in its place
+            before = torch.where(first, wide, before)
+        total = torch.where(first, wide, _apply(op, before, wide))
+        out.index_copy_(0, places, total.to(out.dtype))
 
 
 def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
@@ -480,8 +481,8 @@ def rounded(values: Tensor, out: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of a tensor of whole rows, so that what is made of one stays in the cache."""
-    if not on_host(tensor):
+    """Views of a tensor of whole rows, so that what is made of one stays in a processor's cache."""
+    if not tensor.is_cpu:
         return (tensor,)
     row = max(1, tensor[:1].numel())
     return torch.split(tensor, max(1, _BLOCK // row))
