@@ -1,0 +1,348 @@
+"""Tensors where they are: what goes over the caller's group, what the host waits for, who is told.
+
+No accelerator is needed: tensors of the CPU go the way of those on one (`as_device`), a stand-in
+group notes what it is asked for, and stand-in streams and events note the order of things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import devices, kernels
+from weft.devices import Aside, as_device, is_capturing
+from weft.kernels import reference
+from weft.sparse import ALGORITHMS, request
+from weft.sparse.cost import Load
+from weft.testing import run
+from weft.testing.pace import patient
+from weft.wire import device, process_group
+from weft.wire.base import wire_for
+from weft.wire.threads import group
+
+STAYING = Load(2, 8, 4, 4, 6, 9, 4, 4, 4, staying=True)
+NAMES = sorted(name for name, found in ALGORITHMS.items() if found.applies(STAYING) is None)
+
+
+# what a group is asked for
+
+ASKED = []  # of the stand-in group of this process
+
+
+class StandIn(dist.ProcessGroup):
+    """Forwards to gloo, as NCCL's group would go its own way, and notes what it was asked for."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def __getattribute__(self, name):
+        if name in ("allreduce", "allgather", "broadcast", "barrier", "send", "recv", "alltoall"):
+            ASKED.append((name, [], []))
+        return super().__getattribute__(name)
+
+    def alltoall_base(self, out, mine, came, goes, opts=None):
+        assert (out.dtype, out.numel(), mine.numel()) == (torch.uint8, sum(came), sum(goes))
+        ASKED.append(("all_to_all_single", list(goes), list(came)))
+        return self._gloo.alltoall_base(out, mine, came, goes, opts or dist.AllToAllOptions())
+
+    all_to_all_single = alltoall_base
+
+
+ROWS, WIDTH, HEIGHT, SIZE = 1000, 32, 3000, 4
+
+
+def counted(wire, path, name):
+    """What the group was asked for in one call, and what went over the CPU wire meanwhile."""
+    if "standin" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("standin", StandIn, devices=["cpu"])
+    me = {"rank": wire.rank, "world_size": wire.size, "init_method": f"file://{path}"}
+    dist.init_process_group("cpu:standin", **me)
+    mine = torch.randperm(HEIGHT, generator=torch.Generator().manual_seed(wire.rank))[:ROWS]
+    rows, hosts = weft.Rows(mine, torch.ones(ROWS, WIDTH), HEIGHT), []
+    with as_device():
+        assert weft.explain(rows, group=dist.group.WORLD).device == "cpu (standin)"
+        beside = process_group.of_group(None)
+        ASKED.clear()
+        post = beside._post
+        beside._post = lambda sends, *rest: hosts.extend(sends) or post(sends, *rest)
+        found = weft.sparse_all_reduce(rows, algorithm=name, group=beside)
+    record = weft.sparse.last_call(beside)
+    dist.destroy_process_group()
+    on_host = sum(message.nbytes for _, message in hosts)
+    return ASKED, on_host, record.sent_bytes, record.bound_bytes, len(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_group_is_asked_for_exchanges_alone_that_meet_and_carry_all(name, tmp_path):
+    said = run(SIZE, counted, tmp_path / "place", name, on="processes")
+    assert {what for asked, *_ in said for what, *_ in asked} == {"all_to_all_single"}
+    sent = [[goes for _, goes, _ in asked] for asked, *_ in said]
+    for rank, (asked, on_host, recorded, bound, union) in enumerate(said):
+        # every rank is in all exchanges, and awaits what the others send it
+        assert [came for *_, came in asked] == [
+            [goes[rank] for goes in each] for each in zip(*sent, strict=True)
+        ]
+        # the bytes are those recorded, messages filled up to where the next may begin
+        filling = sum(map(sum, sent[rank])) + on_host - recorded
+        assert 0 <= filling < 16 * len(asked) * 3 * SIZE
+        # headers and sizes go over the CPU wire: no values, no lists of indices
+        assert on_host < (SIZE - 1) * 8192
+        total = SIZE * ROWS + (SIZE - 2) * union
+        assert bound == round(total / SIZE * (4 * WIDTH + 4))
+    carried = sum(sum(map(sum, each)) for each in sent) / SIZE / said[0][3]
+    exact = {"gather": (SIZE - 1) * ROWS * (4 * WIDTH + 4) / said[0][3]}
+    # within 1 + 1/P of the bound, and some rows between two quantiles more; no value beyond it
+    least, most = {"split": (1, 1 + 1 / SIZE + 0.02), "holders": (1, 1.12)}.get(name, (1, 3))
+    assert least <= carried <= most and carried == exact.get(name, carried), carried
+    assert len(sent[0]) == {"gather": 2, "split": 3, "holders": 3}.get(name, len(sent[0]))
+
+
+# which way
+
+
+def beside(monkeypatch, config):
+    """A wire of a group with these backends."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    wire, there = group(1)[0], threading.Thread()  # can be referred to weakly
+    wire._process_group = lambda: there
+    return wire
+
+
+WAYS = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
+WAYS += [("cpu:gloo,xpu:xccl", "xpu", "xccl"), ("cpu:gloo", "cpu", "gloo")]
+STAGED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
+
+
+@pytest.mark.parametrize(("config", "kind", "name"), WAYS)
+def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog, config, kind, name):
+    way = device.way_for(beside(monkeypatch, config), torch.device(kind))
+    assert (type(way), way.name) == (device.OverGroup, name) and not caplog.records
+
+
+@pytest.mark.parametrize(("config", "kind"), STAGED)
+def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog, config, kind):
+    wire, there = beside(monkeypatch, config), SimpleNamespace(device=torch.device(kind))
+    there.is_cpu = False
+    over = [wire_for(wire, there) for _ in range(3)][-1]
+    assert type(over.way) is device.Staged and over._carries == f"{kind} (staged through the host)"
+    through = "are copied through the host: the group's backends are"
+    assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
+    wire.close()
+
+
+# a rank that fails in an exchange
+
+RANK = """
+import json, os, signal, sys, time, torch, weft
+from weft.wire.device import OverGroup
+place, how, timeout, victim = sys.argv[1:]
+wire = weft.init(rendezvous=f"file://{place}", timeout=float(timeout))
+exchange, done, rows = OverGroup.exchange, [], (torch.arange(50_000), torch.ones(50_000, 8))
+def until(*given):
+    done.append(given)
+    if len(done) == 8 and wire.rank == int(victim):
+        print(json.dumps({"at": time.monotonic()}), flush=True)
+        os.kill(os.getpid(), getattr(signal, how))
+    exchange(*given)
+OverGroup.exchange = until
+try:
+    with weft.devices.as_device():
+        while len(done) < 20:
+            weft.sparse_all_reduce(rows, algorithm="split")
+except weft.WireError as error:
+    print(json.dumps({"text": str(error), "culprit": error.culprit, "at": time.monotonic()}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "timeout", "late"), [("SIGKILL", 30.0, 0.0), ("SIGSTOP", 3.0, 3.0)]
+)
+def test_survivors_name_who_fails_in_an_exchange(programs, tmp_path, how, timeout, late, victim):
+    given = str(tmp_path / "place"), how, str(timeout), str(victim)
+    right = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ranks = [programs(RANK, *given, env={**right, "RANK": str(rank)}) for rank in range(3)]
+    lines = {rank: each.communicate() for rank, each in enumerate(ranks) if rank != victim}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+    began = json.loads(ranks[victim].communicate()[0])["at"]
+    why = {"SIGKILL": f"rank {victim} died", "SIGSTOP": f"rank {victim} does not answer"}[how]
+    for rank, (out, err) in lines.items():
+        assert out, err
+        said = json.loads(out)
+        assert said["culprit"] == victim, said
+        assert said["text"].startswith(f"rank {rank}: ") and why in said["text"]
+        assert said["at"] - began < late + patient(1.0), said  # at once, or at the deadline
+
+
+# the order of things in streams
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stand-ins for streams and events: `mock_calls` is what they were asked for, in its order."""
+    clock = MagicMock()
+    events = iter([clock.first, clock.second])
+    clock.own.__enter__.return_value = clock.own
+    monkeypatch.setattr(torch, "Event", lambda on: next(events))
+    monkeypatch.setattr(torch, "Stream", lambda on: clock.own)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: clock.callers)
+    devices._stream.cache_clear()
+    yield clock
+    devices._stream.cache_clear()
+
+
+class Noted(torch.Tensor):
+    """A tensor of an accelerator, as far as streams go."""
+
+    def record_stream(self, stream):
+        stream.uses(self.tolist())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
+    one, two, three = (torch.full((1,), number).as_subclass(Noted) for number in range(3))
+    wire, result = group(1)[0], [weft.Rows(one, two), (three, "no tensor")]
+    job = Aside(torch.device("cuda"), lambda: clock.job() and result)
+    clock.caller_goes_on()
+    found = wire.worker.submit("call", job).wait() if later else job.run()
+    assert found is result and clock.mock_calls == [
+        call.first.record(clock.callers),
+        call.caller_goes_on(),
+        call.own.__enter__(),
+        call.own.wait_event(clock.first),
+        call.job(),
+        call.job().__bool__(),
+        call.second.record(clock.own),
+        call.own.__exit__(None, None, None),
+        call.callers.wait_event(clock.second),
+        *(call.callers.uses([number]) for number in range(3)),
+    ]
+    wire.close()
+
+
+def until(done):
+    limit = time.monotonic() + patient(20.0)
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.005)
+        gc.collect()
+    return done()
+
+
+@pytest.fixture
+def watched(clock):
+    """An exchange that is not through: the wires, whether it was aborted, its memory, its event."""
+    clock.first.query.return_value = False
+    wires, aborted, memory = group(2, timeout=patient(0.5)), threading.Event(), torch.ones(2)
+    watcher = device._Watcher(wires[0], SimpleNamespace(name="nccl", abort=aborted.set))
+    watcher.watch(memory)
+    assert clock.mock_calls[0] == call.first.record()
+    held = weakref.ref(memory)
+    del memory
+    yield wires, aborted, held, clock.first
+    watcher.end()
+    assert until(lambda: held() is None and not watcher._thread.is_alive())
+
+
+def test_an_exchange_keeps_its_memory_until_it_is_through(watched):
+    _, aborted, held, event = watched
+    gc.collect()
+    assert held() is not None
+    event.query.return_value = True
+    assert until(lambda: held() is None) and not aborted.is_set()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_group_is_aborted_once_the_wire_beside_it_breaks_or_at_the_deadline(watched, broken):
+    wires, aborted, *_ = watched
+    why = "rank 1 gave up: no memory left"
+    if broken:
+        wires[1].abort("no memory left")
+    assert aborted.wait(patient(20.0))
+    for wire in wires:  # every rank is told
+        with pytest.raises(weft.WireError, match=why if broken else "over nccl was not through"):
+            wire.post()
+
+
+# what every rank is told
+
+
+def refused(wire, wrongly):
+    rows = (torch.arange(3), torch.ones(3))
+    with wrongly, pytest.raises(weft.WeftError) as caught:
+        weft.sparse_all_reduce(rows, group=wire)
+    assert weft.sparse_all_reduce(rows, group=wire)[1].tolist() == [3.0] * 3
+    return str(caught.value)
+
+
+def test_a_graph_that_is_recorded_is_refused_on_every_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_capturing(torch.device("cuda")) and not is_capturing(torch.device("cpu"))
+    recording = threading.local()
+    monkeypatch.setattr(request, "is_capturing", lambda on: getattr(recording, "graph", False))
+
+    @contextlib.contextmanager
+    def graph(of_this_rank):
+        recording.graph = of_this_rank
+        yield
+        recording.graph = False
+
+    first, *others = run(3, lambda wire: refused(wire, graph(wire.rank == 1)), on="device")
+    assert "rank 1: the stream records a CUDA graph" in first and others == [first] * 2
+
+
+def mixed(wire):
+    return refused(wire, contextlib.nullcontext() if wire.rank == 2 else as_device())
+
+
+def test_ranks_whose_rows_are_elsewhere_are_told_alike():
+    first, *others = run(3, mixed, on="processes")
+    assert others == [first] * 2
+    assert "device" in first and "cpu (staged through the host)" in first
+
+
+# how often a host waits
+
+
+@pytest.mark.parametrize("name", ["auto", *NAMES])
+def test_a_call_reads_a_device_twice(monkeypatch, name):
+    reads, real = [], reference.read
+    for module in (reference, kernels):
+        told = lambda numbers: reads.append(threading.get_ident()) or real(numbers)  # noqa: E731
+        monkeypatch.setattr(module, "read", told)
+
+    def body(wire):
+        ids = torch.randint(900, (400,), generator=torch.Generator().manual_seed(wire.rank))
+        pair, rows = (ids, torch.ones(400, 8)), weft.Rows(ids, torch.ones(400, 8), 900)
+        coo = torch.sparse_coo_tensor(ids[None], pair[1], (900, 8), check_invariants=False)
+        out = torch.empty(900, dtype=torch.int64), torch.empty(900, 8)
+        found = []
+        for given, options in [
+            (pair, {}),
+            (coo, {"op": "avg"}),
+            (weft.Rows(ids, pair[1].bfloat16(), 900), {"op": "max"}),
+            (rows, {"op": "prod", "out": out}),
+            (rows, {"wire_dtype": torch.bfloat16}),
+        ]:
+            before = reads.count(threading.get_ident())
+            weft.sparse_all_reduce(given, group=wire, algorithm=name, **options)
+            found.append(reads.count(threading.get_ident()) - before)
+        return found
+
+    assert run(3, body, on="device") == [[2] * 5] * 3
