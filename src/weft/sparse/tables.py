@@ -10,14 +10,18 @@ shape.
 A result may be wanted in the memory of another table's rows. So results are handed out behind the
 last call. The results of a group's tables lie in the memory of the tall table's: each table has
 storages of its own there, and the last to go takes the memory with it.
+
+On an accelerator all tables must be on one device, and results are copies. The host waits once for
+where in the results the tables begin, besides what the calls wait for; and once for the largest
+indices, unless all tables have heights, whose sum fits in 31 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +29,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels
 from ..agree import BODY, agree, confess
+from ..devices import on_host
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import extent, has_elements
-from ..wire.base import Wire, as_bytes, fresh
+from ..wire.base import Wire, as_bytes, fresh, wire_for
 from . import choice, run
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
@@ -39,7 +45,8 @@ from .request import NOTHING, Request
 NAME = "sparse_all_reduce of a list"
 
 _END = 2**63 - 1  # of a key space: keys are int64, and so is the end
-_FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables")
+_SHORT = 2**31  # keys below fit in int32
+_FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables", "device")
 
 _TABLE = np.dtype(
     [
@@ -76,7 +83,8 @@ def requests_of(
     if not rows and asked.given(NOTHING, None).error:
         nothing = _INTEGERS
     for number, table in enumerate(rows or [nothing]):
-        request = asked.given(table, places[number] if number < len(places) else None).look()
+        request = asked.given(table, places[number] if number < len(places) else None)
+        request.looked_at(sort=False)
         if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
             dims = len(request.rows.row_shape)
             request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
@@ -88,11 +96,51 @@ def requests_of(
             f"out is for {len(places) if isinstance(out, list) else 'one'} of {len(rows)} tables: "
             "pass a list with one for each"
         )
-    names = (f"table {number}: " if rows else "" for number in range(len(requests)))
-    wrong = (
-        f"{name}{each.error}" for name, each in zip(names, requests, strict=True) if each.error
-    )
-    return requests, error or _shared(places) or next(wrong, None)
+    wrong = _wrong(requests) if rows else requests[0].error
+    return requests, error or _shared(places) or wrong or _scattered(requests)
+
+
+def _wrong(requests: Sequence[Request]) -> str | None:
+    """What is wrong with the first table that something is wrong with."""
+    found = ((number, each.error) for number, each in enumerate(requests) if each.error)
+    return next((f"table {number}: {error}" for number, error in found), None)
+
+
+def _scattered(requests: Sequence[Request]) -> str | None:
+    """What is wrong with tables on several devices."""
+    devices = [request.device for request in requests]
+    for number, device in enumerate(devices):
+        if device != devices[0]:
+            return (
+                f"table {number} is on {device}, table 0 on {devices[0]}: pass a list for each "
+                "device"
+            )
+    return None
+
+
+def _looked_at(requests: Sequence[Request]) -> str | None:
+    """Find the largest indices of tables on an accelerator; what is wrong with one of them.
+
+    In place of the largest of all goes the last that there may be, where that is known.
+    """
+    there = [request for request in requests if len(request.rows)]
+    heights = [request.rows.height or 0 for request in there]
+    if min(heights, default=1) < 1 or sum(heights) >= _SHORT:
+        return _ends_of(requests)
+    for request, height in zip(there, heights, strict=True):
+        request.highest = height - 1
+    return None
+
+
+def _ends_of(requests: Sequence[Request]) -> str | None:
+    """Look at all indices of tables on an accelerator in one read; what is wrong with a table."""
+    there = [request for request in requests if len(request.rows)]
+    ends = [torch.stack(request.rows.indices.aminmax()).long() for request in there]
+    found = kernels.read(torch.cat(ends)) if ends else []
+    for request, low, high in zip(there, found[::2], found[1::2], strict=True):
+        with request:
+            request._take_ends(low, high)
+    return _wrong(requests)
 
 
 def _shared(places: list[Any]) -> str | None:
@@ -125,11 +173,13 @@ def reduced(
         The result of each table, in the form that it was given in.
     """
     stated = _stated(wire, requests, error, NAME)
-    done: list[run.Done] = []
-    parts: dict[int, Rows] = {}
-    for group in _groups(stated):
-        done.append(run.reduced(wire, group.request(requests)))
-        parts |= group.parts(done[-1].rows, requests)
+    groups, parts = _groups(stated), dict[int, Rows]()
+    done = [run.reduced(wire, group.request(requests)) for group in groups]
+    found = list(zip(groups, (one.rows for one in done), strict=True))
+    ends = [group.ends(rows) for group, rows in found if len(group.tables) > 1]
+    told = iter(kernels.read(torch.cat(ends)) if ends else ())
+    for group, rows in found:
+        parts |= group.parts(rows, requests, told)
     for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
         if table in parts and len(parts[table]) > room:
             text = run.too_small(room, len(parts[table]))
@@ -187,32 +237,76 @@ class _Group(NamedTuple):
         shaped = [rows.values.view(len(rows), *self.row_shape) for rows in tables]
         if len(tables) == 1:
             rows = Rows(tables[0].indices, shaped[0], tables[0].height)
-            return requests[self.tables[0]].of_rows(rows)
-        index = torch.int32 if self.starts[-1] < 2**31 else torch.int64
-        counts = torch.tensor([len(rows) for rows in tables])
-        shifts = torch.repeat_interleave(torch.tensor(self.starts[:-1]), counts)
-        keys = torch.cat([rows.indices for rows in tables]).add(shifts).to(index)
-        values = fresh((len(keys), *self.row_shape), shaped[0].dtype)
-        torch.cat(shaped, out=values)
-        return requests[self.tables[0]].of_rows(Rows(keys, values, self.starts[-1]))
+        else:
+            rows = self._tall([each.indices for each in tables], shaped)
+        made = requests[self.tables[0]].of_rows(rows)
+        if made.error:  # of an accelerator, into whose tables nobody may have looked
+            made.error = _ends_of(requests) or made.error
+        return made
 
-    def parts(self, result: Rows, requests: Sequence[Request]) -> dict[int, Rows]:
-        """The rows of each table."""
+    def _tall(self, indices: Sequence[Tensor], values: Sequence[Tensor]) -> Rows:
+        """Tables as one; an index that is not of its own table is -1."""
+        index = torch.int32 if self.starts[-1] < _SHORT else torch.int64
+        counts, given = [each.numel() for each in indices], torch.cat(list(indices))
+        keys = given.add(_repeated(self.starts[:-1], counts, given))
+        if on_host(keys):
+            memory = fresh((len(keys), *self.row_shape), values[0].dtype)
+            return Rows(keys.to(index), torch.cat(list(values), out=memory), self.starts[-1])
+        inside = (given >= 0) & (keys < _repeated(self.starts[1:], counts, given))
+        return Rows(keys.where(inside, -1).to(index), torch.cat(list(values)), self.starts[-1])
+
+    def ends(self, result: Rows) -> Tensor:
+        """Where in the result the rows of each table begin, and those of the last end."""
+        return torch.searchsorted(result.indices, _there(self.starts, result.indices))
+
+    def parts(
+        self, result: Rows, requests: Sequence[Request], ends: Iterator[int]
+    ) -> dict[int, Rows]:
+        """The rows of each table; the next of `ends` are those of several."""
         if len(self.tables) == 1:
             return {self.tables[0]: result}
-        ends = torch.searchsorted(result.indices, result.indices.new_tensor(self.starts))
-        shifts = torch.repeat_interleave(torch.tensor(self.starts[:-1]), ends.diff())
-        keys, width, found = result.indices - shifts, math.prod(self.row_shape), {}
-        indices = {each.dtype: as_bytes(each).numpy() for each in (keys.int(), keys)}
-        values, kind = as_bytes(result.values).numpy(), result.values.dtype
-        for table, (low, high) in zip(self.tables, pairwise(ends.tolist()), strict=True):
-            rows, count = requests[table].rows, high - low
-            found[table] = Rows(
-                _apart(indices[rows.indices.dtype], rows.indices.dtype, low, count),
-                _apart(values, kind, low * width, count * width).view(count, *self.row_shape),
-                rows.height,
-            )
+        bounds, found = list(islice(ends, len(self.starts))), {}
+        parts = self._in_place if on_host(result.indices) else self._copied
+        for table, part in zip(self.tables, parts(result, requests, bounds), strict=True):
+            found[table] = replace(part, height=requests[table].rows.height)
         return found
+
+    def _copied(
+        self, result: Rows, requests: Sequence[Request], bounds: Sequence[int]
+    ) -> Iterator[Rows]:
+        """The rows of each table, in memory of their own."""
+        places = zip(self.tables, self.starts[:-1], pairwise(bounds), strict=True)
+        for table, start, (low, high) in places:
+            indices = result.indices[low:high] - start
+            indices = indices.to(requests[table].rows.indices.dtype)
+            yield Rows(indices, result.values[low:high].clone())
+
+    def _in_place(
+        self, result: Rows, requests: Sequence[Request], bounds: Sequence[int]
+    ) -> Iterator[Rows]:
+        """The rows of each table where they are, in storages of their own."""
+        counts = [high - low for low, high in pairwise(bounds)]
+        keys = result.indices - _repeated(self.starts[:-1], counts, result.indices)
+        indices = {each.dtype: as_bytes(each).numpy() for each in (keys.int(), keys.long())}
+        values, width = as_bytes(result.values).numpy(), math.prod(self.row_shape)
+        for table, low, count in zip(self.tables, bounds[:-1], counts, strict=True):
+            dtype, kind = requests[table].rows.indices.dtype, result.values.dtype
+            yield Rows(
+                _apart(indices[dtype], dtype, low, count),
+                _apart(values, kind, low * width, count * width).view(count, *self.row_shape),
+            )
+
+
+def _there(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers in the dtype and on the device of a tensor, for which the host does not wait."""
+    made = torch.tensor(numbers, dtype=like.dtype, pin_memory=not like.is_cpu)
+    return made.to(like.device, non_blocking=True)
+
+
+def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
+    """Each of the numbers so many times, as int64, on the device of a tensor."""
+    of, times = (_there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts))
+    return torch.repeat_interleave(of, times, output_size=sum(counts))
 
 
 def _apart(memory: NDArray[np.uint8], dtype: torch.dtype, first: int, count: int) -> Tensor:
@@ -259,6 +353,10 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     Raises:
         WeftError: what is wrong on some rank, or how the ranks differ; on all of them.
     """
+    over = wire_for(wire, requests[0].rows.values)
+    if over is not wire and error is None:
+        error = _looked_at(requests)
+    requests[0].fields["device"] = over._carries
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)
     if error is None:
@@ -338,6 +436,7 @@ def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseExc
     """A table's result in the memory that its caller gave, and what a function for that raised."""
     dtypes = part.indices.dtype, part.values.dtype
     call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)
+    call.given = part
     place = call.result(len(part))
     place.indices.copy_(part.indices)
     place.values.copy_(part.values)
