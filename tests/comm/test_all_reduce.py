@@ -9,6 +9,8 @@ import torch.distributed as dist
 import weft
 from weft.testing import spmd
 
+EVERYWHERE = ("threads", "device", "processes", "torch")
+
 
 def mine(rank, count, dtype=torch.float32):
     return ((torch.arange(count) * (rank + 2) + rank) % 5 + 1).to(dtype)
@@ -27,7 +29,7 @@ def wanted(size, count, op, dtype):
 
 
 @pytest.mark.parametrize("count", [1, 5000])
-@spmd(1, 2, 3, 8)
+@spmd(1, 2, 3, 8, on=EVERYWHERE)
 def test_sums_of_every_kind(wire, count):
     cases = [
         ("sum", torch.float32),
@@ -49,7 +51,7 @@ def test_sums_of_every_kind(wire, count):
 
 
 @pytest.mark.parametrize("count", [1, 50_000])
-@spmd(1, 3, 4)
+@spmd(1, 3, 4, on=EVERYWHERE)
 def test_float8_is_combined_wide_and_rounded_once(wire, count):
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for op in ("sum", "avg", "min", "max", "prod"):
@@ -66,7 +68,7 @@ def test_more_ranks_than_state_directly(wire):
         assert torch.equal(result, wanted(wire.size, count, "sum", torch.float32))
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_bits_and_shapes(wire):
     tensor = torch.tensor([[1 << wire.rank, 7], [wire.rank, 5]], dtype=torch.int32).t()
     assert weft.all_reduce(tensor, "bor").tolist() == [[7, 3], [7, 5]]
@@ -75,7 +77,7 @@ def test_bits_and_shapes(wire):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
-@spmd(1, 3)
+@spmd(1, 3, on=EVERYWHERE)
 def test_gradients_of_sums(wire, op):
     part = 1 / wire.size if op == "avg" else 1.0
     tensor = torch.tensor([1.0, 2.0 + wire.rank], dtype=torch.float64, requires_grad=True)
@@ -90,7 +92,7 @@ def test_gradients_of_sums(wire, op):
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-@spmd(1, 2, 4)
+@spmd(1, 2, 4, on=EVERYWHERE)
 def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(wire, op):
     values = torch.tensor([wire.rank, 1.0, wire.rank // 2])  # one rank, all, some
     tensor = values.clone().requires_grad_()
@@ -101,7 +103,7 @@ def test_the_gradient_of_an_extremum_is_shared_by_those_that_attain_it(wire, op)
     torch.testing.assert_close(tensor.grad, share * (wire.size * (wire.size + 1) // 2))
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_a_rank_without_gradients_takes_part_in_backward(wire):
     for op in ("sum", "max"):
         tensor = torch.full((2,), float(wire.rank), requires_grad=wire.rank == 1)

@@ -8,7 +8,9 @@ import torch
 import weft
 from weft.comm import staging
 from weft.testing import spmd
-from weft.wire.base import as_bytes
+from weft.wire.base import as_bytes, wire_for
+
+EVERYWHERE = ("threads", "device", "processes", "torch")
 
 DTYPES = [
     torch.float32,
@@ -33,7 +35,7 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("most", [None, 100_000])
-@spmd(1, 2, 4, 7)
+@spmd(1, 2, 4, 7, on=EVERYWHERE)
 def test_uneven_tensors_of_every_dtype(wire, most):
     """Inputs may be written at once, and results are the caller's own."""
     kept = []
@@ -76,7 +78,7 @@ def test_dtypes_that_torch_does_not_copy_are_refused(wire):
     assert len(weft.all_to_all([shell.view(torch.uint8)] * 2)) == 2
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_shapes_need_not_agree(wire):
     shapes = [(), (0, 5), (40_000, 2)]  # one goes on its own, the others in the opening
     order = [shapes[(wire.rank + to) % 3] for to in range(3)]
@@ -86,9 +88,10 @@ def test_shapes_need_not_agree(wire):
 
 
 @pytest.mark.parametrize("most", [1, 1000, 100_000])
-@spmd(4, on=("threads",))
+@spmd(4, on=("threads", "device"))
 def test_no_round_moves_more_than_it_may(wire, most):
-    seen, post = [], wire.post
+    over = wire_for(wire, torch.empty(0))
+    seen, post = [], over.post
 
     def watched(sends=(), recvs=(), channel=0):
         if channel == staging._CHANNEL:
@@ -96,7 +99,7 @@ def test_no_round_moves_more_than_it_may(wire, most):
             seen.append((sum(tensor.nbytes for tensor in moved), len(moved)))
         return post(sends, recvs, channel)
 
-    wire.post = watched
+    over.post = watched
     count = 40 if most == 1 else 5000
     inputs = [sent(wire.rank, to, size=count + 7 * to) for to in range(4)]
     results = weft.all_to_all(inputs, round_bytes=most if wire.rank else None)
@@ -106,7 +109,7 @@ def test_no_round_moves_more_than_it_may(wire, most):
     assert all(nbytes <= most + 4 * tensors for nbytes, tensors in seen)
 
 
-@spmd(1, 2, 3)
+@spmd(1, 2, 3, on=EVERYWHERE)
 def test_gradients_of_gradients(wire):
     inputs = [
         sent(wire.rank, to, torch.float64, (wire.rank + 2 * to) % 4).requires_grad_()
@@ -124,7 +127,7 @@ def test_gradients_of_gradients(wire):
         torch.testing.assert_close(grad, 6 * (1 + wire.rank + 10 * to) * tensor)
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_a_rank_without_gradients_takes_part_in_backward(wire):
     inputs = [torch.ones(2) for _ in range(3)]
     if wire.rank == 1:
@@ -142,7 +145,7 @@ def test_a_rank_without_gradients_takes_part_in_backward(wire):
     assert not any(r.requires_grad for r in weft.all_to_all([torch.ones(2)] * 3))
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_ranks_that_differ_in_gradient_mode_are_told(wire):
     inputs = [torch.ones(2, requires_grad=True)] * 2
     with (
@@ -152,7 +155,7 @@ def test_ranks_that_differ_in_gradient_mode_are_told(wire):
         weft.all_to_all(inputs)
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_backward_in_another_order_is_told(wire):
     calls = [weft.all_to_all([torch.ones(2, requires_grad=True)] * 2) for _ in "ab"]
     first = wire.worker.calls - 1
@@ -166,7 +169,7 @@ def choice(source, to, count):
     return (torch.arange(length) * (source + to + 1)).remainder(count)
 
 
-@spmd(1, 2)
+@spmd(1, 2, on=EVERYWHERE)
 def test_exchange_takes_rows_of_every_dtype(wire):
     """Torch itself picks no single elements of uint16, for one."""
     bits = torch.arange(48, dtype=torch.uint8).reshape(3, 16) + wire.rank
@@ -181,7 +184,7 @@ def test_exchange_takes_rows_of_every_dtype(wire):
                 assert torch.equal(found, (rows - wire.rank + source)[[2, 0]])
 
 
-@spmd(1, 2, 4)
+@spmd(1, 2, 4, on=EVERYWHERE)
 def test_exchange_picks_rows_and_adds_up_gradients(wire):
     counts = [4 + rank for rank in range(wire.size)]
     tables = [torch.arange(c * 3.0).reshape(c, 3).double() + 100 * r for r, c in enumerate(counts)]
@@ -205,7 +208,7 @@ def test_exchange_picks_rows_and_adds_up_gradients(wire):
     )
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_tensors_that_are_not_what_their_memory_says(wire):
     """An element of stride 0 (the gradient of a sum), a conjugation and a sign not yet applied."""
     parameter = torch.ones(2, requires_grad=True)

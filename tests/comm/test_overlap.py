@@ -12,8 +12,10 @@ from torch import nn
 import weft
 from weft.testing import spmd
 
+EVERYWHERE = ("threads", "device", "processes", "torch")
 
-@spmd(2, on=("threads",))
+
+@spmd(2, on=("threads", "device"))
 def test_reduction_begins_before_backward_ends(wire):
     """The last layer's gradients are on their way when the first layer's hook sees this."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -26,7 +28,7 @@ def test_reduction_begins_before_backward_ends(wire):
     assert seen[0] >= 2
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_accumulating_takes_a_pause(wire):
     module = nn.Linear(2, 1)
     overlap = weft.overlap_grads(module, average=False)
@@ -53,7 +55,7 @@ def changes_too_late(wire, bucket_bytes):
         assert module.weight.grad.tolist() == [[wire.size] * 2]
 
 
-@spmd(1, 2, 3)
+@spmd(1, 2, 3, on=EVERYWHERE)
 def test_a_gradient_that_changes_too_late_is_an_error_on_every_rank(wire):
     changes_too_late(wire, 1 << 20)
 
@@ -63,7 +65,7 @@ def test_a_gradient_that_changes_in_a_bucket_of_its_own_is_too(wire):
     changes_too_late(wire, 1)
 
 
-@spmd(2, 3)
+@spmd(2, 3, on=EVERYWHERE)
 def test_ranks_that_began_more_buckets_meet_again_after_an_error(wire):
     module = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
     weft.overlap_grads(module, average=False, bucket_bytes=1)
@@ -82,7 +84,7 @@ def test_ranks_that_began_more_buckets_meet_again_after_an_error(wire):
         assert torch.equal(module[3].weight.grad[0], module[3].weight.grad[1])
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_overlap_does_not_pass_over_parameters_that_were_replaced(wire):
     module = nn.Linear(2, 1)
     overlap = weft.overlap_grads(module)
@@ -97,7 +99,7 @@ def test_overlap_does_not_pass_over_parameters_that_were_replaced(wire):
     assert module.weight.grad.tolist() == [[2, 2]]
 
 
-@spmd(1, 2)
+@spmd(1, 2, on=EVERYWHERE)
 def test_a_wrapper_of_an_overlapped_module_is_not_reduced_twice(wire):
     module = nn.Sequential(nn.Linear(2, 1))
     weft.overlap_grads(module, average=False)
@@ -110,7 +112,7 @@ def test_a_wrapper_of_an_overlapped_module_is_not_reduced_twice(wire):
         weft.overlap_grads(module[0])
 
 
-@spmd(1, 2)
+@spmd(1, 2, on=EVERYWHERE)
 def test_a_module_that_is_overlapped_in_part_is_refused_and_the_next_call_works(wire):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     weft.overlap_grads(module[0], average=False)
@@ -125,7 +127,7 @@ def test_a_module_that_is_overlapped_in_part_is_refused_and_the_next_call_works(
     assert module[1].bias.grad.item() == wire.size
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_what_overlap_refuses(wire):
     module = nn.Linear(2, 1)
     overlap = weft.overlap_grads(module)

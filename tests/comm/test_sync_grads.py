@@ -13,6 +13,8 @@ import weft
 from weft.comm import buckets
 from weft.testing import spmd
 
+EVERYWHERE = ("threads", "device", "processes", "torch")
+
 
 class Model(nn.Module):
     """Tables and layers; small integers, so that sums are exact in any order."""
@@ -89,7 +91,7 @@ def test_gradients_are_summed_by_name(wire, average):
     assert module.table.weight.grad.is_coalesced()
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_ranks_may_have_different_parameters(wire):
     module = nn.ParameterDict({"all": nn.Parameter(torch.ones(2))})
     module[f"of {wire.rank}"] = nn.Parameter(torch.ones(1 + wire.rank))
@@ -105,7 +107,7 @@ def test_ranks_may_have_different_parameters(wire):
         assert module["table"].grad.to_dense().equal(2 * torch.eye(5, 2))
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_sparse_here_and_dense_there(wire):
     module = nn.Embedding(4, 1)
     if wire.rank == 0:
@@ -124,7 +126,7 @@ def picked(*cells):
     )
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_gradients_that_are_sparse_in_every_dimension(wire):
     module = nn.ParameterDict({name: torch.zeros(4, 3) for name in ("all", "some", "mixed")})
     module["all"].grad = picked((0, 1), (3, wire.rank))
@@ -139,7 +141,7 @@ def test_gradients_that_are_sparse_in_every_dimension(wire):
     assert found["mixed"].equal(torch.eye(4, 3) + 2 * picked((1, 0)).to_dense())
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_gradients_that_are_not_what_their_memory_says(wire):
     """An element of stride 0, and conjugations and signs that torch has not yet applied."""
     module = nn.Module()
@@ -158,7 +160,7 @@ def test_gradients_that_are_not_what_their_memory_says(wire):
         assert number == 0 or module.sign.grad.eq(-6).all()
 
 
-@spmd(2, on=("threads",))
+@spmd(2, on=("threads", "device"))
 def test_gradients_in_steps(wire, monkeypatch):
     monkeypatch.setattr(buckets, "_ALONE", 100)
     monkeypatch.setattr(buckets, "_BUCKET", 600)
@@ -171,7 +173,7 @@ def test_gradients_in_steps(wire, monkeypatch):
     check(module, wanted(2, True))
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_nothing_to_do(wire):
     weft.sync_grads(nn.Linear(2, 2))
     weft.sync_grads(nn.Identity())
@@ -208,7 +210,7 @@ def test_where_a_shape_differs_nothing_is_changed(wire):
         weft.sync_grads(Model(), average=wire.rank == 0)
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(wire):
     module = nn.Module()
     module.one, module.two = (nn.Parameter(torch.zeros(3)) for _ in range(2))
@@ -221,7 +223,7 @@ def test_parameters_of_one_memory_are_reduced_once_as_they_are_now(wire):
         assert module.two.grad.eq(1 + wire.rank if shared else 3).all()
 
 
-@spmd(3, on=("threads",))
+@spmd(3, on=("threads", "device"))
 def test_a_sparse_gradient_that_is_none_is_called_by_its_name(wire):
     module = Model()
     module(words(wire.rank)).backward()
@@ -236,7 +238,7 @@ def test_a_sparse_gradient_that_is_none_is_called_by_its_name(wire):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
-@spmd(1, 2, 4)
+@spmd(1, 2, 4, on=EVERYWHERE)
 def test_overlapped_gradients_are_the_same(wire, bucket_bytes):
     module = Model(other_order=wire.rank % 2 == 1)
     overlap = weft.overlap_grads(module, False, bucket_bytes=bucket_bytes)

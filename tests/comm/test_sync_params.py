@@ -11,6 +11,8 @@ from weft.comm import parameters
 from weft.comm.named import of_module
 from weft.testing import spmd
 
+EVERYWHERE = ("threads", "device", "processes", "torch")
+
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -64,7 +66,7 @@ def check_equal(found, wanted):
 
 
 @pytest.mark.parametrize("chunk", [1 << 17, 1000])
-@spmd(1, 2, 4)
+@spmd(1, 2, 4, on=EVERYWHERE)
 def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
     monkeypatch.setattr(parameters, "_CHUNKS", (chunk, chunk))
     for source in {0, wire.size - 1}:
@@ -79,7 +81,7 @@ def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
         assert (module.first._version > version) == (wire.rank != source)
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_buffers_that_are_not_what_their_memory_says(wire):
     """Tensors without memory, which are not one another, and a conjugation not yet applied."""
     module = nn.Module()
@@ -94,7 +96,7 @@ def test_buffers_that_are_not_what_their_memory_says(wire):
     assert module.one.eq(1).all() and module.one.stride(0) == 0
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_views_of_one_memory_stay_that(wire):
     module, memory = nn.Module(), torch.arange(8.0) + 10 * wire.rank
     for name, place in {"all": memory, "low": memory[:5], "high": memory[3:]}.items():

@@ -15,6 +15,8 @@ from weft.testing import spmd
 from weft.testing.oracle import expected
 from weft.wire.part import Part
 
+EVERYWHERE = ("threads", "device", "processes", "torch")
+
 LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -153,7 +155,7 @@ def test_sparse_gradients_beside_dense_ones(wire):
         assert module["dense"].grad.eq((total / wire.size).to(wire_dtype).float()).all()
 
 
-@spmd(2, 3)
+@spmd(2, 3, on=EVERYWHERE)
 def test_integers_and_complex_gradients_travel_as_they_are(wire):
     module = nn.Module()
     dtypes = {"whole": torch.int64, "turned": torch.complex64, "rows": torch.int32}
@@ -175,7 +177,7 @@ def test_integers_and_complex_gradients_travel_as_they_are(wire):
     assert module.real.grad.item() == wire.size
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_doubles_are_rounded_once(wire):
     """By way of float32 the first would be a tie, and go down."""
     module = nn.ParameterDict({"weight": torch.zeros(3, dtype=torch.float64)})
@@ -190,7 +192,7 @@ def test_doubles_are_rounded_once(wire):
     assert tensor.grad.dtype is torch.float64
 
 
-@spmd(2)
+@spmd(2, on=EVERYWHERE)
 def test_float16_means_of_what_would_overflow_in_a_sum(wire):
     module = nn.Linear(3, 1, bias=False)
     module.weight.grad = torch.full((1, 3), 60000.0)
@@ -200,7 +202,7 @@ def test_float16_means_of_what_would_overflow_in_a_sum(wire):
     assert module.weight.grad.isinf().all()
 
 
-@spmd(4, on=("threads",))
+@spmd(4, on=("threads", "device"))
 def test_half_the_bytes(wire):
     part, sent = Part(wire, range(4)), {}  # which reduces in posts, which are counted
     for wire_dtype in (None, *WIRE_DTYPES):
@@ -214,7 +216,7 @@ def test_half_the_bytes(wire):
     assert 0.49 < sent[torch.float16] / sent[None] < 0.51
 
 
-@spmd(3)
+@spmd(3, on=EVERYWHERE)
 def test_who_disagrees_is_named_and_nothing_changes(wire):
     module = nn.Linear(3, 2)
     module(torch.ones(1, 3)).sum().backward()
@@ -255,7 +257,7 @@ def test_all_reduce_rounds_the_same_way(wire):
                 assert torch.equal(mine, numbers(wire.rank, name))
 
 
-@spmd(2, 3)
+@spmd(2, 3, on=EVERYWHERE)
 def test_gradients_of_all_reduce_travel_rounded_too(wire):
     for op, share in (("sum", wire.size), ("avg", 1.0)):
         tensor = torch.full((3,), 1.0, requires_grad=wire.rank == 0)

@@ -194,6 +194,12 @@ def test_values_and_gradients(wire, name, way):
     check(wire, name)
 
 
+@pytest.mark.parametrize("name", CASES)
+@spmd(5, on=("device",))
+def test_on_an_accelerator(wire, name):
+    check(wire, name)
+
+
 @pytest.mark.parametrize(
     "name", ["all_gather two dims", "sum_reduce to another grid", "repartition"]
 )

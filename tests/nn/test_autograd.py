@@ -14,7 +14,7 @@ import weft
 from weft import nn
 from weft.testing import spmd
 
-THREADS = ("threads",)
+THREADS = ("threads", "device")
 
 
 def data(wire, *shape, dtype=torch.float64, requires_grad=False):
@@ -22,7 +22,7 @@ def data(wire, *shape, dtype=torch.float64, requires_grad=False):
     return torch.randn(*shape, generator=generator, dtype=dtype, requires_grad=requires_grad)
 
 
-@spmd(3)
+@spmd(3, on=(*THREADS, "processes", "torch"))
 def test_one_rank_needs_a_gradient_and_all_take_part(wire):
     layer = nn.AllGather(weft.Partition(3), 0)
     x = data(wire, 2, requires_grad=wire.rank == 1)

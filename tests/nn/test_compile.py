@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch._dynamo.testing
 
 import weft
+from weft.devices import as_device
 from weft.testing import spmd
 
 
@@ -15,8 +18,14 @@ def data(wire, *shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("staying", [False, True], ids=["host", "device"])
 @spmd(2, on=("processes",), timeout=40.0)
-def test_a_compiled_model_does_what_it_does_eagerly(wire):
+def test_a_compiled_model_does_what_it_does_eagerly(wire, staying):
+    with as_device() if staying else nullcontext():
+        does_what_it_does_eagerly(wire)
+
+
+def does_what_it_does_eagerly(wire):
     partition = weft.Partition(2)
     layer = weft.nn.AllGather(partition, 0, shape=(4, 3))
     reduced = weft.nn.ReduceScatter(partition, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -16,19 +17,20 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
 from weft import nn
+from weft.devices import as_device
 from weft.nn.dtensor import Cut, FromDTensorSpec, Layout
 from weft.testing import run
 
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-def started(wire, program, path):
+def started(wire, program, path, staying):
     """A program in torch's default group and weft's, of the ranks of a test."""
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=wire.rank, world_size=wire.size
     )
     try:
-        with weft.init():
+        with weft.init(), as_device() if staying else nullcontext():
             globals()[program](wire, DeviceMesh("cpu", torch.arange(wire.size).view(2, -1)))
     finally:
         dist.destroy_process_group()
@@ -242,9 +244,10 @@ def group_of_its_own(wire, mesh):
 PROGRAMS = ["everything", "derivatives", "some_ranks", "faults", "group_of_its_own"]
 
 
+@pytest.mark.parametrize("staying", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_on_processes(program, tmp_path):
-    run(4, started, program, str(tmp_path / "store"), on="processes")
+def test_on_processes(program, staying, tmp_path):
+    run(4, started, program, str(tmp_path / "store"), staying, on="processes")
 
 
 # how DTensor cuts, against torch itself

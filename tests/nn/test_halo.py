@@ -98,7 +98,7 @@ def test_margins_differ_from_rank_to_rank(case, eager):
         run(4, program)
 
 
-@spmd(2, on=("threads",))
+@spmd(2, on=("threads", "device"))
 def test_a_padded_tensor_of_a_shape_that_was_told(wire):
     layer = nn.HaloExchange(weft.Partition(2), 1, shape=(5,), padded=True)
     assert layer(torch.ones(5 - wire.rank)).tolist() == ([0, 1, 1, 1, 1], [1, 1, 1, 0])[wire.rank]
@@ -117,7 +117,7 @@ def test_widths_by_cell_under_vmap():
     assert second.tolist() == [[1, 0], [0, 1], [2, 1], [1, 2]]
 
 
-@spmd(2, on=("threads",))
+@spmd(2, on=("threads", "device"))
 def test_widths_may_be_an_array(wire):
     grid = weft.Partition((2, 1))
     expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).spec

@@ -65,9 +65,9 @@ def numbers(rank, shape, seed):
     return torch.randint(-9, 9, shape, generator=generator).double()
 
 
-@given(layers())
-@settings(max_examples=60)
-def test_the_adjoint(case):
+@given(layers(), st.sampled_from(["threads", "device"]))
+@settings(max_examples=80)
+def test_the_adjoint(case, on):
     name, (shape, ranks), argument, shapes = case
 
     def program(wire):
@@ -83,7 +83,7 @@ def test_the_adjoint(case):
         assert grad.shape == x.shape
         return (y * w).sum().item(), (x * grad).sum().item(), y.detach().sum().item()
 
-    found = run(RANKS, program)
+    found = run(RANKS, program, on=on)
     assert sum(each[0] for each in found) == sum(each[1] for each in found)
     if name in ("Repartition", "Gather", "Scatter") and shapes:
         total = sum(numbers(rank, each, 1).sum().item() for rank, each in shapes.items())

@@ -1,0 +1,161 @@
+"""Tensors of an accelerator: values stay away from the host, and sums are those of the CPU."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import nn
+from weft.comm import staging
+from weft.comm.named import of_module
+from weft.devices import as_device
+from weft.nn import autograd
+from weft.testing import run, spmd
+from weft.wire import default, dense
+from weft.wire.base import as_bytes, wire_for
+from weft.wire.device import BetweenPairs, DeviceWire, OverGroup, Staged
+
+CPU = torch.device("cpu")
+MARK = b"\xa5" * 8  # the bytes of each value
+VALUE = struct.unpack("d", MARK)[0]
+
+
+def marked(*shape):
+    return torch.full(shape, VALUE, dtype=torch.float64, requires_grad=True)
+
+
+def back(results):
+    torch.autograd.backward(results, [torch.full_like(each, VALUE) for each in results])
+
+
+def module(rows):
+    found = torch.nn.Module()
+    found.table = torch.nn.Embedding(9, 2, sparse=True, _weight=marked(9, 2).detach())
+    found.dense = torch.nn.Parameter(marked(rows).detach())
+    return found
+
+
+def synchronised(rows, overlap):
+    model = module(rows)
+    weft.sync_params(model)
+    if overlap:
+        weft.overlap_grads(model)
+    (model.table(torch.arange(9)).sum() * VALUE + model.dense.sum() * VALUE).backward()
+    weft.sync_grads(model)
+    weft.clip_grad_norm_(model, 1e-3)
+
+
+def layers(rows):
+    """On all ranks, and on half of them, twice as many times: the others know nothing of it."""
+    size = default.resolve(None).size
+    every, half = weft.Partition(size), weft.Partition(-(-size // 2))
+    for grid in (every, half, half):
+        for kind in (nn.AllGather, nn.AllSumReduce, nn.ReduceScatter, nn.SumReduce, nn.Broadcast):
+            has = grid.active and (kind is not nn.Broadcast or not grid.rank)
+            back([kind(grid, 0)(marked(rows) if has else marked(0))])
+
+
+CALLS = {
+    "all_to_all": lambda size, rows: back(weft.all_to_all([marked(rows)] * size)),
+    "rounds": lambda size, rows: weft.all_to_all([marked(rows)] * size, round_bytes=64 * rows),
+    "all_reduce": lambda size, rows: back([weft.all_reduce(marked(rows))]),
+    "largest": lambda size, rows: back([weft.all_reduce(marked(rows), "max")]),
+    "exchange": lambda size, rows: back(weft.exchange(marked(rows, 1), [torch.arange(2)] * size)),
+    "sync": lambda size, rows: synchronised(rows, False),
+    "overlap": lambda size, rows: synchronised(rows, True),
+    "nn": lambda size, rows: layers(rows),
+}
+
+
+@pytest.mark.parametrize("rows", [2, 30_000])
+@pytest.mark.parametrize("name", CALLS)
+@spmd(1, 2, 4, on=("device",))
+def test_no_value_goes_over_the_cpu_wire(wire, name, rows):
+    seen, post = [], wire._post
+
+    def watched(sends, recvs, channel):
+        seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
+        return post(sends, recvs, channel)
+
+    apart = wire.sub(range(wire.size))  # which values go over
+    wire._devices[CPU] = DeviceWire(wire, CPU, Staged(apart))
+    wire._post = watched
+    CALLS[name](wire.size, rows)
+    assert bool(seen) == (wire.size > 1) and not any(seen)
+
+
+def sums(wire):
+    draw = torch.Generator().manual_seed(wire.rank)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for count in (5, 50_000):
+            x = torch.randn(count, generator=draw).to(dtype)
+            found += [weft.all_reduce(x, "avg"), nn.AllSumReduce(weft.Partition(wire.size), 0)(x)]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_sums_have_the_bits_of_the_cpu_way(size, monkeypatch):
+    """Also in chunks, of which two are under way."""
+    monkeypatch.setattr(dense, "_LARGE", 16_384)
+    same(run(size, sums, on="threads"), run(size, sums, on="device"))
+
+
+def same(found, wanted):
+    for one, other in zip(chain(*found), chain(*wanted), strict=True):
+        assert torch.equal(as_bytes(one), as_bytes(other))
+
+
+@spmd(3, on=("device",))
+def test_one_rank_has_its_tensors_elsewhere(wire):
+    if wire.rank == 1:
+        wire._devices[CPU]._carries = "xpu (xccl)"
+    for name in ("all_to_all", "all_reduce", "exchange", "nn"):
+        with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
+            CALLS[name](3, 4)
+
+
+def test_a_manifest_says_what_is_on_an_accelerator():
+    before = of_module(module(1), buffers=True)[1]["dense"]
+    with as_device():
+        assert of_module(module(1), buffers=True)[1]["dense"] == before.replace("a ", "a cpu ", 1)
+
+
+@spmd(2, on=("threads",))
+def test_the_capture_of_a_graph_is_refused(wire, monkeypatch):
+    for place in (staging, sys.modules["weft.comm.all_reduce"], autograd):
+        monkeypatch.setattr(place, "is_capturing", lambda device: True)
+    for name in ("all_to_all", "all_reduce", "exchange", "sync", "nn"):
+        with pytest.raises(weft.WeftError, match="CUDA graph"):
+            CALLS[name](2, 4)
+
+
+def over_gloo(wire, path):
+    group = {"init_method": f"file://{path}", "rank": wire.rank, "world_size": wire.size}
+    dist.init_process_group("gloo", **group)
+    try:
+        with weft.init(), as_device():
+            over = wire_for(default.resolve(None), torch.empty(0))
+            assert type(over.way) is OverGroup and "gloo" in over._carries
+            for name in CALLS:
+                CALLS[name](wire.size, 30_000)
+            assert type(over._among_some().way) is BetweenPairs
+            dist.group.WORLD.bound_device_id = torch.device(
+                "cpu:0"
+            )  # as if its communicator had been made with it
+            layers(2)
+            return sums(wire)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_over_a_group_of_gloo(size, tmp_path):
+    found = run(size, over_gloo, str(tmp_path / "store"), on="processes")
+    same(found, run(size, sums, on="threads"))
