@@ -14,7 +14,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from weft import ddp
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
 from weft.comm import sync_grads
+from weft.devices import as_device
 from weft.errors import Error, WeftError, WireError
 from weft.testing import spmd
 from weft.wire import dense, process_group
@@ -316,11 +319,15 @@ def test_backward_goes_on_while_gradients_travel() -> None:
 
 @trained(2)
 def test_ranks_may_run_out_of_data() -> None:
+    out_of_data({})
+
+
+def out_of_data(options: dict[str, Any]) -> None:
     dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torch.no_grad():
         for parameter in dense.parameters():
             parameter.fill_(2)
-    ours, plain = DistributedDataParallel(copy.deepcopy(dense)), DistributedDataParallel(dense)
+    ours, plain = (DistributedDataParallel(copy.deepcopy(dense), **options) for _ in range(2))
     ddp.register(ours)
     for model in (ours, plain):
         with model.join():
@@ -332,8 +339,12 @@ def test_ranks_may_run_out_of_data() -> None:
 
 @trained(2)
 def test_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
+    an_error_and_the_next_step({})
+
+
+def an_error_and_the_next_step(options: dict[str, Any]) -> None:
     model = Model()
-    ours, plain = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
+    ours, plain = (DistributedDataParallel(copy.deepcopy(model), **options) for _ in range(2))
     state = ddp.register(ours, algorithm=["gather", "split"][dist.get_rank()])
     with pytest.raises(WeftError, match=r"algorithm: .*gather.*split") as caught:
         ours(words(0)).sum().backward()
@@ -496,3 +507,118 @@ def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
     for _ in range(2):
         with pytest.raises(WeftError, match="ranks differ in wire_dtype"):
             ours(torch.ones(1, 70)).sum().backward()
+
+
+# On an accelerator: tensors of the CPU go its way, over gloo in place of NCCL.
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What weft began on the group meanwhile, in order."""
+    began: list[str] = []
+
+    def noting(name: str) -> Any:
+        collective = getattr(dist, name)
+
+        def begin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            began.append(f"{name} {tensor.dtype}")
+            return collective(tensor, *args, **kwargs)
+
+        return begin
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, noting(name))
+        yield began
+
+
+@trained(4, 2, 1)
+def test_on_an_accelerator_gradients_are_the_same() -> None:
+    with as_device(), noted() as began:
+        with_all_options(same_gradients)
+    assert set(began) <= {"all_reduce torch.float32", "all_to_all_single torch.uint8"}
+    assert len(set(began)) == min(dist.get_world_size(), 2)  # alone only the dense ones
+
+
+@trained(2, 4)
+def test_on_an_accelerator_tables_may_be_unused() -> None:
+    with as_device():
+        with_all_options(unused)
+
+
+@trained(2)
+def test_on_an_accelerator_the_group_carries_values_and_sums_what_is_dense() -> None:
+    ours, plain = both({"bucket_cap_mb": 1e-5})
+    for step in range(2):  # of which the second has the buckets for good
+        for model in (ours, plain):
+            model.zero_grad()
+        with as_device(), noted() as began:
+            ours(words(step)).sum().backward()
+        plain(words(step)).sum().backward()
+        check_equal(ours, plain)
+    assert began[:2] == ["all_reduce torch.float32"] * 2  # in the order of backward
+    assert began[-1] == "all_to_all_single torch.uint8"
+
+
+@trained(2)
+def test_on_an_accelerator_the_group_gets_the_wire_dtype() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 3))
+    ours, plain = (DistributedDataParallel(copy.deepcopy(model)) for _ in range(2))
+    batch = torch.randn(2, 70, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with as_device(), noted() as began:
+        ddp.register(ours, wire_dtype=torch.float16)
+        ours(batch).sum().mul(99).backward()  # numbers that are normal in float16, too
+    assert set(began) == {"all_reduce torch.float16"}
+    plain.register_comm_hook(None, fp16_compress_hook)
+    plain(batch).sum().mul(99).backward()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
+
+
+@trained(2)
+def test_on_an_accelerator_ranks_may_run_out_of_data() -> None:
+    with as_device():
+        out_of_data({"find_unused_parameters": True})
+
+
+@trained(2)
+def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
+    with as_device():
+        an_error_and_the_next_step({"find_unused_parameters": True})
+
+
+@trained(2)
+def test_on_an_accelerator_a_model_may_not_use_the_group_in_between() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
+    with as_device(), pytest.MonkeyPatch.context() as patch:
+        handle = "_passing_sync_batchnorm_handle"  # which wants a GPU
+        patch.setattr(DistributedDataParallel, handle, lambda *_: None)
+        with pytest.raises(WeftError, match=r"^rank 0: 1 is a SyncBatch.*new_group") as caught:
+            ddp.register(DistributedDataParallel(model))
+        same_on_all(str(caught.value))
+        ddp.register(DistributedDataParallel(model, process_group=dist.new_group()))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_on_an_accelerator_who_fails_in_backward_is_named(sparse: bool) -> None:
+    with pytest.raises(WireError) as caught:
+        launch(3, failing_as_on_an_accelerator, [sparse], env={"OMP_NUM_THREADS": "1"})
+    notes = "\n".join(caught.value.__notes__)
+    for rank in (1, 2):
+        assert f"rank {rank} of 3 raised WireError: rank {rank}: rank 0 died while" in notes
+
+
+def failing_as_on_an_accelerator(sparse: bool) -> None:
+    with as_device(), init(timeout=20):
+        table = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)
+        wrapped = DistributedDataParallel(table)
+        ddp.register(wrapped)
+        for step in range(3):
+            output = wrapped(words(step))
+            if step == 2 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                output.sum().backward()
+            except RuntimeError as error:  # of gloo, which names nobody
+                raise AssertionError(str(error)) from None

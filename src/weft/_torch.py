@@ -96,10 +96,15 @@ def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
     return outside
 
 
-def is_of_gloo(error: BaseException | None) -> bool:
-    """Whether gloo raised that: a RuntimeError, of which only the text tells."""
+def is_of_group(error: BaseException | None) -> bool:
+    """Whether a process group raised that: a RuntimeError, of which gloo's have a text alone.
+
+    Example:
+        >>> is_of_group(dist.DistBackendError("NCCL communicator was aborted on rank 1."))
+        True
+    """
     said = str(error) if isinstance(error, RuntimeError) else ""
-    return "gloo" in said or "caused pair closure" in said
+    return isinstance(error, dist.DistError) or "gloo" in said or "caused pair closure" in said
 
 
 def is_wrapped(tensor: Tensor) -> bool:

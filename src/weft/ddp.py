@@ -1,9 +1,25 @@
 """Gradients of a DistributedDataParallel model over weft: its communication hook.
 
 `register(ddp_model)` is all a training loop needs. Sparse gradients are summed by
-`weft.sparse_all_reduce`, dense ones by the wire, both while backward is still running; what ends
-up in `.grad` is what DistributedDataParallel itself would have put there. Trainers that take a
-communication hook and its state are handed `weft.ddp.hook` and a `weft.ddp.State`.
+`weft.sparse_all_reduce`, dense ones by the wire, or on an accelerator by the group's own
+all-reduce, both while backward is still running; what ends up in `.grad` is what
+DistributedDataParallel itself would have put there. Trainers that take a communication hook and its
+state are handed `weft.ddp.hook` and a `weft.ddp.State`.
+
+On an accelerator all of it goes over the model's own group, of which NCCL demands that all ranks
+begin the same collectives in the same order. Buckets come in one order on all ranks, and the worker
+of the wire begins what is sparse and what is dense in that order. What DistributedDataParallel
+itself begins on the group comes before the first bucket or, since the hook of the last bucket waits
+for the worker, after the last. What a model's own backward begins there would come in between, at
+no particular place: `register` refuses a `SyncBatchNorm` on the same group.
+
+Streams: a bucket is reduced in weft's stream of its device, behind what the stream of backward does
+when the hook is called. That is what wrote the gradient: as in torch's own hooks, all gradients of
+a bucket are taken to be written in one stream. Nobody's stream waits for a reduction before
+backward ends. Then two do, which are mostly one: that of DistributedDataParallel, by the event in
+the bucket's Future, before it copies gradients to where they belong; and that of the caller of
+`backward()`, when it is looked whether a reduction has failed. What a reduction reads is kept until
+then, since its memory belongs to the stream of backward, which may use it again once it is freed.
 
 It also cures what DistributedDataParallel cannot do (pytorch#80496): a sparse table that a batch
 did not use, on some ranks or on all, is given a gradient without rows.
@@ -31,12 +47,14 @@ from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
+from .comm.rounding import travelling
+from .devices import Aside, accelerators, on_host
 from .errors import WeftError, WireError, entry
 from .sparse import Record, last_call
 from .sparse.api import job_of
 from .sparse.request import wrong_wire_dtype
 from .wire import process_group
-from .wire.base import Wire, Work
+from .wire.base import Wire, Work, wire_for
 
 _KEPT = 256  # records
 _NAME = "ddp.register"
@@ -67,10 +85,11 @@ class State:
         self._wire: Wire | None = None
         self.algorithm = algorithm
         self._wire_dtype = wire_dtype
+        self._error: str | None = None  # what is wrong with the model
         self.calls: deque[Record] = deque(maxlen=_KEPT)
         self._backward: int | None = None  # which one is running
         self._pending: list[Work[Any] | Exception] = []  # its calls
-        self._tables = _Tables()  # that wait for the next bucket
+        self._tables: _Tables | None = None  # that wait for the next bucket
         self._bucket = -1  # the last bucket's number in this backward
 
     @property
@@ -91,7 +110,7 @@ class State:
             wire = group if isinstance(group, Wire) else process_group.of_group(group)
             # dense buckets are not compared one by one
             fields = {"wire_dtype": str(self._wire_dtype)}
-            _tell(wire, fields, wrong_wire_dtype(self._wire_dtype))
+            _tell(wire, fields, self._error or wrong_wire_dtype(self._wire_dtype))
             self._wire = wire
         return self._wire
 
@@ -116,8 +135,9 @@ def register(
 
     Raises:
         WeftError: `ddp_model` is no DistributedDataParallel, `wire_dtype` is wrong or differs
-            between ranks; the same text on every rank. Later, from `backward()`: what the
-            calls raise. Then `.grad` holds this rank's own values; the next step works.
+            between ranks, or a `SyncBatchNorm` on an accelerator has the same group; the same text
+            on every rank. Later, from `backward()`: what the calls raise. Then `.grad` holds this
+            rank's own values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -140,11 +160,27 @@ def register(
             _tell(process_group.of_group(None), {}, error)
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
+    state._error = _interferes(ddp_model)
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
     ddp_model.forward = _blaming(state, ddp_model)  # type: ignore[method-assign]
     return state
+
+
+def _interferes(ddp_model: DistributedDataParallel) -> str | None:
+    """What in a model on an accelerator would use the group while gradients do."""
+    if on_host(next(ddp_model.parameters())):
+        return None
+    for name, part in ddp_model.module.named_modules():
+        group = getattr(part, "process_group", None) or dist.group.WORLD
+        if isinstance(part, nn.SyncBatchNorm) and group is ddp_model.process_group:
+            return (
+                f"{name or 'the module'} is a SyncBatchNorm, whose backward uses the group while "
+                "gradients do: give DistributedDataParallel one of its own, "
+                "process_group=torch.distributed.new_group()"
+            )
+    return None
 
 
 def _blaming(state: State, ddp_model: DistributedDataParallel) -> Callable[..., Any]:
@@ -182,24 +218,31 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     gradient = bucket.buffer()
     backward = backward_id()
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
-        return _future(state, gradient, _may_wait(state, bucket))
+        if bucket.index() == 0:
+            state._pending = []  # those of the step before
+        return _future(state, bucket)
     _watch_for_errors(state, backward)
+    # made here, behind the stream of backward
+    own = Aside(gradient.device, lambda: gradient.coalesce() if gradient.is_sparse else gradient)
     try:
-        future = _future(state, gradient, _may_wait(state, bucket))
+        future = _future(state, bucket)
     except Exception as error:  # raised later, by _raise_error, when that does no harm
         state._pending.append(error)
-        state._tables = state._tables.given_up()
+        if state._tables is not None:  # which are not reduced
+            state._tables.ended.set_result(None)
+            state._tables = None
         future = Future()
         future.set_result(gradient)
         return future
 
     def outcome(done: Future[Tensor]) -> Tensor:
         # Whatever happened, DistributedDataParallel gets a tensor: an error that it found here
-        # would lose its type and leave the model unusable.
+        # would lose its type and leave the model unusable. A Future with devices looks into that,
+        # and can only if it is coalesced.
         try:
             return done.value()
         except Exception:
-            return gradient
+            return own.run()
 
     return future.then(outcome)
 
@@ -208,20 +251,23 @@ class _Tables:
     """Sparse gradients that one call is going to reduce.
 
     Attributes:
-        given: in place of what they are reduced, and the same on the CPU.
+        given: in place of what they are reduced, and what that is before.
         ended: completed when `work` has ended, or could not be started. The work itself is not for
             a Future: that looks for tensors in all that it is given.
         work: the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: of all of them."""
+        self.device = device
         self.given: list[tuple[Tensor, Tensor]] = []
-        self.ended: Future[None] = Future()
-        self.work: Work[None] | None = None
+        self.ended: Future[None] = Future(devices=accelerators(device))
+        self.work: Work[list[Tensor]] | None = None
 
-    def add(self, gradient: Tensor, staged: Tensor) -> Future[Tensor]:
+    def add(self, gradient: Tensor) -> Future[Tensor]:
         """Take one more; what it will be."""
-        self.given.append((gradient, staged))
+        # the gradient's own memory, which is kept when the gradient gets that of the result
+        self.given.append((gradient, gradient.detach()))
 
         def result(_: object) -> Tensor:
             if self.work is not None:
@@ -229,11 +275,6 @@ class _Tables:
             return gradient
 
         return self.ended.then(result)
-
-    def given_up(self) -> "_Tables":
-        """They are not reduced, since something was wrong; what takes the next ones."""
-        self.ended.set_result(None)
-        return _Tables()
 
 
 def _may_wait(state: State, bucket: dist.GradBucket) -> bool:
@@ -247,32 +288,39 @@ def _may_wait(state: State, bucket: dist.GradBucket) -> bool:
     return counts and not bucket.is_last()
 
 
-def _future(state: State, gradient: Tensor, may_wait: bool) -> Future[Tensor]:
+def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """Reduce one bucket: what will be the result, or raise.
 
     Buckets come in the same order on every rank. Tables that come one right after the other wait
     for the next dense bucket, or for the last of all, and are reduced by one call.
     """
-    # Memory of an accelerator is copied here, in the stream of backward, which has just written it.
-    staged = gradient.detach().cpu()
-    if gradient.layout != torch.sparse_coo:
+    gradient, may_wait = bucket.buffer(), _may_wait(state, bucket)
+    dense = gradient.layout != torch.sparse_coo
+    if dense or (state._tables is not None and state._tables.device != gradient.device):
         _reduce_tables(state)
-        work = _reduce_dense(state, gradient, staged)
+    if dense:
+        work = _reduce_dense(state, gradient)
         state._pending.append(work)
-        return work.get_future()
-    future = state._tables.add(gradient, staged)
-    if not may_wait:
-        _reduce_tables(state)
+        future = work.get_future()
+    else:
+        state._tables = state._tables or _Tables(gradient.device)
+        future = state._tables.add(gradient)
+        if not may_wait:
+            _reduce_tables(state)
+    if bucket.is_last() and not on_host(gradient):
+        # Behind this hook DistributedDataParallel may begin to reduce which parameters were used,
+        # over the same group. So the worker begins all that waits first; no stream is waited for.
+        state.wire.worker.call("ddp last bucket", lambda: None)
     return future
 
 
 def _reduce_tables(state: State) -> None:
     """Queue the reduction of the tables that wait."""
     tables = state._tables
-    if not tables.given:
+    if tables is None:
         return
-    work = _start(state, tables.given)
-    state._tables = _Tables()
+    work = _start(state, tables)
+    state._tables = None
     state._pending.append(work)
 
     def ended(_: object) -> None:
@@ -282,41 +330,49 @@ def _reduce_tables(state: State) -> None:
     work.get_future().then(ended)
 
 
-def _start(state: State, tables: list[tuple[Tensor, Tensor]]) -> Work[None]:
-    wire = state.wire
-    given, like = [staged for _, staged in tables], (state.algorithm, state.wire_dtype)
+def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
+    wire, given = state.wire, [before for _, before in tables.given]
+    like = state.algorithm, state.wire_dtype
 
-    def job() -> None:
+    def job() -> list[Tensor]:
         alone = len(given) == 1
-        done = job_of(wire, given[0] if alone else given, "avg", *like).run()
+        # in the stream of the Aside around it
+        done = job_of(wire, given[0] if alone else given, "avg", *like)()
         record = last_call(wire)
         if record is not None:
             state.calls.append(record)
-        for (gradient, _), result in zip(tables, [done] if alone else done, strict=True):
+        results = [done] if alone else done
+        for (gradient, _), result in zip(tables.given, results, strict=True):
             # DistributedDataParallel copies what it is given into the gradient, unless it is the
             # gradient: so let that have the memory of the result.
-            gradient.data = result.to(gradient.device)
+            gradient.data = result
+        return results
 
-    return wire.worker.submit("ddp sparse bucket", job)
+    return wire.worker.submit("ddp sparse bucket", Aside(tables.device, job))
 
 
-def _reduce_dense(state: State, gradient: Tensor, staged: Tensor) -> Work[Tensor]:
+def _reduce_dense(state: State, gradient: Tensor) -> Work[Tensor]:
     """Queue the reduction of a dense bucket."""
-    wire = state.wire
+    wire, narrow = state.wire, travelling(gradient.dtype, state.wire_dtype)
 
     def job() -> Tensor:
         with record_function("weft::ddp_dense"):
-            reduce_dense(wire, [staged], "avg", state.wire_dtype)
-        return gradient if staged is gradient else gradient.copy_(staged)
+            if on_host(gradient):
+                reduce_dense(wire, [gradient], "avg", state.wire_dtype)
+            else:
+                sent = gradient.div_(wire.size).to(narrow)  # divided first: a sum may overflow
+                wire_for(wire, gradient)._sum(sent)
+                gradient.copy_(sent)  # which is nothing where it is the same tensor
+        return gradient
 
-    return wire.worker.submit("ddp dense bucket", job)
+    return wire.worker.submit("ddp dense bucket", Aside(gradient.device, job))
 
 
 def _watch_for_errors(state: State, backward: int) -> None:
     """At the first bucket of a backward, see to it that errors are raised at its end."""
-    if backward == state._backward and (state._pending or state._tables.given):
+    if backward == state._backward and (state._pending or state._tables):
         return
-    state._backward, state._pending, state._tables, state._bucket = backward, [], _Tables(), -1
+    state._backward, state._pending, state._tables, state._bucket = backward, [], None, -1
     at_end_of_backward(functools.partial(_raise_error, state, before=True))
 
 

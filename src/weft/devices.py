@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -61,10 +61,22 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
+def accelerators(device: torch.device) -> list[int | str | torch.device]:
+    """The device, if it has streams: what a Future of a tensor there is given as its devices."""
+    return [] if device.type == "cpu" else [device]
+
+
+_own = functools.cache(torch.Stream)  # the stream of weft's own on a device
+
+
 def _stream(device: torch.device) -> torch.Stream:
-    """The stream of weft's own on a device."""
-    return torch.Stream(device)
+    """The stream of weft's own on a device, as an object that nobody else has.
+
+    Entered, an object remembers what was current before: with one for all threads, one thread would
+    leave to the stream of another.
+    """
+    own = _own(device)
+    return torch.Stream(own.stream_id, own.device_index, own.device_type)
 
 
 class Aside(Generic[T]):
@@ -85,9 +97,8 @@ class Aside(Generic[T]):
     def __init__(self, device: torch.device, job: Callable[[], T]) -> None:
         """To be made where the caller is: what its stream does by now comes first."""
         self._device, self._job = device, job
-        self.accelerators: list[int | str | torch.device] = []
-        if device.type != "cpu":
-            self.accelerators.append(device)
+        self.accelerators = accelerators(device)
+        if self.accelerators:
             self._before, self._behind = torch.Event(device), torch.Event(device)
             self._before.record(torch.accelerator.current_stream(device))
 
@@ -113,6 +124,14 @@ class Aside(Generic[T]):
                 # freed at once, its memory is not used again before that stream is through
                 tensor.record_stream(stream)
         return result
+
+    def apart(self) -> AbstractContextManager[object]:
+        """A stream that nobody computes in, to join a result in for who is going to ask for it.
+
+        A thread begins in the default stream, where the caller's own operations may be: joined
+        there, they would wait, too.
+        """
+        return torch.Stream(self._device) if self.accelerators else nullcontext()
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

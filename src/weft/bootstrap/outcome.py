@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._torch import is_of_gloo
+from .._torch import is_of_group
 from ..errors import WeftError, WireError
 
 
@@ -79,8 +79,8 @@ class _Remote(Exception):
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Whether a rank raised that on another's account; gloo's errors do not say on whose."""
-    return isinstance(error, WireError) or is_of_gloo(error)
+    """Whether a rank raised that on another's account; a process group's do not say on whose."""
+    return isinstance(error, WireError) or is_of_group(error)
 
 
 def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
@@ -89,7 +89,8 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     Raises:
         RankFailure: a process died, or ranks hang; it says which and where.
         BaseException: what a rank raised. Of several, the one that caused the others: whatever is
-            no WireError and not gloo's comes first, and a death before those, which it causes.
+            no WireError and no process group's comes first, and a death before those, which it
+            causes.
 
     Notes say which rank it was, and what became of the others.
     """

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import is_of_gloo
+from .._torch import is_of_group
 from ..devices import on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
@@ -191,8 +191,8 @@ class Wire(abc.ABC):
 
     @entry
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave. An error of gloo's, which names nobody, becomes one that names who is to blame."""
-        lost = self._blame("a call of torch.distributed's") if is_of_gloo(error) else None
+        """Leave. An error of a process group's becomes one that names who is to blame."""
+        lost = self._blame("a call of torch.distributed's") if is_of_group(error) else None
         (self._end or self.close)()
         if lost is not None:
             raise lost from error
@@ -284,6 +284,10 @@ class Wire(abc.ABC):
     def _call(self) -> tuple[int, str]:
         """How many calls were started, and the name of the one that runs, or ""."""
         return (0, "") if self._worker is None else (self._worker.calls, self._worker.doing)
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place, added in whatever order is fastest."""
+        self.dense_all_reduce(tensor, "sum").wait()
 
     def _among_some(self) -> Wire:
         """The same for calls in which not all ranks take part."""

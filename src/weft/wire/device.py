@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -62,6 +62,10 @@ class Way(ABC):
             WireError: the wire did.
         """
 
+    def all_reduce(self, over: Wire, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks of a wire, in place. Raises as `exchange`."""
+        over.dense_all_reduce(tensor, "sum").wait()
+
     def among_some(self) -> Way:
         """The way where some ranks are in no exchange: each two that have bytes meet alone."""
         return self
@@ -79,6 +83,9 @@ class OverGroup(Way):
 
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
         dist.all_to_all_single(out, data, came, goes, group=self._group())
+
+    def all_reduce(self, over: Wire, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group())
 
     def among_some(self) -> Way:
         group = self._group()
@@ -255,20 +262,27 @@ class DeviceWire(Wire):
         for part in (part for parts in sends for part in parts):
             data[at : at + part.numel()] = part
             at += _filled(part.numel())
-        try:
-            self.way.exchange(out, data, came, goes)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        if self._watcher is not None:
-            self._watcher.watch(data, out)
+        self._begin(lambda: self.way.exchange(out, data, came, goes), data, out)
         at = 0
         for post, number, size in (each for parts in recvs for each in parts):
             post.take(number, out[at : at + size])
             at += _filled(size)
 
-    def _lost(self, error: RuntimeError) -> Exception:
-        """The error of a rank whose exchange failed: who is to blame, as the CPU wire knows."""
-        return self.beside._blame(f"an exchange over {self.way.name}") or error
+    def _sum(self, tensor: Tensor) -> None:
+        self._begin(lambda: self.way.all_reduce(self, tensor), tensor)
+
+    def _begin(self, exchange: Callable[[], None], *kept: Tensor) -> None:
+        """Begin an exchange of memory that is kept until it is through.
+
+        Raises:
+            WireError: it failed, and a peer is to blame, as the CPU wire knows.
+        """
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise self.beside._blame(f"an exchange over {self.way.name}") or error from error
+        if self._watcher is not None:
+            self._watcher.watch(*kept)
 
 
 class _Post(Pending):

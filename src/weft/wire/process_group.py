@@ -223,14 +223,14 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
 
 
 def blame(wire: Wire, error: RuntimeError, where: str) -> WireError | None:
-    """Who is to blame for an error of gloo's, which names nobody, on the ranks of a wire.
+    """Who is to blame for an error of a process group's, which names nobody.
 
     Args:
         wire: among the ranks of the group that raised it.
-        error: what was raised; None is the answer to any that is not gloo's.
+        error: what was raised; None is the answer to any that no group raised.
         where: what the caller was in, as a clause of the error that is returned.
     """
-    return wire._blame(where) if _torch.is_of_gloo(error) else None
+    return wire._blame(where) if _torch.is_of_group(error) else None
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -364,7 +365,9 @@ def _complete(raw: torch.futures.Future[T], work: Work[T]) -> None:
     """Give a Future of torch's what came of a call."""
     error = work.exception()
     if error is None:
-        raw.set_result(work.result())
+        # the event that a Future with devices keeps for its readers is one of this stream's
+        with nullcontext() if work._aside is None else work._aside.apart():
+            raw.set_result(work.result())
     else:  # torch takes no KeyboardInterrupt
         known = error if isinstance(error, Exception) else RuntimeError(_text(error))
         raw.set_exception(known)  # type: ignore[arg-type]  # torch's stub says T
