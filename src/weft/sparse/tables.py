@@ -108,14 +108,10 @@ def _wrong(requests: Sequence[Request]) -> str | None:
 
 def _scattered(requests: Sequence[Request]) -> str | None:
     """What is wrong with tables on several devices."""
-    devices = [request.device for request in requests]
-    for number, device in enumerate(devices):
-        if device != devices[0]:
-            return (
-                f"table {number} is on {device}, table 0 on {devices[0]}: pass a list for each "
-                "device"
-            )
-    return None
+    first = requests[0].device
+    found = ((number, each.device) for number, each in enumerate(requests) if each.device != first)
+    texts = (f"table {number} is on {device}, table 0 on {first}" for number, device in found)
+    return next((f"{text}: pass a list for each device" for text in texts), None)
 
 
 def _looked_at(requests: Sequence[Request]) -> str | None:
@@ -265,36 +261,16 @@ class _Group(NamedTuple):
         """The rows of each table; the next of `ends` are those of several."""
         if len(self.tables) == 1:
             return {self.tables[0]: result}
-        bounds, found = list(islice(ends, len(self.starts))), {}
-        parts = self._in_place if on_host(result.indices) else self._copied
-        for table, part in zip(self.tables, parts(result, requests, bounds), strict=True):
-            found[table] = replace(part, height=requests[table].rows.height)
-        return found
-
-    def _copied(
-        self, result: Rows, requests: Sequence[Request], bounds: Sequence[int]
-    ) -> Iterator[Rows]:
-        """The rows of each table, in memory of their own."""
-        places = zip(self.tables, self.starts[:-1], pairwise(bounds), strict=True)
-        for table, start, (low, high) in places:
-            indices = result.indices[low:high] - start
-            indices = indices.to(requests[table].rows.indices.dtype)
-            yield Rows(indices, result.values[low:high].clone())
-
-    def _in_place(
-        self, result: Rows, requests: Sequence[Request], bounds: Sequence[int]
-    ) -> Iterator[Rows]:
-        """The rows of each table where they are, in storages of their own."""
+        bounds = list(islice(ends, len(self.starts)))
         counts = [high - low for low, high in pairwise(bounds)]
         keys = result.indices - _repeated(self.starts[:-1], counts, result.indices)
-        indices = {each.dtype: as_bytes(each).numpy() for each in (keys.int(), keys.long())}
-        values, width = as_bytes(result.values).numpy(), math.prod(self.row_shape)
-        for table, low, count in zip(self.tables, bounds[:-1], counts, strict=True):
-            dtype, kind = requests[table].rows.indices.dtype, result.values.dtype
-            yield Rows(
-                _apart(indices[dtype], dtype, low, count),
-                _apart(values, kind, low * width, count * width).view(count, *self.row_shape),
-            )
+        dtypes = {requests[table].rows.indices.dtype for table in self.tables}
+        indices = {dtype: _cut(keys.to(dtype), bounds) for dtype in dtypes}
+        values, found = _cut(result.values, bounds), {}
+        for number, table in enumerate(self.tables):
+            rows = requests[table].rows
+            found[table] = Rows(indices[rows.indices.dtype][number], values[number], rows.height)
+        return found
 
 
 def _there(numbers: Sequence[int], like: Tensor) -> Tensor:
@@ -309,11 +285,22 @@ def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Te
     return torch.repeat_interleave(of, times, output_size=sum(counts))
 
 
-def _apart(memory: NDArray[np.uint8], dtype: torch.dtype, first: int, count: int) -> Tensor:
-    """Some elements of memory, in a storage of their own: saved, it is saved alone."""
-    if not count:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=first * dtype.itemsize)
+def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """Rows from each bound up to the next, in storages of their own: saved, each is saved alone.
+
+    On the host these lie in the memory of the whole.
+    """
+    if not on_host(whole):
+        return [whole[low:high].clone() for low, high in pairwise(bounds)]
+    memory, shape, dtype = as_bytes(whole).numpy(), whole.shape[1:], whole.dtype
+    row, found = math.prod(shape), []
+    for low, high in pairwise(bounds):
+        count, first = (high - low) * row, low * row * dtype.itemsize
+        part = torch.empty(0, dtype=dtype)  # which no buffer may be asked for
+        if count:
+            part = torch.frombuffer(memory, dtype=dtype, count=count, offset=first)
+        found.append(part.view(high - low, *shape))
+    return found
 
 
 def _groups(stated: _Tables) -> list[_Group]:
