@@ -238,6 +238,15 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
         return None
 
 
+def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has a backend for the tensors of a device; yes, where torch does not say.
+
+    Of one for several devices, `cpu:weft,cuda:nccl`, torch keeps what is written in Python alone.
+    """
+    kinds = {each.type for each in getattr(group, "_device_types", (device,))}
+    return device.type in kinds
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that an operation of a group may last; torch's default where it does not say."""
     for device in getattr(group, "_device_types", ()):

@@ -144,6 +144,16 @@ def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog,
     wire.close()
 
 
+def test_of_a_group_for_two_devices_torch_keeps_what_is_written_in_python_alone():
+    meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:weft,cuda:nccl", **meeting)  # NCCL is never asked for
+    try:
+        way = device.way_for(process_group.of_group(None), torch.device("cuda:0"))
+        assert type(way) is device.Staged
+    finally:
+        dist.destroy_process_group()
+
+
 # a rank that fails in an exchange
 
 RANK = """
@@ -201,11 +211,9 @@ def clock(monkeypatch):
     events = iter([clock.first, clock.second])
     clock.own.__enter__.return_value = clock.own
     monkeypatch.setattr(torch, "Event", lambda on: next(events))
-    monkeypatch.setattr(torch, "Stream", lambda on: clock.own)
+    monkeypatch.setattr(devices, "_stream", lambda on: clock.own)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda on: clock.callers)
-    devices._stream.cache_clear()
-    yield clock
-    devices._stream.cache_clear()
+    return clock
 
 
 class Noted(torch.Tensor):

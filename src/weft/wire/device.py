@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import serves
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, as_bytes, flattened, peers
 from .memory import Lease, Pool
@@ -162,7 +163,8 @@ def way_for(wire: Wire, device: torch.device) -> Way:
         config = dist.get_backend_config(group)
         pairs = (pair.partition(":") for pair in config.split(","))
         backend = {kind: name for kind, _, name in pairs}.get(device.type, "undefined")
-        if backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu"):
+        takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
+        if takes and serves(group, device):
             return OverGroup(group, backend)
         _log.warning(
             "rank %d: tensors on %s are copied through the host: the group's backends are %s",
