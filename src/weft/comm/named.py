@@ -65,7 +65,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
 
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield "parameter", name, parameter
+        if not getattr(parameter, "_ddp_ignored", False):  # as a shard of `weft.nn`'s is
+            yield "parameter", name, parameter
     if buffers:
         for name, buffer in module.named_buffers(remove_duplicate=False):
             yield "buffer", name, buffer

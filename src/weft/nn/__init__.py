@@ -4,6 +4,9 @@ A tensor is cut along a `weft.Partition`. Each layer is one linear map, a plan o
 transpose is the backward pass. `weft.nn.functional` has each of them as a function.
 """
 
+import importlib as _importlib
+import typing as _typing
+
 from . import functional
 from .all_gather import AllGather, ReduceScatter
 from .all_sum_reduce import AllSumReduce
@@ -17,6 +20,9 @@ from .repartition import Repartition
 from .scatter import Gather, Scatter
 from .zero_volume import ZeroVolumeCorrector, zero_volume_tensor
 
+if _typing.TYPE_CHECKING:
+    from ..sharded import ShardedEmbedding, ShardedEmbeddingBag, shard_embeddings, sharded_lookup
+
 __all__ = [
     "AllGather",
     "AllSumReduce",
@@ -29,10 +35,22 @@ __all__ = [
     "ReduceScatter",
     "Repartition",
     "Scatter",
+    "ShardedEmbedding",
+    "ShardedEmbeddingBag",
     "SumReduce",
     "ZeroVolumeCorrector",
     "from_dtensor",
     "functional",
+    "shard_embeddings",
+    "sharded_lookup",
     "to_dtensor",
     "zero_volume_tensor",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Sharded tables are made above these layers, of what is for weft's callers, too."""
+    if name not in __all__:
+        raise AttributeError(f"module 'weft.nn' has no attribute {name!r}")
+    found = globals()[name] = getattr(_importlib.import_module("..sharded", __name__), name)
+    return found

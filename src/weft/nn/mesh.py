@@ -8,16 +8,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..errors import WeftError
+from ..wire.base import Wire
 
 
 def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
     """A DeviceMesh of these ranks, nested; collective among all ranks of the default group."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=None if names is None else tuple(names))
+
+
+def as_shard(rows: Tensor, height: int, wire: Wire) -> Tensor:
+    """This rank's rows as a DTensor `Shard(0)` of so many, cut as `torch.chunk` cuts; local.
+
+    They are returned themselves where the wire is that of no group of torch.distributed's.
+    """
+    group = wire._process_group()
+    if group is None:
+        return rows
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((height, *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    along = DeviceMesh.from_group(group, rows.device.type)
+    found: Tensor = DTensor.from_local(rows, along, [Shard(0)], shape=shape, stride=stride)
+    return found
 
 
 def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:

@@ -1,0 +1,369 @@
+"""Sharded tables give what torch's give, replicated: rows, gradients, training, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft import sharded
+from weft.testing import processes, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
+
+DIM = 3
+KINDS = {
+    nn.Embedding: weft.nn.ShardedEmbedding,
+    nn.EmbeddingBag: weft.nn.ShardedEmbeddingBag,
+}
+
+
+def drawn(seed, *shape):
+    """Numbers whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator) / 4
+
+
+def indices(rank, height, *shape, dtype=torch.int64):
+    """With duplicates; none on rank 1."""
+    shape = (0, *shape[1:]) if rank == 1 else shape
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(height, shape, generator=generator, dtype=dtype)
+
+
+def plain(rank, height):
+    return (indices(rank, height, 4, 3, 2),)
+
+
+def scalar(rank, height):
+    return (torch.tensor(rank % height),)
+
+
+def bags(rank, height, *, dtype=torch.int64):
+    return (indices(rank, height, 4, 5, dtype=dtype),)
+
+
+def cut_bags(rank, height, *, last=False):
+    flat = indices(rank, height, 9)
+    offsets = [0, 0, 0] if rank == 1 else [0, 4, 4]  # one of them empty
+    return flat, torch.tensor([*offsets, len(flat)] if last else offsets)
+
+
+def weighted(rank, height):
+    flat, offsets = cut_bags(rank, height)
+    return flat, offsets, drawn(7 + rank, len(flat)).requires_grad_()
+
+
+CASES = {
+    "plain": (nn.Embedding, {}, plain),
+    "scalar": (nn.Embedding, {}, scalar),
+    "padding": (nn.Embedding, {"padding_idx": 2}, plain),
+    "frequency": (nn.Embedding, {"padding_idx": -1, "scale_grad_by_freq": True}, plain),
+    "norm": (nn.Embedding, {"max_norm": 1.0, "norm_type": 1.0}, plain),
+    "weighted": (nn.EmbeddingBag, {"mode": "sum"}, weighted),
+    "int32": (nn.EmbeddingBag, {"mode": "sum"}, functools.partial(bags, dtype=torch.int32)),
+}
+for mode in ("sum", "mean", "max"):
+    options = {"mode": mode, "padding_idx": 3}
+    last = {"mode": mode, "include_last_offset": True}
+    CASES[f"{mode} of 2-D"] = nn.EmbeddingBag, options, bags
+    CASES[f"{mode} of offsets"] = nn.EmbeddingBag, options, cut_bags
+    CASES[f"{mode} to the last"] = nn.EmbeddingBag, last, functools.partial(cut_bags, last=True)
+
+
+def used(table, rank, given):
+    """The output for some input, after backward; and the gradient of what weighs its rows."""
+    output = table(*given)
+    (output * drawn(50 + rank, *output.shape)).sum().backward()
+    return output.detach(), given[2].grad if len(given) > 2 else None
+
+
+@pytest.mark.parametrize("on", ["threads", "device"])
+@pytest.mark.parametrize("sizes", [[10], [5, 4], [4, 4, 2], [3, 3, 3, 1], [3, 3, 3, 0]])
+@pytest.mark.parametrize("case", CASES)
+def test_it_gives_what_a_replicated_table_gives(case, sizes, on):
+    kind, options, inputs = CASES[case]
+    ranks, height = len(sizes), sum(sizes)
+    whole = drawn(0, height, DIM)
+
+    def program(wire):
+        table = KINDS[kind].from_pretrained(whole, freeze=False, **options)
+        found = used(table, wire.rank, inputs(wire.rank, height))
+        assert (table.weight.grad._indices()[0].diff() > 0).all()
+        return *found, table.weight.grad.to_dense(), table.weight.detach(), table.to_dense()
+
+    found = run(ranks, program, on=on)
+    alone = kind.from_pretrained(whole.clone(), freeze=False, **options)
+    for rank, (output, weighing, *_) in enumerate(found):
+        wanted = used(alone, rank, inputs(rank, height))
+        torch.testing.assert_close(output, wanted[0])
+        if weighing is not None:
+            torch.testing.assert_close(weighing, wanted[1])
+    torch.testing.assert_close(torch.cat([each[2] for each in found]), alone.weight.grad / ranks)
+    shards = torch.cat([each[3] for each in found])
+    assert torch.equal(shards, alone.weight) and all(torch.equal(f[4], shards) for f in found)
+    assert [len(each[3]) for each in found] == sizes
+
+
+OPTIMIZERS = {
+    "sgd": (functools.partial(torch.optim.SGD, lr=0.1), True),
+    "momentum": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5), True),
+    "adagrad": (functools.partial(torch.optim.Adagrad, lr=0.1), True),
+    "sparse adam": (torch.optim.SparseAdam, True),
+    "adamw": (torch.optim.AdamW, False),
+}
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_work_on_the_shard(optimizer, average):
+    make, sparse = OPTIMIZERS[optimizer]
+    whole, ranks, steps = drawn(0, 10, DIM), 3, 3
+
+    def losses(table, rank, step):
+        return table(indices(rank + 2, 10, 3, 3)).square().sum() * (step + 1)
+
+    def program(wire):
+        options = {"freeze": False, "average": average, "sparse": sparse}
+        table = weft.nn.ShardedEmbedding.from_pretrained(whole, **options)
+        update = make([table.weight])
+        for step in range(steps):
+            update.zero_grad()
+            for _ in range(2):  # accumulated
+                losses(table, wire.rank, step).backward()
+            update.step()
+        return table.to_dense()
+
+    found = run(ranks, program)
+    alone = nn.Embedding.from_pretrained(whole.clone(), freeze=False, sparse=sparse)
+    update = make([alone.weight])
+    for step in range(steps):
+        update.zero_grad()
+        for rank in range(ranks):
+            for _ in range(2):
+                (losses(alone, rank, step) / (ranks if average else 1)).backward()
+        update.step()
+    for each in found:
+        torch.testing.assert_close(each, alone.weight.detach())
+
+
+@pytest.mark.parametrize("on", ["threads", "device"])
+def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
+    sent = []  # numbers that rank 0 sends, by exchange
+    real = sharded.applied
+
+    def spy(scatter, tensors):
+        if scatter.wire.rank == 0:
+            sent.append([each.numel() for each in tensors])
+        return real(scatter, tensors)
+
+    monkeypatch.setattr(sharded, "applied", spy)
+    ids, offsets = torch.tensor([[8, 1, 1], [8, 8, 0]]), torch.tensor([0, 2])
+
+    def program(wire):
+        one = weft.nn.ShardedEmbedding.from_pretrained(drawn(1, 9, 2), freeze=False)
+        other = weft.nn.ShardedEmbeddingBag.from_pretrained(drawn(2, 4, 5), freeze=False)
+        frozen = weft.nn.ShardedEmbedding.from_pretrained(drawn(3, 4, 1))
+        given = [ids, (ids[1] // 4, offsets), ids[:, :0], ids[0] % 2]
+        rows = weft.nn.sharded_lookup([one, other, frozen, one], given)
+        # of rank 1 some are not used
+        sum(each.sum() for each in rows[: 2 if wire.rank else None]).backward()
+        assert [tuple(each.shape) for each in rows] == [(2, 3, 2), (2, 5), (2, 0, 1), (3, 2)]
+        return [table.weight.grad.to_dense() for table in (one, other)]
+
+    grads = [torch.cat(each) for each in zip(*run(2, program, on=on), strict=True)]
+    assert sent == [[4 + 5, 4 + 2], [2 * 2 + 5 + 2 * 2] * 2]  # counts and indices; rows
+    wanted = torch.zeros(9, 2)
+    wanted.index_add_(0, ids.flatten(), torch.ones(6, 2))
+    wanted.index_add_(0, ids[0] % 2, torch.full((3, 2), 0.5))
+    assert torch.equal(grads[0], wanted)
+    assert grads[1].sum() == 10
+
+
+ONE = torch.tensor([3])
+WRONG = {
+    "index 10 is outside of a table of 10 rows": (torch.tensor([[3, 10]]),),
+    "index -1 is outside of a table of 10 rows": (torch.tensor([[-1]]),),
+    "the input is torch.float32: indices must be": (torch.ones(1, 2),),
+    "the input is a list": ([[1, 2]],),
+    "ValueError: offsets has to be a 1D Tensor": (ONE, torch.tensor([[0]])),
+    r"RuntimeError: .*offsets\[0\]": (ONE, torch.tensor([1])),
+    "ValueError: .*must have the same shape": (ONE, torch.tensor([0]), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
+    def program(wire):
+        table = weft.nn.ShardedEmbeddingBag(10, DIM, mode="sum")
+        right = (torch.tensor([[4]]),)
+        with pytest.raises(weft.WeftError, match=text) as caught:
+            table(*(WRONG[text] if wire.rank == 1 else right))
+        assert torch.equal(table(*right)[0], table.to_dense()[4])
+        return str(caught.value)
+
+    first, *others = run(3, program)
+    assert first.startswith("rank 1: ") and others == [first] * 2
+
+
+def test_ranks_that_differ_are_told_so():
+    def program(wire):
+        def raised(call, *args):
+            with pytest.raises(weft.WeftError) as caught:
+                call(*args)
+            return str(caught.value)
+
+        table = weft.nn.ShardedEmbedding(10, DIM)
+        other = weft.nn.ShardedEmbedding(10 + wire.rank, DIM)
+        double = weft.nn.ShardedEmbedding(10, DIM, dtype=torch.float64)
+        ids = torch.tensor([1])
+        said = [raised(other, ids), raised(other.to_dense)]
+        said.append(raised(weft.nn.sharded_lookup, [table, double], [ids, ids]))
+        said.append(raised(weft.nn.sharded_lookup, [table], [ids, ids]))
+        with torch.set_grad_enabled(wire.rank == 0):
+            said.append(raised(table, ids))
+        # rank 1 does not use the rows, and calls again while rank 0 is in backward
+        rows = table(ids)
+        said.append(raised(rows.sum().backward) if wire.rank == 0 else raised(table, ids))
+        assert torch.equal(table(ids), table.to_dense()[1:2])
+        return said
+
+    first, second = run(2, program)
+    assert first == second
+    for text, part in zip(
+        first,
+        [
+            "11 x 3 of float32, gradients averaged",
+            "the ranks differ in tables",
+            "tables of torch.float32 on cpu and torch.float64 on cpu",
+            "2 inputs for 1 tables",
+            "torch.no_grad",
+            "sharded_lookup backward of call",
+        ],
+        strict=True,
+    ):
+        assert part in text
+
+
+def test_a_rank_holds_its_part_alone():
+    whole = drawn(0, 1000, 8)
+
+    def program(wire):
+        torch.manual_seed(5)  # alike on all ranks, as is usual
+        table = weft.nn.ShardedEmbedding(1000, 8, padding_idx=-1)
+        given = weft.nn.ShardedEmbedding.from_pretrained(whole)
+        assert not given.weight.requires_grad
+        made = [each.weight.untyped_storage().nbytes() for each in (table, given)]
+        assert made == [250 * 8 * 4] * 2
+        return table.to_dense()
+
+    table = run(4, program)[0]
+    assert not table[-1].any() and table.unique().numel() > 7000  # no two ranks drew the same
+    assert abs(table.std() - 1) < 0.05
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(10, DIM, sparse=True)
+        self.small = nn.Embedding(4, DIM)
+        self.bags = nn.ModuleDict({"one": nn.EmbeddingBag(9, DIM, mode="sum", padding_idx=1)})
+        self.same = self.table
+        self.dense = nn.Linear(3 * DIM, 1)
+
+    def forward(self, ids):
+        rows = self.table(ids[:, 0]), self.small(ids[:, 1] % 4), self.bags["one"](ids % 9)
+        return self.dense(torch.cat(rows, 1))
+
+
+def test_the_large_tables_of_a_model_are_cut():
+    made = [(Model(), Model()) for _ in range(2)]  # here: threads have one default generator
+
+    def program(wire):
+        model, alone = made[wire.rank]
+        assert weft.nn.shard_embeddings(model, min_rows=9) is model
+        assert type(model.small) is nn.Embedding and model.same is model.table
+        assert model.table.sparse and not model.bags["one"].sparse
+        ignored = {"table.weight", "same.weight", "bags.one.weight"}
+        assert ignored >= set(model._ddp_params_and_buffers_to_ignore) >= ignored - {"same.weight"}
+        ids = indices(2 * wire.rank, 10, 5, 2)
+        assert torch.equal(model(ids), alone(ids))
+        assert str(model.bags["one"]).startswith("ShardedEmbeddingBag(9, 3, mode='sum'")
+        model.load_state_dict({k: 2 * v for k, v in alone.state_dict().items()})  # whole tables
+        assert torch.equal(model.table.to_dense(), 2 * alone.table.weight)
+        weft.sync_params(model)  # leaves the shards alone
+        assert torch.equal(model.bags["one"].to_dense(), 2 * alone.bags["one"].weight)
+        alone.tied = nn.Linear(DIM, 10)
+        alone.tied.weight = alone.table.weight
+        with pytest.raises(weft.WeftError, match=r"'table.weight' and 'tied.weight' are one"):
+            weft.nn.shard_embeddings(alone, min_rows=10)
+
+    run(2, program)
+
+
+def train(folder, first, steps, cut=True, fsdp=False):
+    """Losses of some steps, from a checkpoint where they are not the first; and the table."""
+    weft.init()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    if cut:
+        weft.nn.shard_embeddings(model, min_rows=9)
+    if fsdp:
+        shards = {each for each in model.parameters() if getattr(each, "_ddp_ignored", False)}
+        trained = fully_shard(model, ignored_params=shards)
+    else:
+        trained = DistributedDataParallel(model)
+    update = torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    def state():
+        kept = {}
+        for name, part in model.named_modules():
+            for own, parameter in part.named_parameters(recurse=False):
+                for key, each in update.state[parameter].items():
+                    cut = isinstance(part, sharded.ShardedTable) and each.dim()
+                    kept[f"{name}.{own}.{key}"] = part.as_dtensor(each) if cut else each
+        return {"model": model.state_dict(), "optimizer": kept}
+
+    if first:
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=folder)
+        model.load_state_dict(loaded["model"])
+    losses = []
+    for step in range(first, first + steps):
+        ids = torch.randint(10, (8, 2), generator=torch.Generator().manual_seed(step))
+        loss = trained(ids.chunk(size)[rank]).square().mean()
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        losses.append(weft.all_reduce(loss.detach(), "avg").item())
+    if folder and not first:
+        dcp.save(state(), checkpoint_id=folder)
+    whole = model.table.to_dense() if cut else model.table.weight.detach()
+    weft.shutdown()
+    return losses, whole
+
+
+def alike(found, wanted):
+    for (losses, table), (others, other) in zip(found, wanted[:1] * len(found), strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
+        torch.testing.assert_close(table, other)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_dense_part_is_carried_by_others(fsdp):
+    found = processes(2, train, None, 0, 3, True, fsdp)
+    alike(found, processes(2, train, None, 0, 3, False))
+
+
+def test_a_checkpoint_of_four_ranks_is_loaded_by_two(tmp_path):
+    processes(4, train, tmp_path, 0, 2)
+    loaded = processes(2, train, tmp_path, 2, 2)
+    alike(loaded, [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)])
