@@ -33,6 +33,7 @@ if _typing.TYPE_CHECKING:
         sparse_reduce,
         sparse_reduce_scatter,
     )
+    from .sparsify import sync_sparsified
     from .wire.base import Wire
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ __all__ = [
     "sparse_reduce_scatter",
     "sync_grads",
     "sync_params",
+    "sync_sparsified",
 ]
 
 _MODULES = ("ddp", "kernels", "nn", "sparse")
@@ -74,6 +76,7 @@ _HOMES = {
     "Partition": "nn.partition",
     "Rows": "rows",
     "Wire": "wire.base",
+    "sync_sparsified": "sparsify",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "errors"),
     **dict.fromkeys(("init", "shutdown"), "bootstrap.init"),
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),

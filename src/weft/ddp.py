@@ -53,6 +53,7 @@ from .errors import WeftError, WireError, entry
 from .sparse import Record, last_call
 from .sparse.api import job_of
 from .sparse.request import wrong_wire_dtype
+from .sparsify import Sparsifier
 from .wire import process_group
 from .wire.base import Wire, Work, wire_for
 
@@ -109,10 +110,132 @@ class State:
             group = self._group
             wire = group if isinstance(group, Wire) else process_group.of_group(group)
             # dense buckets are not compared one by one
-            fields = {"wire_dtype": str(self._wire_dtype)}
-            _tell(wire, fields, self._error or wrong_wire_dtype(self._wire_dtype))
+            _tell(wire, *self._asked())
             self._wire = wire
         return self._wire
+
+    def _asked(self) -> tuple[dict[str, str], str | None]:
+        """What must be the same on every rank, and what is wrong with it."""
+        error = self._error or wrong_wire_dtype(self._wire_dtype)
+        return {"wire_dtype": str(self._wire_dtype)}, error
+
+    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Wire, Tensor], None]:
+        """What reduces a dense bucket, in place, in a call whose turn it is."""
+
+        def reduction(wire: Wire, gradient: Tensor) -> None:
+            if on_host(gradient):
+                reduce_dense(wire, [gradient], "avg", self.wire_dtype)
+                return
+            # divided first: a sum may overflow
+            sent = gradient.div_(wire.size).to(travelling(gradient.dtype, self.wire_dtype))
+            wire_for(wire, gradient)._sum(sent)
+            gradient.copy_(sent)  # which is nothing where it is the same tensor
+
+        return reduction
+
+
+class TopK(State):
+    """Gradients of which a share is sent: the state of `topk_hook`, one for each model.
+
+    Of each parameter's gradient a rank sends the entries that are largest in magnitude. What it
+    does not send it keeps, and adds to the gradient of the next step (error feedback), so that
+    nothing is lost, only late. Ranks' entries are added by `weft.sparse_all_reduce`: what several
+    ranks pick travels once on its way back. Every rank gets the same bits. An entry that no rank
+    sent has a gradient of zero.
+
+    Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to 3.3.
+
+    Attributes:
+        calls: records of the last sparse calls, one for each bucket of a step.
+
+    Example:
+        >>> import torch, weft
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> with weft.init():
+        ...     model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        ...     state = weft.ddp.TopK(0.25, min_numel=1)
+        ...     model.register_comm_hook(state, weft.ddp.topk_hook)
+        ...     model(torch.tensor([1.0, 8.0, 2.0, 4.0])).backward()
+        ...     model.module.weight.grad, state.state_dict()["residual"]
+        (tensor([[0., 8., 0., 0.]]), {'float32 -1': tensor([1., 0., 2., 4.])})
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        *,
+        error_feedback: bool = True,
+        momentum: float = 0.0,
+        warmup_steps: int = 0,
+        min_numel: int = 8192,
+        chunk: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+        group: Wire | dist.ProcessGroup | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        """All but `group` is the same on every rank, which is compared at the first use.
+
+        Args:
+            density: the share of a parameter's entries that are sent, above 0; 1 sends them all.
+                Rounded up to whole entries; fewer are sent where fewer are not zero.
+            error_feedback: whether what is not sent is kept. Without it gradients are biased, and
+                training suffers.
+            momentum: of momentum correction, from 0, below 1: residuals are of velocities, and
+                those of entries that were sent begin anew (factor masking). Then the optimizer is
+                plain SGD, without a momentum of its own.
+            warmup_steps: in how many steps the density falls from 0.25 to `density`, by the same
+                factor in each.
+            min_numel: parameters of fewer entries, such as biases and norms, are sent whole.
+            chunk: None, or of how many entries, in the order of memory, the selection is: of each
+                chunk the same share is sent, as in SparseLoCo (arXiv 2508.15706), which has 4096.
+            wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which wider floating-point
+                numbers are sent. What that rounds off this rank's entries is kept, too; what
+                rounding the mean takes off is not.
+            group: the model's process group, or a Wire; None: torch.distributed's default group.
+            algorithm: of `weft.sparse_all_reduce`.
+        """
+        super().__init__(group, algorithm, wire_dtype)
+        self.sparsifier = Sparsifier(
+            density, error_feedback, momentum, warmup_steps, min_numel, chunk, wire_dtype
+        )
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What this rank keeps from step to step, for a checkpoint: each rank's is its own.
+
+        Returns:
+            Dicts "residual", "velocity" and "steps", each by parameter: named by dtype and number,
+            from the model's last parameter back, or as `weft.sync_sparsified` was given them.
+            Tensors are 1-D, in the order of memory, in float32 at least; not copies.
+        """
+        return self.sparsifier.state_dict()
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Go on from this rank's `state_dict()`, of the same model on as many ranks; copies it.
+
+        To be called before the first backward.
+
+        Raises:
+            WeftError: `state` is something else. Later, from `backward()`, on every rank: it is of
+                another model.
+        """
+        self.sparsifier.load_state_dict(state)
+
+    def _asked(self) -> tuple[dict[str, str], str | None]:
+        wrong, (settings, error) = super()._asked()[1], self.sparsifier.settings()
+        return settings, wrong or error
+
+    def _reduction(self, bucket: dist.GradBucket) -> Callable[[Wire, Tensor], None]:
+        parameters = bucket.parameters()
+        names = self.sparsifier.names_of(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+
+        def reduction(wire: Wire, flat: Tensor) -> None:
+            parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
+            record = self.sparsifier.reduce(wire, parts, self.algorithm)
+            if record is not None:
+                self.calls.append(record)
+
+        return reduction
 
 
 @entry
@@ -247,6 +370,20 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return future.then(outcome)
 
 
+def topk_hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:
+    """`model.register_comm_hook(weft.ddp.TopK(density), weft.ddp.topk_hook)`: sparsified gradients.
+
+    Sparse gradients and errors are treated as `hook` does. After a `WeftError` the residuals are as
+    they were before the step.
+
+    Raises:
+        WeftError: from `backward()`: settings are wrong or differ between ranks, or what was loaded
+            is of another model; the same text on every rank.
+        WireError: from `backward()`: a peer or a link failed.
+    """
+    return hook(state, bucket)
+
+
 class _Tables:
     """Sparse gradients that one call is going to reduce.
 
@@ -299,7 +436,7 @@ def _future(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     if dense or (state._tables is not None and state._tables.device != gradient.device):
         _reduce_tables(state)
     if dense:
-        work = _reduce_dense(state, gradient)
+        work = _reduce_dense(state, gradient, state._reduction(bucket))
         state._pending.append(work)
         future = work.get_future()
     else:
@@ -351,18 +488,15 @@ def _start(state: State, tables: _Tables) -> Work[list[Tensor]]:
     return wire.worker.submit("ddp sparse bucket", Aside(tables.device, job))
 
 
-def _reduce_dense(state: State, gradient: Tensor) -> Work[Tensor]:
+def _reduce_dense(
+    state: State, gradient: Tensor, reduction: Callable[[Wire, Tensor], None]
+) -> Work[Tensor]:
     """Queue the reduction of a dense bucket."""
-    wire, narrow = state.wire, travelling(gradient.dtype, state.wire_dtype)
+    wire = state.wire
 
     def job() -> Tensor:
         with record_function("weft::ddp_dense"):
-            if on_host(gradient):
-                reduce_dense(wire, [gradient], "avg", state.wire_dtype)
-            else:
-                sent = gradient.div_(wire.size).to(narrow)  # divided first: a sum may overflow
-                wire_for(wire, gradient)._sum(sent)
-                gradient.copy_(sent)  # which is nothing where it is the same tensor
+            reduction(wire, gradient)
         return gradient
 
     return wire.worker.submit("ddp dense bucket", Aside(gradient.device, job))

@@ -114,8 +114,7 @@ def job_of(
 ) -> Aside[Any]:
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
-        request = Request.of(rows, op, algorithm, wire_dtype, out)
-        return Aside(request.device, lambda: _reduced(wire, request))
+        return job_of_one(wire, Request.of(rows, op, algorithm, wire_dtype, out))
     requests, error = tables.requests_of(rows, op, algorithm, wire_dtype, out)
 
     def job() -> list[Any]:
@@ -125,8 +124,13 @@ def job_of(
     return Aside(requests[0].device, job)
 
 
-def _reduced(wire: Wire, request: Request) -> Any:
-    with recording(wire, "sparse_all_reduce") as note:
-        done = run.reduced(wire, request)
-    done.noted(note)
-    return request.restore(done.rows)
+def job_of_one(wire: Wire, request: Request) -> Aside[Any]:
+    """What reduces a table, when its turn has come."""
+
+    def job() -> Any:
+        with recording(wire, "sparse_all_reduce") as note:
+            done = run.reduced(wire, request)
+        done.noted(note)
+        return request.restore(done.rows)
+
+    return Aside(request.device, job)

@@ -1,0 +1,422 @@
+"""Sparsified means: ranks send the largest entries of their tensors and keep the rest for later.
+
+What is kept is the *residual*: it is added to the tensor of the next step, so nothing is lost, only
+late (error feedback). Here are the selection, the residuals and `sync_sparsified`; `weft.ddp.TopK`
+has them under DistributedDataParallel.
+
+The selection is by tensor, not by bucket: it does not depend on how DistributedDataParallel
+packs gradients, which changes after the first step. It takes no sort of the tensor: a threshold is
+estimated from a sample, low enough to let a few more entries through than are wanted, and the exact
+selection is made among those.
+
+Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887): sections 3.1 to 3.3 have
+error feedback, momentum correction with factor masking, and warm-up of the density; section 5 the
+threshold from a sample. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo"
+(2025, arXiv 2508.15706), has selection in chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm.buckets import reduce_dense
+from .comm.named import digest, local
+from .comm.rounding import narrowed, travelling
+from .comm.staging import unsendable
+from .errors import WeftError, entry
+from .rows import Rows
+from .sparse import Record, last_call
+from .sparse.api import job_of_one
+from .sparse.request import Request
+from .wire.base import Wire, flattened, plain
+
+_WARMUP = 0.25  # the density that warm-up begins with
+_SAMPLED = 256  # entries of a sample that are above its threshold, about
+_AIMS = (1.25, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
+_GOLDEN = 0.6180339887498949
+
+
+@entry
+def sync_sparsified(
+    tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any, density: float | None = None
+) -> None:
+    """Replace tensors by the mean over all ranks of the largest entries of each, in place.
+
+    For training loops that exchange differences of weights every so many steps (local SGD, DiLoCo,
+    SparseLoCo), or gradients without DistributedDataParallel. Collective.
+
+    Args:
+        tensors: by name, or in order; the same dtypes and shapes on every rank. Floating-point ones
+            of `state`'s `min_numel` entries or more are sparsified, the others averaged whole.
+        state: a `weft.ddp.TopK`, the same in each call: it holds what was not sent yet.
+        density: in place of the state's, for this call; the same on every rank.
+
+    Every rank gets the same bits. An entry that no rank sent is zero.
+
+    Raises:
+        WeftError: tensors, settings or densities differ or are wrong; the same text on every rank.
+            Tensors and residuals are as they were, and the next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     state = weft.ddp.TopK(0.25, min_numel=1, group=wire)
+        ...     change = torch.tensor([1.0, 8.0, 2.0, 4.0])
+        ...     weft.sync_sparsified([change], state)
+        ...     later = torch.zeros(4)
+        ...     weft.sync_sparsified([later], state)
+        ...     return change.tolist(), later.tolist()
+        >>> run(2, program)[0]
+        ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
+    """
+    sparsifier = getattr(state, "sparsifier", None)
+    if not isinstance(sparsifier, Sparsifier):
+        raise WeftError(f"state is a {type(state).__name__}: pass a weft.ddp.TopK")
+    named, error = _named(tensors)
+    wire: Wire = state.wire
+    kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
+    for name, tensor in named.items():
+        kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
+    said = _described(named)
+
+    def job() -> None:
+        for given in list(kinds.values()) or [{}]:
+            flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
+            record = sparsifier.reduce(wire, flat, state.algorithm, density, error, said)
+            if record is not None:
+                state.calls.append(record)
+            for name, tensor in given.items():
+                if flat[name].data_ptr() != tensor.data_ptr():
+                    tensor.copy_(flat[name].view(tensor.shape))
+
+    with torch.no_grad():
+        wire.worker.call("sync_sparsified", job)
+
+
+def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
+    """Tensors by name, and what is wrong with them, or None."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Mapping | Sequence):
+        return {}, f"tensors is a {type(tensors).__name__}: pass a list, or a dict by name"
+    pairs = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
+    named: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        here = local(tensor) if isinstance(tensor, Tensor) else tensor
+        if error := unsendable(f"tensor {name!r}", here):
+            return {}, error
+        if not (here.is_floating_point() or here.is_complex()):
+            return {}, f"tensor {name!r} is {here.dtype}: pass floating-point tensors"
+        named[str(name)] = here
+    return named, None
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    """What all ranks compare of tensors."""
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    what = {name: f"{each.dtype} {tuple(each.shape)}" for name, each in tensors.items()}
+    return f"{len(what)} of {numbers} numbers (digest {digest(what) & 0xFFFFFFFF:08x})"
+
+
+_Picked = tuple[Tensor | None, Tensor, Tensor]
+"""Where the entries of a tensor are that are sent (None: all), what they are, and what is sent."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of a tensor from step to step: 1-D, in at least float32; None where nothing is.
+
+    Attributes:
+        residual: what was not sent.
+        velocity: of momentum correction.
+        steps: how often the tensor was reduced.
+    """
+
+    residual: Tensor | None = None
+    velocity: Tensor | None = None
+    steps: int = 0
+
+    def added(self, flat: Tensor, momentum: float) -> Tensor:
+        """All that there is to send, this step's included; not to be written."""
+        total = flat
+        if self.velocity is not None:
+            total = self.velocity.mul_(momentum).add_(flat)
+        if self.residual is not None:
+            total = self.residual.add_(total)
+        return total
+
+    def sent(self, where: Tensor | None, values: Tensor, sent: Tensor) -> None:
+        """These entries (None: all) had these values, and were sent as those.
+
+        What is infinite or not a number is kept nowhere: all ranks have seen it.
+        """
+        kept = [each for each in (self.residual, self.velocity) if each is not None]
+        if self.residual is not None and where is None:
+            torch.sub(values, sent, out=self.residual)
+        elif self.residual is not None:
+            self.residual[where] = values - sent
+        if self.velocity is not None and where is not None:  # factor masking
+            self.velocity[where] = 0
+        if kept and not bool(sent.isfinite().all()):
+            for each in kept:
+                each.nan_to_num_(0, 0, 0)
+
+    def undone(self, flat: Tensor, momentum: float) -> None:
+        """What was added last is not sent: as before, to rounding."""
+        if self.residual is not None:
+            self.residual.sub_(flat if self.velocity is None else self.velocity).nan_to_num_(
+                0, 0, 0
+            )
+        if self.velocity is not None:
+            self.velocity.sub_(flat).div_(momentum).nan_to_num_(0, 0, 0)
+        self.steps -= 1
+
+
+@dataclass(eq=False)
+class Sparsifier:
+    """Settings, as `weft.ddp.TopK` describes them, and what is kept from step to step."""
+
+    density: float
+    error_feedback: bool
+    momentum: float
+    warmup_steps: int
+    min_numel: int
+    chunk: int | None
+    wire_dtype: torch.dtype | None
+    _kept: dict[str, _Kept] = field(default_factory=dict, init=False)
+    _names: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict, init=False)
+
+    def settings(self) -> tuple[dict[str, str], str | None]:
+        """What must be equal on all ranks, and what is wrong with it, or None."""
+        said = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        return said, _wrong_density(self.density) or self._wrong_setting()
+
+    def _wrong_setting(self) -> str | None:
+        if not isinstance(self.error_feedback, bool):
+            return f"error_feedback is {self.error_feedback!r}: pass True or False"
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            return f"momentum is {self.momentum!r}: pass a number from 0, below 1"
+        if self.momentum and not self.error_feedback:
+            return f"momentum is {self.momentum!r}, which corrects residuals: use error_feedback"
+        for name, least in (("warmup_steps", 0), ("min_numel", 0), ("chunk", 1)):
+            value = getattr(self, name)
+            if value is None and name == "chunk":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                return f"{name} is {value!r}: pass a whole number, at least {least}"
+        return None
+
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Names of a bucket's parameters: by dtype, and number from the model's last one back.
+
+        In a first backward DistributedDataParallel's buckets hold the parameters from the last to
+        the first, but forwards in each: so this numbering does not depend on where they are cut.
+        """
+        for parameter in reversed(parameters):
+            known = self._names.get(id(parameter))
+            if known is None or known[0]() is not parameter:
+                kind = str(parameter.dtype).removeprefix("torch.")
+                number = sum(name.startswith(f"{kind} ") for _, name in self._names.values()) + 1
+                self._names[id(parameter)] = weakref.ref(parameter), f"{kind} -{number}"
+        return [self._names[id(parameter)][1] for parameter in parameters]
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What is kept, by kind and tensor."""
+        kept = self._kept.items()
+        return {
+            "residual": {n: each.residual for n, each in kept if each.residual is not None},
+            "velocity": {n: each.velocity for n, each in kept if each.velocity is not None},
+            "steps": {n: each.steps for n, each in kept},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from what `state_dict` gave; it is copied."""
+        if not isinstance(state, Mapping) or {*state} != {"residual", "velocity", "steps"}:
+            raise WeftError("load_state_dict takes what state_dict() of a weft.ddp.TopK returned")
+        residual, velocity = (
+            {name: each.clone() for name, each in state[kind].items()}
+            for kind in ("residual", "velocity")
+        )
+        self._kept = {
+            name: _Kept(residual.get(name), velocity.get(name), steps)
+            for name, steps in state["steps"].items()
+        }
+
+    @torch.no_grad()
+    def reduce(
+        self,
+        wire: Wire,
+        tensors: Mapping[str, Tensor],
+        algorithm: str,
+        density: float | None = None,
+        error: str | None = None,
+        said: str | None = None,
+    ) -> Record | None:
+        """Replace tensors by the mean of what the ranks send; collective, in a call's turn.
+
+        Args:
+            wire: among whom.
+            tensors: by name; 1-D, contiguous, of one dtype, on one device.
+            algorithm: of `weft.sparse_all_reduce`.
+            density: in place of the one that is set.
+            error: what this rank's caller did wrong.
+            said: what to compare with the other ranks, where there is more than these tensors.
+
+        Returns:
+            The record of the sparse call.
+        """
+        asked = self.density if density is None else density
+        error = error or _wrong_density(asked)
+        parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
+        error = error or next(filter(None, (self._wrong(n, parts[n]) for n in parts)), None)
+        few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
+        starts = [0, *accumulate(parts[name].numel() for name in few)]
+        picked = [] if error else [self._picked(name, parts[name], density) for name in few]
+        # opens the call of all these tensors, also where none of them is sparsified
+        like = parts[few[0]] if few else torch.empty(0)
+        index = torch.int32 if starts[-1] < 2**31 else torch.int64
+        places = [where for where, _, _ in picked if where is not None]
+        indices = [where.add(first) for where, first in zip(places, starts, strict=False)]
+        rows = Rows(
+            torch.cat([like.new_empty(0, dtype=torch.int64), *indices]).to(index),
+            torch.cat([like.new_empty(0), *(sent for *_, sent in picked)]),
+            max(starts[-1], 1),
+        )
+        request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
+        request.error = error or request.error
+        request.fields |= {"tensors": said or _described(tensors), "density": str(density)}
+        try:
+            total = job_of_one(wire, request).run()
+        except WeftError:
+            for name in few[: len(picked)]:
+                self._kept[name].undone(parts[name], self.momentum)
+                if not self._kept[name].steps:
+                    del self._kept[name]
+            raise
+        cuts = torch.searchsorted(total.indices, total.indices.new_tensor(starts)).tolist()
+        for number, name in enumerate(few):
+            self._kept[name].sent(*picked[number])
+            mine = slice(cuts[number], cuts[number + 1])
+            where = total.indices[mine].long() - starts[number]
+            parts[name].zero_().index_copy_(0, where, total.values[mine])
+        whole = [name for name in parts if name not in few]
+        for name in whole:
+            all_of_it = self._picked(name, parts[name], None, whole=True)
+            self._kept[name].sent(*all_of_it)
+            parts[name].copy_(all_of_it[2])
+        reduce_dense(wire, [parts[name] for name in whole], "avg", self.wire_dtype)
+        return last_call(wire)
+
+    def _is_sparsified(self, flat: Tensor, density: float) -> bool:
+        """Whether not all of a tensor is sent: by settings and shape alone, alike on all ranks."""
+        return flat.is_floating_point() and flat.numel() >= self.min_numel and density < 1
+
+    def _wrong(self, name: str, flat: Tensor) -> str | None:
+        """What is wrong with what is kept of a tensor, which may have been loaded, or None."""
+        kept = self._kept.get(name) or _Kept()
+        for each in (kept.residual, kept.velocity):
+            if each is not None and each.shape != flat.shape:
+                return (
+                    f"{len(each)} numbers are kept of tensor {name!r}, which has {len(flat)}: "
+                    "have a state for each model, and load what this rank saved of it"
+                )
+        return None
+
+    def _picked(
+        self, name: str, flat: Tensor, density: float | None, *, whole: bool = False
+    ) -> _Picked:
+        """What of a tensor, this step's included, is sent."""
+        kept = self._kept.setdefault(name, _Kept())
+        sends = travelling(flat.dtype, self.wire_dtype)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        keeps = self.error_feedback and (not whole or sends != flat.dtype)
+        for kind, wanted in (("residual", keeps), ("velocity", bool(self.momentum))):
+            had = getattr(kept, kind)
+            made = torch.zeros_like(flat, dtype=wide) if had is None else had.to(flat.device, wide)
+            setattr(kept, kind, made if wanted else None)
+        total = kept.added(flat, self.momentum)
+        share = self._density_at(kept.steps) if density is None else density
+        kept.steps += 1
+        where = None if whole else _selected(total, share, self.chunk)
+        values = total if where is None else total[where]
+        return where, values, narrowed(values, sends).to(flat.dtype)
+
+    def _density_at(self, step: int) -> float:
+        """The density of a step: in warm-up it falls by the same factor in each."""
+        first = max(self.density, _WARMUP)
+        done = 1.0 if step >= self.warmup_steps else step / self.warmup_steps
+        return float(first * (self.density / first) ** done)
+
+
+def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
+    """Where the entries of a tensor are that are sent, ascending; none of them is zero.
+
+    Example:
+        >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, None)
+        tensor([1, 2])
+        >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, 3)
+        tensor([1, 5])
+    """
+    # NaN is as large as infinity: it is sent, so that every rank sees it
+    size = values.abs().nan_to_num_(math.inf, math.inf)
+    if chunk is None or chunk >= len(size):
+        return _largest(size, math.ceil(density * len(size)))
+    rows = torch.nn.functional.pad(size, (0, -len(size) % chunk)).view(-1, chunk)
+    best = rows.topk(math.ceil(density * chunk), 1, sorted=False).indices
+    starts = torch.arange(0, rows.numel(), chunk, device=size.device)
+    where: Tensor = (best + starts[:, None]).flatten().sort().values
+    return where[rows.view(-1)[where] > 0]
+
+
+def _largest(size: Tensor, count: int) -> Tensor:
+    """Where the `count` largest of numbers from zero are, ascending; zeros are left out.
+
+    Of equal ones the first are taken, so that the same numbers give the same places everywhere.
+    """
+    for limit in (*(_estimate(size, aim * count) for aim in _AIMS), 0.0):
+        where = (size >= limit if limit else size > 0).nonzero().view(-1)
+        if len(where) >= count or not limit:
+            break
+    if len(where) <= count:
+        return where
+    among = size[where]
+    least = among.topk(count, sorted=False).values.amin()
+    taken = among > least
+    equal = (among == least).nonzero().view(-1)
+    taken[equal[: count - int(taken.sum())]] = True
+    return where[taken]
+
+
+def _estimate(size: Tensor, count: float) -> float:
+    """A limit that about so many of the numbers reach, from a sample of them."""
+    total = len(size)
+    most = min(total, math.ceil(_SAMPLED * total / count))
+    sample = size
+    if 4 * most < total:
+        # far apart, whatever the shape that the numbers are of
+        step = int(total * _GOLDEN)
+        while math.gcd(step, total) > 1:
+            step += 1
+        sample = size[torch.arange(most, device=size.device) * step % total]
+    most = len(sample)
+    above = sample.topk(min(most, math.ceil(most * count / total)), sorted=False).values
+    return float(above.amin())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _wrong_density(density: Any) -> str | None:
+    if _is_number(density) and 0 < density <= 1:
+        return None
+    return f"density is {density!r}: pass the share of entries to send, above 0, at most 1"

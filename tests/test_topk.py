@@ -1,0 +1,323 @@
+"""Gradients of which a share is sent: `weft.ddp.TopK`, `topk_hook` and `weft.sync_sparsified`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft import sparsify
+from weft.ddp import TopK, topk_hook
+from weft.errors import WeftError
+from weft.sparsify import _largest, _selected
+from weft.testing import spmd
+from weft.wire.base import Wire
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # DistributedDataParallel's
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+)
+
+
+def everywhere(wire: Wire, tensor: Tensor) -> list[Tensor]:
+    """A tensor of each rank."""
+    return list(weft.all_to_all([tensor] * wire.size, group=wire))
+
+
+def drawn(wire: Wire, step: int, *shape: int) -> Tensor:
+    """Numbers of this rank, a few of them large."""
+    generator = torch.Generator().manual_seed(100 * step + wire.rank)
+    return torch.randn(shape, generator=generator) ** 3
+
+
+@contextlib.contextmanager
+def trained(wire: Wire, folder: Path) -> Iterator[None]:
+    """A process group of these processes, which DistributedDataParallel wants, and weft over it."""
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+    try:
+        with weft.init(timeout=20):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def model_of(sparse: bool = False) -> nn.Module:
+    torch.manual_seed(5)
+    table = nn.EmbeddingBag(40, 20, sparse=sparse, mode="sum")
+    return nn.Sequential(table, nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
+
+
+def wrapped(model: nn.Module, state: TopK | None, **options: Any) -> DistributedDataParallel:
+    made = DistributedDataParallel(copy.deepcopy(model), **options)
+    if state is not None:
+        made.register_comm_hook(state, topk_hook)
+    return made
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    out: Tensor = model(torch.randint(0, 40, (6, 3), generator=generator))
+    return out.pow(2).mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [each.grad.to_dense().clone() for each in model.parameters()]
+
+
+def losses(model: nn.Module, steps: range) -> list[float]:
+    """Of some steps of plain SGD."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 7, 300, 30_000])
+@pytest.mark.parametrize("kind", ["normal", "misled", "rows", "zeros", "ties", "few", "bad"])
+def test_the_largest_are_found_without_a_sort(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sample misleads: in rows of one scale each, with ties, with mostly zeros."""
+    size = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)).abs()
+    if kind == "misled":  # by limits that let too few through
+        monkeypatch.setattr(sparsify, "_AIMS", (0.1, 0.5))
+    elif kind == "rows":
+        size *= torch.arange(300)[:, None] % 7 == 3
+    elif kind == "zeros":
+        size.zero_()
+    elif kind == "ties":
+        size = (3 * size).round()
+    elif kind == "few":
+        size[2:] = 0
+        size[1, ::7] = 1e9
+    elif kind == "bad":
+        size[0, :9] = math.inf
+    size = size.flatten()
+    # of equal numbers the first
+    order = size.sort(descending=True, stable=True).indices[:count]
+    wanted = order[size[order] > 0].sort().values
+    assert torch.equal(_largest(size, count), wanted)
+
+
+def test_chunks_have_equal_shares() -> None:
+    values = torch.randn(1000) * torch.arange(1000)
+    best = values.abs().view(10, 100).topk(10).indices + torch.arange(0, 1000, 100)[:, None]
+    assert torch.equal(_selected(values, 0.1, 100), best.flatten().sort().values)
+    assert len(_selected(torch.ones(250), 0.01, 100)) == 3  # the last chunk is shorter
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"chunk": 100}, {"error_feedback": False}])
+@spmd(1, 2, 4, on=("threads",))
+def test_what_is_not_sent_is_kept(
+    wire: Wire, settings: dict[str, Any], wire_dtype: torch.dtype | None
+) -> None:
+    """The means of all steps, and that of what is left: together the mean of all that was given."""
+    state = TopK(0.05, min_numel=100, wire_dtype=wire_dtype, group=wire, **settings)
+    shapes = {"wide": (40, 50), "narrow": (99,), "last": (7, 70)}
+    given, got = ({n: torch.zeros(shape) for n, shape in shapes.items()} for _ in "ab")
+    for step in range(5):
+        tensors = {name: drawn(wire, step, *shape) for name, shape in shapes.items()}
+        for name, each in tensors.items():
+            given[name] += each
+        weft.sync_sparsified(tensors, state)
+        for name, each in tensors.items():
+            got[name] += each
+            assert all(torch.equal(each, other) for other in everywhere(wire, each))
+        assert 0 < tensors["wide"].count_nonzero() <= 100 * wire.size
+    residual, feedback = state.state_dict()["residual"], settings.get("error_feedback", True)
+    assert ("wide" in residual) == feedback
+    assert ("narrow" in residual) == (feedback and wire_dtype is not None)
+    for name, shape in shapes.items() if feedback else ():
+        left = residual.get(name, torch.zeros(math.prod(shape))).view(shape)
+        wanted = sum(everywhere(wire, given[name] - left)) / wire.size
+        # a mean of several ranks is rounded once more, which is not kept
+        off = 0.0 if wire_dtype is None or wire.size == 1 else 2.0**-8 * 5 * drawn(wire, 0, 9).max()
+        torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-4 + 40 * off)
+
+
+@spmd(4, on=("threads", "device", "processes"))
+def test_the_largest_of_each_rank_are_averaged(wire: Wire) -> None:
+    tensors = [drawn(wire, 1, 1000), drawn(wire, 2, 30, 30).t(), drawn(wire, 3, 64).bfloat16()]
+    before = [each.clone() for each in tensors]
+    weft.sync_sparsified(tensors, TopK(0.02, min_numel=50, group=wire))
+    for found, own in zip(tensors, before, strict=True):
+        flat = own.contiguous().flatten()
+        mine = torch.zeros(len(flat))
+        count = math.ceil(0.02 * len(flat))
+        where = flat.float().abs().topk(count).indices
+        mine[where] = flat[where].float()
+        wanted = (sum(everywhere(wire, mine)) / wire.size).to(own.dtype)
+        torch.testing.assert_close(found.contiguous().flatten(), wanted)
+    given = [torch.ones(100)]
+    weft.sync_sparsified(given, TopK(0.02, min_numel=50, group=wire), density=0.5)
+    assert given[0].count_nonzero() == 50
+
+
+@spmd(2, on=("threads",))
+def test_numbers_that_are_none_are_sent_and_not_kept(wire: Wire) -> None:
+    """However many: the next step is as if they had not been."""
+    state = TopK(0.01, min_numel=1, momentum=0.5, group=wire)
+    bad = torch.ones(1000)
+    if wire.rank == 1:
+        bad[100:400] = math.nan
+        bad[400] = math.inf
+    weft.sync_sparsified([bad], state)
+    assert not bad.isfinite().all()
+    later = drawn(wire, 1, 1000)
+    weft.sync_sparsified([later], state)
+    assert later.isfinite().all() and later.any()
+    assert all(each.isfinite().all() for each in state.state_dict()["residual"].values())
+    zeros = TopK(0.01, min_numel=1, group=wire)
+    for _ in range(2):
+        nothing = torch.zeros(1000)
+        weft.sync_sparsified([nothing], zeros)
+        assert not nothing.any()
+    assert zeros.calls[-1].rows == 0
+
+
+@spmd(2, on=("threads",))
+def test_momentum_and_warm_up_are_those_of_the_paper(wire: Wire) -> None:
+    state = TopK(0.01, momentum=0.9, warmup_steps=4, min_numel=1, group=wire)
+    velocity, residual = torch.zeros(1000), torch.zeros(1000)
+    for step, count in enumerate((250, 112, 50, 23, 10, 10)):
+        tensor = drawn(wire, step, 1000)
+        velocity = 0.9 * velocity + tensor
+        residual = residual + velocity
+        where = residual.abs().topk(count).indices
+        sent = torch.zeros(1000).index_copy_(0, where, residual[where])
+        velocity[where] = residual[where] = 0
+        weft.sync_sparsified([tensor], state)
+        torch.testing.assert_close(tensor, sum(everywhere(wire, sent)) / 2)
+
+
+def refused(wire: Wire, text: str, *given: Any) -> None:
+    """`sync_sparsified` raises the same on every rank, and changes nothing."""
+    with pytest.raises(WeftError, match=text) as caught:
+        weft.sync_sparsified(*given)
+    said = torch.tensor([*str(caught.value).encode()], dtype=torch.uint8)
+    assert all(torch.equal(said, other) for other in everywhere(wire, said))
+
+
+@spmd(3, on=("threads",))
+def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
+    me, good = wire.rank == 1, {"min_numel": 1, "group": wire}
+    settings: dict[str, dict[str, Any]] = {
+        r"^rank 1: density is 0: pass the share": {"density": 0},
+        r"differ in density: .*rank 1 has 0.5": {"density": 0.5},
+        r"^rank 1: momentum is 1.0: pass": {"momentum": 1.0},
+        r"^rank 1: momentum .* corrects": {"momentum": 0.5, "error_feedback": False},
+        r"^rank 1: chunk is 0: pass a whole number, at least 1": {"chunk": 0},
+        r"^rank 1: wire_dtype is torch.int8": {"wire_dtype": torch.int8},
+    }
+    for text, wrong in settings.items():
+        refused(wire, text, [torch.ones(9)], TopK(**(good | (wrong if me else {}))))
+    state = TopK(0.2, momentum=0.5, **good)
+    weft.sync_sparsified([drawn(wire, 0, 9)], state)
+    kept = copy.deepcopy(state.state_dict())
+    for tensors, density, text in (
+        ([torch.ones(8)], None, r"^rank 1: 9 numbers are kept of tensor '0', which has 8"),
+        ([torch.ones(9)] * 2, None, r"ranks differ in .*tensors"),
+        ([torch.ones(3, 3)], None, r"ranks differ in tensors"),
+        ([torch.ones(9, dtype=torch.int64)], None, r"^rank 1: tensor 0 is torch.int64"),
+        (torch.ones(9), None, r"^rank 1: tensors is a Tensor: pass a list"),
+        ([torch.ones(9)], 0.5, r"ranks differ in density"),
+        ([torch.ones(9)], 2, r"^rank 1: density is 2"),
+    ):
+        usual = torch.arange(9.0)
+        refused(wire, text, *((tensors, state, density) if me else ([usual], state)))
+        assert usual.tolist() == [*range(9)]
+        for kind in ("residual", "velocity"):
+            torch.testing.assert_close(state.state_dict()[kind], kept[kind], rtol=0, atol=1e-5)
+    weft.sync_sparsified([torch.ones(9)], state)
+    with pytest.raises(WeftError, match="takes what state_dict"):
+        state.load_state_dict({"residual": {}})
+    with pytest.raises(WeftError, match=r"pass a weft\.ddp\.TopK"):
+        weft.sync_sparsified([torch.ones(9)], None)
+
+
+@pytest.mark.parametrize("density", [1, 0.1])
+@spmd(1, 2, 4, on=("processes",))
+def test_each_parameter_is_sparsified_by_itself(wire: Wire, tmp_path: Path, density: float) -> None:
+    """However they are packed, in steps that accumulate, too; a sparse one is not."""
+    with trained(wire, tmp_path):
+        for options in OPTIONS:
+            sparse = "gradient_as_bucket_view" in options
+            plain = model_of(sparse)
+            ours = wrapped(plain, TopK(density, min_numel=100), **options)
+            residuals = [torch.zeros_like(each) for each in plain.parameters()]
+            for step in range(3):
+                for model in (ours, plain):
+                    model.zero_grad()
+                    with model.no_sync() if step and model is ours else contextlib.nullcontext():
+                        loss_of(model, 10 * step).backward()
+                    if step:
+                        loss_of(model, step).backward()
+                own = gradients(plain)
+                for found, residual, gradient in zip(gradients(ours), residuals, own, strict=True):
+                    residual += gradient
+                    count = len(residual.flatten())
+                    if count >= 100 and not (sparse and count == 800):
+                        count = math.ceil(density * count)
+                    order = residual.abs().flatten().sort(descending=True, stable=True).indices
+                    sent = torch.zeros_like(residual)
+                    sent.view(-1)[order[:count]] = residual.view(-1)[order[:count]]
+                    residual -= sent
+                    dist.all_reduce(sent)
+                    torch.testing.assert_close(found, sent / wire.size)
+
+
+@spmd(2, on=("processes",))
+def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Path) -> None:
+    """Also with other buckets than it had."""
+    settings: dict[str, Any] = {"momentum": 0.5, "min_numel": 100, "warmup_steps": 5}
+    with trained(wire, tmp_path):
+        state = TopK(0.05, **settings)
+        model = wrapped(model_of(), state)
+        losses(model, range(3))
+        kept, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.module)
+        wanted = losses(model, range(3, 8))
+        for options in ({}, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}):
+            again = TopK(0.05, **settings)
+            again.load_state_dict(kept)
+            assert losses(wrapped(weights, again, **options), range(3, 8)) == wanted
+        assert losses(wrapped(weights, TopK(0.05, **settings)), range(3, 8)) != wanted
+
+
+@spmd(2, on=("processes",))
+def test_errors_are_raised_in_backward_and_the_next_step_works(wire: Wire, tmp_path: Path) -> None:
+    with trained(wire, tmp_path):
+        state = TopK(0.1, algorithm=["gather", "split"][dist.get_rank()], min_numel=100)
+        model = wrapped(model_of(), state)
+        with pytest.raises(WeftError, match=r"algorithm: .*gather.*split"):
+            loss_of(model, 0).backward()
+        state.algorithm = "split"
+        loss_of(model, 1).backward()
+        assert state.calls[-1].union > 0
+        other = TopK(0.1, min_numel=100)
+        other.load_state_dict(state.state_dict())
+        for number, match in (
+            (TopK(0.1 + dist.get_rank()), r"^rank 1: density is 1.1"),
+            (other, r"numbers are kept of tensor 'float32 -\d', which has"),
+        ):
+            wrong = wrapped(nn.Sequential(model_of(), nn.Linear(4, 90)), number)
+            with pytest.raises(WeftError, match=match):
+                loss_of(wrong, 0).backward()
