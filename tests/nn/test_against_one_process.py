@@ -196,7 +196,7 @@ def test_values_and_gradients(wire, name, way):
 
 @pytest.mark.parametrize("name", CASES)
 @spmd(5, on=("device",))
-def test_on_an_accelerator(wire, name):
+def test_on_an_accelerator(wire, name, way):
     check(wire, name)
 
 

@@ -8,7 +8,8 @@ A plan that is a well-known collective, of much data, takes a schedule of its ow
 
 * broadcast and sum_reduce, on the host: along a chain, chunk by chunk. Every link carries the
   tensor once, however many ranks there are; a sum grows on its way to the root.
-* all_reduce: the wire's own.
+* all_reduce: the wire's own, and that of sum_reduce on an accelerator, if the root has an addend:
+  no rank receives as much as all others have.
 
 On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
 part, also those that neither send nor receive.
@@ -70,12 +71,18 @@ def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     """
     dtype = x.dtype
     x = x.view(_BITS.get(dtype, dtype))
-    if plan.hint == "all_reduce":
+    long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT
+    if plan.hint == "all_reduce" or (
+        long
+        and plan.hint == "sum_reduce"
+        and not on_host(x)
+        and {*plan.have.shapes} == {*plan.ranks}
+    ):
         wide = torch.complex64 if dtype is torch.complex32 else x.dtype  # which has no sums
         total = fresh(tuple(x.shape), wide, x.device).copy_(x)
         among(wire, tuple(plan.ranks)).dense_all_reduce(total, "sum").wait()
         y = total.to(x.dtype)
-    elif plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, dtype) > _DIRECT and on_host(x):
+    elif long and on_host(x):
         y = _along_a_chain(plan, x, wire)
     else:
         y = _directly(plan, x, wire)
