@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         transport, size = given.params.get("world", ("", 0)) if given else ("", 0)
         if transport != "device":
             return True
-        found = ALGORITHMS.get(given.params.get("name", "auto"))
+        names = (given.params.get(each, "auto") for each in ("name", "algorithm"))
+        found = next((ALGORITHMS[name] for name in names if name in ALGORITHMS), None)
         return size <= _MOST and (found is None or found.applies(_STAYING) is None)
 
     items[:] = filter(serves, items)

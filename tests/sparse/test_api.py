@@ -22,7 +22,7 @@ def part(rank, height=30):
     return weft.Rows(indices, torch.randint(-4, 5, (20, 2), generator=draw).float(), height)
 
 
-@spmd(1, 4)
+@spmd(1, 4, on=("threads", "device", "processes", "torch"))
 def test_what_you_give_is_what_you_get(wire):
     rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
 
@@ -42,7 +42,7 @@ def test_what_you_give_is_what_you_get(wire):
     assert torch.equal(tables[1][1], want.values[:, 0])
 
 
-@spmd(1, 3)
+@spmd(1, 3, on=("threads", "device", "processes", "torch"))
 def test_several_sparse_dimensions_are_restored(wire):
     draw = torch.Generator().manual_seed(wire.rank)
     indices = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
@@ -58,7 +58,7 @@ def test_several_sparse_dimensions_are_restored(wire):
         assert torch.equal(total.to_dense(), dense)
 
 
-@spmd(1, 3)
+@spmd(1, 3, on=("threads", "device", "processes", "torch"))
 def test_values_that_are_not_what_their_memory_says(wire):
     """A sign that torch has not yet applied, and a row of stride 0."""
     turned = torch.full((2, 3), 1 + 2j).conj()
@@ -70,7 +70,7 @@ def test_values_that_are_not_what_their_memory_says(wire):
     assert total.tolist() == [[2.0 * wire.size]]
 
 
-@spmd(1, 2)
+@spmd(1, 2, on=("threads", "device", "processes", "torch"))
 def test_torch_names_of_operations(wire):
     rows = part(wire.rank)
     for theirs, ours in (
@@ -86,7 +86,7 @@ def test_torch_names_of_operations(wire):
 
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 4)
+@spmd(1, 4, on=("threads", "device", "processes", "torch"))
 def test_out_is_filled(wire, algorithm):
     rows, want = part(wire.rank), expected([part(rank) for rank in range(wire.size)])
 
@@ -126,7 +126,7 @@ def _sorted(size, count):
 
 @pytest.mark.parametrize("count", [30, 4000])
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 3)
+@spmd(1, 3, on=("threads", "device", "processes", "torch"))
 def test_the_result_may_go_where_the_rows_are(wire, algorithm, count):
     """Peers still read the rows when the first of the result is written."""
     with LOCK:  # ranks that are threads would each make them
@@ -159,7 +159,7 @@ def test_a_link_of_nonsense_is_told_to_all(wire):
     weft.sparse_all_reduce(part(wire.rank))
 
 
-@spmd(1, 2, 4)
+@spmd(1, 2, 4, on=("threads", "device", "processes", "torch"))
 def test_asynchronous_calls_keep_their_order(wire):
     works = [
         weft.sparse_all_reduce(
@@ -177,7 +177,7 @@ def test_asynchronous_calls_keep_their_order(wire):
         assert work.get_future().wait()[1].tolist() == values.tolist()
 
 
-@spmd(2)
+@spmd(2, on=("threads", "device", "processes", "torch"))
 def test_asynchronous_errors_come_out_of_wait(wire):
     bad = torch.tensor([-1 if wire.rank else 1])
     work = weft.sparse_all_reduce((bad, torch.ones(1)), async_op=True)

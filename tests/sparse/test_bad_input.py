@@ -173,7 +173,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@spmd(2, 3, 8)
+@spmd(2, 3, 8, on=("threads", "device", "processes", "torch"))
 def test_one_rank_errs_and_all_are_told(wire, what):
     make, text = WRONG[what]
     culprit = wire.size - 1
@@ -188,7 +188,7 @@ def test_one_rank_errs_and_all_are_told(wire, what):
     assert total.values[total.indices == 5].eq(wire.size).all()
 
 
-@spmd(20, on=("threads",))
+@spmd(20, on=("threads", "device"))
 def test_many_ranks_are_told_too(wire):
     for what in ("op", "negative", "row shape", "height", "out is small"):
         make, text = WRONG[what]
@@ -210,7 +210,7 @@ def alike(wire, text):
 
 @pytest.mark.parametrize("algorithm", ["gather", "split", "doubling"])
 @pytest.mark.parametrize("count", [3, 9000])
-@spmd(1, 4)
+@spmd(1, 4, on=("threads", "device", "processes", "torch"))
 def test_a_function_that_raises(wire, count, algorithm):
     rows = weft.Rows(torch.arange(count), torch.ones(count, 4), count)
 
@@ -232,7 +232,7 @@ def test_a_function_that_raises(wire, count, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "auto"])
-@spmd(1, 4)
+@spmd(1, 4, on=("threads", "device", "processes", "torch"))
 def test_an_allocator_that_raises(wire, algorithm):
     rows = good(wire)
 
@@ -251,7 +251,7 @@ def test_an_allocator_that_raises(wire, algorithm):
     weft.sparse_all_reduce(rows, algorithm=algorithm)
 
 
-@spmd(3)
+@spmd(3, on=("threads", "device", "processes", "torch"))
 def test_different_calls_are_told_apart(wire):
     if wire.rank == 1:  # this rank has already made one call more: it explained, then reduces
         with pytest.raises(weft.WeftError, match=r"different calls.*explain"):

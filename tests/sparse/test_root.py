@@ -30,7 +30,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@spmd(1, 3)
+@spmd(1, 3, on=("threads", "device", "processes", "torch"))
 def test_what_is_no_rank_is_named_to_all(wire, name):
     for wrong, said in ((Mute(), "a Mute"), (-1, "-1"), (99, "99"), (0.0, "0.0"), (None, "None")):
         odd = wire.rank == wire.size - 1
@@ -40,7 +40,7 @@ def test_what_is_no_rank_is_named_to_all(wire, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@spmd(3)
+@spmd(3, on=("threads", "device", "processes", "torch"))
 def test_any_integer_is_a_rank(wire, name):
     for root in (np.int32(2), torch.tensor(2), 2):
         result = CALLS[name](rows_of(wire.rank), root if wire.rank == 1 else 2)
@@ -55,7 +55,7 @@ def quantized(values):
         return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
 
 
-@spmd(1, 3)
+@spmd(1, 3, on=("threads", "device", "processes", "torch"))
 def test_quantized_values_are_refused_by_all(wire):
     calls = (
         weft.sparse_all_reduce,

@@ -55,7 +55,7 @@ def alike(wire, values):
 
 @pytest.mark.parametrize("wire_dtype", WIRE)
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 3, 4, on=("threads",))
+@spmd(1, 3, 4, on=("threads", "device"))
 def test_every_algorithm_rounds_once_and_once(wire, name, wire_dtype):
     for dtype in (torch.float32, torch.float64):
         for op in ("sum", "avg", "min", "max", "prod"):
@@ -123,7 +123,7 @@ def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents,
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mask", "ring")])
-@spmd(1, 3, on=("threads",))
+@spmd(1, 3, on=("threads", "device"))
 def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
     seen = []
 
@@ -142,7 +142,7 @@ def test_a_function_sees_rounded_values_in_their_own_dtype(wire, name):
 
 
 @pytest.mark.parametrize("dtype", WIRE)
-@spmd(3, on=("threads",))
+@spmd(3, on=("threads", "device"))
 def test_halves_travel_as_they_are(wire, dtype):
     parts = [part(rank, dtype) for rank in range(wire.size)]
     want = expected(parts)
@@ -154,7 +154,7 @@ def test_halves_travel_as_they_are(wire, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 3, on=("threads",))
+@spmd(1, 3, on=("threads", "device"))
 def test_the_result_is_where_it_was_wanted(wire, name):
     count = 9000  # more than are copied at once
     rows = weft.Rows(torch.arange(count), torch.randn(count, 3), count)
@@ -181,7 +181,7 @@ def test_the_result_is_where_it_was_wanted(wire, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4, on=("threads",))
+@spmd(4, on=("threads", "device"))
 def test_nan_infinity_and_overflow(wire, name):
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65519.0, 65520.0, 4e-9])
     rows = weft.Rows(torch.arange(7) + 7 * wire.rank, values[:, None], 28)
