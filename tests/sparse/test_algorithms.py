@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.devices import as_device
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.link import set_link
@@ -119,6 +120,25 @@ def test_equals_the_definition(wire, name):
         assert torch.equal(total.values, want.values), kind
         assert total.height == want.height, kind
         same_everywhere(wire, total)
+
+
+def over_a_group(wire):
+    with as_device():
+        for name, kind in product(["auto", "gather", "split", "holders", "mask"], KINDS):
+            parts, want = world(wire.size, kind)
+            rows = parts[wire.rank]
+            for total in weft.sparse_all_reduce([rows, rows], algorithm=name):
+                assert torch.equal(total.indices, want.indices), (name, kind)
+                assert torch.equal(total.values, want.values), (name, kind)
+            gathered = weft.sparse_all_gather(rows)
+            assert torch.equal(gathered.values, torch.cat([each.values for each in parts]))
+            one = weft.sparse_reduce(rows, group_dst=1)
+            assert one is None or torch.equal(one.values, want.values)
+            assert len(weft.sparse_broadcast(rows, 2)) == len(parts[2])
+
+
+def test_tensors_of_an_accelerator_go_over_the_group():
+    run(4, over_a_group, on="torch")
 
 
 @pytest.mark.parametrize("name", NAMES)
