@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -23,12 +24,14 @@ import torch.distributed as dist
 
 import weft
 from weft import devices, kernels
+from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
 from weft.sparse.cost import Load
-from weft.testing import run
+from weft.testing import processes, run
 from weft.testing.pace import patient
+from weft.testing.threads import on_wires
 from weft.wire import device, process_group
 from weft.wire.base import wire_for
 from weft.wire.threads import group
@@ -325,32 +328,102 @@ def test_ranks_whose_rows_are_elsewhere_are_told_alike():
     assert "device" in first and "cpu (staged through the host)" in first
 
 
-# how often a host waits
+# how often a host waits, and what needs a GPU
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: tools/gpu-check")
+ON = pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[GPU, pytest.mark.gpu])])
 
 
-@pytest.mark.parametrize("name", ["auto", *NAMES])
-def test_a_call_reads_a_device_twice(monkeypatch, name):
+class Across(device.Way):
+    """Among ranks that are threads with tensors of one device: each copies what it is sent."""
+
+    name, meet, sent = "threads", threading.Barrier(3), [(), (), ()]
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def exchange(self, out, data, came, goes):
+        self.sent[self._rank] = data.split(goes)
+        self.meet.wait()
+        for place, parts in zip(out.split(came), self.sent, strict=True):
+            place.copy_(parts[self._rank])
+        self.meet.wait()
+
+
+def some(rank, on):
+    ids = torch.randint(900, (400,), generator=torch.Generator().manual_seed(rank))
+    return ids.to(on), (torch.arange(3200) % 7).view(400, 8).float().to(on)
+
+
+@ON
+def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     reads, real = [], reference.read
     for module in (reference, kernels):
         told = lambda numbers: reads.append(threading.get_ident()) or real(numbers)  # noqa: E731
         monkeypatch.setattr(module, "read", told)
 
     def body(wire):
-        ids = torch.randint(900, (400,), generator=torch.Generator().manual_seed(wire.rank))
-        pair, rows = (ids, torch.ones(400, 8)), weft.Rows(ids, torch.ones(400, 8), 900)
-        coo = torch.sparse_coo_tensor(ids[None], pair[1], (900, 8), check_invariants=False)
-        out = torch.empty(900, dtype=torch.int64), torch.empty(900, 8)
-        found = []
-        for given, options in [
-            (pair, {}),
-            (coo, {"op": "avg"}),
-            (weft.Rows(ids, pair[1].bfloat16(), 900), {"op": "max"}),
-            (rows, {"op": "prod", "out": out}),
-            (rows, {"wire_dtype": torch.bfloat16}),
-        ]:
-            before = reads.count(threading.get_ident())
-            weft.sparse_all_reduce(given, group=wire, algorithm=name, **options)
-            found.append(reads.count(threading.get_ident()) - before)
+        ids, values = some(wire.rank, on)
+        wire._devices[ids.device] = device.DeviceWire(wire, ids.device, Across(wire.rank))
+        coo = torch.sparse_coo_tensor(ids[None], values, (900, 8), check_invariants=False)
+        out = torch.empty_like(ids).repeat(3), values.repeat(3, 1)
+        rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
+        calls = [((ids, values), {}), (coo, {"op": "avg"}), (rows, {"op": "prod", "out": out})]
+        calls += [(half, {"op": "max"}), (rows, {"wire_dtype": torch.bfloat16})]
+        found = {}
+        for mode in ("warn", "default"):
+            Across.meet.wait()
+            if on == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+            Across.meet.wait()
+            for name in ["auto", *NAMES] if mode == "warn" else ():
+                for given, options in calls:
+                    before = reads.count(threading.get_ident())
+                    weft.sparse_all_reduce(given, group=wire, algorithm=name, **options)
+                    waited = reads.count(threading.get_ident()) - before
+                    found.setdefault(name, []).append(waited)
         return found
 
-    assert run(3, body, on="device") == [[2] * 5] * 3
+    with warnings.catch_warnings(record=True) as said, as_device():
+        warnings.simplefilter("always")
+        counts = results(on_wires(group(3, 60.0), body), on)
+    assert counts == [dict.fromkeys(["auto", *NAMES], [2] * 5)] * 3
+    waits = [str(each.message) for each in said if "synchronizing" in str(each.message)]
+    assert len(waits) == (len(reads) if on == "cuda" else 0), waits
+
+
+def summed(wire, on):
+    """Whether results on a device are those on the CPU; and their bits."""
+    ids, values = some(wire.rank, on)
+    expected = weft.sparse_all_reduce((ids.cpu(), values.cpu()), group=wire)
+    with as_device() if on == "cpu" else contextlib.nullcontext():
+        for name in ["auto", *NAMES] * 2:
+            found = weft.sparse_all_reduce((ids, values), group=wire, algorithm=name)
+            assert {each.device.type for each in found} == {on}
+            assert all(map(torch.equal, (each.cpu() for each in found), expected))
+
+
+@ON
+def test_results_through_the_host_are_those_of_the_cpu(on):
+    run(SIZE, summed, on, on="processes")
+
+
+def one_rank():
+    """An exchange of NCCL's with itself, in weft's stream; and a call."""
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    with weft.init(timeout=60) as wire:
+        ids, values = some(0, "cuda")
+        data, over = values.view(torch.uint8).flatten(), wire_for(wire, values)
+        out, size = torch.empty_like(data), [data.numel()]
+        Aside(data.device, lambda: over.way.exchange(out, data, size, size)).run()
+        over._watcher.watch(data, out)
+        found = weft.sparse_all_reduce((ids, values))
+        expected = torch.sparse_coo_tensor(ids[None], values, (900, 8)).coalesce()
+        assert torch.equal(out, data) and torch.equal(found[1], expected.values())
+        return over._carries
+
+
+@GPU
+@pytest.mark.gpu
+def test_nccl_with_one_rank():
+    assert processes(1, one_rank) == ["cuda (nccl)"]

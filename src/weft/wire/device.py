@@ -162,9 +162,11 @@ def way_for(wire: Wire, device: torch.device) -> Way:
     if group is not None:
         config = dist.get_backend_config(group)
         pairs = (pair.partition(":") for pair in config.split(","))
-        backend = {kind: name for kind, _, name in pairs}.get(device.type, "undefined")
+        backends = {kind: name for kind, _, name in pairs}
+        backend = backends.get(device.type, "undefined")
         takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
-        if takes and serves(group, device):
+        # what has one backend alone has that of the device, of Python or not
+        if takes and (len(set(backends.values())) == 1 or serves(group, device)):
             return OverGroup(group, backend)
         _log.warning(
             "rank %d: tensors on %s are copied through the host: the group's backends are %s",
