@@ -88,3 +88,41 @@ def test_the_halo_network_sees_what_is_wrong(load, monkeypatch):
             example.compare(grid)
 
     run(2, program)
+
+
+@pytest.fixture
+def words(load, monkeypatch):
+    example = load("sharded_words/train.py")
+    for name, size in (("DIM", 4), ("BATCH", 64), ("STEPS", 3)):
+        monkeypatch.setattr(example, name, size)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        yield example
+
+
+def test_cut_word_vectors_learn_what_whole_ones_do(words):
+    ways, text = words.WAYS[:2], [Path(words.argparse.__file__)]
+    found = run(4, lambda wire: words.compare(wire, text, ways))[0]
+    whole, cut = (found[way] for way in ways)
+    assert cut["losses"][-1] < cut["losses"][0] == pytest.approx(6 * 0.6931, rel=1e-3)
+    assert 0.25 <= cut["kept"] / whole["kept"] < 0.26 and 0 < cut["sent"] < whole["sent"]
+
+
+def test_cut_word_vectors_see_what_is_wrong(words, monkeypatch):
+    shard = weft.nn.shard_embeddings
+
+    def wrong(model, min_rows):
+        shard(model, min_rows).word.weight.data.mul_(2)
+
+    monkeypatch.setattr(weft.nn, "shard_embeddings", wrong)
+
+    def program(wire):
+        with pytest.raises(SystemExit, match=r"FAILED: rank \d: the losses of sharded differ"):
+            words.compare(wire, [Path(words.argparse.__file__)], words.WAYS[:2])
+
+    run(2, program)
+
+
+def test_cut_word_vectors_pass_alone(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", words.argparse.__file__])
+    words.main()
+    assert capsys.readouterr().out.endswith("apart\nPASSED\n")

@@ -27,62 +27,49 @@ KINDS = {
 
 def drawn(seed, *shape):
     """Numbers whose sums are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, shape, generator=generator) / 4
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4
 
 
 def indices(rank, height, *shape, dtype=torch.int64):
     """With duplicates; none on rank 1."""
     shape = (0, *shape[1:]) if rank == 1 else shape
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(height, shape, generator=generator, dtype=dtype)
+    return torch.randint(height, shape, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+def cut_bags(rank, height, last=False, weighs=False):
+    flat, starts = indices(rank, height, 9), [0, 0, 0] if rank == 1 else [0, 4, 4]  # one is empty
+    given = flat, torch.tensor([*starts, len(flat)] if last else starts)
+    return (*given, drawn(7 + rank, len(flat)).requires_grad_()) if weighs else given
 
 
 def plain(rank, height):
     return (indices(rank, height, 4, 3, 2),)
 
 
-def scalar(rank, height):
-    return (torch.tensor(rank % height),)
-
-
-def bags(rank, height, *, dtype=torch.int64):
+def bags(rank, height, dtype=torch.int64):
     return (indices(rank, height, 4, 5, dtype=dtype),)
-
-
-def cut_bags(rank, height, *, last=False):
-    flat = indices(rank, height, 9)
-    offsets = [0, 0, 0] if rank == 1 else [0, 4, 4]  # one of them empty
-    return flat, torch.tensor([*offsets, len(flat)] if last else offsets)
-
-
-def weighted(rank, height):
-    flat, offsets = cut_bags(rank, height)
-    return flat, offsets, drawn(7 + rank, len(flat)).requires_grad_()
 
 
 CASES = {
     "plain": (nn.Embedding, {}, plain),
-    "scalar": (nn.Embedding, {}, scalar),
     "padding": (nn.Embedding, {"padding_idx": 2}, plain),
     "frequency": (nn.Embedding, {"padding_idx": -1, "scale_grad_by_freq": True}, plain),
     "norm": (nn.Embedding, {"max_norm": 1.0, "norm_type": 1.0}, plain),
-    "weighted": (nn.EmbeddingBag, {"mode": "sum"}, weighted),
+    "weighted": (nn.EmbeddingBag, {"mode": "sum"}, functools.partial(cut_bags, weighs=True)),
     "int32": (nn.EmbeddingBag, {"mode": "sum"}, functools.partial(bags, dtype=torch.int32)),
 }
 for mode in ("sum", "mean", "max"):
-    options = {"mode": mode, "padding_idx": 3}
-    last = {"mode": mode, "include_last_offset": True}
-    CASES[f"{mode} of 2-D"] = nn.EmbeddingBag, options, bags
-    CASES[f"{mode} of offsets"] = nn.EmbeddingBag, options, cut_bags
-    CASES[f"{mode} to the last"] = nn.EmbeddingBag, last, functools.partial(cut_bags, last=True)
+    ends = {"mode": mode, "include_last_offset": True}
+    CASES[f"{mode} of 2-D"] = nn.EmbeddingBag, {"mode": mode, "padding_idx": 3}, bags
+    CASES[f"{mode} of offsets"] = nn.EmbeddingBag, {"mode": mode, "padding_idx": 3}, cut_bags
+    CASES[f"{mode} to ends"] = nn.EmbeddingBag, ends, functools.partial(cut_bags, last=True)
 
 
 def used(table, rank, given):
     """The output for some input, after backward; and the gradient of what weighs its rows."""
     output = table(*given)
     (output * drawn(50 + rank, *output.shape)).sum().backward()
-    return output.detach(), given[2].grad if len(given) > 2 else None
+    return output.detach(), given[2].grad if len(given) > 2 else torch.zeros(0)
 
 
 @pytest.mark.parametrize("on", ["threads", "device"])
@@ -101,14 +88,10 @@ def test_it_gives_what_a_replicated_table_gives(case, sizes, on):
 
     found = run(ranks, program, on=on)
     alone = kind.from_pretrained(whole.clone(), freeze=False, **options)
-    for rank, (output, weighing, *_) in enumerate(found):
-        wanted = used(alone, rank, inputs(rank, height))
-        torch.testing.assert_close(output, wanted[0])
-        if weighing is not None:
-            torch.testing.assert_close(weighing, wanted[1])
+    for rank, each in enumerate(found):
+        torch.testing.assert_close(each[:2], used(alone, rank, inputs(rank, height)))
     torch.testing.assert_close(torch.cat([each[2] for each in found]), alone.weight.grad / ranks)
-    shards = torch.cat([each[3] for each in found])
-    assert torch.equal(shards, alone.weight) and all(torch.equal(f[4], shards) for f in found)
+    assert all(torch.equal(each[4], alone.weight) for each in found)
     assert [len(each[3]) for each in found] == sizes
 
 
@@ -125,33 +108,22 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_work_on_the_shard(optimizer, average):
     make, sparse = OPTIMIZERS[optimizer]
-    whole, ranks, steps = drawn(0, 10, DIM), 3, 3
 
-    def losses(table, rank, step):
-        return table(indices(rank + 2, 10, 3, 3)).square().sum() * (step + 1)
-
-    def program(wire):
-        options = {"freeze": False, "average": average, "sparse": sparse}
-        table = weft.nn.ShardedEmbedding.from_pretrained(whole, **options)
+    def trained(kind, ranks, **options):
+        table = kind.from_pretrained(drawn(0, 10, DIM), freeze=False, sparse=sparse, **options)
         update = make([table.weight])
-        for step in range(steps):
+        for step in range(3):
             update.zero_grad()
-            for _ in range(2):  # accumulated
-                losses(table, wire.rank, step).backward()
+            for rank in ranks * 2:  # accumulated
+                loss = table(indices(rank + 2, 10, 3, 3)).square().sum() * (step + 1)
+                (loss / (3 if average and kind is nn.Embedding else 1)).backward()
             update.step()
-        return table.to_dense()
+        return table
 
-    found = run(ranks, program)
-    alone = nn.Embedding.from_pretrained(whole.clone(), freeze=False, sparse=sparse)
-    update = make([alone.weight])
-    for step in range(steps):
-        update.zero_grad()
-        for rank in range(ranks):
-            for _ in range(2):
-                (losses(alone, rank, step) / (ranks if average else 1)).backward()
-        update.step()
-    for each in found:
-        torch.testing.assert_close(each, alone.weight.detach())
+    alone = trained(nn.Embedding, [0, 1, 2]).weight.detach()
+    cut = KINDS[nn.Embedding]
+    for each in run(3, lambda wire: trained(cut, [wire.rank], average=average).to_dense()):
+        torch.testing.assert_close(each, alone)
 
 
 @pytest.mark.parametrize("on", ["threads", "device"])
@@ -237,19 +209,9 @@ def test_ranks_that_differ_are_told_so():
 
     first, second = run(2, program)
     assert first == second
-    for text, part in zip(
-        first,
-        [
-            "11 x 3 of float32, gradients averaged",
-            "the ranks differ in tables",
-            "tables of torch.float32 on cpu and torch.float64 on cpu",
-            "2 inputs for 1 tables",
-            "torch.no_grad",
-            "sharded_lookup backward of call",
-        ],
-        strict=True,
-    ):
-        assert part in text
+    parts = ["11 x 3 of float32", "differ in tables", "float32 on cpu and torch.float64 on cpu"]
+    parts += ["2 inputs for 1 tables", "torch.no_grad", "sharded_lookup backward of call"]
+    assert [part in text for part, text in zip(parts, first, strict=True)] == [True] * 6
 
 
 def test_a_rank_holds_its_part_alone():

@@ -1,0 +1,155 @@
+"""Word vectors whose tables are cut over the ranks, beside the same training with whole tables.
+
+Skip-gram with negative sampling, as `weft demo` trains it, on the same batches: each rank draws its
+own, so the gradients of all are averaged. Three ways:
+
+* replicated: every rank holds both tables, `weft.sync_grads` averages their sparse gradients;
+* sharded: `weft.nn.shard_embeddings`, and no line about gradients;
+* by hand: what one writes with `torch.distributed.all_to_all_single` instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from weft.cli.demo.text import noise, read, subsample
+from weft.cli.demo.train import SkipGram, batch
+
+DIM = 64
+BATCH = 4096
+STEPS = 50
+WAYS = ("replicated", "sharded", "by hand")
+
+
+class ByHand(nn.Module):
+    """Rows by three `all_to_all_single`, their gradients by one: nothing is checked."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.height = -(-table.num_embeddings // self.ranks)
+        whole = table.weight.detach()
+        self.weight = nn.Parameter(whole[rank * self.height :][: self.height].clone())
+        self.sent = 0  # bytes to other ranks
+
+    def swapped(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        found = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(taken), list(given))
+        self.sent += (sum(given) - given[dist.get_rank()]) * x[:1].nbytes
+        return found
+
+    def forward(self, ids: Tensor) -> Tensor:
+        distinct, place = torch.unique(ids, return_inverse=True)
+        counts = torch.bincount(distinct // self.height, minlength=self.ranks)
+        ones = [1] * self.ranks
+        wanted, asked = counts.tolist(), self.swapped(counts, ones, ones).tolist()
+        indices = self.swapped(distinct % self.height, wanted, asked)
+        rows = _Rows.apply(self, indices, wanted, asked, self.weight)
+        return functional.embedding(place, rows)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, table: ByHand, indices: Tensor, wanted: Any, asked: Any, weight: Tensor
+    ) -> Tensor:
+        ctx.taken = table, indices, wanted, asked
+        return table.swapped(weight[indices], asked, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        table, indices, wanted, asked = ctx.taken
+        came = table.swapped(gradient, wanted, asked) / table.ranks
+        size, flags = table.weight.shape, {"check_invariants": False}
+        return *[None] * 4, torch.sparse_coo_tensor(indices[None], came, size, **flags)
+
+
+def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
+    """Train one way; losses, averaged over the ranks, and what a rank keeps, sends and takes."""
+    model: nn.Module = SkipGram(text["words"], DIM, seed=0, kept=None)
+    if way == "sharded":
+        weft.nn.shard_embeddings(model, min_rows=1)
+    elif way == "by hand":
+        model.word, model.context = ByHand(model.word), ByHand(model.context)
+    update = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
+    losses = []
+    for step in range(-2, STEPS):  # two to warm up
+        weft.barrier()
+        if step == 0:
+            began, sent = time.perf_counter(), wire.traffic.bytes
+        now = batch(text["part"], text["noise"], BATCH, 0, wire.rank, step + 2)
+        loss = model(*now)
+        update.zero_grad()
+        loss.backward()
+        if way == "replicated":
+            weft.sync_grads(model)
+        update.step()
+        losses.append(loss.detach())
+    seconds = time.perf_counter() - began
+    sent = wire.traffic.bytes - sent
+    if way == "by hand":
+        sent = sum(table.sent for table in model.children()) * STEPS // (STEPS + 2)
+    kept = [each for one in update.state.values() for each in one.values()]
+    kept += model.parameters()
+    return {
+        "losses": weft.all_reduce(torch.stack(losses), "avg"),
+        "kept": sum(each.nbytes for each in kept) / 2**20,
+        "sent": int(weft.all_reduce(torch.tensor(sent))) / wire.size / STEPS / 2**20,
+        "most": int(weft.all_reduce(torch.tensor(sent), "max")) / STEPS / 2**20,
+        "ms": seconds / STEPS * 1000,
+    }
+
+
+def compare(
+    wire: weft.Wire, paths: Sequence[Path] = (), ways: Sequence[str] = WAYS
+) -> dict[str, dict[str, Any]]:
+    """Train all ways.
+
+    Raises:
+        SystemExit: their losses differ by more than rounding.
+    """
+    torch.set_num_threads(1)
+    corpus = read(paths, min_count=1, ranks=wire.size)
+    tokens = subsample(corpus, seed=0, at_least=wire.size * 1000)
+    text = {"words": len(corpus.words), "noise": noise(corpus.counts)}
+    text["part"] = np.array_split(tokens, wire.size)[wire.rank]
+    found = {way: train(wire, way, text) for way in ways}
+    for way, one in found.items():
+        apart = float((one["losses"] - found[ways[0]]["losses"]).abs().max())
+        if not apart < 1e-3:
+            raise SystemExit(f"FAILED: rank {wire.rank}: the losses of {way} differ by {apart:g}")
+        one |= {"apart": apart, "words": text["words"]}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="word vectors whose tables are cut")
+    parser.add_argument("text", nargs="*", type=Path, help="files or folders; else Python's own")
+    options = parser.parse_args()
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
+        found = compare(wire, options.text)
+        if wire.rank == 0:
+            print(f"{found['sharded']['words']:,} words, {wire.size} ranks")
+            for way, one in found.items():
+                losses = f"loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.4f}"
+                print(
+                    f"{way:>10}: a rank keeps {one['kept']:5.2f} MiB, sends {one['sent']:5.2f} a "
+                    f"step (the busiest {one['most']:5.2f}) of {one['ms']:5.1f} ms; {losses}, "
+                    f"{one['apart']:.1e} apart"
+                )
+            print("PASSED")
+
+
+if __name__ == "__main__":
+    main()
