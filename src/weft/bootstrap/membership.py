@@ -15,6 +15,7 @@ sends those away who wait in an earlier round, and they come to the new one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -343,8 +344,10 @@ def _attend(
             # whoever says there that it is rank 0 has not decided, so it is gone
             others = [each for each in _read(store) if each.rank != 0]
             return arrival, _incomplete(others, mine, meeting.where)
-        store.add("heard", 1)
-        return arrival, Decision(**json.loads(store.get("decision")))
+        decision = Decision(**json.loads(store.get("decision")))
+        with contextlib.suppress(RuntimeError):  # the store may end once this is counted
+            store.add("heard", 1)
+        return arrival, decision
     members: list[Member] = []
     found: Decision | None = None
     for _ in pauses(deadline, 0.001, 0.02):

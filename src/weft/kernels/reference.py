@@ -24,6 +24,7 @@ from ..devices import on_host
 from ..errors import WeftError
 from .ops import Op
 
+_LAST = 2**63 - 1  # an end may be beyond
 _BLOCK = 1 << 17  # numbers that are worked on at once
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
@@ -287,7 +288,7 @@ def _united(
     slots = torch.empty_like(place).index_copy_(0, order, torch.where(first, ~place, place))
     falls = torch.cat([run[1:] <= run[:-1] for run in runs]).any()
     ids = ascending.long()
-    said = falls, first.sum(), *[(first & (ids < end)).sum() for end in span or ()]
+    said = falls, first.sum(), *[(first & (ids <= min(end - 1, _LAST))).sum() for end in span or ()]
     indices = ascending[starts[:-1].clamp_(max=max(0, order.numel() - 1))]
     return indices, list(torch.split(slots, [run.numel() for run in runs])), _stacked(*said)
 
