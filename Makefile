@@ -35,9 +35,10 @@ docs: .venv/docs
 	$(BIN)/mkdocs build --strict --quiet
 
 # How large the library is, and what its rooms know of each other; fails where a limit is passed.
-# HOUSE_MORE: lines of what came since the limits were set (who gets in, corrupt peers, slow ranks).
+# HOUSE_MORE: lines of what came since the limits were set: who gets in, corrupt peers and slow ranks
+# (700), accelerators (900), TopK and tables that are cut (900).
 house:
-	HOUSE_MORE=700 $(PYTHON) tools/house --check
+	HOUSE_MORE=2500 $(PYTHON) tools/house --check
 
 check: lint types layers docs house test
 
