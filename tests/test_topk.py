@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,24 @@ def drawn(wire: Wire, step: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) ** 3
 
 
-@contextlib.contextmanager
-def trained(wire: Wire, folder: Path) -> Iterator[None]:
-    """A process group of these processes, which DistributedDataParallel wants, and weft over it."""
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
-    try:
-        with weft.init(timeout=20):
-            yield
-    finally:
-        dist.destroy_process_group()
+def trained(body: Callable[..., None]) -> Callable[..., None]:
+    """In a process group of these processes, which DistributedDataParallel wants, and weft over it.
+
+    The group outlives the models: one that goes with its model waits for a thread that may wait for
+    this one (torch's destructor keeps the interpreter).
+    """
+
+    @functools.wraps(body)
+    def inside(wire: Wire, tmp_path: Path, **given: Any) -> None:
+        meeting = f"file://{tmp_path}/meeting"
+        dist.init_process_group("gloo", meeting, rank=wire.rank, world_size=wire.size)
+        try:
+            with weft.init(timeout=20):
+                body(wire, tmp_path, **given)
+        finally:
+            dist.destroy_process_group()
+
+    return inside
 
 
 def model_of(sparse: bool = False) -> nn.Module:
@@ -248,68 +257,68 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
 
 @pytest.mark.parametrize("density", [1, 0.1])
 @spmd(1, 2, 4, on=("processes",))
+@trained
 def test_each_parameter_is_sparsified_by_itself(wire: Wire, tmp_path: Path, density: float) -> None:
     """However they are packed, in steps that accumulate, too; a sparse one is not."""
-    with trained(wire, tmp_path):
-        for options in OPTIONS:
-            sparse = "gradient_as_bucket_view" in options
-            plain = model_of(sparse)
-            ours = wrapped(plain, TopK(density, min_numel=100), **options)
-            residuals = [torch.zeros_like(each) for each in plain.parameters()]
-            for step in range(3):
-                for model in (ours, plain):
-                    model.zero_grad()
-                    with model.no_sync() if step and model is ours else contextlib.nullcontext():
-                        loss_of(model, 10 * step).backward()
-                    if step:
-                        loss_of(model, step).backward()
-                own = gradients(plain)
-                for found, residual, gradient in zip(gradients(ours), residuals, own, strict=True):
-                    residual += gradient
-                    count = len(residual.flatten())
-                    if count >= 100 and not (sparse and count == 800):
-                        count = math.ceil(density * count)
-                    order = residual.abs().flatten().sort(descending=True, stable=True).indices
-                    sent = torch.zeros_like(residual)
-                    sent.view(-1)[order[:count]] = residual.view(-1)[order[:count]]
-                    residual -= sent
-                    dist.all_reduce(sent)
-                    torch.testing.assert_close(found, sent / wire.size)
+    for options in OPTIONS:
+        sparse = "gradient_as_bucket_view" in options
+        plain = model_of(sparse)
+        ours = wrapped(plain, TopK(density, min_numel=100), **options)
+        residuals = [torch.zeros_like(each) for each in plain.parameters()]
+        for step in range(3):
+            for model in (ours, plain):
+                model.zero_grad()
+                with model.no_sync() if step and model is ours else contextlib.nullcontext():
+                    loss_of(model, 10 * step).backward()
+                if step:
+                    loss_of(model, step).backward()
+            own = gradients(plain)
+            for found, residual, gradient in zip(gradients(ours), residuals, own, strict=True):
+                residual += gradient
+                count = len(residual.flatten())
+                if count >= 100 and not (sparse and count == 800):
+                    count = math.ceil(density * count)
+                order = residual.abs().flatten().sort(descending=True, stable=True).indices
+                sent = torch.zeros_like(residual)
+                sent.view(-1)[order[:count]] = residual.view(-1)[order[:count]]
+                residual -= sent
+                dist.all_reduce(sent)
+                torch.testing.assert_close(found, sent / wire.size)
 
 
 @spmd(2, on=("processes",))
+@trained
 def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Path) -> None:
     """Also with other buckets than it had."""
     settings: dict[str, Any] = {"momentum": 0.5, "min_numel": 100, "warmup_steps": 5}
-    with trained(wire, tmp_path):
-        state = TopK(0.05, **settings)
-        model = wrapped(model_of(), state)
-        losses(model, range(3))
-        kept, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.module)
-        wanted = losses(model, range(3, 8))
-        for options in ({}, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}):
-            again = TopK(0.05, **settings)
-            again.load_state_dict(kept)
-            assert losses(wrapped(weights, again, **options), range(3, 8)) == wanted
-        assert losses(wrapped(weights, TopK(0.05, **settings)), range(3, 8)) != wanted
+    state = TopK(0.05, **settings)
+    model = wrapped(model_of(), state)
+    losses(model, range(3))
+    kept, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.module)
+    wanted = losses(model, range(3, 8))
+    for options in ({}, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}):
+        again = TopK(0.05, **settings)
+        again.load_state_dict(kept)
+        assert losses(wrapped(weights, again, **options), range(3, 8)) == wanted
+    assert losses(wrapped(weights, TopK(0.05, **settings)), range(3, 8)) != wanted
 
 
 @spmd(2, on=("processes",))
+@trained
 def test_errors_are_raised_in_backward_and_the_next_step_works(wire: Wire, tmp_path: Path) -> None:
-    with trained(wire, tmp_path):
-        state = TopK(0.1, algorithm=["gather", "split"][dist.get_rank()], min_numel=100)
-        model = wrapped(model_of(), state)
-        with pytest.raises(WeftError, match=r"algorithm: .*gather.*split"):
-            loss_of(model, 0).backward()
-        state.algorithm = "split"
-        loss_of(model, 1).backward()
-        assert state.calls[-1].union > 0
-        other = TopK(0.1, min_numel=100)
-        other.load_state_dict(state.state_dict())
-        for number, match in (
-            (TopK(0.1 + dist.get_rank()), r"^rank 1: density is 1.1"),
-            (other, r"numbers are kept of tensor 'float32 -\d', which has"),
-        ):
-            wrong = wrapped(nn.Sequential(model_of(), nn.Linear(4, 90)), number)
-            with pytest.raises(WeftError, match=match):
-                loss_of(wrong, 0).backward()
+    state = TopK(0.1, algorithm=["gather", "split"][dist.get_rank()], min_numel=100)
+    model = wrapped(model_of(), state)
+    with pytest.raises(WeftError, match=r"algorithm: .*gather.*split"):
+        loss_of(model, 0).backward()
+    state.algorithm = "split"
+    loss_of(model, 1).backward()
+    assert state.calls[-1].union > 0
+    other = TopK(0.1, min_numel=100)
+    other.load_state_dict(state.state_dict())
+    for number, match in (
+        (TopK(0.1 + dist.get_rank()), r"^rank 1: density is 1.1"),
+        (other, r"numbers are kept of tensor 'float32 -\d', which has"),
+    ):
+        wrong = wrapped(nn.Sequential(model_of(), nn.Linear(4, 90)), number)
+        with pytest.raises(WeftError, match=match):
+            loss_of(wrong, 0).backward()

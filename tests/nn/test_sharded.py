@@ -273,7 +273,11 @@ def test_the_large_tables_of_a_model_are_cut():
 
 def train(folder, first, steps, cut=True, fsdp=False):
     """Losses of some steps, from a checkpoint where they are not the first; and the table."""
-    weft.init()
+    with weft.init():  # whose group outlives the model
+        return _train(folder, first, steps, cut, fsdp)
+
+
+def _train(folder, first, steps, cut, fsdp):
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     if cut:
@@ -308,9 +312,7 @@ def train(folder, first, steps, cut=True, fsdp=False):
         losses.append(weft.all_reduce(loss.detach(), "avg").item())
     if folder and not first:
         dcp.save(state(), checkpoint_id=folder)
-    whole = model.table.to_dense() if cut else model.table.weight.detach()
-    weft.shutdown()
-    return losses, whole
+    return losses, model.table.to_dense() if cut else model.table.weight.detach()
 
 
 def alike(found, wanted):
