@@ -55,7 +55,7 @@ from .sparse.api import job_of
 from .sparse.request import wrong_wire_dtype
 from .sparsify import Sparsifier
 from .wire import process_group
-from .wire.base import Wire, Work, wire_for
+from .wire.base import Wire, Work, blame, wire_for
 
 _KEPT = 256  # records
 _NAME = "ddp.register"
@@ -315,7 +315,7 @@ def _blaming(state: State, ddp_model: DistributedDataParallel) -> Callable[..., 
         try:
             return forward(model(), *args, **kwargs)  # type: ignore[arg-type,no-untyped-call]  # alive
         except RuntimeError as error:
-            lost = process_group.blame(state.wire, error, "DistributedDataParallel's forward")
+            lost = blame(state.wire, error, "DistributedDataParallel's forward")
             if lost is None:
                 raise
             raise lost from None

@@ -137,7 +137,7 @@ class ShardedTable(nn.Module):
 
     def _mark(self) -> None:
         """Have the weight left alone by whatever goes by parameters; DDP's hooks do."""
-        self.weight._ddp_ignored = True  # type: ignore[attr-defined]
+        self.weight._ddp_ignored = True  # type: ignore[attr-defined]  # DDP's
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, as torch's tables do: from the normal distribution, padding zero.
@@ -601,7 +601,7 @@ def shard_embeddings(
     tables = [name for name, part in module.named_modules() if isinstance(part, ShardedTable)]
     others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     ignored = dict.fromkeys([*others, *(f"{name}.weight".lstrip(".") for name in tables)])
-    module._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]
+    module._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]  # DDP's
     return module
 
 

@@ -358,9 +358,13 @@ def some(rank, on):
 @ON
 def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     reads, real = [], reference.read
+
+    def counted(numbers):
+        reads.append(threading.get_ident())
+        return real(numbers)
+
     for module in (reference, kernels):
-        told = lambda numbers: reads.append(threading.get_ident()) or real(numbers)  # noqa: E731
-        monkeypatch.setattr(module, "read", told)
+        monkeypatch.setattr(module, "read", counted)
 
     def body(wire):
         ids, values = some(wire.rank, on)

@@ -110,7 +110,9 @@ class Call:
             place = self.out[0][:count], self.out[1][:count]
         if place is not None and (place[1].device != self.device or self._is_read(place)):
             self.target, place = Rows(*place, self.height), None
-        indices, values = place or (self._memory((count,), self.index), self._memory(shape, dtype))
+        if place is None:
+            place = fresh((count,), self.index, self.device), fresh(shape, dtype, self.device)
+        indices, values = place
         result = Rows(indices, values, self.height)
         if self.wide is None:
             return result
@@ -118,11 +120,6 @@ class Call:
         memory = as_bytes(values)
         start = memory.numel() // self.wide.itemsize * (self.wide.itemsize - self.dtype.itemsize)
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
-
-    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
-            return fresh(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def result_at(self, indices: Tensor) -> Rows:
         """Memory for a result of rows with these indices, which are in it."""

@@ -106,18 +106,18 @@ class Header(NamedTuple):
             digest=survey.digest,
             sketch=np.array(survey.sample, np.int64),
             points=np.array(survey.points, np.int64),
-            weights=np.diff(_shares(count)),
+            weights=np.diff(shares(count)),
         )
 
     def _described(self, indices: Tensor) -> Header:
         """This header, of one rank, with what says where its rows lie."""
         count = indices.numel()
-        shares = _shares(count)
+        begins = shares(count)
         return self._replace(
             digest=_digest(indices),
             sketch=kernels.sketch(indices, sketch.SIZE).numpy(),
-            points=indices.numpy()[shares[:-1]].astype(np.int64),
-            weights=np.diff(shares),
+            points=indices.numpy()[begins[:-1]].astype(np.int64),
+            weights=np.diff(begins),
             rows=None,
         )
 
@@ -242,7 +242,7 @@ def combined(lower: Tensor, upper: Tensor) -> Tensor:
     return first.combine(second).pack()
 
 
-def _shares(count: int) -> Longs:
+def shares(count: int) -> Longs:
     """Where among so many rows those of each point begin, and the last ends."""
     parts = min(POINTS, count)
     return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)

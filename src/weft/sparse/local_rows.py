@@ -19,6 +19,7 @@ from ..kernels import Distinct
 from ..kernels.ops import OPS, Op
 from ..rows import Rows
 from ..wire.base import Lease, Pool, typed
+from .header import shares
 
 
 class LocalRows:
@@ -89,8 +90,7 @@ class LocalRows:
         """
         if self._points is None:
             return within(indices, bounds, highest)
-        points, count = self._points, len(self)
-        places = [*(number * count // len(points) for number in range(len(points))), count]
+        points, places = self._points, shares(len(self)).tolist()
         found = []
         for low, high in pairwise(bounds):
             before = bisect_left(points, low)

@@ -47,7 +47,7 @@ class Request:
     Attributes:
         rows: what is to be reduced.
         distinct: its indices, sorted, and their duplicates.
-        survey: of indices on an accelerator, what the host knows of them.
+        survey: of indices on an accelerator that are to be combined, what the host knows of them.
         highest: the largest index, once looked for; -1 if there are none.
         op: the reduction.
         algorithm: a registered name or "auto".
@@ -129,10 +129,10 @@ class Request:
     def sort(self) -> Request:
         """Find what is distinct among the indices, and check them, if that was not done before."""
         indices = self.rows.indices
+        if self.error is not None:
+            return self
         with self:
-            if self.error is not None:
-                pass
-            elif not on_host(indices):
+            if not on_host(indices):
                 if self.survey is None:
                     self.survey = kernels.survey([indices], POINTS, sketch.SIZE)[0]
                     self.distinct = self.survey.distinct

@@ -109,8 +109,7 @@ def opened(
     )
     as_given = kernels.Distinct(given.indices.contiguous(), None, None)
     distinct = as_given if moves else request.distinct
-    survey = None if moves else request.survey
-    points = None if survey is None else survey.points
+    points = None if request.survey is None else request.survey.points
     own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
     eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
     eager = eager and over is wire  # what lies on an accelerator never visits the host
@@ -153,7 +152,7 @@ def _agreement(
         fallible=request.fallible,
         highest=request.highest if moves else None,
         values=own.values if carries else None,
-        survey=None if moves else request.survey,
+        survey=request.survey,
     )
 
     agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)

@@ -86,21 +86,18 @@ def index_lists(
         sources: who sends one here.
         spans: in what range theirs lie, where that is known.
     """
-    found: Lists
     if call.load.staying:
-        found = _ListsThatStay(call, lists, sources)
-    else:
-        found = IndexLists(call, lists, sources, spans)
-    return found
+        return _ListsThatStay(call, lists, sources)
+    return IndexLists(call, lists, sources, spans)
 
 
-class _ListsThatStay:
+class _ListsThatStay(Lists):
     """Index lists of an accelerator: their lengths go over the CPU wire, to all ranks."""
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         wire, item = call.wire, call.wire_index.itemsize
         counts = [lists[peer].numel() if peer in lists else 0 for peer in range(wire.size)]
-        self._counts, numbers = {}, struct.Struct(f"<{wire.size}q")
+        numbers = struct.Struct(f"<{wire.size}q")
         said = all_gather_bytes(wire, numbers.pack(*counts), numbers.unpack, "lengths of lists")
         self._counts = {peer: said[peer][wire.rank] for peer in sources}
         self._dtype = call.wire_index
@@ -115,8 +112,8 @@ class _ListsThatStay:
         self._pending.release()
 
 
-class IndexLists:
-    """Index lists on their way: one to each of some peers, one from each of some peers."""
+class IndexLists(Lists):
+    """Index lists of the CPU: each message says its length, and may be packed."""
 
     def __init__(
         self,
@@ -125,14 +122,7 @@ class IndexLists:
         sources: Sequence[int],
         spans: Spans = _ANYWHERE,
     ) -> None:
-        """Send lists to these peers, and await some of those.
-
-        Args:
-            call: the call this is for.
-            lists: by peer.
-            sources: who sends one here.
-            spans: in what range theirs lie, where that is known.
-        """
+        """See `index_lists`."""
         self._wire, self._sources, self._dtype = call.wire, sources, call.wire_index
         self._places, self._spans = call.load.places, spans
         self._most = call.load.total * call.load.index  # bytes of any list
@@ -151,7 +141,6 @@ class IndexLists:
         self._sent = self._wire.post(rests, (), LISTS)
 
     def wait(self) -> dict[int, Tensor]:
-        """The lists by peer; valid until `release()`. To be called before any other wait."""
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
@@ -178,7 +167,6 @@ class IndexLists:
         return self._leases[-1].tensor
 
     def release(self) -> None:
-        """Wait until all own lists are sent, then give back the memory."""
         self._sent.wait()
         self._heads.release()
         for lease in self._leases:

@@ -192,7 +192,7 @@ class Wire(abc.ABC):
     @entry
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. An error of a process group's becomes one that names who is to blame."""
-        lost = self._blame("a call of torch.distributed's") if is_of_group(error) else None
+        lost = blame(self, error, "a call of torch.distributed's")
         (self._end or self.close)()
         if lost is not None:
             raise lost from error
@@ -313,6 +313,17 @@ os.register_at_fork(after_in_child=_after_fork)
 def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
     """What ends a `with` block of the wire; None: its `close`."""
     wire._end = leave
+
+
+def blame(wire: Wire, error: BaseException | None, where: str) -> WireError | None:
+    """Who is to blame for an error of a process group's, which names nobody.
+
+    Args:
+        wire: among the ranks of the group that raised it.
+        error: what was raised; None is the answer to any that no group raised.
+        where: what the caller was in, as a clause of the error that is returned.
+    """
+    return wire._blame(where) if is_of_group(error) else None
 
 
 def wire_for(wire: Wire, tensor: Tensor, ranks: Sequence[int] | None = None) -> Wire:

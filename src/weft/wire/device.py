@@ -109,23 +109,24 @@ class BetweenPairs(OverGroup):
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
         group = self._group()
         assert group is not None
-        operations = []
-        for peer, (part, place) in enumerate(
-            zip(torch.split(data, goes), torch.split(out, came), strict=True)
-        ):
-            both = (dist.isend, part), (dist.irecv, place)
-            for operation, tensor in both if group.rank() < peer else reversed(both):
-                if tensor.numel():
-                    made = dist.P2POp(operation, tensor, group=group, group_peer=peer)
-                    operations.append(made)
+        messages: list[tuple[bool, Tensor, int]] = []  # whether it is sent, it, and the peer
+        parts = zip(torch.split(data, goes), torch.split(out, came), strict=True)
+        for peer, (part, place) in enumerate(parts):
+            both = (True, part, peer), (False, place, peer)
+            both = both if group.rank() < peer else both[::-1]
+            messages += [message for message in both if message[1].numel()]
         if group.bound_device_id is None:
             works = [
-                (group.send if each.op is dist.isend else group.recv)(
-                    [each.tensor], each.group_peer, 0
-                )
-                for each in operations
+                (group.send if sends else group.recv)([tensor], peer, 0)
+                for sends, tensor, peer in messages
             ]
         else:
+            operations = [
+                dist.P2POp(
+                    dist.isend if sends else dist.irecv, tensor, group=group, group_peer=peer
+                )
+                for sends, tensor, peer in messages
+            ]
             works = dist.batch_isend_irecv(operations) if operations else []
         for work in works:
             work.wait()

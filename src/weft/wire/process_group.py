@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from ..errors import WeftError, WireError
 from . import recorder
-from .base import Wire
 from .failure import watch
 from .processes import Engine, ProcessWire
 from .store import AbsentError, told
@@ -220,17 +219,6 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
             wire._process_group = weakref.ref(group)
             _wires[group] = wire
         return wire
-
-
-def blame(wire: Wire, error: RuntimeError, where: str) -> WireError | None:
-    """Who is to blame for an error of a process group's, which names nobody.
-
-    Args:
-        wire: among the ranks of the group that raised it.
-        error: what was raised; None is the answer to any that no group raised.
-        where: what the caller was in, as a clause of the error that is returned.
-    """
-    return wire._blame(where) if _torch.is_of_group(error) else None
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
