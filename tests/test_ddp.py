@@ -489,6 +489,7 @@ def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
         (ours, torch.float16 if me == 1 else None, r"differ in wire_dtype: .*rank 1 has torch.flo"),
         (ours, "float16" if me == 2 else torch.float16, "^rank 2: wire_dtype is float16: pass"),
         (ours.module if me == 0 else ours, None, "^rank 0: register takes a Dist.* this is Linear"),
+        (ours.module, None, "^rank 0: register takes a Dist.* this is Linear"),
     ):
         with pytest.raises(WeftError, match=text) as caught:
             ddp.register(given, wire_dtype=wire_dtype)
@@ -497,6 +498,39 @@ def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
         ddp.register(ours, wire_dtype=torch.float16).wire_dtype = None
     ours(torch.ones(1, 70)).sum().backward()
     assert ours.module.bias.grad.eq(1).all()
+
+
+def check_alone(model: nn.Module) -> None:
+    """A model that is not wrapped trains as if it were not registered; nobody is asked."""
+    state, other = ddp.register(model), copy.deepcopy(model)
+    for each in (model, other):
+        update = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(torch.tensor([[3, 7, 3]])).exp().sum().backward()
+        update.step()
+    check_equal(model, other)
+    assert torch.equal(model.weight, other.weight) and model.weight.grad.is_sparse
+    assert not state.calls
+    with pytest.raises(WeftError, match=r"wire_dtype is torch.float64"):
+        ddp.register(model, wire_dtype=torch.float64)
+
+
+@trained(1)
+def test_a_model_that_is_not_wrapped_is_left_alone_in_a_group_of_one() -> None:
+    check_alone(nn.EmbeddingBag(9, 2, sparse=True))
+
+
+def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, caplog) -> None:
+    ddp._say_alone.cache_clear()
+    table = nn.EmbeddingBag(9, 2, sparse=True)
+    check_alone(table)
+    ddp.register(table)
+    assert [(record.name, record.levelname) for record in caplog.records] == [("weft", "WARNING")]
+    assert "runs alone" in caplog.text
+    with pytest.raises(WeftError, match=r"register takes a Dist.* this is Tensor: wrap it first"):
+        ddp.register(table.weight.data)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun's, whose ranks have no group yet
+    with pytest.raises(WeftError, match=r"register takes a Dist.* this is EmbeddingBag"):
+        ddp.register(table)
 
 
 @trained(2)

@@ -29,6 +29,8 @@ did not use, on some ranks or on all, is given a gradient without rows.
 import copy
 import dataclasses
 import functools
+import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -56,6 +58,8 @@ from .sparse.request import wrong_wire_dtype
 from .sparsify import Sparsifier
 from .wire import process_group
 from .wire.base import Wire, Work, blame, wire_for
+
+_log = logging.getLogger("weft")
 
 _KEPT = 256  # records
 _NAME = "ddp.register"
@@ -240,14 +244,16 @@ class TopK(State):
 
 @entry
 def register(
-    ddp_model: DistributedDataParallel,
+    ddp_model: nn.Module,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> State:
     """Let weft carry the gradients of a model; once for each model, on every rank.
 
     Args:
-        ddp_model: the wrapped model, any options; its process group is the one that is used.
+        ddp_model: the wrapped model, any options; its process group is the one that is used. In a
+            program that runs alone also one that is not wrapped, as trainers leave it then: nothing
+            is done to it, which the log says once.
         algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
         wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which gradients of wider
             floating-point dtypes travel, dense and sparse (lossy: docs/wire-dtype.md has the bound,
@@ -257,10 +263,10 @@ def register(
         The hook's state; `state.calls` tells what the last calls did.
 
     Raises:
-        WeftError: `ddp_model` is no DistributedDataParallel, `wire_dtype` is wrong or differs
-            between ranks, or a `SyncBatchNorm` on an accelerator has the same group; the same text
-            on every rank. Later, from `backward()`: what the calls raise. Then `.grad` holds this
-            rank's own values; the next step works.
+        WeftError: `ddp_model` is no DistributedDataParallel, though there are several ranks;
+            `wire_dtype` is wrong or differs between ranks; or a `SyncBatchNorm` on an accelerator
+            has the same group; the same text on every rank. Later, from `backward()`: what the
+            calls raise. Then `.grad` holds this rank's own values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -275,6 +281,11 @@ def register(
         tensor([[3, 7]])
     """
     if not isinstance(ddp_model, DistributedDataParallel):
+        if isinstance(ddp_model, nn.Module) and _runs_alone():
+            if error := wrong_wire_dtype(wire_dtype):
+                raise WeftError(error)
+            _say_alone()
+            return State(None, algorithm, wire_dtype)
         error = (
             f"register takes a DistributedDataParallel model, this is {type(ddp_model).__name__}"
             ": wrap it first"
@@ -289,6 +300,21 @@ def register(
     keep_tables_used(ddp_model.module)
     ddp_model.forward = _blaming(state, ddp_model)  # type: ignore[method-assign]
     return state
+
+
+def _runs_alone() -> bool:
+    """Whether there is no other rank: in the default group or, without one, of what was started."""
+    if process_group.has_default():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1"  # else somebody forgot to make the group
+
+
+@functools.cache
+def _say_alone() -> None:
+    _log.warning(
+        "ddp.register: this program runs alone and the model is not in DistributedDataParallel: "
+        "gradients stay as they are"
+    )
 
 
 def _interferes(ddp_model: DistributedDataParallel) -> str | None:
