@@ -3,12 +3,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
 
 # Where the environment keeps Python from keeping bytecode, every process of a test compiles weft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak lint types layers docs house check clean
+.PHONY: demo test examples soak lint types layers docs house check clean
 
 demo: .venv/report
 	$(BIN)/weft demo
@@ -16,6 +16,12 @@ demo: .venv/report
 # Tests mostly wait, for processes that start and for deadlines: three at once fill two cores.
 test: .venv/test
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+
+# All examples, by the commands that their READMEs name, with weft installed as users install it.
+examples .venv-examples/made: BIN := .venv-examples/bin
+examples: .venv-examples/made
+	$(PIP) --quiet --no-deps .
+	$(BIN)/python tools/examples
 
 # Ten thousand random programs on every wire, which takes a while.
 soak: .venv/test
@@ -68,5 +74,14 @@ check: lint types layers docs house test
 	$(PIP) --quiet --constraint constraints.txt --group docs
 	@touch $@
 
+# The frameworks that examples train under, which the other tests do without.
+.venv-examples/made: pyproject.toml constraints.txt
+	@echo "making .venv-examples and installing PyTorch and other frameworks there: once, some minutes"
+	$(PYTHON) -m venv .venv-examples
+	$(PIP) --quiet --upgrade 'pip>=25.1'
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt '.[report]' --group examples
+	@touch $@
+
 clean:
-	rm -rf .venv site weft-demo
+	rm -rf .venv .venv-examples site weft-demo

@@ -62,6 +62,9 @@ def main():
     with weft.init() as wire:
         mine = weft.Rows(torch.tensor([wire.rank, 9]), torch.ones(2, 4), height=10)
         total = weft.sparse_all_reduce(mine, algorithm="dense")
+        other = weft.sparse_all_reduce(mine, algorithm="gather")
+        if not (total.indices.equal(other.indices) and total.values.equal(other.values)):
+            raise SystemExit(f"FAILED: rank {wire.rank}: {total} is not {other}")
         if wire.rank == 0:
             print(f"{len(total)} rows, the last is {total.values[-1].tolist()}")
             print(weft.explain(mine))

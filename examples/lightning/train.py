@@ -1,0 +1,107 @@
+"""A model with a sparse table, trained by Lightning on two processes, over weft.
+
+Eight words of a text, averaged, tell the next one. The table's gradients are sparse, and clipped.
+What comes out is compared with one process that has all the data, dense gradients and no weft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import weft
+from weft.cli.demo.text import read
+
+RANKS, STEPS, BATCH, BEFORE, DIM = 2, 40, 64, 8, 32
+RATE, MOST = 1.0, 0.25  # of learning; norm of the gradients
+
+
+class WeftStrategy(DDPStrategy):
+    """DistributedDataParallel over weft, also on the CPU, where `ddp_comm_hook` has no effect."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.weft = weft.ddp.register(self.model)
+
+
+class NextWord(LightningModule):
+    def __init__(self, words: int, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(words, DIM, sparse=sparse)
+        self.out = nn.Linear(DIM, words)
+        self.norms: list[float] = []
+
+    def training_step(self, batch: list[Tensor], _: int = 0) -> Tensor:
+        before, word = batch
+        return functional.cross_entropy(self.out(self.table(before)), word)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """The Trainer's own fails on sparse gradients, in torch."""
+        if gradient_clip_val is not None:
+            self.norms.append(float(weft.clip_grad_norm_(self.parameters(), gradient_clip_val)))
+
+
+def in_one_process(text: TensorDataset, words: int) -> NextWord:
+    model = NextWord(words, sparse=False)
+    update = model.configure_optimizers()
+    order = DistributedSampler(text, num_replicas=1, rank=0)  # Lightning's
+    for batch in DataLoader(text, BATCH * RANKS, sampler=order):  # the batches of all ranks
+        update.zero_grad()
+        model.training_step(batch).backward()
+        clip_grad_norm_(model.parameters(), MOST)
+        update.step()
+    return model
+
+
+def main() -> None:
+    corpus = read([Path(asyncio.__file__).parent], min_count=1, ranks=1)
+    windows = torch.from_numpy(corpus.tokens).long().unfold(0, BEFORE + 1, 1)
+    windows = windows[: STEPS * BATCH * RANKS]
+    text = TensorDataset(windows[:, :-1], windows[:, -1])
+
+    model, strategy = NextWord(len(corpus.words)), WeftStrategy()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_epochs=1,
+        gradient_clip_val=MOST,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(text, BATCH))  # each rank gets other batches
+
+    other = in_one_process(text, len(corpus.words))
+    ours, its = (parameters_to_vector(each.parameters()).detach() for each in (model, other))
+    apart = strategy.reduce((ours - its).abs().max(), reduce_op="max")
+    clipped = sum(norm > MOST for norm in model.norms)
+    calls = len(strategy.weft.calls)
+    if trainer.is_global_zero:
+        print(
+            f"{trainer.world_size} ranks, {calls} sparse sums, clipped in {clipped} of "
+            f"{len(model.norms)} steps; weights within {apart:.1e} of one process"
+        )
+        if not (apart < 1e-5 and calls == STEPS and clipped):
+            raise SystemExit("FAILED")
+        print("PASSED")
+
+
+if __name__ == "__main__":
+    main()
