@@ -82,3 +82,41 @@ def test_replicas_of_a_sharded_model_are_in_step(shards):
         for parameter, (value, gradient) in zip(alone.parameters(), found, strict=True):
             torch.testing.assert_close(value, parameter.detach())
             torch.testing.assert_close(gradient, parameter.grad)
+
+
+def words():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(10, 3, mode="sum", sparse=True), model())
+
+
+def of_words(rank):
+    return torch.tensor([[1, 2, 2], [4 + rank, 1, 9]])
+
+
+def beside(most):
+    """The norm, and the gradients after it was clipped, of a model whose table FSDP2 ignores."""
+    with weft.init() as wire:
+        trained = words()
+        table = trained[0]
+        fully_shard(trained, ignored_params={table.weight})
+        trained(of_words(wire.rank)).square().sum().backward()
+        with pytest.raises(weft.WeftError, match=r"modules differ: .* of a DTensor on rank 0"):
+            weft.sync_grads(trained)  # FSDP2 has reduced the others
+        weft.sync_grads(table)
+        norm = weft.clip_grad_norm_(trained, most)
+        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in trained.parameters()]
+        assert whole[0].is_sparse
+        return norm, [gradient.to_dense() for gradient in whole]
+
+
+@pytest.mark.parametrize("most", [0.5, 1e9])
+def test_a_replicated_sparse_table_beside_it(most):
+    alone = words()
+    for rank in range(2):
+        (alone(of_words(rank)).square().sum() / 2).backward()
+    for parameter in alone.parameters():
+        parameter.grad = parameter.grad.to_dense()
+    wanted = nn.utils.clip_grad_norm_(alone.parameters(), most)
+    for norm, found in processes(2, beside, most):
+        torch.testing.assert_close(norm, wanted)
+        torch.testing.assert_close(found, [parameter.grad for parameter in alone.parameters()])

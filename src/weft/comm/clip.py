@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeftError
+from .named import local
 
 
 @torch.no_grad()
@@ -29,7 +30,8 @@ def clip_grad_norm_(
     """Scale gradients so that the norm of all of them together is at most `max_norm`.
 
     Local: nothing is sent. After `weft.sync_grads` all ranks have the same gradients, and so the
-    same norm.
+    same norm. With DTensors, as FSDP2's, among the gradients it is collective over their mesh: a
+    shard counts with the whole of which it is a part.
 
     Args:
         parameters: those whose `.grad` counts, or a module; gradients are dense or sparse COO, on
@@ -90,7 +92,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
     clip: Any = nn.utils.clip_grads_with_norm_  # which asks for nothing but `.grad`
-    clip([SimpleNamespace(grad=each) for each in values], most, total, foreach)
+    clip([SimpleNamespace(grad=local(each)) for each in values], most, total, foreach)
     return total
 
 
