@@ -1,0 +1,157 @@
+"""A rank dies, torchrun starts all of them again, and training goes on from a checkpoint.
+
+On the first attempt one rank kills itself. The others get weft's `WireError`, which names it, and
+end; torchrun restarts the job. At the end all losses must be, bit for bit, those of a run without
+a fault, which is made last.
+
+The model guesses the next word of Python's own source (of the package `email`) from the eight
+before it. Its table is cut over the ranks, its dense part is DistributedDataParallel's with
+compressed gradients (`weft.ddp.TopK`). So a checkpoint has
+
+* the model: the same on all ranks, but for the table, of which each writes its rows;
+* what the optimizer keeps, likewise;
+* what each rank has not sent yet: its own, in a file of its own.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.cli.demo.text import read
+
+STEPS = 30
+SAVED = 10  # steps from one checkpoint to the next
+BATCH = 512  # of all ranks together
+WORDS = 64  # that are told apart: all others are the last of these
+DIES, AT = 1, 17  # which rank, and in which step
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def text() -> Tensor:
+    """The words as numbers, the most frequent word is 0."""
+    corpus = read([Path(email.__file__).parent], min_count=1, ranks=1)
+    return torch.from_numpy(corpus.tokens).long()
+
+
+def batch(tokens: Tensor, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """A rank's part of a step's batch: eight words `[n, 8]`, and the one after them `[n]`."""
+    draw = torch.Generator().manual_seed(step)
+    at = torch.randint(8, len(tokens), (BATCH,), generator=draw).chunk(ranks)[rank]
+    return tokens[at[:, None] - torch.arange(1, 9)], tokens[at].clamp(max=WORDS - 1)
+
+
+class Training:
+    """The model, what trains it, and how far it is."""
+
+    def __init__(self, words: int) -> None:
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(words, 32, mode="mean", sparse=True)
+        dense = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, WORDS)
+        self.model = weft.nn.shard_embeddings(nn.Sequential(self.table, *dense), min_rows=1)
+        self.table = self.model[0]
+        self.wrapped = DistributedDataParallel(self.model)
+        self.unsent = weft.ddp.TopK(density=0.05, min_numel=1024)
+        self.wrapped.register_comm_hook(self.unsent, weft.ddp.topk_hook)
+        self.optimizer = torch.optim.Adagrad(
+            self.model.parameters(), lr=0.1, initial_accumulator_value=1e-6
+        )
+        self.losses = torch.zeros(STEPS)
+        self.step = torch.zeros((), dtype=torch.int64)
+
+    def state(self) -> dict[str, Any]:
+        """What `torch.distributed.checkpoint` writes, and fills in place."""
+        kept = {}
+        for name, parameter in self.model.named_parameters():
+            one = self.optimizer.state[parameter]["sum"]
+            kept[name] = self.table.as_dtensor(one) if parameter is self.table.weight else one
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": kept,
+            "losses": self.losses,
+            "step": self.step,
+        }
+
+    def save(self, folder: Path, wire: weft.Wire) -> None:
+        begun = folder / "begun"
+        dcp.save(self.state(), checkpoint_id=begun)
+        torch.save(self.unsent.state_dict(), begun / f"unsent-{wire.rank}.pt")
+        weft.barrier()  # all have written
+        if wire.rank == 0:
+            begun.rename(folder / f"step-{self.step:06d}")
+        weft.barrier()
+
+    def load(self, folder: Path, wire: weft.Wire) -> None:
+        last = max(folder.glob("step-*"))
+        state = self.state()
+        dcp.load(state, checkpoint_id=last)
+        self.model.load_state_dict(state["model"])
+        self.unsent.load_state_dict(torch.load(last / f"unsent-{wire.rank}.pt"))
+
+
+def train(wire: weft.Wire, tokens: Tensor, folder: Path | None) -> Training:
+    """All steps; with a folder from the last checkpoint there, with the fault on the first try."""
+    job = Training(int(tokens.max()) + 1)
+    if folder is not None and ATTEMPT > 0:
+        job.load(folder, wire)
+        print(f"rank {wire.rank}: attempt {ATTEMPT} goes on at step {job.step}", flush=True)
+    while job.step < STEPS:
+        if folder is not None and (ATTEMPT, wire.rank, int(job.step)) == (0, DIES, AT):
+            os.kill(os.getpid(), signal.SIGKILL)
+        words, following = batch(tokens, int(job.step), wire.rank, wire.size)
+        loss = functional.cross_entropy(job.wrapped(words), following)
+        job.optimizer.zero_grad()
+        loss.backward()
+        job.optimizer.step()
+        job.losses[job.step] = weft.all_reduce(loss.detach(), "avg")
+        job.step += 1
+        if folder is not None and job.step % SAVED == 0:
+            job.save(folder, wire)
+    return job
+
+
+def main() -> None:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) < 1:
+        raise SystemExit("start this by torchrun with --max-restarts 1, and 2 ranks or more")
+    torch.set_num_threads(1)
+    # the same in each attempt of one torchrun, on one host
+    folder = Path(tempfile.gettempdir()) / f"weft-restarts-{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    # torchrun sends this to all when one has died: let them say first what weft tells them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
+        tokens = text()
+        try:
+            found = train(wire, tokens, folder).losses
+        except weft.WireError as error:
+            (folder / f"told-{wire.rank}").write_text(f"{error.culprit} {error}")
+            raise
+        told = {path.name: path.read_text() for path in folder.glob("told-*")}
+        want = train(wire, tokens, None).losses
+        if wire.rank == 0:
+            shutil.rmtree(folder)
+            for name, line in sorted(told.items()):
+                print(f"{name}: {line}")
+            print(f"loss {found[0]:.4f} -> {found[-1]:.4f}; without a fault {want[-1]:.4f}")
+        named = [line.split()[0] for line in told.values()]
+        if ATTEMPT != 1 or named != [str(DIES)] * (wire.size - 1) or not torch.equal(found, want):
+            raise SystemExit(f"FAILED: rank {wire.rank}")
+        weft.barrier()
+        if wire.rank == 0:
+            print("PASSED")
+
+
+if __name__ == "__main__":
+    main()
