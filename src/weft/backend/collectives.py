@@ -19,10 +19,12 @@ from torch.profiler import record_function
 
 from ..agree import is_direct
 from ..comm.opening import opened
+from ..comm.parameters import ScatterAllGather
+from ..comm.staging import moved
 from ..errors import WeftError
 from ..sparse.api import job_of
 from ..wire import dense
-from ..wire.base import Wire, flattened, is_plain, peers, plain, typed
+from ..wire.base import Wire, flattened, is_plain, plain, typed
 
 _SAID = 200  # characters of sizes that are compared as they are; more of them by a digest
 
@@ -91,12 +93,8 @@ def reduce(wire: Wire, tensor: Tensor, root: int, op: str) -> list[Tensor]:
 def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
     """One rank's tensor to all, in place."""
     _open(wire, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
-    flat, here, ranks = _flat(tensor), wire.rank == root, range(wire.size)
-    parts = list(flat.tensor_split(wire.size))
-    mine = parts[wire.rank]
-    # a part from the root to each rank, and that part from each to all but the root, which has it
-    _exchange(wire, parts if here else (), [] if here else _at(root, mine, wire.size))
-    _exchange(wire, [None if p == root else mine for p in ranks], [] if here else parts)
+    flat = _flat(tensor)
+    ScatterAllGather(wire, root, flat).wait()
     _put(flat, tensor)
     return [tensor]
 
@@ -211,17 +209,13 @@ def _exchange(wire: Wire, gives: Parts, takes: Parts) -> None:
     """`gives[p]` to each rank p, and into `takes[p]` what p gives; both know what is empty."""
     flats = {id(each): _flat(each) for each in gives if each is not None and each.numel()}
     outgoing = {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
-    incoming = {
-        p: (_place(each), each) for p, each in enumerate(takes) if each is not None and each.numel()
-    }
-    wire.post(
-        [(peer, outgoing[peer]) for peer in peers(wire) if peer in outgoing],
-        [(peer, incoming[peer][0]) for peer in peers(wire) if peer in incoming],
-    ).wait()
+    wanted = {p: each for p, each in enumerate(takes) if each is not None and each.numel()}
+    incoming = {p: _place(each) for p, each in wanted.items()}
+    moved(wire, outgoing, incoming)
     if wire.rank in incoming and wire.rank in outgoing:
-        incoming[wire.rank][0].copy_(outgoing[wire.rank])
-    for place, out in incoming.values():
-        _put(place, out)
+        incoming[wire.rank].copy_(outgoing[wire.rank])
+    for peer, place in incoming.items():
+        _put(place, wanted[peer])
 
 
 def _reduce_parts(wire: Wire, out: Tensor, parts: Sequence[Tensor], op: str) -> None:

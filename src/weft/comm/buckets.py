@@ -37,11 +37,7 @@ def reduce_dense(
         op: "sum" or "avg".
         wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
     """
-
-    def start(over: Wire, flat: Tensor) -> Pending:
-        return over.dense_all_reduce(flat, op)
-
-    in_buckets(wire, gradients, start, wire_dtype)
+    in_buckets(wire, gradients, lambda over, flat: over.dense_all_reduce(flat, op), wire_dtype)
 
 
 def in_buckets(

@@ -6,7 +6,6 @@ for a row that went to several ranks, or several times to one, is summed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..wire import default
 from .all_to_all import Scatter, check_round
 from .differentiable import applied
 from .opening import NO_LIMIT
-from .staging import unsendable
+from .staging import serves, unsendable
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype that torch picks rows of."""
@@ -73,8 +72,8 @@ def exchange(
     if error:
         return applied(Scatter(wire, "exchange", error), [torch.empty(0)] * wire.size)
     nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
-    # of dtypes that torch only copies, their bits are picked
-    source = rows if _is_picked(rows.dtype) else rows.view(_BITS[rows.element_size()])
+    # of dtypes that torch only copies, such as uint16, their bits are picked
+    source = rows if serves(_first, rows.dtype) else rows.view(_BITS[rows.element_size()])
     parts = [source.index_select(0, nothing if some is None else some) for some in to]
     if source is not rows:
         parts = [part.view(rows.dtype) for part in parts]
@@ -83,14 +82,8 @@ def exchange(
     return applied(scatter, parts)
 
 
-@functools.cache
-def _is_picked(dtype: torch.dtype) -> bool:
-    """Whether torch picks rows of tensors of this dtype: of uint16, for one, it does not."""
-    try:
-        torch.empty(1, dtype=dtype).index_select(0, torch.zeros(1, dtype=torch.int64))
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
+def _first(rows: Tensor) -> Tensor:
+    return rows.index_select(0, torch.zeros(1, dtype=torch.int64))
 
 
 def _wrong(rows: Tensor, to: object, size: int) -> str | None:

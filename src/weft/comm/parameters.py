@@ -3,9 +3,8 @@
 All names, dtypes, shapes and shared tensors are compared before anything is overwritten. Then the
 bytes go in `buckets`:
 
-* of the host from rank to rank along a chain, in chunks, so that every link carries them once, each
-  way at most. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3,
-  has the pipeline.
+* of the host along a chain of ranks, in chunks, so that every link carries them once, each way at
+  most.
 * of an accelerator in two exchanges: each rank is sent a part, and sends that to the others, as van
   de Geijn's broadcast does; Thakur, Rabenseifner and Gropp, "Optimization of collective
   communication operations in MPICH" (IJHPCA 2005), section 3.2.
@@ -23,6 +22,7 @@ from torch.profiler import record_function
 
 from ..devices import on_host
 from ..errors import WeftError, entry
+from ..nn.chain import Chain
 from ..sparse.request import root_in
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, peers, plain
@@ -32,7 +32,7 @@ from .opening import opened
 
 _NAME = "sync_params"
 _CHUNKS = (128 << 10, 1 << 20)  # bytes of the smallest and the largest chunk
-_CHANNEL = 4
+_CHANNEL = 5  # that no other room uses
 
 
 @entry
@@ -88,13 +88,15 @@ def _broadcast(wire: Wire, source: int, owners: Iterable[Tensor]) -> None:
     here = wire.rank == source
     places = [_writable(local(owner)) for owner in owners]
     values = [plain(place) for place in places]
-    in_buckets(
-        wire,
-        map(as_bytes, values),
-        lambda over, memory: (_Chain if on_host(memory) else _Parts)(over, source, memory),
-        given=here,
-        taken=not here,
-    )
+    chain = [*range(source, wire.size), *range(source)]
+    least, most = _CHUNKS
+
+    def start(over: Wire, memory: Tensor) -> Pending:
+        if not on_host(memory):
+            return ScatterAllGather(over, source, memory)
+        return Chain(over, chain, memory, max(least, min(most, len(memory) // (4 * wire.size))))
+
+    in_buckets(wire, map(as_bytes, values), start, given=here, taken=not here)
     if here:
         return
     for owner, place, value in zip(owners, places, values, strict=True):
@@ -111,7 +113,7 @@ def _writable(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Parts(Pending):
+class ScatterAllGather(Pending):
     """Memory on its way in equal parts: one to each rank, then from there to all others."""
 
     def __init__(self, wire: Wire, source: int, memory: Tensor) -> None:
@@ -127,38 +129,6 @@ class _Parts(Pending):
         sends = [(peer, parts[wire.rank]) for peer in peers(wire) if peer != source]
         recvs = [] if wire.rank == source else [(peer, parts[peer]) for peer in peers(wire)]
         wire.post(sends, recvs, _CHANNEL).wait()
-        return [self._memory]
-
-    def release(self) -> None:
-        return None
-
-
-class _Chain(Pending):
-    """Memory on its way from rank to rank, chunk by chunk."""
-
-    def __init__(self, wire: Wire, source: int, memory: Tensor) -> None:
-        self._wire, self._memory = wire, memory
-        least, most = _CHUNKS
-        step = max(least, min(most, len(memory) // (4 * wire.size)))
-        self._chunks = [memory[start : start + step] for start in range(0, len(memory), step)]
-        left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-        self._next = [] if right == source else [right]
-        self._coming: list[Pending] = []
-        self._sent: list[Pending] = []
-        if wire.rank == source:
-            self._sent = [self._passed_on(chunk) for chunk in self._chunks]
-        else:
-            self._coming = [wire.post((), [(left, chunk)], _CHANNEL) for chunk in self._chunks]
-
-    def _passed_on(self, chunk: Tensor) -> Pending:
-        return self._wire.post([(rank, chunk) for rank in self._next], (), _CHANNEL)
-
-    def wait(self) -> list[Tensor]:
-        for chunk, pending in zip(self._chunks, self._coming, strict=False):
-            pending.wait()
-            self._sent.append(self._passed_on(chunk))
-        for pending in self._sent:
-            pending.wait()
         return [self._memory]
 
     def release(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ IN_A_GRAPH = (
 
 
 @functools.cache
-def is_movable(dtype: torch.dtype) -> bool:
-    """Whether torch can copy tensors of this dtype; quantised ones are more than their elements."""
+def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+    """Whether torch has an operation for tensors of this dtype."""
     try:
-        torch.empty(1, dtype=dtype).clone()
+        operation(torch.empty(1, dtype=dtype))
     except (NotImplementedError, RuntimeError):
         return False
     return True
@@ -35,7 +35,7 @@ def unsendable(name: str, tensor: object) -> str | None:
         return f"{name} is a {type(tensor).__name__}: pass a tensor, empty if need be"
     if not has_elements(tensor):
         return f"{name} is {lacking(tensor)}: pass a strided tensor with data"
-    if not is_movable(tensor.dtype):
+    if not serves(torch.clone, tensor.dtype):  # quantised ones are more than their elements
         return f"{name} is {tensor.dtype}, which torch does not copy: view another dtype"
     if is_capturing(tensor.device):
         return IN_A_GRAPH
@@ -50,7 +50,7 @@ def wrong_bytes(name: str, count: object) -> str | None:
 
 
 def moved(
-    wire: Wire, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int
+    wire: Wire, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], rounds: int = 1
 ) -> None:
     """Send tensors to peers and receive others; collective.
 

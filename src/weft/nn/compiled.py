@@ -32,6 +32,7 @@ _known: list[tuple[Spec, weakref.ref[Any] | None]] = []
 _used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def number(spec: Spec) -> int:
     """The number that compiled code of this process knows a spec by."""
     group = spec.partitions[0].group

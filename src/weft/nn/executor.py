@@ -13,9 +13,6 @@ A plan that is a well-known collective, of much data, takes a schedule of its ow
 
 On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
 part, also those that neither send nor receive.
-
-The chain: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), pipelined as
-in MPI libraries.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from ..devices import on_host
 from ..grid import Box
 from ..plan import Local, Plan, Write
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
+from .chain import Chain
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
@@ -152,7 +150,10 @@ def _directly(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
             values = list(_split(message, [put for _, put in moves], x.dtype))
             _write(y, local.writes[source], values)
             coming[source].release()
-    _finish(going, leases)
+    for pending in going:
+        pending.wait()
+    for lease in leases:
+        lease.release()
     return y.to(x.dtype)
 
 
@@ -184,15 +185,11 @@ def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable
 
 
 def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
-    """A tensor from its root to all others, or their sum to the root.
-
-    Each rank hears the one before it, and tells the next a chunk as soon as that is there.
-    """
+    """A tensor from its root to all others, or their sum to the root."""
     summing = plan.hint == "sum_reduce"
     (root,) = (plan.want if summing else plan.have).shapes
     others = sorted({*plan.ranks} - {root}, key=lambda rank: (rank < root, rank))
     chain = [*others, root] if summing else [root, *others]
-    at = chain.index(wire.rank)
     shape = next(iter(plan.have.shapes.values()))
     wide = _WIDE.get(x.dtype, x.dtype) if summing else x.dtype
     y = fresh(shape, x.dtype) if wire.rank in plan.want.shapes else None
@@ -202,25 +199,10 @@ def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
         leases.append(wire.lease(math.prod(shape) * wide.itemsize))
         total = typed(leases[0].tensor, shape, wide)
     step = max(1, _CHUNK // wide.itemsize)
-    carried = torch.split(total.view(-1), step)
-    own = torch.split(x.reshape(-1), step) if wire.rank in plan.have.shapes else ()
-    coming = [wire.post((), [(chain[at - 1], each)], _CHANNEL) for each in carried] if at else []
-    going = []
-    for number, chunk in enumerate(carried):
-        if at:
-            coming[number].wait()
-        if own:
-            (chunk.add_ if at else chunk.copy_)(own[number])
-        if wire.rank != chain[-1]:
-            going.append(wire.post([(chain[at + 1], chunk)], (), _CHANNEL))
+    own = x.reshape(-1) if wire.rank in plan.have.shapes else None
+    Chain(wire, chain, total.view(-1), step, own).wait()
     if y is not None and y is not total:
         y.copy_(total)
-    _finish(going, leases)
-    return x.new_empty(0) if y is None else y
-
-
-def _finish(going: Iterable[Pending], leases: Iterable[Lease]) -> None:
-    for pending in going:
-        pending.wait()
     for lease in leases:
         lease.release()
+    return x.new_empty(0) if y is None else y

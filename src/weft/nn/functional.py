@@ -58,7 +58,8 @@ def _made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
     """The number of a layer that is made while code is compiled, and not again by that code."""
     from .compiled import number
 
-    return number(kind(*args, **kwargs).spec)
+    found: int = number(kind(*args, **kwargs).spec)
+    return found
 
 
 all_gather = _function(AllGather)

@@ -14,13 +14,6 @@ from .partition import lengths_of
 from .spec import Spec, planned
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _number(spec: Spec) -> int:
-    from .compiled import number
-
-    return number(spec)
-
-
 class Layer(torch.nn.Module):
     """A movement of data as a module, without parameters.
 
@@ -39,9 +32,9 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            from .compiled import compiled
+            from .compiled import compiled, number
 
-            return compiled(_number(self.spec), x)
+            return compiled(number(self.spec), x)
         return applied(self.spec, x)
 
     def plan(self, shapes: Sequence[int] | Mapping[int, Sequence[int]]) -> Plan:
