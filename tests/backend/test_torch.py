@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,25 +21,31 @@ BACKENDS = ["cpu:weft", "weft_mpi"]
 
 @pytest.fixture(params=BACKENDS)
 def ranks(request, tmp_path):
-    """`ranks(size, body)` runs `body(wire, backend, meeting)`, which starts with `group`."""
+    """`ranks(size, body)` runs `body(me, size)` in torch's default group, of that backend."""
     backend, meeting = request.param, str(tmp_path / "meeting")
     if backend == "weft_mpi":
         start = request.getfixturevalue("mpi_job")
     else:
         start = functools.partial(run, on="processes")
-    return lambda size, body: start(size, body, backend, meeting)
-
-
-@contextlib.contextmanager
-def group(wire: weft.Wire, backend: str, meeting: str) -> Iterator[tuple[int, int]]:
-    """The default group of torch.distributed, among the ranks of a test."""
-    dist.init_process_group(
-        backend, init_method=f"file://{meeting}", rank=wire.rank, world_size=wire.size
+    return lambda size, body, times=1: start(
+        size, in_group, body.__name__, backend, [f"{meeting}{n}" for n in range(times)]
     )
-    try:
-        yield wire.rank, wire.size
-    finally:
-        dist.destroy_process_group()
+
+
+def in_group(wire, body, backend, meetings):
+    """What a body returns in a group; in each that is made, one after the other."""
+    me = {"rank": wire.rank, "world_size": wire.size}
+    for meeting in meetings:
+        dist.init_process_group(backend, init_method=f"file://{meeting}", **me)
+        try:
+            # it returns first: gloo's threads may need the lock that a model holds which ends
+            # after its group, and torch then waits for them (pytorch issue 56297)
+            result = globals()[body](wire.rank, wire.size)
+            inside = dist.group.WORLD.wire
+        finally:
+            dist.destroy_process_group()
+        assert inside.closed
+    return result
 
 
 def table(*indices: int, height: int = 10) -> Tensor:
@@ -49,119 +53,100 @@ def table(*indices: int, height: int = 10) -> Tensor:
     return torch.sparse_coo_tensor([indices], values, (height, 2), check_invariants=True)
 
 
-def test_sparse_all_reduce(ranks):
-    ranks(3, sparse)
+def sparse(me, size):
+    for op, combine in (("SUM", Tensor.sum), ("MAX", Tensor.amax)):
+        for later in (False, True):
+            mine = table(me, 4, 4)
+            work = dist.all_reduce(mine, getattr(dist.ReduceOp, op), async_op=later)
+            if later:
+                assert work.get_future().wait()[0] is mine
+                work.wait()
+                assert work.is_completed() and work.exception() is None
+            assert mine.is_coalesced() and mine.indices().tolist() == [[*range(size), 4]]
+            every = [table(rank, 4, 4).to_dense() for rank in range(size)]
+            right = combine(torch.stack(every), 0)
+            assert torch.equal(mine.to_dense(), right), op
+    # the wire is the one that weft's own calls on this group use
+    assert dist.group.WORLD.wire is process_group.of_group(None)
+    indices, _ = weft.sparse_all_reduce((torch.tensor([me]), torch.ones(1)), group=None)
+    assert indices.tolist() == list(range(size))
 
 
-def sparse(wire, backend, meeting):
-    with group(wire, backend, meeting) as (me, size):
-        for op, combine in (("SUM", Tensor.sum), ("MAX", Tensor.amax)):
-            for later in (False, True):
-                mine = table(me, 4, 4)
-                work = dist.all_reduce(mine, getattr(dist.ReduceOp, op), async_op=later)
-                if later:
-                    assert work.get_future().wait()[0] is mine
-                    work.wait()
-                    assert work.is_completed() and work.exception() is None
-                assert mine.is_coalesced() and mine.indices().tolist() == [[*range(size), 4]]
-                every = [table(rank, 4, 4).to_dense() for rank in range(size)]
-                right = combine(torch.stack(every), 0)
-                assert torch.equal(mine.to_dense(), right), op
-        # the wire is the one that weft's own calls on this group use
-        assert dist.group.WORLD.wire is process_group.of_group(None)
-        indices, _ = weft.sparse_all_reduce((torch.tensor([me]), torch.ones(1)), group=None)
-        assert indices.tolist() == list(range(size))
+def uneven(me, size):
+    for count in (1, 4000):
+        outs = [torch.empty(count + rank) for rank in range(size)]
+        work = dist.all_gather(outs, torch.full((count + me,), float(me)), async_op=True)
+        work.wait()
+        assert [set(out.tolist()) for out in outs] == [{float(rank)} for rank in range(size)]
+        ins = [torch.full((count + rank,), float(me + 1)) for rank in range(size)]
+        out = torch.empty(count + me)
+        dist.reduce_scatter(out, ins, op=dist.ReduceOp.MAX)
+        assert set(out.tolist()) == {float(size)}
 
 
-def test_uneven_lists(ranks):
-    ranks(3, uneven)
+def everything(me, size):
+    everyone = torch.arange(float(size))
+    tensor = torch.full((5,), float(me))
+    dist.all_reduce(tensor)
+    assert set(tensor.tolist()) == {3.0}
+    for op, right in (("PRODUCT", 24), ("BOR", 7), ("MIN", 2)):
+        tensor = torch.tensor([2, 4, 3][me], dtype=torch.int16)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+        assert tensor.item() == right, op
+    tensors = [torch.full((n,), float(me)) for n in (2, 3000)]
+    for tensor in tensors:
+        dist.broadcast(tensor, 2)
+        assert set(tensor.tolist()) == {2.0}
+    out = torch.empty(2 * size)
+    dist.all_gather_single(out, torch.full((2,), float(me)))
+    assert torch.equal(out, everyone.repeat_interleave(2))
+    out = torch.empty(2)
+    dist.reduce_scatter_single(out, torch.ones(2 * size))
+    assert out.tolist() == [3.0, 3.0]
+    out = torch.empty(size)
+    dist.all_to_all_single(out, torch.full((size,), float(me)))
+    assert torch.equal(out, everyone)
+    outs = [torch.empty(1) for _ in range(size)] if me == 1 else None
+    dist.gather(torch.tensor([float(me)]), outs, dst=1)
+    assert outs is None or torch.equal(torch.cat(outs), everyone)
+    dist.scatter(out[:1], list(everyone.split(1)) if me == 2 else None, src=2)
+    assert out[0] == me
+    tensor = torch.tensor([float(me)])
+    dist.reduce(tensor, 1)
+    assert me != 1 or tensor.item() == 3.0
+    dist.barrier()
+    found: list[object] = [None] * size
+    dist.all_gather_object(found, {"rank": me})
+    assert found == [{"rank": rank} for rank in range(size)]
+    after, before = (me + 1) % size, (me - 1) % size
+    got = torch.empty(4, 2).t()  # not contiguous
+    messages = [
+        dist.P2POp(dist.isend, torch.full((2, 4), float(me)), after),
+        dist.P2POp(dist.irecv, got, before),
+    ]
+    if dist.get_backend() != BACKENDS[1]:  # gloo takes contiguous ones only
+        messages[1] = dist.P2POp(dist.irecv, got := torch.empty(2, 4), before)
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    assert set(got.flatten().tolist()) == {float(before)}
+    if dist.get_backend() != BACKENDS[1]:  # and receives from whoever sends
+        if me == 0:
+            assert dist.recv(got, tag=5) == 1 and got.eq(7).all()
+        elif me == 1:
+            dist.send(torch.full((2, 4), 7.0), 0, tag=5)
+    pair = dist.new_group([0, 2])
+    if me != 1:
+        mine = table(me)
+        dist.all_reduce(mine, group=pair)
+        assert mine.indices().tolist() == [[0, 2]]
+        outs = [torch.empty(1), torch.empty(2)]
+        dist.all_gather(outs, torch.ones(1 if me == 0 else 2), group=pair)
+        assert [out.sum().item() for out in outs] == [1.0, 2.0]
 
 
-def uneven(wire, backend, meeting):
-    with group(wire, backend, meeting) as (me, size):
-        for count in (1, 4000):
-            outs = [torch.empty(count + rank) for rank in range(size)]
-            work = dist.all_gather(outs, torch.full((count + me,), float(me)), async_op=True)
-            work.wait()
-            assert [set(out.tolist()) for out in outs] == [{float(rank)} for rank in range(size)]
-            ins = [torch.full((count + rank,), float(me + 1)) for rank in range(size)]
-            out = torch.empty(count + me)
-            dist.reduce_scatter(out, ins, op=dist.ReduceOp.MAX)
-            assert set(out.tolist()) == {float(size)}
-
-
-def test_everything_else(ranks):
-    ranks(3, everything)
-
-
-def everything(wire, backend, meeting):
-    with group(wire, backend, meeting) as (me, size):
-        everyone = torch.arange(float(size))
-        tensor = torch.full((5,), float(me))
-        dist.all_reduce(tensor)
-        assert set(tensor.tolist()) == {3.0}
-        for op, right in (("PRODUCT", 24), ("BOR", 7), ("MIN", 2)):
-            tensor = torch.tensor([2, 4, 3][me], dtype=torch.int16)
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
-            assert tensor.item() == right, op
-        tensors = [torch.full((n,), float(me)) for n in (2, 3000)]
-        for tensor in tensors:
-            dist.broadcast(tensor, 2)
-            assert set(tensor.tolist()) == {2.0}
-        out = torch.empty(2 * size)
-        dist.all_gather_single(out, torch.full((2,), float(me)))
-        assert torch.equal(out, everyone.repeat_interleave(2))
-        out = torch.empty(2)
-        dist.reduce_scatter_single(out, torch.ones(2 * size))
-        assert out.tolist() == [3.0, 3.0]
-        out = torch.empty(size)
-        dist.all_to_all_single(out, torch.full((size,), float(me)))
-        assert torch.equal(out, everyone)
-        outs = [torch.empty(1) for _ in range(size)] if me == 1 else None
-        dist.gather(torch.tensor([float(me)]), outs, dst=1)
-        assert outs is None or torch.equal(torch.cat(outs), everyone)
-        dist.scatter(out[:1], list(everyone.split(1)) if me == 2 else None, src=2)
-        assert out[0] == me
-        tensor = torch.tensor([float(me)])
-        dist.reduce(tensor, 1)
-        assert me != 1 or tensor.item() == 3.0
-        dist.barrier()
-        found: list[object] = [None] * size
-        dist.all_gather_object(found, {"rank": me})
-        assert found == [{"rank": rank} for rank in range(size)]
-        after, before = (me + 1) % size, (me - 1) % size
-        got = torch.empty(4, 2).t()  # not contiguous
-        messages = [
-            dist.P2POp(dist.isend, torch.full((2, 4), float(me)), after),
-            dist.P2POp(dist.irecv, got, before),
-        ]
-        if backend != BACKENDS[1]:  # gloo takes contiguous ones only
-            messages[1] = dist.P2POp(dist.irecv, got := torch.empty(2, 4), before)
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
-        assert set(got.flatten().tolist()) == {float(before)}
-        if backend != BACKENDS[1]:  # and receives from whoever sends
-            if me == 0:
-                assert dist.recv(got, tag=5) == 1 and got.eq(7).all()
-            elif me == 1:
-                dist.send(torch.full((2, 4), 7.0), 0, tag=5)
-        pair = dist.new_group([0, 2])
-        if me != 1:
-            mine = table(me)
-            dist.all_reduce(mine, group=pair)
-            assert mine.indices().tolist() == [[0, 2]]
-            outs = [torch.empty(1), torch.empty(2)]
-            dist.all_gather(outs, torch.ones(1 if me == 0 else 2), group=pair)
-            assert [out.sum().item() for out in outs] == [1.0, 2.0]
-
-
-def test_functional_collectives(ranks):
+def functionally(me, size):
     """C++ calls these, and reads the works."""
-    ranks(2, functionally)
-
-
-def functionally(wire, backend, meeting):
-    with group(wire, backend, meeting) as (me, _), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the names of before torch 2.13
         world = dist.group.WORLD
         assert (functional.all_reduce(torch.ones(3), "sum", world) + 0).tolist() == [2.0] * 3
@@ -193,18 +178,7 @@ def words(rank: int, step: int) -> Tensor:
     return torch.tensor([rank, 7, 7 + step])
 
 
-def test_ddp_with_sparse_embeddings(ranks):
-    ranks(2, ddp)
-
-
-def ddp(wire, backend, meeting):
-    with group(wire, backend, meeting) as (me, size):
-        # in a function of its own: gloo's threads may need the lock that a model holds which ends
-        # after its group, and torch then waits for them (pytorch issue 56297)
-        train(me, size)
-
-
-def train(me, size):
+def ddp(me, size):
     """Integers and two ranks: the means are exact."""
     model, alone = DistributedDataParallel(Model()), Model()
     for step in range(3):
@@ -224,43 +198,46 @@ def test_errors_reach_the_caller_and_the_next_call_works(ranks):
     assert len({tuple(each) for each in texts}) == 1
 
 
-def erring(wire, backend, meeting):
+def erring(me, size):
     said = []
-    with group(wire, backend, meeting) as (me, size):
-        wrong = table(me, height=10 + (me == 1))
-        with pytest.raises(weft.WeftError, match="height") as caught:
-            dist.all_reduce(wrong)
-        said.append(str(caught.value))
-        # torch's own coalesce would write outside of its memory here
-        wild = torch.tensor([[2, -1 if me == 0 else 3]])
-        wild = torch.sparse_coo_tensor(wild, torch.ones(2, 2), (10, 2), check_invariants=False)
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-            with pytest.raises(weft.WeftError, match="rank 0: index -1 is negative"):
-                dist.all_reduce(wild, op)
-        work = dist.all_gather([torch.empty(2)] * size, torch.ones(2 + (me == 2)), async_op=True)
-        with pytest.raises(weft.WeftError, match="rank 2: output 2 has 2") as caught:
-            work.wait()
-        said.append(str(caught.value))
-        with pytest.raises(RuntimeError, match="rank 2: output 2 has 2"):
-            work.get_future().wait()  # as C++ sees it
-        right = table(me)
-        dist.all_reduce(right)
-        assert right.indices().tolist() == [[0, 1, 2]]
+    wrong = table(me, height=10 + (me == 1))
+    with pytest.raises(weft.WeftError, match="height") as caught:
+        dist.all_reduce(wrong)
+    said.append(str(caught.value))
+    # torch's own coalesce would write outside of its memory here
+    wild = torch.tensor([[2, -1 if me == 0 else 3]])
+    wild = torch.sparse_coo_tensor(wild, torch.ones(2, 2), (10, 2), check_invariants=False)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        with pytest.raises(weft.WeftError, match="rank 0: index -1 is negative"):
+            dist.all_reduce(wild, op)
+    work = dist.all_gather([torch.empty(2)] * size, torch.ones(2 + (me == 2)), async_op=True)
+    with pytest.raises(weft.WeftError, match="rank 2: output 2 has 2") as caught:
+        work.wait()
+    said.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="rank 2: output 2 has 2"):
+        work.get_future().wait()  # as C++ sees it
+    right = table(me)
+    dist.all_reduce(right)
+    assert right.indices().tolist() == [[0, 1, 2]]
     return said
 
 
+BODIES = [(3, sparse), (3, uneven), (3, everything), (2, functionally), (2, ddp)]
+
+
+@pytest.mark.parametrize(("size", "body"), BODIES)
+def test_what_scripts_call(ranks, size, body):
+    ranks(size, body)
+
+
 def test_groups_may_be_made_again(ranks):
-    ranks(2, again)
+    ranks(2, again, times=2)
 
 
-def again(wire, backend, meeting):
-    for number in range(2):
-        with group(wire, backend, f"{meeting}{number}") as (me, _):
-            mine = table(me)
-            dist.all_reduce(mine)
-            assert mine.indices().tolist() == [[0, 1]]
-            inside = dist.group.WORLD.wire
-        assert inside.closed
+def again(me, size):
+    mine = table(me)
+    dist.all_reduce(mine)
+    assert mine.indices().tolist() == [[0, 1]]
 
 
 def test_no_method_that_c_asks_for_is_left_to_torch():

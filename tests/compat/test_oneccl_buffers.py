@@ -152,16 +152,8 @@ WRONG = {
     "endless": (HELD.ctypes.data, None, "x is an address of unknown extent"),
     "short": (HELD, 7, "x holds 6 elements, the call says 7"),
     "a short address": (Address(HELD.ctypes.data, 6, "float"), 7, "x holds 6 elements"),
-    "another type": (
-        HELD.astype(np.float64),
-        1,
-        "x holds torch.float64, the call says torch.float32",
-    ),
-    "another address": (
-        Address(HELD.ctypes.data, 6, "int"),
-        1,
-        "x holds torch.int32, the call says",
-    ),
+    "another type": (HELD.astype(np.float64), 1, "x holds torch.float64, the call says torch.fl"),
+    "another address": (Address(HELD.ctypes.data, 6, "int"), 1, "x holds torch.int32, the call"),
     "no count": (Address(HELD.ctypes.data, None, "float"), 1, "the count of x is None"),
     "no address": (Address(None, 6, "float"), 1, "the address of x is None: pass an integer"),
     "bytes of a type": (memoryview(HELD).cast("B"), 1, "x holds torch.uint8, the call says"),
@@ -194,11 +186,7 @@ def test_buffers_of_one_integer():
         one_integer(buffer, "x").fill_(7)
         held = getattr(buffer, "contents", buffer)
         assert int(np.asarray(held).reshape(-1)[0]) == 7
-    for bad in (
-        torch.zeros(1),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.bool),
-    ):
+    for bad in (torch.zeros(1), torch.zeros(2).int(), torch.zeros(1).bool()):
         with pytest.raises(WeftError, match=r"x holds . elements of .*: pass a buffer of one"):
             one_integer(bad, "x")
     with pytest.raises(WeftError, match="x is an address, which has no dtype"):

@@ -62,5 +62,5 @@ def test_negative_indices_are_refused(wire, mode):
     assert reduced(high, torch.ones(1), mode=mode)[0].tolist() == [2, 2**64 - 2]
 
 
-# "alloc_fn with one algorithm only" is test_alloc_fn_is_filled_by_every_algorithm, in
-# test_oneccl_event.py.
+# "alloc_fn with one algorithm only" is test_the_result_is_written_straight_to_what_alloc_fn_gives,
+# in test_oneccl_event.py.

@@ -220,40 +220,37 @@ def raises(*_):
     raise MemoryError("no room")
 
 
+def having(complete=None, allocate=None, mode="regular"):
+    return {
+        "attributes": callback.Attributes(
+            sparse_allreduce_completion_fn=complete,
+            sparse_allreduce_alloc_fn=allocate,
+            sparse_coalesce_mode=mode,
+        )
+    }
+
+
 CALLBACK = {
     "no attributes": ({"attributes": None}, "attributes is None: pass callback.Attributes"),
     "no callback": (
-        {"attributes": callback.Attributes()},
+        having(),
         "attributes has neither sparse_allreduce_completion_fn nor sparse_allreduce_alloc_fn: res",
     ),
     "two callbacks": (
-        {
-            "attributes": callback.Attributes(
-                sparse_allreduce_completion_fn=print, sparse_allreduce_alloc_fn=print
-            )
-        },
+        having(complete=print, allocate=print),
         "attributes has both sparse_allreduce_completion_fn and sparse_allreduce_alloc_fn: res",
     ),
-    "a mode": (
-        {"attributes": callback.Attributes(sparse_coalesce_mode="all")},
-        "coalesce_mode is 'all': use one of regular, disable",
-    ),
-    "no function": (
-        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=7)},
-        "sparse_allreduce_completion_fn is a int",
-    ),
+    "a mode": (having(mode="all"), "coalesce_mode is 'all': use one of regular, disable"),
+    "no function": (having(complete=7), "sparse_allreduce_completion_fn is a int"),
     "a status": (
-        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=fails)},
+        having(complete=fails),
         "sparse_allreduce_completion_fn returned status <Status.out_of_resource: 1>",
     ),
     "another status": (
-        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=lambda *_: "bad")},
+        having(complete=lambda *_: "bad"),
         "sparse_allreduce_completion_fn returned status 'bad'",
     ),
-    "an exception": (
-        {"attributes": callback.Attributes(sparse_allreduce_completion_fn=raises)},
-        "MemoryError: no room",
-    ),
+    "an exception": (having(complete=raises), "MemoryError: no room"),
 }
 
 

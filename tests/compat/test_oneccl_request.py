@@ -254,6 +254,12 @@ def in_inference_mode():
 
 
 ONE = torch.zeros(64, dtype=torch.uint8)
+
+
+def having(**attributes):
+    return {"attributes": request.Attributes(**attributes)}
+
+
 WRONG = {
     "the same memory": (
         {"recv_ind_buf": ONE.view(torch.int64), "recv_val_buf": ONE.view(torch.float32)},
@@ -279,42 +285,30 @@ WRONG = {
         {"recv_val_buf": torch.empty(8, device="meta")},
         "recv_val_buf is on the meta device, where nothing is held",
     ),
-    "inference": (
-        {"recv_val_buf": in_inference_mode()},
-        "recv_val_buf is of inference mode",
-    ),
+    "inference": ({"recv_val_buf": in_inference_mode()}, "recv_val_buf is of inference mode"),
     "an attribute": ({"attributes": 3}, "attributes is a int"),
     "another generation's": (
         {"attributes": callback.Attributes(sparse_allreduce_completion_fn=print)},
         "attributes is callback.Attributes, .* pass .* or call callback.sparse_allreduce",
     ),
-    "match_id": ({"attributes": request.Attributes(match_id="x" * 129)}, "match_id is 'xxx"),
+    "match_id": (having(match_id="x" * 129), "match_id is 'xxx"),
     "another match_id": (  # the longest there is, for a function with a long name
-        {
-            "attributes": request.Attributes(match_id="\x01" * 128, reduction_fn=long_name),
-            "reduction": "custom",
-        },
+        having(match_id="\x01" * 128, reduction_fn=long_name) | {"reduction": "custom"},
         "different calls: .*, rank 2 has .*match_id=.*x01",
     ),
-    "no function": ({"attributes": request.Attributes(prologue_fn=3)}, "prologue_fn is a int"),
-    "a prologue": (
-        {"attributes": request.Attributes(prologue_fn=raises)},
-        "KeyError: 'no such thing'",
-    ),
+    "no function": (having(prologue_fn=3), "prologue_fn is a int"),
+    "a prologue": (having(prologue_fn=raises), "KeyError: 'no such thing'"),
     "a prologue's count": (
-        {"attributes": request.Attributes(prologue_fn=lambda b, *_: b[1:])},
+        having(prologue_fn=lambda b, *_: b[1:]),
         "prologue_fn returned 14 values, not a tensor of 15 values",
     ),
-    "a prologue's dtype": (
-        {"attributes": request.Attributes(prologue_fn=lambda b, *_: b.double())},
-        "pass an epilogue_fn",
-    ),
+    "a prologue's dtype": (having(prologue_fn=lambda b, *_: b.double()), "pass an epilogue_fn"),
     "an epilogue": (
-        {"attributes": request.Attributes(epilogue_fn=fails)},
+        having(epilogue_fn=fails),
         "epilogue_fn returned status <Status.runtime_error: 4>",
     ),
     "an epilogue's count": (
-        {"attributes": request.Attributes(epilogue_fn=lambda *all: all[4].zero_() and None)},
+        having(epilogue_fn=lambda *all: all[4].zero_() and None),
         r"epilogue_fn made 0 values of \d+: make as many",
     ),
     "no custom function": ({"reduction": "custom"}, "the reduction is custom, and there is no"),
@@ -446,11 +440,7 @@ def test_the_environment_chooses_an_algorithm(monkeypatch, name, ours):
 
 
 ENVIRONMENTS = {
-    "nonsense": (
-        "ring",
-        "magic",
-        "rank 1: CCL_SPARSE_ALLREDUCE='magic' is unknown: use one",
-    ),
+    "nonsense": ("ring", "magic", "rank 1: CCL_SPARSE_ALLREDUCE='magic' is unknown: use one"),
     "another": ("ring", "mask", "the ranks differ in algorithm: ranks 0, 2 have ring, rank 1 has"),
     "none": ("ring", "", "the ranks differ in algorithm: ranks 0, 2 have ring, rank 1 has auto"),
 }

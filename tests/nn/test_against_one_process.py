@@ -163,11 +163,7 @@ def filled(ys):
 WAYS = {
     "eager": {},
     "moves": {(handshake, "EAGER"): -1},
-    "schedules": {
-        (handshake, "EAGER"): -1,
-        (executor, "_DIRECT"): -1,
-        (executor, "_CHUNK"): 16,
-    },
+    "schedules": {(handshake, "EAGER"): -1, (executor, "_DIRECT"): -1, (executor, "_CHUNK"): 16},
 }
 """How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""
 
@@ -189,14 +185,8 @@ def way(request):
 
 
 @pytest.mark.parametrize("name", CASES)
-@spmd(5, on=("threads",))
+@spmd(5, on=("threads", "device"))
 def test_values_and_gradients(wire, name, way):
-    check(wire, name)
-
-
-@pytest.mark.parametrize("name", CASES)
-@spmd(5, on=("device",))
-def test_on_an_accelerator(wire, name, way):
     check(wire, name)
 
 
