@@ -396,6 +396,9 @@ def sharded_lookup(
         >>> [each.shape for each in rows]
         [torch.Size([1, 4]), torch.Size([1, 4])]
     """
+    if not tables or (others := [each for each in tables if not isinstance(each, ShardedTable)]):
+        what = f"has a {type(others[0]).__name__}" if tables else "is empty"
+        raise WeftError(f"tables {what}: pass a list of weft.nn.ShardedEmbedding(Bag)")
     wire = tables[0]._wire()
     error: str | None = None
     asked: list[_Asked] = []
@@ -404,9 +407,9 @@ def sharded_lookup(
         for table, given in zip(tables, inputs, strict=True):
             one: Any = table
             asked.append(one._asked(*(given if isinstance(given, tuple) else (given,))))
-    except WeftError as wrong:
+    except Exception as wrong:  # such as the TypeError of a call with an argument too many
         name = f"table {len(asked)}: " if len(tables) > 1 else ""
-        error = f"{name}{wrong}"
+        error = f"{name}{wrong if isinstance(wrong, WeftError) else repr(wrong)}"
     with record_function("weft::sharded_lookup"):
         rows = _fetched(wire, tables, [indices for indices, _ in asked], error)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
@@ -462,8 +465,8 @@ def _fetched(
         for each, some in zip(came, counts, strict=True)
     ]
     return [
-        torch.cat([each[number] for each in pieces]).view(-1, dim)
-        for number, dim in enumerate(dims)
+        torch.cat([each[number] for each in pieces]).view(len(indices), dim)
+        for number, (indices, dim) in enumerate(zip(wanted, dims, strict=True))
     ]
 
 
@@ -527,7 +530,7 @@ class _Owned(torch.autograd.Function):
         found: list[Tensor | None] = []
         for number, table in enumerate(ctx.tables):
             rows = [
-                (some[number], each[number].view(-1, dims[number]))
+                (some[number], each[number].view(len(some[number]), dims[number]))
                 for some, each in zip(ctx.runs, pieces, strict=True)
             ]
             found.append(_gradient(table, rows) if ctx.needs_input_grad[2 + number] else None)

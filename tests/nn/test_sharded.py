@@ -168,6 +168,7 @@ WRONG = {
     "ValueError: offsets has to be a 1D Tensor": (ONE, torch.tensor([[0]])),
     r"RuntimeError: .*offsets\[0\]": (ONE, torch.tensor([1])),
     "ValueError: .*must have the same shape": (ONE, torch.tensor([0]), torch.ones(2)),
+    "TypeError.*takes from 2 to 4": (ONE, torch.tensor([0]), None, None),
 }
 
 
@@ -177,12 +178,27 @@ def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
         table = weft.nn.ShardedEmbeddingBag(10, DIM, mode="sum")
         right = (torch.tensor([[4]]),)
         with pytest.raises(weft.WeftError, match=text) as caught:
-            table(*(WRONG[text] if wire.rank == 1 else right))
+            weft.nn.sharded_lookup([table], [WRONG[text] if wire.rank == 1 else right])
         assert torch.equal(table(*right)[0], table.to_dense()[4])
         return str(caught.value)
 
     first, *others = run(3, program)
     assert first.startswith("rank 1: ") and others == [first] * 2
+
+
+def test_rows_of_no_numbers():
+    def program(wire):
+        table = weft.nn.ShardedEmbedding(10, 0)
+        table(torch.tensor([[4, wire.rank]])).sum().backward()
+        return table(torch.tensor([[4, 1]])).shape, table.weight.grad.shape
+
+    assert run(2, program) == [((1, 2, 0), (5, 0))] * 2
+
+
+def test_what_are_no_tables_is_said():
+    for tables, text in (([], "tables is empty"), ([nn.Embedding(3, 2)], "tables has a Embedding")):
+        with pytest.raises(weft.WeftError, match=text):
+            weft.nn.sharded_lookup(tables, [ONE] * len(tables))
 
 
 def test_ranks_that_differ_are_told_so():
