@@ -129,7 +129,8 @@ def main() -> None:
     # the same in each attempt of one torchrun, on one host
     folder = Path(tempfile.gettempdir()) / f"weft-restarts-{os.getppid()}"
     folder.mkdir(exist_ok=True)
-    # torchrun sends this to all when one has died: let them say first what weft tells them
+    # torchrun sends this to all when one has died; here, to check what weft tells them, they
+    # come to an end by themselves
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with torch.sparse.check_sparse_tensor_invariants(False), weft.init() as wire:
         tokens = text()

@@ -1,0 +1,112 @@
+"""Ray Train's workers, with weft for the gradients: the losses of one process, to rounding.
+
+Ray starts the workers and torch.distributed in them; `weft.init` uses that group, and
+`weft.ddp.register` sums the gradients of the table as the sparse tensors that they are.
+
+The model guesses the next word of Python's own source (of the package `email`) from the eight
+before it.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.cli.demo.text import read
+
+WORKERS = 2
+STEPS = 30
+BATCH = 512  # of all workers together
+WORDS = 64  # that are told apart: all others are the last of these
+
+
+def text() -> Tensor:
+    """The words as numbers, the most frequent word is 0."""
+    corpus = read([Path(email.__file__).parent], min_count=1, ranks=1)
+    return torch.from_numpy(corpus.tokens).long()
+
+
+def batch(tokens: Tensor, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """A rank's part of a step's batch: eight words `[n, 8]`, and the one after them `[n]`."""
+    draw = torch.Generator().manual_seed(step)
+    at = torch.randint(8, len(tokens), (BATCH,), generator=draw).chunk(ranks)[rank]
+    return tokens[at[:, None] - torch.arange(1, 9)], tokens[at].clamp(max=WORDS - 1)
+
+
+def network(tokens: Tensor) -> nn.Module:
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(int(tokens.max()) + 1, 32, mode="mean", sparse=True)
+    return nn.Sequential(table, nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, WORDS))
+
+
+def train(model: nn.Module, tokens: Tensor, rank: int, ranks: int) -> list[float]:
+    """The losses of all steps, averaged over the ranks."""
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # which Adagrad asks to be told
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=1e-6)
+    losses = []
+    for step in range(STEPS):
+        words, following = batch(tokens, step, rank, ranks)
+        loss = functional.cross_entropy(model(words), following)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    found = torch.stack(losses)
+    return (weft.all_reduce(found, "avg") if ranks > 1 else found).tolist()
+
+
+def worker() -> dict[str, Any]:
+    """What Ray runs in each worker."""
+    with weft.init() as wire:  # the group that Ray has set up
+        tokens = text()
+        model = DistributedDataParallel(network(tokens))
+        state = weft.ddp.register(model)
+        losses = train(model, tokens, wire.rank, wire.size)
+        return {"losses": losses, "ranks": wire.size, "sparse": len(state.calls)}
+
+
+def main() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    # as little as Ray takes; in a cluster `ray.init()` is all
+    ray.init(
+        num_cpus=WORKERS,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TorchTrainer(
+            worker,
+            scaling_config=ScalingConfig(num_workers=WORKERS),
+            run_config=RunConfig(storage_path=folder),
+        )
+        found = trainer.fit().return_value  # of the first worker
+    ray.shutdown()
+    tokens = text()
+    alone = train(network(tokens), tokens, 0, 1)
+    apart = max(abs(a - b) for a, b in zip(found["losses"], alone, strict=True))
+    print(
+        f"{found['ranks']} workers, {found['sparse']} sparse sums; loss {alone[0]:.4f} -> "
+        f"{alone[-1]:.4f}, {apart:.1e} from those of one process"
+    )
+    if found["ranks"] != WORKERS or found["sparse"] != STEPS or not apart < 1e-5:
+        raise SystemExit("FAILED")
+    print("PASSED")
+
+
+if __name__ == "__main__":
+    main()
