@@ -412,11 +412,12 @@ def failing_in_its_second_step(how: str) -> None:
         (wrapped(words(1)) if output is None else output).sum().backward()
 
 
+@pytest.mark.parametrize("by", ["backward", "the block of init"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_fails_after_the_last_bucket_is_named_by_the_block_of_init(how: int) -> None:
+def test_who_fails_after_the_last_bucket_is_named(how: int, by: str) -> None:
     """Its peers await its used parameters then, over gloo, inside of torch's backward."""
     with pytest.raises(WireError) as caught:
-        launch(2, failing_after_its_last_bucket, [how], env={"OMP_NUM_THREADS": "1"})
+        launch(2, failing_after_its_last_bucket, [how, by], env={"OMP_NUM_THREADS": "1"})
     told = "\n".join(caught.value.__notes__)
     end = "died" if how == signal.SIGKILL else "does not answer"
     assert f"rank 1 of 2 raised WireError: rank 1: rank 0 {end}" in told or (
@@ -424,7 +425,8 @@ def test_who_fails_after_the_last_bucket_is_named_by_the_block_of_init(how: int)
     )
 
 
-def failing_after_its_last_bucket(how: int) -> None:
+def failing_after_its_last_bucket(how: int, by: str) -> None:
+    kind, hooks = WireError, ddp.hook
     with init(timeout=5):
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
@@ -432,24 +434,29 @@ def failing_after_its_last_bucket(how: int) -> None:
         dist.all_gather_object(pids, os.getpid())
         armed = threading.Event()
 
-        @functools.wraps(ddp.hook)
+        @functools.wraps(hooks)
         def hook(state: ddp.State, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            future = ddp.hook(state, bucket)
+            future = hooks(state, bucket)
             if armed.is_set() and dist.get_rank() == 0:
                 future.wait()
                 time.sleep(0.5)  # so that the others have what they await of it, too
                 os.kill(os.getpid(), how)
             return future
 
-        wrapped.register_comm_hook(ddp.State(), hook)
+        if by == "backward":
+            ddp.hook = hook
+            ddp.register(wrapped)
+        else:  # the hook knows nothing of the model
+            kind = RuntimeError
+            wrapped.register_comm_hook(ddp.State(), hook)
         for step in range(2):
             output = wrapped(torch.ones(3, WIDTH)).sum()
             if step:
                 armed.set()
             try:
                 output.backward()
-            except RuntimeError as error:
-                assert "gloo" in str(error), "weft was told of it; this test is of nothing"
+            except (RuntimeError, WireError) as error:
+                assert type(error) is kind and ("gloo" in str(error)) == (kind is RuntimeError)
                 if how == signal.SIGSTOP:
                     threading.Timer(2.0, os.kill, [pids[0], signal.SIGKILL]).start()
                 raise

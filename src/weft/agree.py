@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .errors import WeftError
-from .wire.base import SMALL, Pending, Wire, decoded, peers
+from .wire.base import NAMED, SMALL, Pending, Wire, decoded, differing, peers
 
 T = TypeVar("T")
 
@@ -52,7 +52,6 @@ CAP = _HEAD.size + 2 * _TEXT + 2 * _ALIGNED + BODY
 _FIELD, _VALUE, _GROUP = "\x1d", "\x1e", "\x1f"
 _UNKNOWN = "?"  # a field with this value agrees with every other
 _SPELLED = 1 << 10  # fingerprints that are kept as they travel: training makes the same calls
-_NAMED = 8  # ranks named for each differing value
 
 _NOTHING = memoryview(b"")
 
@@ -126,7 +125,7 @@ class _Group(NamedTuple):
 
     def spelled(self) -> str:
         """As it travels."""
-        ranks = ",".join(map(str, self.ranks[:_NAMED]))
+        ranks = ",".join(map(str, self.ranks[:NAMED]))
         return _FIELD.join([_spelled(self.fields), ranks, str(self.total), str(self.number)])
 
 
@@ -315,14 +314,7 @@ def _agreed(
     except WeftError:
         release()
         raise
-    return Agreement(
-        number,
-        agreed,
-        [each.private for each in said],
-        wire,
-        heard,
-        release,
-    )
+    return Agreement(number, agreed, [each.private for each in said], wire, heard, release)
 
 
 def _combining(wire: Wire, mine: _Statement, combine: Combine) -> tuple[int, _Statement]:
@@ -420,20 +412,13 @@ def _differences(groups: Sequence[_Group]) -> list[str]:
     for name, values in holders.items():
         if len(values) > 1:
             ordered = sorted(values.items(), key=lambda item: min(item[1].ranks))
+            how, then = f"the ranks differ in {name}", "pass the same on every rank"
             if name == "call":
-                ordered = [(f"{value} (call {group.number})", group) for value, group in ordered]
-            stated = ", ".join(f"{_ranks(group)} {value}" for value, group in ordered)
+                how = "the ranks are in different calls"
+                then = "make the same calls in the same order on every rank"
+                ordered = [(f"{call} (call {group.number})", group) for call, group in ordered]
+            said = [(value, group.ranks, group.total) for value, group in ordered]
+            texts.append(differing(how, said, then))
             if name == "call":
-                return [
-                    f"the ranks are in different calls: {stated}; make the same calls in the "
-                    "same order on every rank"
-                ]
-            texts.append(f"the ranks differ in {name}: {stated}; pass the same on every rank")
+                break
     return texts
-
-
-def _ranks(group: _Group) -> str:
-    named = sorted(group.ranks)[:_NAMED]
-    more = f" and {group.total - len(named)} more" if group.total > len(named) else ""
-    have = "has" if group.total == 1 else "have"
-    return f"{'rank' if group.total == 1 else 'ranks'} {', '.join(map(str, named))}{more} {have}"

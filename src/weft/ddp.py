@@ -63,6 +63,7 @@ _log = logging.getLogger("weft")
 
 _KEPT = 256  # records
 _NAME = "ddp.register"
+_END = "ddp end of backward"
 
 
 class State:
@@ -91,6 +92,8 @@ class State:
         self.algorithm = algorithm
         self._wire_dtype = wire_dtype
         self._error: str | None = None  # what is wrong with the model
+        # DistributedDataParallel reduces which parameters were used at the end of each backward
+        self._unused = False
         self.calls: deque[Record] = deque(maxlen=_KEPT)
         self._backward: int | None = None  # which one is running
         self._pending: list[Work[Any] | Exception] = []  # its calls
@@ -295,6 +298,7 @@ def register(
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
     state._error = _interferes(ddp_model)
+    state._unused = ddp_model.find_unused_parameters
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
@@ -369,7 +373,10 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     if backward < 0:  # a rank without data, under Join: there is no backward to raise errors in
         if bucket.index() == 0:
             state._pending = []  # those of the step before
-        return _future(state, bucket)
+        future = _future(state, bucket)
+        if bucket.is_last() and state._unused:
+            state.wire.worker.submit(_END, functools.partial(_meet, state.wire))
+        return future
     _watch_for_errors(state, backward)
     # made here, behind the stream of backward
     own = Aside(gradient.device, lambda: gradient.coalesce() if gradient.is_sparse else gradient)
@@ -546,14 +553,28 @@ def _raise_error(state: State, before: bool = False) -> None:
     """
     errors = [error for work in state._pending if (error := _error_of(work)) is not None]
     if before and not any(isinstance(error, WireError) for error in errors):
-        at_end_of_backward(functools.partial(_raise_error, state))
-        return
+        try:
+            if state._unused:
+                state.wire.worker.call(_END, functools.partial(_meet, state.wire))
+            at_end_of_backward(functools.partial(_raise_error, state))
+            return
+        except WireError as error:
+            errors = [error]
     state._pending = []
     for first in errors[:1]:
         note = "raised in backward(): .grad now holds this rank's own values, so zero_grad() them"
         if note not in getattr(first, "__notes__", ()):
             first.add_note(note)
         raise first
+
+
+def _meet(wire: Wire) -> None:
+    """Wait until DistributedDataParallel reduces on every rank which parameters were used.
+
+    That goes on meanwhile. Who fails before it is named here, and in its place.
+    """
+    with opened(wire, _END, {}, None):
+        return
 
 
 def _error_of(work: Work[Any] | Exception) -> Exception | None:

@@ -38,7 +38,7 @@ COMPLETE = [member(0), member(2), member(1)]
         ),
         (
             [*COMPLETE[:2], member(1, weft="9")],
-            "weft version: ranks 0 and 2 have , rank 1 has 9; in",
+            "weft version: ranks 0, 2 have , rank 1 has 9; in",
         ),
         ([*COMPLETE[:2], member(1, torch="9")], "torch version: .*; install the same everywhere"),
         ([*COMPLETE[:2], member(1, backend="ucc")], "backend: .* have none given, rank 1 has ucc"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -74,6 +75,30 @@ class Job:
 @pytest.fixture
 def job(programs, tmp_path):
     return lambda how, **env: Job(programs, tmp_path, how, **env)
+
+
+@pytest.mark.parametrize(
+    ("late", "place", "said"),
+    [
+        (2, "file://{0}/place", "rank 2 did not come to file://{0}/place so far (2 of 3 came"),
+        (0, "file://{0}/place", "rank 0 did not come to file://{0}/place so far"),
+        (0, "tcp://127.0.0.1:{1}", "rank 0 is not there at tcp://127.0.0.1:{1} so far"),
+    ],
+)
+def test_a_rank_that_has_not_come_is_told_of_once(programs, tmp_path, late, place, said):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place, said = place.format(tmp_path, port), said.format(tmp_path, port)
+    env = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "WEFT_WATCH": "0.5"}
+    source = "import sys, weft; weft.init(rendezvous=sys.argv[1], timeout=60.0)"
+    here = [rank for rank in range(3) if rank != late]
+    ranks = [programs(source, place, env={**env, "RANK": str(rank)}) for rank in here]
+    for rank, program in zip(here, ranks, strict=True):
+        line = soon(Path(f"/proc/{program.pid}/fd/2").read_text)
+        assert line.startswith(f"weft: rank {rank} has waited for ") and said in line
+    ranks.append(programs(source, place, env={**env, "RANK": str(late)}))
+    told = [program.communicate()[1].count(said) for program in ranks]
+    assert told == [1, 1, 0] and [program.returncode for program in ranks] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "torch"])

@@ -12,12 +12,4 @@ from .rendezvous import connect as connect_store
 from .rendezvous import host as host_store
 from .rendezvous import publish
 
-__all__ = [
-    "Preview",
-    "connect_store",
-    "host_store",
-    "init_as",
-    "join",
-    "look_ahead",
-    "publish",
-]
+__all__ = ["Preview", "connect_store", "host_store", "init_as", "join", "look_ahead", "publish"]

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import re
 import socket
@@ -87,8 +88,8 @@ def init(
         transport: what weft's traffic goes over. None: what is best, unless WEFT_TRANSPORT says
             otherwise. "torch": a gloo group of its own, for all of it: slow, and plain.
         watch: seconds of any one wait after which this rank prints a line on standard error, once:
-            what it awaits, who has not come, and where that rank's program stands. None: what
-            WEFT_WATCH says, else never.
+            what it awaits, who has not come, and where that rank's program stands; at start-up
+            already. None: what WEFT_WATCH says, else never.
 
     Raises:
         WeftError: the environment is incomplete, the backend is not there, or the processes do
@@ -186,14 +187,8 @@ def _start(
         if made:
             url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, env)
         else:
-            _check_backend(backend)
-            if url is not None:
-                raise WeftError(
-                    f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
-                    "already: leave rendezvous= out to use that group"
-                )
             kernels.prepare()
-            _agree_on_versions(timeout)
+            _adopt(backend, url, timeout)
         group = dist.group.WORLD
         assert group is not None  # it was there, or was started
         wire = process_group.of_group(None, timeout=timeout)
@@ -284,10 +279,7 @@ def _alone(spec: str, timeout: float) -> None:
 
 
 def _together(
-    launch: launchers.Launch,
-    place: places.Place,
-    backend: str | None,
-    timeout: float,
+    launch: launchers.Launch, place: places.Place, backend: str | None, timeout: float
 ) -> None:
     """Meet the other ranks, see that all fit together, and set up the default group."""
     deadline = time.monotonic() + timeout
@@ -359,19 +351,34 @@ def _tell(
     if place is None or (launch.rank < 0 and isinstance(place, places.Mpi)):
         return
     _log.warning("%s", error)  # now: the others may be long in coming
+    slow.choose(math.inf)  # what was asked for may be the error
     until = time.monotonic() + (_TELL if launch.rank < 0 else timeout)
     with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
         membership.meet(place, launch, None, until, str(error))
 
 
-def _agree_on_versions(timeout: float | None) -> None:
-    """The check of a group that is there already: what differs is told before it hurts."""
-    group = dist.group.WORLD
-    assert group is not None  # it is adopted
+def _adopt(backend: str | None, url: str | None, timeout: float | None) -> None:
+    """The check of a group that is there already: what does not fit is told before it hurts."""
+    group, error = dist.group.WORLD, ""
+    assert group is not None
     from ..wire import process_group  # here: `import weft` shall be quick
 
     store = process_group.store_of(group)
     rank, size = group.rank(), group.size()
+    try:
+        _check_backend(backend)
+        if url is not None:
+            raise WeftError(
+                f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
+                "already: leave rendezvous= out to use that group"
+            )
+        process_group.chosen()
+        slow.chosen()
+    except WeftError as wrong:
+        if store is None or size == 1:
+            raise
+        error = str(wrong)
+        slow.choose(math.inf)  # what was asked for may be the error
     if store is None or size == 1:  # MPI's groups have none
         return
     meeting = places.Rendezvous(
@@ -382,12 +389,12 @@ def _agree_on_versions(timeout: float | None) -> None:
     )
     deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
     try:
-        membership.check(meeting, membership.Member.mine(rank, size, store), deadline)
-    except RuntimeError as error:  # torch's store errors are
+        membership.check(meeting, membership.Member.mine(rank, size, store, error=error), deadline)
+    except RuntimeError as failed:  # torch's store errors are
         raise WireError(
-            f"rank {rank}: the store of the default group failed: {str(error).splitlines()[0]}",
+            f"rank {rank}: the store of the default group failed: {str(failed).splitlines()[0]}",
             rank=rank,
-        ) from error
+        ) from failed
 
 
 def _tell_gloo(store: dist.Store) -> None:

@@ -245,9 +245,7 @@ def pump(
 
 
 def end(
-    ranks: Sequence[Rank],
-    ladder: Sequence[tuple[signal.Signals, float]],
-    listen: Listen = _ignore,
+    ranks: Sequence[Rank], ladder: Sequence[tuple[signal.Signals, float]], listen: Listen = _ignore
 ) -> None:
     """End the ranks that are left, more firmly each time; a second Ctrl-C takes the next rung."""
     for number, patience in ladder:

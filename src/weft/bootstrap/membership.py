@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
-from ..wire.base import names
+from ..wire.base import differing, names
 from ..wire.hosts import here
 from ..wire.interface import is_loopback, own_address
 from ..wire.store import has, pauses
@@ -201,7 +201,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
         _begin(store)
     while decision.over:
-        meeting.round = _next_round(store, meeting.round, deadline)
+        meeting.round = _next_round(meeting, mine, deadline)
         space = dist.PrefixStore(f"weft/round{meeting.round}", store)
         arrival, decision = _attend(space, mine, deadline, meeting, stands_in or mine.rank == 0)
         doubts = stands_in or (newcomer and arrival > decision.came)
@@ -292,13 +292,8 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
     found: dict[object, list[int]] = {}
     for each in members:
         found.setdefault(of(each), []).append(each.rank)
-    if len(found) < 2:
-        return ""
-    said = [
-        f"{names(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
-        for value, ranks in found.items()
-    ]
-    return f"the ranks differ in {what}: {', '.join(said)}; {then}"
+    held = [(value, ranks, len(ranks)) for value, ranks in found.items()]
+    return differing(f"the ranks differ in {what}", held, then) if len(found) > 1 else ""
 
 
 def _machine() -> str:
@@ -324,13 +319,15 @@ def _begin(store: dist.Store) -> None:
     dist.PrefixStore(f"weft/round{number - 1}", store).compare_set("decision", "", over)
 
 
-def _next_round(store: dist.Store, last: int, deadline: float) -> int:
+def _next_round(meeting: Rendezvous, mine: Member, deadline: float) -> int:
     """The latest round, once one has begun after the last that this process was in.
 
     If none has in time, it is the next, in which those are counted who have come without rank 0.
     """
-    begun = has(store, f"weft/begun{last + 1}", deadline, 1)
-    return store.add("weft/round", 0) if begun else last + 1
+    following, store = meeting.round + 1, meeting.store
+    late = mine.rank, lambda: f"rank 0 did not come to {meeting.where} so far"
+    begun = has(store, f"weft/begun{following}", deadline, 1, late)
+    return store.add("weft/round", 0) if begun else following
 
 
 def _attend(
@@ -339,8 +336,15 @@ def _attend(
     """The number of this process among those who came to a round, and what is decided in it."""
     arrival = store.add("arrived", 1)
     store.set(f"member{arrival}", json.dumps(asdict(mine)))
+
+    def late() -> str:
+        came = _read(store)
+        if len(came) < mine.size:
+            return _incomplete(came, mine, meeting.where, "so far").error
+        return f"all came to {meeting.where}, and rank 0 has not answered so far"
+
     if not judges or store.add("judge", 1) != 1:
-        if not has(store, "decision", deadline + _LATE, mine.size):
+        if not has(store, "decision", deadline + _LATE, mine.size, (mine.rank, late)):
             # whoever says there that it is rank 0 has not decided, so it is gone
             others = [each for each in _read(store) if each.rank != 0]
             return arrival, _incomplete(others, mine, meeting.where)
@@ -350,7 +354,7 @@ def _attend(
         return arrival, decision
     members: list[Member] = []
     found: Decision | None = None
-    for _ in pauses(deadline, 0.001, 0.02):
+    for _ in pauses(deadline, 0.001, 0.02, (mine.rank, late)):
         members += _read(store, after=len(members))
         # in the order of arrival, so that who came too late is not counted
         starts = (members[: count + 1] for count in range(len(members)))
@@ -377,12 +381,14 @@ def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
     return found
 
 
-def _incomplete(members: Sequence[Member], mine: Member, where: str) -> Decision:
+def _incomplete(
+    members: Sequence[Member], mine: Member, where: str, when: str = "in time"
+) -> Decision:
     """Say who has not come."""
     late = sorted(set(range(mine.size)) - {each.rank for each in members}) or [0]
     hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
     return Decision(
-        error=f"{names(late)} did not come to {where} in time "
+        error=f"{names(late)} did not come to {where} {when} "
         f"({len(members)} of {mine.size} came, from {hosts}): is every rank started, and does "
         "each reach that place?",
         missing=late[0],

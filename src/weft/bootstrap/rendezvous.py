@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from ..errors import WeftError, WireError
 from ..wire.interface import VARIABLES, free_address, interfaces, is_loopback, is_own, own_address
-from ..wire.store import pauses
+from ..wire.store import Late, pauses
 from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"
@@ -102,8 +102,8 @@ def _listener(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-def connect(name: str, port: int, timeout: float) -> dist.TCPStore:
-    """The store at a host and a port, once somebody listens there.
+def connect(name: str, port: int, timeout: float, late: Late = None) -> dist.TCPStore:
+    """The store at a host and a port, once somebody listens there; `late` as for `pauses`.
 
     torch itself prints stack traces until somebody does, so it is only called then.
 
@@ -112,7 +112,7 @@ def connect(name: str, port: int, timeout: float) -> dist.TCPStore:
     """
     deadline = time.monotonic() + timeout
     refusal = ""
-    for _ in pauses(deadline):
+    for _ in pauses(deadline, late=late):
         try:
             with socket.create_connection((name, port), _left(deadline)):
                 break
@@ -200,8 +200,9 @@ class Tcp:
         return Rendezvous(store, where, hosts=True)
 
     def join(self, rank: int, timeout: float) -> dist.Store:
+        late = rank, lambda: f"rank 0 is not there at {self.where} so far"
         try:
-            return dist.PrefixStore(self.space, connect(self.host, self.port, timeout))
+            return dist.PrefixStore(self.space, connect(self.host, self.port, timeout, late))
         except RuntimeError as error:
             raise WireError(
                 f"rank {rank}: rank 0 was not there at {self.where} (waited {timeout:.0f} s): is "

@@ -36,11 +36,7 @@ _EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
 
 @entry
 def all_reduce(
-    tensor: Tensor,
-    op: Any = "sum",
-    group: Any = None,
-    *,
-    wire_dtype: torch.dtype | None = None,
+    tensor: Tensor, op: Any = "sum", group: Any = None, *, wire_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Combine a tensor over all ranks; every rank gets the same bits. Differentiable.
 

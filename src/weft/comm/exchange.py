@@ -25,11 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @entry
 def exchange(
-    rows: Tensor,
-    to: Sequence[Tensor | None],
-    group: Any = None,
-    *,
-    round_bytes: int | None = None,
+    rows: Tensor, to: Sequence[Tensor | None], group: Any = None, *, round_bytes: int | None = None
 ) -> list[Tensor]:
     """Send some of this rank's rows to each rank; receive theirs. Differentiable.
 

@@ -239,12 +239,7 @@ def _loop(code: Loops, name: str, values: Tensor, out: Tensor, op: Op) -> Loop |
 
 
 def reduce(
-    code: Loops,
-    values: Tensor,
-    distinct: Distinct,
-    op: Op,
-    out: Tensor,
-    rows: Tensor | None = None,
+    code: Loops, values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None = None
 ) -> bool:
     """See `weft.kernels.reduce`; `rows` are contiguous."""
     loop = _loop(code, "reduce", values, out, op)

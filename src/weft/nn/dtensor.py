@@ -80,10 +80,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        order: Sequence[Any] | None = None,
+        cls, mesh: DeviceMesh, placements: Sequence[Placement], order: Sequence[Any] | None = None
     ) -> Layout:
         """The layout of a DTensor.
 

@@ -9,12 +9,7 @@ from . import algorithms, link
 from .api import explain, sparse_all_reduce
 from .choice import EAGER, Explanation, predicted
 from .cost import Cost, Load
-from .family import (
-    sparse_all_gather,
-    sparse_broadcast,
-    sparse_reduce,
-    sparse_reduce_scatter,
-)
+from .family import sparse_all_gather, sparse_broadcast, sparse_reduce, sparse_reduce_scatter
 from .record import Record, last_call
 from .registry import ALGORITHMS, Algorithm, algorithm
 

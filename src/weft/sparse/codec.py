@@ -56,10 +56,7 @@ def bytes_of(message: Tensor, most: int) -> int:
 
 
 def unpack(
-    message: Tensor,
-    dtype: torch.dtype,
-    span: tuple[int, int],
-    room: Callable[[int], Tensor],
+    message: Tensor, dtype: torch.dtype, span: tuple[int, int], room: Callable[[int], Tensor]
 ) -> Tensor:
     """The list that a peer sent: a view of the message where it was written plainly.
 

@@ -52,7 +52,6 @@ _TABLE = np.dtype(
     [
         ("what", "S80"),  # dtypes and height, which must be equal on all ranks
         ("shape", "S128"),  # of a row; empty if this is not known
-        ("who", np.int64),  # said so
         ("highest", np.int64),  # index; -1 if there are no rows
         ("room", np.int64),  # rows that fit in the tightest `out`
         ("whose", np.int64),  # that is
@@ -357,7 +356,9 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     stated = np.concatenate(found)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
-        confess(wire, name, None, _difference(mine[table], stated[table], wire.rank, table))
+        what, shape = (mine[each][table].decode() for each in ("what", "shape"))
+        fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
+        agree(wire, name, fields, None, bytearray(), _combined)  # which raises how they differ
     return stated
 
 
@@ -370,7 +371,7 @@ def _said(request: Request, rank: int) -> tuple[object, ...]:
     room = NO_LIMIT if request.capacity is None else request.capacity
     what = f"{values} values{travels}, {index} indices, {height}"
     shape = "" if shape is None else str(shape)
-    return what, shape, rank, request.highest, room, rank, callable(request.out), False
+    return what, shape, request.highest, room, rank, callable(request.out), False
 
 
 def _read(body: memoryview, nbytes: int) -> _Tables:
@@ -404,19 +405,6 @@ def _combined(lower: Tensor, upper: Tensor) -> Tensor:
         return lower  # the fingerprints tell
     said = [_read(each.numpy().data, len(lower)) for each in (lower, upper)]
     return torch.from_numpy(_together(said).view(np.uint8))
-
-
-def _difference(mine: Any, stated: Any, rank: int, table: int) -> str | None:
-    """How this rank's table differs from what was stated; None if it does not."""
-    ours, theirs = (one["what"].decode(errors="replace") for one in (mine, stated))
-    if ours == theirs and mine["shape"]:
-        ours, theirs = (f"rows of shape {one['shape'].decode()}" for one in (mine, stated))
-    if ours == theirs:
-        return None
-    return (
-        f"table {table}: rank {stated['who']} has {theirs}, rank {rank} has {ours}; pass the same "
-        "on every rank"
-    )
 
 
 def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:

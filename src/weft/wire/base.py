@@ -38,7 +38,7 @@ from .._torch import is_of_group
 from ..devices import on_host
 from ..errors import Error, WeftError, WireError, entry
 from ..tensors import has_elements, lacking
-from .failure.verdict import names
+from .failure.verdict import NAMED, differing, names
 from .hosts import Hosts, hosts_of
 from .link import MERGE, Link
 from .memory import Lease, Pool, fresh, typed
@@ -46,11 +46,13 @@ from .worker import Work, Worker
 
 __all__ = [  # what other rooms need of files beside this one
     "MERGE",
+    "NAMED",
     "Hosts",
     "Lease",
     "Link",
     "Pool",
     "Work",
+    "differing",
     "fresh",
     "has_elements",
     "hosts_of",

@@ -49,11 +49,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 # torch's arithmetic lacks these; seen as signed integers they add and multiply to the same bits
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def all_reduce(wire: Wire, tensor: Tensor, op: str) -> Pending:

@@ -102,12 +102,7 @@ class ProcessWire(Wire):
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout: float,
-        engine: Engine,
-        part: Callable[..., Wire],
+        self, rank: int, size: int, timeout: float, engine: Engine, part: Callable[..., Wire]
     ) -> None:
         """A wire over an engine; `part` makes that of some ranks: given rank, size, `name`."""
         super().__init__(rank, size, timeout, host_name())

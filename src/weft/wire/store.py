@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from .failure import watch
 from .failure.verdict import names
 
 _GROWTH = 1.5  # from one pause to the next
+
+Late = tuple[int, Callable[[], str]] | None
+"""Who waits, if it may be told, and what says who keeps it waiting; "" if they came just now."""
 
 
 class AbsentError(TimeoutError):
@@ -47,14 +52,17 @@ def told(
     deadline = time.monotonic() + timeout
     store.set(f"{what}/{rank}", json.dumps(own))
     keys = [f"{what}/{each}" for each in range(size)]
-    if not all(has(store, key, deadline, size) for key in keys) and (
-        late := [each for each, key in enumerate(keys) if not store.check([key])]
-    ):
-        raise AbsentError(late, missing)
+
+    def late() -> list[int]:
+        return [each for each, key in enumerate(keys) if not store.check([key])]
+
+    slow = rank, lambda: f"{names(found)} {missing} so far" if (found := late()) else ""
+    if not all(has(store, key, deadline, size, slow) for key in keys) and (absent := late()):
+        raise AbsentError(absent, missing)
     return [json.loads(said) for said in store.multi_get(keys)]
 
 
-def has(store: dist.Store, key: str, deadline: float, ranks: int) -> bool:
+def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = None) -> bool:
     """Wait for a key, and say whether it is there in time.
 
     Without `store.wait`, during which no other thread of this process could use a TCPStore, not
@@ -66,21 +74,33 @@ def has(store: dist.Store, key: str, deadline: float, ranks: int) -> bool:
         key: its name.
         deadline: as `time.monotonic` tells it.
         ranks: how many may be waiting.
+        late: as for `pauses`.
 
     Raises:
         RuntimeError: from the store.
     """
-    return any(store.check([key]) for _ in pauses(deadline, 0.001, max(0.02, 0.0005 * ranks)))
+    longest = max(0.02, 0.0005 * ranks)
+    return any(store.check([key]) for _ in pauses(deadline, 0.001, longest, late))
 
 
-def pauses(deadline: float, first: float = 0.01, last: float = 1.0) -> Iterator[None]:
+def pauses(
+    deadline: float, first: float = 0.01, last: float = 1.0, late: Late = None
+) -> Iterator[None]:
     """Once, and again after longer and longer pauses, until the deadline; then a last time.
 
-    No two processes pause alike, so that a thousand of them do not storm a server.
+    No two processes pause alike, so that a thousand of them do not storm a server. After the
+    seconds of `weft.init(watch=)` one line tells of the wait, if `late` says whose it is.
     """
+    began = time.monotonic()
+    slow = watch.chosen() if late else math.inf
     while True:
         yield
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        if late and now - began >= slow:
+            slow = math.inf
+            if why := late[1]():
+                watch.tell(late[0], now - began, (0, ""), why)
+        left = deadline - now
         if left <= 0:
             return
         time.sleep(min(left, first * random.uniform(0.5, 1.0)))

@@ -195,10 +195,7 @@ def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
 
 
 def _run(
-    wire: Wire,
-    operation: Operation,
-    reduce: Callable[..., Rows],
-    after: Sequence[tuple[str, Any]],
+    wire: Wire, operation: Operation, reduce: Callable[..., Rows], after: Sequence[tuple[str, Any]]
 ) -> Result:
     index, value = (each.dtype for each in operation.sent)
     memory = _Memory(operation.place)

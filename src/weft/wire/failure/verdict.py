@@ -7,8 +7,11 @@ asks `judge`; the verdict it gives is what every rank raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+
+NAMED = 8
+"""Ranks that are named for each value in which ranks differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,22 @@ def names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def differing(how: str, held: Iterable[tuple[object, Sequence[int], int]], then: str) -> str:
+    """How ranks differ: values, each with the ranks that have it, or some, and how many they are.
+
+    Example:
+        >>> differing("the ops differ", [("sum", [0, 3], 9), ("max", [2], 1)], "pass the same")
+        'the ops differ: ranks 0, 3 and 7 more have sum, rank 2 has max; pass the same'
+    """
+    texts = []
+    for value, ranks, total in held:
+        named = sorted(ranks)[:NAMED]
+        more = f" and {total - len(named)} more" if total > len(named) else ""
+        who = f"{', '.join(map(str, named))}{more}"
+        texts.append(f"rank {who} has {value}" if total == 1 else f"ranks {who} have {value}")
+    return f"{how}: {', '.join(texts)}; {then}"
 
 
 def judge(

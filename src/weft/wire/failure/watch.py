@@ -1,7 +1,8 @@
 """A slow wait, before it is an error: when it is told of, and where a rank's program stands.
 
-Each wire tells of its own waits, the one between processes from the thread of its detector. What is
-told changes nothing: ranks may watch for different times.
+Each wire tells of its own waits, the one between processes from the thread of its detector; before
+there is a wire, whoever waits at a store does (`store.pauses`). What is told changes nothing: ranks
+may watch for different times.
 """
 
 from __future__ import annotations
