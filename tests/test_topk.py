@@ -249,8 +249,10 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
         for kind in ("residual", "velocity"):
             torch.testing.assert_close(state.state_dict()[kind], kept[kind], rtol=0, atol=1e-5)
     weft.sync_sparsified([torch.ones(9)], state)
-    with pytest.raises(WeftError, match="takes what state_dict"):
-        state.load_state_dict({"residual": {}})
+    one = {"residual": {"0": torch.ones(9)}, "velocity": {}, "steps": {"0": 1}}
+    for wrong in ({"residual": 3}, {"velocity": {"0": 3}}, {"steps": {"0": "x"}}, {"steps": {}}):
+        with pytest.raises(WeftError, match="takes what state_dict"):
+            state.load_state_dict({**one, **wrong})
     with pytest.raises(WeftError, match=r"pass a weft\.ddp\.TopK"):
         weft.sync_sparsified([torch.ones(9)], None)
 
@@ -284,6 +286,27 @@ def test_each_parameter_is_sparsified_by_itself(wire: Wire, tmp_path: Path, dens
                 residual -= sent
                 dist.all_reduce(sent)
                 torch.testing.assert_close(found, sent / wire.size)
+
+
+@spmd(2, on=("processes",))
+@trained
+def test_complex_parameters_are_sparsified_as_their_real_numbers(
+    wire: Wire, tmp_path: Path
+) -> None:
+    torch.manual_seed(1 + wire.rank)
+    given = torch.randn(3, 4, dtype=torch.complex64)
+    plain = nn.Linear(4, 100, bias=False, dtype=torch.complex64)
+    for density, most in ((1, 800), (0.1, 160)):
+        ours = wrapped(plain, TopK(density, min_numel=1))
+        ours(given).abs().pow(2).mean().backward()
+        found = ours.module.weight.grad
+        assert 0 < torch.view_as_real(found).count_nonzero() <= most
+        if density == 1:
+            same = copy.deepcopy(ours.module)
+            same.zero_grad()
+            same(given).abs().pow(2).mean().backward()
+            dist.all_reduce(same.weight.grad)
+            torch.testing.assert_close(found, same.weight.grad / wire.size)
 
 
 @spmd(2, on=("processes",))

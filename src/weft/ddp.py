@@ -234,7 +234,8 @@ class TopK(State):
     def _reduction(self, bucket: dist.GradBucket) -> Callable[[Wire, Tensor], None]:
         parameters = bucket.parameters()
         names = self.sparsifier.names_of(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
+        # complex numbers come as two real ones
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
 
         def reduction(wire: Wire, flat: Tensor) -> None:
             parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))

@@ -240,7 +240,14 @@ class Sparsifier:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from what `state_dict` gave; it is copied."""
-        if not isinstance(state, Mapping) or {*state} != {"residual", "velocity", "steps"}:
+        kinds = {"residual": Tensor, "velocity": Tensor, "steps": int}
+        if (
+            not isinstance(state, Mapping)
+            or {*state} != {*kinds}
+            or not all(isinstance(each, Mapping) for each in state.values())
+            or not all({*each} <= {*state["steps"]} for each in state.values())
+            or not all(isinstance(e, kinds[kind]) for kind in kinds for e in state[kind].values())
+        ):
             raise WeftError("load_state_dict takes what state_dict() of a weft.ddp.TopK returned")
         residual, velocity = (
             {name: each.clone() for name, each in state[kind].items()}
