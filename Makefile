@@ -17,11 +17,12 @@ demo: .venv/report
 test: .venv/test
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-# All examples, by the commands that their READMEs name, with weft installed as users install it.
+# All examples, or EXAMPLES, by the commands that their READMEs name, with weft installed as users
+# install it.
 examples .venv-examples/made: BIN := .venv-examples/bin
 examples: .venv-examples/made
 	$(PIP) --quiet --no-deps .
-	$(BIN)/python tools/examples
+	$(BIN)/python tools/examples $(EXAMPLES)
 
 # Ten thousand random programs on every wire, which takes a while.
 soak: .venv/test
