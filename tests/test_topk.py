@@ -190,6 +190,9 @@ def test_numbers_that_are_none_are_sent_and_not_kept(wire: Wire) -> None:
     weft.sync_sparsified([later], state)
     assert later.isfinite().all() and later.any()
     assert all(each.isfinite().all() for each in state.state_dict()["residual"].values())
+    small = torch.tensor([1.0, math.nan])  # sent whole, with a velocity
+    weft.sync_sparsified([small], TopK(momentum=0.5, group=wire))
+    assert small[0] == 1 and small[1].isnan()
     zeros, nothing = TopK(0.01, min_numel=1, group=wire), torch.zeros(1000)
     weft.sync_sparsified([nothing], zeros)
     assert not nothing.any() and zeros.calls[-1].rows == 0
@@ -237,9 +240,12 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
     for tensors, density, text in (
         ([torch.ones(8)], None, r"^rank 1: 9 numbers are kept of tensor '0', which has 8"),
         ([torch.ones(9)] * 2, None, r"ranks differ in .*tensors"),
-        ([torch.ones(3, 3)], None, r"ranks differ in tensors"),
+        ([torch.ones(3, 3)], None, r"ranks differ in tensors: .*rank 1 has .*float32 \(3, 3\)"),
         ([torch.ones(9, dtype=torch.int64)], None, r"^rank 1: tensor 0 is torch.int64"),
+        ([torch.ones(9).to(torch.float8_e5m2)], None, r"^rank 1: tensor 0 is torch.float8"),
+        ([torch.inference_mode()(torch.ones)(9)], None, r"^rank 1: tensor 0 is of inference mode"),
         (torch.ones(9), None, r"^rank 1: tensors is a Tensor: pass a list"),
+        ([torch.ones(1).expand(9)], None, r"^rank 1: tensor 0 is expanded along \[0\]"),
         ([torch.ones(9)], 0.5, r"ranks differ in density"),
         ([torch.ones(9)], 2, r"^rank 1: density is 2"),
     ):
@@ -249,6 +255,12 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
         for kind in ("residual", "velocity"):
             torch.testing.assert_close(state.state_dict()[kind], kept[kind], rtol=0, atol=1e-5)
     weft.sync_sparsified([torch.ones(9)], state)
+    other, pair = TopK(**good), [torch.arange(9.0), torch.arange(9.0, dtype=torch.float64)]
+    other.load_state_dict(
+        {"residual": {"1": torch.ones(9 + me)}, "velocity": {}, "steps": {"1": 1}}
+    )
+    refused(wire, r"^rank 1: 10 numbers are kept of tensor '1'", pair, other)
+    assert [each.tolist() for each in pair] == [[*range(9)]] * 2
     one = {"residual": {"0": torch.ones(9)}, "velocity": {}, "steps": {"0": 1}}
     for wrong in ({"residual": 3}, {"velocity": {"0": 3}}, {"steps": {"0": "x"}}, {"steps": {}}):
         with pytest.raises(WeftError, match="takes what state_dict"):

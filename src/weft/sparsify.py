@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .comm.buckets import reduce_dense
-from .comm.named import digest, local
+from .comm.named import digest, expanded_dims, local
 from .comm.rounding import narrowed, travelling
 from .comm.staging import unsendable
 from .errors import WeftError, entry
@@ -40,6 +40,7 @@ from .sparse.request import Request
 from .wire.base import Wire, flattened, plain
 
 _WARMUP = 0.25  # the density that warm-up begins with
+_SPELLED = 200  # characters of what all ranks compare of tensors; above, a digest
 _SAMPLED = 256  # entries of a sample that are above its threshold, about
 _AIMS = (1.25, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
 _GOLDEN = 0.6180339887498949
@@ -84,6 +85,8 @@ def sync_sparsified(
     if not isinstance(sparsifier, Sparsifier):
         raise WeftError(f"state is a {type(state).__name__}: pass a weft.ddp.TopK")
     named, error = _named(tensors)
+    # of all of them, before any is reduced
+    error = error or next(filter(None, map(sparsifier.wrong, named, named.values())), None)
     wire: Wire = state.wire
     kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
     for name, tensor in named.items():
@@ -114,8 +117,12 @@ def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
         here = local(tensor) if isinstance(tensor, Tensor) else tensor
         if error := unsendable(f"tensor {name!r}", here):
             return {}, error
-        if not (here.is_floating_point() or here.is_complex()):
-            return {}, f"tensor {name!r} is {here.dtype}: pass floating-point tensors"
+        if not (here.is_floating_point() or here.is_complex()) or here.itemsize < 2:
+            return {}, f"tensor {name!r} is {here.dtype}: pass numbers of 16 bits at least, no ints"
+        if here.is_inference() and not torch.is_inference_mode_enabled():
+            return {}, f"tensor {name!r} is of inference mode: pass a clone() of it"
+        if dims := expanded_dims(here):
+            return {}, f"tensor {name!r} is expanded along {dims}: pass a clone() of it"
         named[str(name)] = here
     return named, None
 
@@ -124,6 +131,8 @@ def _described(tensors: Mapping[str, Tensor]) -> str:
     """What all ranks compare of tensors."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     what = {name: f"{each.dtype} {tuple(each.shape)}" for name, each in tensors.items()}
+    if len(str(what)) <= _SPELLED:
+        return str(what)
     return f"{len(what)} of {numbers} numbers (digest {digest(what) & 0xFFFFFFFF:08x})"
 
 
@@ -284,7 +293,7 @@ class Sparsifier:
         asked = self.density if density is None else density
         error = error or _wrong_density(asked)
         parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
-        error = error or next(filter(None, (self._wrong(n, parts[n]) for n in parts)), None)
+        error = error or next(filter(None, map(self.wrong, parts, parts.values())), None)
         few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
         starts = [0, *accumulate(parts[name].numel() for name in few)]
         picked = [] if error else [self._picked(name, parts[name], density) for name in few]
@@ -318,8 +327,8 @@ class Sparsifier:
         whole = [name for name in parts if name not in few]
         for name in whole:
             all_of_it = self._picked(name, parts[name], None, whole=True)
+            parts[name].copy_(all_of_it[2])  # which may be the velocity, from which NaN goes next
             self._kept[name].sent(*all_of_it)
-            parts[name].copy_(all_of_it[2])
         reduce_dense(wire, [parts[name] for name in whole], "avg", self.wire_dtype)
         return last_call(wire)
 
@@ -327,13 +336,14 @@ class Sparsifier:
         """Whether not all of a tensor is sent: by settings and shape alone, alike on all ranks."""
         return flat.is_floating_point() and flat.numel() >= self.min_numel and density < 1
 
-    def _wrong(self, name: str, flat: Tensor) -> str | None:
+    def wrong(self, name: str, tensor: Tensor) -> str | None:
         """What is wrong with what is kept of a tensor, which may have been loaded, or None."""
         kept = self._kept.get(name) or _Kept()
         for each in (kept.residual, kept.velocity):
-            if each is not None and each.shape != flat.shape:
+            if each is not None and each.shape != (tensor.numel(),):
                 return (
-                    f"{len(each)} numbers are kept of tensor {name!r}, which has {len(flat)}: "
+                    f"{each.numel()} numbers are kept of tensor {name!r}, which has "
+                    f"{tensor.numel()}: "
                     "have a state for each model, and load what this rank saved of it"
                 )
         return None
