@@ -83,7 +83,7 @@ def test_cells_have_each_figure_and_say_what_is_computed() -> None:
     weft, dense = run("weft"), run("dense")
     weft.sent, dense.sent = np.array([3 << 20]), np.array([6 << 20])
     assert weft.cells() == [
-        *("40", "21.0 ms", "8.00 ms (38%)", "3.00 MiB", "300 MiB (+100)", "95,238"),
+        *("40", "21.0 ms", "8.00 ms (38%)", "3.00 MiB", "300 MiB (+100)", "95,238")
     ]
     dense.memory = []
     assert dense.cells()[3:5] == ["6.00 MiB computed", "no figure"]

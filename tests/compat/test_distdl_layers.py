@@ -159,6 +159,11 @@ class Sizes(HaloMixin, ConvMixin):
     pass
 
 
+def part_of(P, tensor):
+    where = P.shape, P.index, tensor.shape
+    return assemble_slices(compute_start_index(*where), compute_stop_index(*where))
+
+
 CONVOLUTIONS = [
     ((9, 8), (2, 2), (3, 3), (1, 1), (1, 1)),
     ((11, 10), (2, 2), (3, 2), (2, 3), (1, 2)),
@@ -182,28 +187,13 @@ def test_halos_make_a_convolution(wire, extents, cells, kernel, stride, dilation
     halo, recv, send, needed = Sizes()._compute_exchange_info(
         whole.shape, kernel, stride, 0, dilation, P_x.active, P_x.shape, P_x.index
     )
-    own = assemble_slices(
-        *(
-            compute(P_x.shape, P_x.index, whole.shape)
-            for compute in (compute_start_index, compute_stop_index)
-        )
-    )
+    own = part_of(P_x, whole)
     x = whole.detach()[own].clone().requires_grad_()
     noise = torch.full((), float("nan"), dtype=torch.float64)  # margins do not count
     padded = F.pad(x, distdl_padding_to_torch_padding(halo), value=float(noise))
     layer = HaloExchange(P_x, halo, recv, send)
-    y = conv(
-        layer(padded)[assemble_slices(needed[:, 0], needed[:, 1])],
-        weight,
-        stride=stride,
-        dilation=dilation,
-    )
-    out = assemble_slices(
-        *(
-            compute(P_x.shape, P_x.index, expected.shape)
-            for compute in (compute_start_index, compute_stop_index)
-        )
-    )
+    seen = layer(padded)[assemble_slices(needed[:, 0], needed[:, 1])]
+    y, out = conv(seen, weight, stride=stride, dilation=dilation), part_of(P_x, expected)
     torch.testing.assert_close(y, expected[out])
     y.backward(dy[out])
     torch.testing.assert_close(x.grad, whole.grad[own])

@@ -160,10 +160,7 @@ def test_types_of_numpy_and_typed_pointers_serve(wire):
     assert attr.fn_ctx == [found]
 
 
-FOREVER = {
-    "a future of torch": torch.futures.Future(),
-    "what has a wait": threading.Event(),
-}
+FOREVER = {"a future of torch": torch.futures.Future(), "what has a wait": threading.Event()}
 
 
 @pytest.mark.parametrize("what", FOREVER)

@@ -153,9 +153,7 @@ def test_a_function_with_an_algorithm_that_cannot_serve_it(monkeypatch, face, na
 def by_callback(fn, match_id="", **changed):
     """A call as the second generation's document writes it."""
     attributes = callback.Attributes(
-        sparse_allreduce_completion_fn=fn,
-        sparse_allreduce_completion_ctx="mine",
-        match_id=match_id,
+        sparse_allreduce_completion_fn=fn, sparse_allreduce_completion_ctx="mine", match_id=match_id
     )
     sent = torch.tensor([7, 2, 7]), 3, torch.tensor([1.0, 2.0, 4.0]), 3
     given = [*sent, *UNUSED, "int64", "float", "sum", attributes]

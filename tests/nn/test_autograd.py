@@ -106,10 +106,7 @@ def test_gradcheck_of_torch(wire):
     """Where ranks have the same data, they perturb alike."""
     partition = weft.Partition(2)
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for layer in (
-        nn.AllSumReduce(partition, 0),
-        nn.HaloExchange(partition, 1, "periodic"),
-    ):
+    for layer in (nn.AllSumReduce(partition, 0), nn.HaloExchange(partition, 1, "periodic")):
         x = x.detach().requires_grad_()
         assert torch.autograd.gradcheck(layer, x)
         assert torch.autograd.gradgradcheck(lambda x, layer=layer: layer(x).sin(), x)

@@ -57,21 +57,13 @@ def test_halos_lie_where_they_come_from():
     assert gets[1].outlines == ((Box((0, 2), (1, 6)), ""),)  # nobody fills what is beyond the edge
     (sums,) = frames(plan.T)[1]
     assert points(sums.cells) == points(
-        {
-            ((0, 0), (1, 2)): (0,),
-            ((0, 2), (1, 4)): (0, 1),
-            ((0, 4), (1, 5)): (1,),
-        }
+        {((0, 0), (1, 2)): (0,), ((0, 2), (1, 4)): (0, 1), ((0, 4), (1, 5)): (1,)}
     )
     ring = plan_of(
         2, lambda: weft.nn.HaloExchange(weft.Partition(2), 1, "periodic"), {0: (3,), 1: (2,)}
     )
     assert points(frames(ring)[1][0].cells) == points(
-        {
-            ((0, -1), (1, 0)): (1,),
-            ((0, 0), (1, 3)): (0,),
-            ((0, 3), (1, 4)): (1,),
-        }
+        {((0, -1), (1, 0)): (1,), ((0, 0), (1, 3)): (0,), ((0, 3), (1, 4)): (1,)}
     )
 
 

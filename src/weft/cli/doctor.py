@@ -25,7 +25,7 @@ from typer import Option
 
 import weft
 from weft.bootstrap import Preview, look_ahead
-from weft.wire.base import Wire
+from weft.wire.base import Wire, hosts_of
 
 from . import doctor_merge, show
 
@@ -157,10 +157,8 @@ def network(
             findings = [Finding("ok", "start", f"{wire.size} ranks, {took:.1f} s")]
             if wire.size == 1:
                 return findings, []
-            hosts = [wire.host] * wire.size
-            dist.all_gather_object(hosts, wire.host)
-            ranks = [[r for r, host in enumerate(hosts) if host == one] for one in {*hosts}]
-            text = "; ".join(f"host {n}: ranks {here}" for n, here in enumerate(sorted(ranks)))
+            hosts = enumerate(hosts_of(wire).ranks)
+            text = "; ".join(f"host {number}: ranks {[*here]}" for number, here in hosts)
             pairs = measure(wire, nbytes)
             return [*findings, Finding("ok", "hosts", text), *slow(pairs)], pairs
     except (weft.Error, OSError) as error:

@@ -27,16 +27,7 @@ from ..sparse.request import wrong_wire_dtype
 from ..wire import default, dense
 from ..wire.base import Wire
 from .buckets import reduce_dense
-from .named import (
-    Manifest,
-    difference,
-    digest,
-    expanded_dims,
-    local,
-    of_module,
-    shard_of,
-    told_by_all,
-)
+from .named import Manifest, digest, expanded_dims, local, of_module, shard_of, told_by_all
 from .opening import NO_LIMIT, ROOM, opened
 
 NAME = "sync_grads"
@@ -211,10 +202,8 @@ class Synchronised:
         Raises:
             WeftError: one of them is not the same on all ranks that have it.
         """
-        said = told_by_all(self.wire, NAME, self.manifest, self._states(list(self.of))[0])
-        text = difference([manifest for manifest, _ in said], missing=False)
-        if text is not None:
-            raise WeftError(f"the modules differ: {text}; gradients are as they were")
+        mine, kept = self._states(list(self.of))[0], "; gradients are as they were"
+        said = told_by_all(self.wire, NAME, self.manifest, mine, missing=False, kept=kept)
         described = {name: text for manifest, _ in said for name, text in manifest.items()}
         # what is the same as another, on all ranks that have it, is reduced under that name
         states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}

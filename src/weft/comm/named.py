@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..devices import on_host
+from ..errors import WeftError
 from ..tensors import extent
 from ..wire.base import Wire, decoded
 from .all_to_all import Scatter
@@ -132,14 +133,33 @@ def digest(manifest: Manifest) -> int:
 
 
 def told_by_all(
-    wire: Wire, name: str, manifest: Manifest, states: Mapping[str, int] | None = None
+    wire: Wire,
+    name: str,
+    manifest: Manifest,
+    states: Mapping[str, int] | None = None,
+    *,
+    missing: bool = True,
+    kept: str = "",
 ) -> list[tuple[Manifest, dict[str, int]]]:
     """The manifests of all ranks, and a number for some of the names; collective, in a call whose
-    turn it is."""
+    turn it is.
+
+    Args:
+        wire, name: of the call.
+        manifest, states: what this rank tells.
+        missing: whether a name that some ranks do not have is a difference.
+        kept: what is as it was, where they differ; a clause.
+
+    Raises:
+        WeftError: something is not the same on all ranks; the same text on each.
+    """
     text = json.dumps([manifest, states or {}]).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts, _ = Scatter(wire, f"{name} (what differs)").run([mine] * wire.size, Mode())
-    return [decoded(wire, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+    said = [decoded(wire, peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+    if how := _difference([theirs for theirs, _ in said], missing):
+        raise WeftError(f"the modules differ: {how}{kept}")
+    return said
 
 
 def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
@@ -149,13 +169,8 @@ def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
     return {name: str(said) for name, said in manifest.items()}, known
 
 
-def difference(manifests: Sequence[Manifest], *, missing: bool) -> str | None:
-    """How manifests first differ, in a sentence that is the same on every rank, or None.
-
-    Args:
-        manifests: of all ranks.
-        missing: whether a name that some ranks do not have is a difference.
-    """
+def _difference(manifests: Sequence[Manifest], missing: bool) -> str | None:
+    """How manifests first differ, in a sentence that is the same on every rank, or None."""
     names = dict.fromkeys(name for manifest in manifests for name in manifest)
     for name in names:
         base = next(rank for rank, manifest in enumerate(manifests) if name in manifest)

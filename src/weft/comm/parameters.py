@@ -21,13 +21,13 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from ..devices import on_host
-from ..errors import WeftError, entry
+from ..errors import entry
 from ..nn.chain import Chain
 from ..sparse.request import root_in
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, peers, plain
 from .buckets import in_buckets
-from .named import difference, digest, expanded_dims, local, of_module, told_by_all
+from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened
 
 _NAME = "sync_params"
@@ -75,9 +75,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
             with opened(wire, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
-                manifests = [theirs for theirs, _ in told_by_all(wire, _NAME, manifest)]
-                text = difference(manifests, missing=True)
-                raise WeftError(f"the modules differ: {text}; nothing was overwritten")
+                told_by_all(wire, _NAME, manifest, kept="; nothing was overwritten")
             _broadcast(wire, root, found.values())
 
     wire.worker.call(_NAME, job)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ..bootstrap.outcome import results
@@ -60,11 +61,9 @@ def run(
     if on not in _TRANSPORTS:
         raise WeftError(f"ranks run on {' or '.join(_TRANSPORTS)}, not on {on!r}")
     most = patient(LIMIT) if limit is None else limit
-    if on == "threads":
-        return results(on_wires(group(size, timeout), body, args, kwargs, limit=most), on)
-    if on == "device":
-        with as_device():
-            wires = group(size, timeout, device=True)
+    if not _TRANSPORTS[on]:
+        with as_device() if on == "device" else nullcontext():
+            wires = group(size, timeout, device=on == "device")
             return results(on_wires(wires, body, args, kwargs, limit=most), on)
     from .pool import on_pool  # here: most uses need no processes
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.wire.base import Wire
+from weft.wire.base import Wire, hosts_of
 
 from ..show import mib, versions
 from .cases import Answer, Case, answer, differs, digest, indices, sizes, values
@@ -312,11 +312,9 @@ def _time(starters: list[Contender], job: Job, doing: Callable[[str], None]) -> 
 
 def _head(job: Job, wire: Wire) -> dict[str, Any]:
     """What the table is headed with; collective, since it counts the hosts."""
-    hosts = [wire.host] * wire.size
-    dist.all_gather_object(hosts, wire.host)
     here = {
         "ranks": wire.size,
-        "hosts": len(set(hosts)),
+        "hosts": len(wire.worker.call("hosts", lambda: hosts_of(wire)).ranks),
         "threads": torch.get_num_threads(),
         "cores": len(psutil.Process().cpu_affinity()) if psutil.LINUX else psutil.cpu_count(),
     }

@@ -59,11 +59,6 @@ class SparseAllreduceAttr:
     fn_ctx: Any = None
     coalesce_mode: str = "regular"
 
-    def check(self) -> None:
-        """Refuse what cannot be."""
-        callbacks = {"completion_fn": self.completion_fn, "alloc_fn": self.alloc_fn}
-        check_results("attr", self.coalesce_mode, callbacks)
-
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
 default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback: no call can do with it
@@ -135,7 +130,8 @@ def sparse_allreduce(
             raise WeftError(
                 f"attr is a {type(attr).__name__}: make it by create_sparse_allreduce_attr"
             )
-        attr.check()
+        callbacks = {"completion_fn": attr.completion_fn, "alloc_fn": attr.alloc_fn}
+        check_results("attr", attr.coalesce_mode, callbacks)
         if stream is not None and not hasattr(stream, "synchronize"):
             raise WeftError(f"stream is a {type(stream).__name__}: pass a torch.Stream, or None")
         if not isinstance(deps, list | tuple):
