@@ -169,17 +169,20 @@ def programs(template: socket.socket) -> Iterator[Callable[..., Program]]:
 
 
 @pytest.fixture
-def benchmark_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a script of benchmarks/ anew, as a plain module, as the scripts import each other."""
-    folder = Path(__file__).parents[1] / "benchmarks"
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a script anew, such as benchmarks/goals.py, as those of its folder import it."""
 
-    def load(name: str) -> ModuleType:
-        monkeypatch.syspath_prepend(str(folder))
-        for file in folder.glob("*.py"):
-            monkeypatch.delitem(sys.modules, file.stem, raising=False)
-        return importlib.import_module(name)
+    def load(path: str) -> ModuleType:
+        file = Path(__file__).parents[1] / path
+        if str(file.parent) not in sys.path:
+            monkeypatch.syspath_prepend(str(file.parent))
+            for beside in file.parent.glob("*.py"):
+                monkeypatch.delitem(sys.modules, beside.stem, raising=False)
+        return importlib.import_module(file.stem)
 
-    return load
+    threads = torch.get_num_threads()
+    yield load
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,16 +9,13 @@ import weft
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "dense_algorithm"
 HEIGHT = 40
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered(script):
     """For one test: other tests go over all algorithms of weft's own."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "dense", raising=False)
-    importlib.import_module("dense")
+    script("examples/dense_algorithm/dense.py")
     yield
     del ALGORITHMS["dense"]
 

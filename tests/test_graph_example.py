@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from weft.testing import run
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "graph"
-
 
 @pytest.fixture
-def load(monkeypatch):
-    """Imports one of its files anew, as the script that is run imports it."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("graphs", "train"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    threads = torch.get_num_threads()
-    yield importlib.import_module
-    torch.set_num_threads(threads)
+def load(script):
+    return lambda name: script(f"examples/graph/{name}.py")
 
 
 def small(graphs, nodes=90):

@@ -20,8 +20,8 @@ WORLDS = "threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-4", "
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_random_programs(benchmark_file: Callable[[str], ModuleType], world: str) -> None:
-    soak, size = benchmark_file("soak"), int(world[-1])
+def test_random_programs(script: Callable[[str], ModuleType], world: str) -> None:
+    soak, size = script("benchmarks/soak.py"), int(world[-1])
     steps = st.randoms(use_true_random=False).map(lambda source: soak.drawn_step(source, size))
 
     @settings(max_examples=63)
@@ -33,7 +33,7 @@ def test_random_programs(benchmark_file: Callable[[str], ModuleType], world: str
 
 
 @pytest.mark.parametrize("world", ["shm-2", "tcp-3", "torch-2"])
-def test_nothing_is_left(benchmark_file: Callable[[str], ModuleType], world: str) -> None:
-    for told in benchmark_file("soak").world(world, 0, 60, limit=patient(200.0)):
+def test_nothing_is_left(script: Callable[[str], ModuleType], world: str) -> None:
+    for told in script("benchmarks/soak.py").world(world, 0, 60, limit=patient(200.0)):
         assert told.programs == 60 and told.calls > 5 * 60
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads

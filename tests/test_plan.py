@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.grid import Box, balanced, boxes, whole
-from weft.nn import executor
+from weft.nn import chain, executor
 from weft.nn.executor import assemble, execute
 from weft.plan import Piece, Side, between
 from weft.testing import run, spmd
@@ -103,7 +103,7 @@ def cut(ranks):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(executor, "_DIRECT", -1)
-    monkeypatch.setattr(executor, "_CHUNK", 64)
+    monkeypatch.setattr(chain, "_CHUNKS", (64, 64))
 
 
 @pytest.mark.parametrize(

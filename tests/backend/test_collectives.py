@@ -147,74 +147,48 @@ def test_all_to_all_of_any_sizes(wire):
     assert out.tolist() == [2 * me + k + rank for rank in everyone for k in range(2)]
 
 
-def wrong_sizes(wire, count):
-    collectives.all_gather(wire, [torch.empty(3)] * wire.size, torch.ones(3 + count))
-
-
-def wrong_dtype(wire, count):
-    collectives.all_reduce(wire, [torch.ones(3, dtype=torch.float64 if count else None)], "sum")
-
-
-def wrong_count(wire, count):
-    collectives.all_reduce(wire, [torch.ones(40_000 if count else 3)], "sum")
-
-
-def other_op(wire, count):
-    collectives.all_reduce(wire, [torch.ones(3)], "max" if count else "sum")
-
-
-def wrong_op(wire, count):
-    collectives.reduce_scatter(wire, torch.empty(2), [torch.ones(2)] * wire.size, "band")
-
-
-def wrong_lists(wire, count):
-    outs = [torch.empty(2)] * wire.size
-    collectives.all_to_all(wire, outs, [torch.ones(2)] * (wire.size - count))
-
-
-def wrong_splits(wire, count):
-    rows = [2, 2 - count, 2 + count] if count else [2, 2, 2]
-    collectives.all_to_all_single(wire, torch.empty(6), torch.ones(6), [2, 2, 2], rows)
-
-
-def wrong_call(wire, count):
-    if count:
-        collectives.barrier(wire)
-    else:
-        collectives.broadcast(wire, torch.ones(3), 0)
-
-
-def wrong_root(wire, count):
-    collectives.gather(wire, [torch.empty(2)] * wire.size if count else [], torch.ones(2), 1)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (wrong_sizes, "rank 1: output 1 has 3 elements, and the tensor that goes with it 4"),
-        (wrong_dtype, "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has"),
-        (wrong_count, "the ranks differ in sizes: ranks 0, 2 have 3, rank 1 has 40000"),
-        (other_op, "the ranks differ in op: ranks 0, 2 have sum, rank 1 has max"),
-        (wrong_op, "rank 0: op band does not apply to torch.float32"),
-        (wrong_lists, "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank"),
-        (wrong_splits, "rank 1 has 1 elements for rank 1, which has room for 2 from it"),
-        (wrong_call, "the ranks are in different calls"),
-        (wrong_root, None),
-    ],
-)
-@spmd(3, on=["threads"])
-def test_errors_are_the_same_on_every_rank(wire, call, said):
-    """Rank 1 is the one that errs."""
-    if said is None:
-        call(wire, int(wire.rank == 1))
-    else:
-        with pytest.raises(weft.WeftError) as caught:
-            call(wire, int(wire.rank == 1))
-        text = str(caught.value)
-        assert text.startswith(said), text
-        heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
-        collectives.all_gather(
-            wire, heard, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+C = collectives
+WRONG = {
+    # what all are told, and the call, in which 1 stands on the rank that errs, and 0 elsewhere
+    "rank 1: output 1 has 3 elements, and the tensor that goes with it 4": (
+        lambda wire, odd: C.all_gather(wire, [torch.empty(3)] * 3, torch.ones(3 + odd))
+    ),
+    "the ranks differ in dtype: ranks 0, 2 have torch.float32, rank 1 has": (
+        lambda wire, odd: C.all_reduce(wire, [torch.ones(3).to(FLOATS[odd])], "sum")
+    ),
+    "the ranks differ in sizes: ranks 0, 2 have 3, rank 1 has 40000": (
+        lambda wire, odd: C.all_reduce(wire, [torch.ones(40_000 if odd else 3)], "sum")
+    ),
+    "the ranks differ in op: ranks 0, 2 have sum, rank 1 has max": (
+        lambda wire, odd: C.all_reduce(wire, [torch.ones(3)], "max" if odd else "sum")
+    ),
+    "rank 0: op band does not apply to torch.float32": (
+        lambda wire, odd: C.reduce_scatter(wire, torch.empty(2), [torch.ones(2)] * 3, "band")
+    ),
+    "rank 1: 2 inputs were given, and 3 are wanted: pass one for each rank": (
+        lambda wire, odd: C.all_to_all(wire, [torch.empty(2)] * 3, [torch.ones(2)] * (3 - odd))
+    ),
+    "rank 1 has 1 elements for rank 1, which has room for 2 from it": (
+        lambda wire, odd: C.all_to_all_single(
+            wire, torch.empty(6), torch.ones(6), [2, 2, 2], [2, 2 - odd, 2 + odd]
         )
-        assert all(bytes(each.tolist()) == text.encode() for each in heard)
+    ),
+    "the ranks are in different calls": (
+        lambda wire, odd: C.barrier(wire) if odd else C.broadcast(wire, torch.ones(3), 0)
+    ),
+}
+FLOATS = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("said", WRONG)
+@spmd(3, on=["threads"])
+def test_errors_are_the_same_on_every_rank(wire, said):
+    with pytest.raises(weft.WeftError) as caught:
+        WRONG[said](wire, int(wire.rank == 1))
+    text = str(caught.value)
+    assert text.startswith(said), text
+    heard: list[Tensor] = [torch.empty(len(text), dtype=torch.uint8) for _ in range(3)]
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    collectives.all_gather(wire, heard, mine)
+    assert all(bytes(each.tolist()) == text.encode() for each in heard)
     collectives.barrier(wire)  # the next call works

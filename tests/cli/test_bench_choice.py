@@ -11,8 +11,8 @@ MEASURED = "2026-11-21 with commit 4b15643, torch 2.13"
 
 
 @pytest.fixture
-def choice(benchmark_file: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark_file("choice")
+def choice(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("benchmarks/choice.py")
 
 
 def a_file(out: Path, link: str, case: str, chosen: str, auto: float, **others: float) -> None:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("case", "ranks"), [("uniform", 4), ("one has all", 8)])
 def test_what_holders_sends_is_what_the_page_says(
-    benchmark_file: Callable[[str], ModuleType], case: str, ranks: int
+    script: Callable[[str], ModuleType], case: str, ranks: int
 ) -> None:
     """All of it: also what leads, and lists that come in the opening of the call."""
     page = (ROOT / "docs" / "holders.md").read_text(encoding="utf-8")
-    cells = benchmark_file("holders").line(case, ranks).strip("| ").split(" | ")
+    cells = script("benchmarks/holders.py").line(case, ranks).strip("| ").split(" | ")
     assert f"| {' | '.join(cells[:2] + cells[5:])} |" in page.splitlines()

@@ -10,8 +10,8 @@ import pytest
 
 
 @pytest.fixture
-def goals(benchmark_file: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark_file("goals")
+def goals(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("benchmarks/goals.py")
 
 
 def a_run(case: str, median: float, status: str = "ok", **others: float) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import weft
-from weft.comm import parameters
 from weft.comm.named import of_module
+from weft.nn import chain
 from weft.testing import spmd
 
 EVERYWHERE = ("threads", "device", "processes", "torch")
@@ -68,7 +68,7 @@ def check_equal(found, wanted):
 @pytest.mark.parametrize("chunk", [1 << 17, 1000])
 @spmd(1, 2, 4, on=EVERYWHERE)
 def test_everything_becomes_what_it_is_on_one_rank(wire, chunk, monkeypatch):
-    monkeypatch.setattr(parameters, "_CHUNKS", (chunk, chunk))
+    monkeypatch.setattr(chain, "_CHUNKS", (chunk, chunk))
     for source in {0, wire.size - 1}:
         module = Model(wire.rank, other_order=wire.rank == 1)
         places = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-import weft
 from weft.compat.distdl import (
     AllGather,
     AllSumReduce,
@@ -156,17 +155,6 @@ def test_nothing_is_returned_as_it_came(wire):
     assert AllGather(P_one, (0,))(x) is not x
 
 
-@spmd(2, on=("threads",))
-def test_a_shape_that_changes_on_one_rank(wire):
-    layer = AllGather(grid(2), (0,))
-    assert [len(layer(torch.ones(n))) for n in (2, 2 + wire.rank, 3)] == [4, 5, 6]
-    total = AllSumReduce(grid(2), (0,))
-    assert total(torch.ones(2)).tolist() == [2, 2]
-    with pytest.raises(weft.WeftError, match="in dimension 0 rank 1 has 3, and rank 0 has 2"):
-        total(torch.ones(2 + wire.rank))
-    assert total(torch.ones(3)).tolist() == [2, 2, 2]
-
-
 @spmd(2, on=("processes",), timeout=40.0)
 def test_it_compiles(wire):
     P_x, P_0 = grid(2), grid(1)
@@ -184,3 +172,8 @@ def test_it_compiles(wire):
     assert torch.equal(y, model(x))
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert expected.any() == (wire.rank == 0)
+
+
+# "A shape that changes on one rank" is, in tests/nn/test_bad_input.py,
+# test_a_shape_that_changes_on_one_rank_is_right_or_an_error and
+# test_everybody_who_takes_part_is_told.

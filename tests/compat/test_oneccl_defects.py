@@ -11,11 +11,9 @@ import torch
 
 import weft
 from weft.compat.oneccl import event
-from weft.sparse import ALGORITHMS
-from weft.testing import expected, run, spmd
+from weft.testing import spmd
 
 UNUSED = [None] * 4
-CHOICES = ["auto", *ALGORITHMS]
 
 
 def reduced(indices, values, rtype="sum", mode="regular"):
@@ -27,27 +25,6 @@ def reduced(indices, values, rtype="sum", mode="regular"):
     sent = indices, indices.numel(), values, values.numel()
     event.sparse_allreduce(*sent, *UNUSED, rtype, event.create_communicator(), attr=attr).wait()
     return result
-
-
-@pytest.mark.parametrize("algorithm", CHOICES)
-@pytest.mark.parametrize("empty", [{1}, {0, 1, 2}])
-def test_a_rank_may_have_no_rows(monkeypatch, algorithm, empty):
-    """It was refused: and so is every batch that touches no row of a table."""
-
-    def program(wire):
-        count = 0 if wire.rank in empty else 2
-        indices, values = reduced(torch.arange(count) + wire.rank, torch.ones(count, 2))
-        return indices.tolist(), values.tolist()
-
-    there = [
-        weft.Rows(torch.arange(2) + rank, torch.ones(2, 2))
-        for rank in range(3)
-        if rank not in empty
-    ]
-    want = expected(there) if there else None
-    flat = ([], []) if want is None else (want.indices.tolist(), want.values.view(-1).tolist())
-    monkeypatch.setenv("CCL_SPARSE_ALLREDUCE", algorithm)
-    assert run(3, program) == [flat] * 3
 
 
 @pytest.mark.parametrize("mode", ["regular", "disable", "keep_precision"])
@@ -62,5 +39,8 @@ def test_negative_indices_are_refused(wire, mode):
     assert reduced(high, torch.ones(1), mode=mode)[0].tolist() == [2, 2**64 - 2]
 
 
-# "alloc_fn with one algorithm only" is test_the_result_is_written_straight_to_what_alloc_fn_gives,
-# in test_oneccl_event.py.
+# "A rank without rows is refused" is the case "one rank has them, another is empty" in
+# test_oneccl_unsigned.py, with every algorithm, and, for each face,
+# test_buffers_of_a_rank_without_rows_may_be_none in test_oneccl_faces.py. "alloc_fn with one
+# algorithm only" is test_the_result_is_written_straight_to_what_alloc_fn_gives in
+# test_oneccl_event.py.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,12 @@ import pytest
 from weft.compat.oneccl import event
 from weft.testing import run
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples/oneccl/sparse_allreduce.py"
+PROGRAM = "examples/oneccl/sparse_allreduce.py"
 
 
 @pytest.fixture
-def example(monkeypatch):
-    spec = importlib.util.spec_from_file_location("oneccl_example", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
-    spec.loader.exec_module(module)
+def example(script, monkeypatch):
+    module = script(PROGRAM)
     monkeypatch.setattr(module, "VALUE_TYPES", ("bfloat16", "int64"))
     return module
 
@@ -47,7 +43,8 @@ def test_it_sees_what_is_wrong(example):
 def test_it_passes_under_torchrun():
     """As it stands, with every type."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.run([*command, PROGRAM], capture_output=True, text=True, timeout=120)
+    program = Path(__file__).parents[2] / PROGRAM
+    job = subprocess.run([*command, program], capture_output=True, text=True, timeout=120)
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines() == [
         "30 combinations of types and reductions on 2 ranks",

@@ -14,7 +14,7 @@ import torch
 
 import weft
 from weft import nn
-from weft.nn import executor, handshake
+from weft.nn import chain, executor, handshake
 from weft.testing import spmd
 
 P = weft.Partition
@@ -163,7 +163,11 @@ def filled(ys):
 WAYS = {
     "eager": {},
     "moves": {(handshake, "EAGER"): -1},
-    "schedules": {(handshake, "EAGER"): -1, (executor, "_DIRECT"): -1, (executor, "_CHUNK"): 16},
+    "schedules": {
+        (handshake, "EAGER"): -1,
+        (executor, "_DIRECT"): -1,
+        (chain, "_CHUNKS"): (16, 16),
+    },
 }
 """How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -12,23 +11,12 @@ import torch
 import weft
 from weft.testing import run
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = ["sharded_linear/train.py", "halo_convolution/network.py"]
 
 
 @pytest.fixture
-def load(monkeypatch):
-    def load(program):
-        name = program.replace("/", "_").removesuffix(".py")
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / program)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    threads = torch.get_num_threads()
-    yield load
-    torch.set_num_threads(threads)
+def load(script):
+    return lambda program: script(f"examples/{program}")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

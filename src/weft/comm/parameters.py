@@ -31,7 +31,6 @@ from .named import digest, expanded_dims, local, of_module, told_by_all
 from .opening import opened
 
 _NAME = "sync_params"
-_CHUNKS = (128 << 10, 1 << 20)  # bytes of the smallest and the largest chunk
 _CHANNEL = 5  # that no other room uses
 
 
@@ -87,12 +86,11 @@ def _broadcast(wire: Wire, source: int, owners: Iterable[Tensor]) -> None:
     places = [_writable(local(owner)) for owner in owners]
     values = [plain(place) for place in places]
     chain = [*range(source, wire.size), *range(source)]
-    least, most = _CHUNKS
 
     def start(over: Wire, memory: Tensor) -> Pending:
-        if not on_host(memory):
-            return ScatterAllGather(over, source, memory)
-        return Chain(over, chain, memory, max(least, min(most, len(memory) // (4 * wire.size))))
+        if on_host(memory):
+            return Chain(over, chain, memory)
+        return ScatterAllGather(over, source, memory)
 
     in_buckets(wire, map(as_bytes, values), start, given=here, taken=not here)
     if here:

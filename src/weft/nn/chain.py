@@ -15,6 +15,7 @@ from torch import Tensor
 from ..wire.base import Pending, Wire
 
 _CHANNEL = 4  # that no other room uses
+_CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest and the largest chunk
 
 
 class Chain(Pending):
@@ -24,15 +25,16 @@ class Chain(Pending):
         wire: among whom.
         ranks: the chain, the same on each of them, this one included.
         memory: 1-D, of the same length and dtype on all; sent by the first, filled on the others.
-        step: elements of a chunk, the same on all.
         own: what the first rank sends in place of what is in the memory, and what others add to
             what came; None: nothing.
     """
 
     def __init__(
-        self, wire: Wire, ranks: Sequence[int], memory: Tensor, step: int, own: Tensor | None = None
+        self, wire: Wire, ranks: Sequence[int], memory: Tensor, own: Tensor | None = None
     ) -> None:
-        at = ranks.index(wire.rank)
+        at, (least, most) = ranks.index(wire.rank), _CHUNKS
+        nbytes = max(least, min(most, memory.nbytes // (4 * len(ranks))))
+        step = max(1, nbytes // memory.itemsize)
         self._wire, self._memory = wire, memory
         self._chunks = torch.split(memory, step)
         self._own = () if own is None else torch.split(own, step)

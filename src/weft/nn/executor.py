@@ -32,7 +32,6 @@ from .handshake import among
 
 _CHANNEL = 8  # that no other room uses
 _DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
-_CHUNK = 512 << 10  # bytes
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What unsigned integers are seen as: torch cannot add these, but to the same bits."""
@@ -198,9 +197,8 @@ def _along_a_chain(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
     if total is None or total.dtype != wide:
         leases.append(wire.lease(math.prod(shape) * wide.itemsize))
         total = typed(leases[0].tensor, shape, wide)
-    step = max(1, _CHUNK // wide.itemsize)
     own = x.reshape(-1) if wire.rank in plan.have.shapes else None
-    Chain(wire, chain, total.view(-1), step, own).wait()
+    Chain(wire, chain, total.view(-1), own).wait()
     if y is not None and y is not total:
         y.copy_(total)
     for lease in leases:
