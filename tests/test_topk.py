@@ -213,6 +213,27 @@ def test_momentum_and_warm_up_are_those_of_the_paper(wire: Wire) -> None:
         torch.testing.assert_close(tensor, sum(everywhere(wire, sent)) / 2)
 
 
+def distance(wire: Wire, density: float, feedback: bool = True) -> float:
+    """How far from the best weights a training ends in which each rank pulls to its own."""
+    wanted = drawn(wire, 0, 400)
+    best = torch.stack(everywhere(wire, wanted)).mean(0)
+    state = TopK(density, error_feedback=feedback, min_numel=1, group=wire)
+    weights = torch.zeros(400)
+    for step in range(100):
+        gradient = weights - wanted
+        weft.sync_sparsified([gradient], state)
+        weights -= 0.2 * (1 - step / 100) * gradient
+    return float((weights - best).norm() / best.norm())
+
+
+@spmd(4, on=("threads",))
+def test_training_needs_what_was_not_sent(wire: Wire) -> None:
+    """The largest entries of a rank stay large: without feedback it never sends the others."""
+    assert distance(wire, 1.0) < 1e-3
+    assert distance(wire, 0.1) < 0.05
+    assert distance(wire, 0.1, feedback=False) > 0.3
+
+
 def refused(wire: Wire, text: str, *given: Any) -> None:
     """`sync_sparsified` raises the same on every rank, and changes nothing."""
     with pytest.raises(WeftError, match=text) as caught:
