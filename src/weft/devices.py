@@ -66,6 +66,14 @@ def accelerators(device: torch.device) -> list[int | str | torch.device]:
     return [] if device.type == "cpu" else [device]
 
 
+def current() -> torch.device:
+    """The accelerator that this process computes on by now; the CPU if on none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or not torch.get_device_module(kind).is_initialized():
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 _own = functools.cache(torch.Stream)  # the stream of weft's own on a device
 
 
@@ -121,8 +129,9 @@ class Aside(Generic[T]):
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(self._behind)
             for tensor in _tensors(result):
-                # freed at once, its memory is not used again before that stream is through
-                tensor.record_stream(stream)
+                if not tensor.is_cpu:  # which is where a listener's may turn out to be
+                    # freed at once, its memory is not used again before that stream is through
+                    tensor.record_stream(stream)
         return result
 
     def apart(self) -> AbstractContextManager[object]:

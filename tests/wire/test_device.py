@@ -15,6 +15,8 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -28,6 +30,7 @@ from weft.bootstrap.outcome import results
 from weft.devices import Aside, as_device, is_capturing
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, request
+from weft.sparse import run as opening
 from weft.sparse.cost import Load
 from weft.testing import processes, run
 from weft.testing.pace import patient
@@ -222,6 +225,8 @@ def clock(monkeypatch):
 class Noted(torch.Tensor):
     """A tensor of an accelerator, as far as streams go."""
 
+    is_cpu = False
+
     def record_stream(self, stream):
         stream.uses(self.tolist())
 
@@ -246,6 +251,29 @@ def test_a_call_comes_behind_its_caller_who_goes_on_behind_it(clock, later):
         *(call.callers.uses([number]) for number in range(3)),
     ]
     wire.close()
+
+
+def test_who_has_no_rows_learns_where_they_are(monkeypatch):
+    """Its own, which are none, lie on the host."""
+
+    def of_what_is_there(wire, like):
+        return wire if like is request.NOTHING.values else wire_for(wire, like)
+
+    def body(wire):
+        rows = torch.tensor([7, 2]), torch.ones(2, 3)
+        for options in ({}, {"wire_dtype": torch.bfloat16}):
+            found = weft.sparse_broadcast(rows if wire.rank == 1 else None, 1, wire, **options)
+            assert all(map(torch.equal, found, rows))
+
+    monkeypatch.setattr(opening, "wire_for", of_what_is_there)
+    run(3, body, on="device")
+    used = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: used)
+    for kind, device_ in ((None, "cpu"), (torch.device("cuda"), "cuda:1")):
+        found = MagicMock(return_value=kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+        assert devices.current() == torch.device(device_)
 
 
 def until(done):
@@ -292,6 +320,39 @@ def test_the_group_is_aborted_once_the_wire_beside_it_breaks_or_at_the_deadline(
 
 
 # what every rank is told
+
+SENT = [*product(("all_gather", "broadcast", "reduce", *NAMES), (0,)), ("split", 1)]
+
+
+@pytest.mark.parametrize("index", [-1, 2**31 - 1])
+@pytest.mark.parametrize(("name", "number"), SENT)
+def test_who_sends_wrong_indices_is_named(name, number, index):
+    """In the exchange of that number; of an owner's sums these come in the second."""
+    bad = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
+
+    def body(wire):
+        way, done = wire._devices[torch.device("cpu")].way, []
+        exchange, rows = way.exchange, weft.Rows(some(wire.rank, "cpu")[0], torch.ones(400, 8), 900)
+
+        def garbled(out, data, came, goes):
+            at = 0
+            for size in filter(None, goes if wire.rank == 1 and len(done) == number else ()):
+                data[at : at + 4] = bad
+                at += size
+            done.append(at)
+            exchange(out, data, came, goes)
+
+        way.exchange = garbled
+        calls = {
+            "all_gather": lambda: weft.sparse_all_gather(rows),
+            "broadcast": lambda: weft.sparse_broadcast(rows, 1),
+            "reduce": lambda: weft.sparse_reduce(rows),
+        }
+        with pytest.raises(weft.WireError, match="rank 1 sent indices that "):
+            calls.get(name, lambda: weft.sparse_all_reduce(rows, algorithm=name))()
+            weft.barrier()  # where that rank is told, too
+
+    run(3, body, on="device")
 
 
 def refused(wire, wrongly):
@@ -374,24 +435,44 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
         rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
         calls = [((ids, values), {}), (coo, {"op": "avg"}), (rows, {"op": "prod", "out": out})]
         calls += [(half, {"op": "max"}), (rows, {"wire_dtype": torch.bfloat16})]
+        listener = rows if wire.rank == 1 else None
+        table = torch.nn.Embedding(900, 8, sparse=True, device=on)
+        table(ids).sum().backward()
+        others = {
+            "list": lambda: weft.sparse_all_reduce([rows, (ids, values), coo], group=wire),
+            "scatter": lambda: weft.sparse_reduce_scatter(rows, group=wire),
+            "ranges": lambda: weft.sparse_reduce_scatter(rows, group=wire, ranges=[0, 9, 99, 900]),
+            "reduce": lambda: weft.sparse_reduce(coo, group=wire),
+            "all_gather": lambda: weft.sparse_all_gather(rows, wire, return_counts=True),
+            "broadcast": lambda: weft.sparse_broadcast(listener, 1, wire),
+            "gradients": lambda: weft.sync_grads(table, group=wire),
+        }
         found = {}
+
+        def noted(name, made):
+            before = reads.count(threading.get_ident())
+            made()
+            found.setdefault(name, []).append(reads.count(threading.get_ident()) - before)
+
         for mode in ("warn", "default"):
             Across.meet.wait()
             if on == "cuda":
                 torch.cuda.set_sync_debug_mode(mode)
             Across.meet.wait()
-            for name in ["auto", *NAMES] if mode == "warn" else ():
-                for given, options in calls:
-                    before = reads.count(threading.get_ident())
-                    weft.sparse_all_reduce(given, group=wire, algorithm=name, **options)
-                    waited = reads.count(threading.get_ident()) - before
-                    found.setdefault(name, []).append(waited)
+            for name, (given, options) in product(["auto", *NAMES], calls * (mode == "warn")):
+                options |= {"group": wire, "algorithm": name}
+                noted(name, partial(weft.sparse_all_reduce, given, **options))
+            for name, each in others.items() if mode == "warn" else ():
+                noted(name, each)
         return found
 
     with warnings.catch_warnings(record=True) as said, as_device():
         warnings.simplefilter("always")
         counts = results(on_wires(group(3, 60.0), body), on)
-    assert counts == [dict.fromkeys(["auto", *NAMES], [2] * 5)] * 3
+    moved = {"all_gather": [1], "broadcast": [1]}
+    wanted = {name: [2] * (5 if name in ("auto", *NAMES) else 1) for name in counts[0]} | moved
+    listens = wanted | {"broadcast": [0]}
+    assert counts == [listens, wanted, listens]
     waits = [str(each.message) for each in said if "synchronizing" in str(each.message)]
     assert len(waits) == (len(reads) if on == "cuda" else 0), waits
 

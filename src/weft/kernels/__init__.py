@@ -26,8 +26,8 @@ The vocabulary:
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
 On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
-read once, whatever they are asked, and so do `distinct`, `lie_within` and, without a total,
-`unite_bitmap`; what comes after these does not.
+read once, whatever they are asked, and so do `distinct` and `lie_within`; what comes after these
+does not.
 
 What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
 for all of it, or torch operations, where Numba is missing or fails, or where the environment says
@@ -61,6 +61,7 @@ from .reference import Union as Union
 from .reference import hashed as hashed
 from .reference import held as held
 from .reference import read as read
+from .reference import there as there
 
 
 def prepare() -> None:
@@ -217,31 +218,28 @@ def _by_definition(
     torch.index_select(reference.reduce(values, distinct, op, everything), 0, rows, out=out)
 
 
-def union(runs: Sequence[Tensor], span: tuple[int, int] | None = None) -> Union:
+def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None = None) -> Union:
     """Unite several runs of indices.
 
     Args:
         runs: at least one; each 1-D, sorted and unique, maybe empty; all int32 or all int64.
-        span: also tell where in the union the indices from the first of these up to, not
-            including, the second begin and end.
+        below: on an accelerator, also tell how many indices of the union are below each of these.
+        highest: there, no index may be above, or negative.
 
     Raises:
         ValueError: a run is not sorted and unique; on the host only if that was noticed.
 
     Example:
-        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])], span=(2, 9))
+        >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])])
         Union(indices=tensor([1, 2, 5]), slots=[tensor([-2, -3], dtype=torch.int32), \
-tensor([-1,  2], dtype=torch.int32)], span=(1, 3))
+tensor([-1,  2], dtype=torch.int32)], below=())
     """
     runs = [run.contiguous() for run in runs]
     meter.spend(meter.PLACE * sum(run.numel() for run in runs))
     code = _code(runs[0])
     found = None if code is None else cpu.union(code, runs)
     if found is None:
-        return reference.union(runs, span)
-    if span is not None:
-        begin, end = torch.searchsorted(found.indices, torch.tensor(span)).tolist()
-        found = found._replace(span=(begin, end))
+        return reference.union(runs, below, highest)
     return found
 
 
@@ -265,22 +263,21 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
     return reference.bitmap(indices, places)
 
 
-def unite_bitmap(bits: Tensor, indices: Tensor, total: int | None = None) -> Union:
-    """The union that a bitmap says, and where in it a run is.
+def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
+    """The union that a bitmap says, and where in it a run is; on the host.
 
     Args:
         bits: as `bitmap` gives them, those of several runs combined by "or".
         indices: one of these runs.
-        total: how many bits are set, which spares an accelerator's host a `read`.
 
     Returns:
         The union, in the dtype of `indices`; slots of the one run, as if it came first.
 
     Example:
         >>> unite_bitmap(bitmap(torch.tensor([0, 2, 65]), 100), torch.tensor([2]))
-        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], span=None)
+        Union(indices=tensor([ 0,  2, 65]), slots=[tensor([-2], dtype=torch.int32)], below=())
     """
-    found = reference.unite_bitmap(bits, indices, total)
+    found = reference.unite_bitmap(bits, indices)
     spread = meter.SPREAD * found.indices.numel() + 3 * bits.nbytes
     meter.spend(spread + meter.MARK * indices.numel())
     return found
@@ -401,7 +398,12 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
     return cpu.shares(code, slots, total, weights)
 
 
-def unite_and_share(runs: Sequence[Tensor], weights: Sequence[int]) -> tuple[Union, Shares]:
+def unite_and_share(
+    runs: Sequence[Tensor],
+    weights: Sequence[int],
+    below: Sequence[int] = (),
+    highest: int | None = None,
+) -> tuple[Union, Shares]:
     """`union`, and the `shares` of its slots: on an accelerator with one `read` for both.
 
     Example:
@@ -410,11 +412,11 @@ def unite_and_share(runs: Sequence[Tensor], weights: Sequence[int]) -> tuple[Uni
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
     if on_host(runs[0]):
-        united = union(runs)
+        united = union(runs, below, highest)
         return united, shares(united.slots, united.indices.numel(), weights)
     _check(weights)
     meter.spend((meter.PLACE + meter.SHARE) * sum(run.numel() for run in runs))
-    return reference.unite_and_share([run.contiguous() for run in runs], weights)
+    return reference.unite_and_share([run.contiguous() for run in runs], weights, below, highest)
 
 
 def _check(weights: Sequence[int]) -> None:

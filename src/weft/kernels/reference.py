@@ -6,8 +6,9 @@ until then tensors are as long as they can be at most. So no operation here make
 size depends on data, is indexed by a mask, or takes a number from the host's memory.
 
 What meets in one place are equal numbers, or integers that add: so the bits are the same each time.
-Floating-point sums and products are made from left to right, in the order of the input. Whatever
-is compiled agrees with this file bit for bit, payloads of NaNs excepted.
+Floating-point sums and products are made from left to right, in the order of the input; on an
+accelerator from 0.0 on, so that a sum of -0.0 alone is 0.0. Whatever is compiled agrees with this
+file bit for bit, payloads of NaNs excepted.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from ..devices import on_host
 from ..errors import WeftError
 from .ops import Op
 
-_LAST = 2**63 - 1  # an end may be beyond
 _BLOCK = 1 << 17  # numbers that are worked on at once
 _GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64  # as int64
@@ -75,12 +76,12 @@ class Union(NamedTuple):
         indices: sorted and unique, `[U]`.
         slots: for each run int32 of its length: the place in the union of each of its indices, as
             `place` if an earlier run has the index too, as `~place` if this is the first.
-        span: where in `indices` those begin and end that were asked for, if any were.
+        below: how many of `indices` are below each number that was asked for.
     """
 
     indices: Tensor
     slots: list[Tensor]
-    span: tuple[int, int] | None = None
+    below: Sequence[int] = ()
 
 
 class Shares(NamedTuple):
@@ -127,6 +128,12 @@ class Picked(NamedTuple):
     slots: Tensor
 
 
+def there(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers in the dtype and on the device of a tensor, for which the host does not wait."""
+    made = torch.tensor(numbers, dtype=like.dtype, pin_memory=not like.is_cpu)
+    return made.to(like.device, non_blocking=True)
+
+
 def read(numbers: Tensor) -> list[int]:
     """Integers of a device, on the host: one copy, for which the host waits.
 
@@ -156,10 +163,9 @@ def distinct(indices: Tensor) -> Distinct:
 
 def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
     """See `weft.kernels.survey`."""
-    found = [
-        _described(each if each.numel() else each.new_zeros(1), points, sample) for each in tables
-    ]
-    told = iter(read(torch.cat([said for said, _ in found])))
+    found = [_described(each, points, sample) for each in tables]
+    numbers = [said for said, _ in found if said.numel()]
+    told = iter(read(torch.cat(numbers)) if numbers else ())
     return [
         _surveyed(given, distinct, list(islice(told, said.numel())), points)
         for given, (said, distinct) in zip(tables, found, strict=True)
@@ -168,6 +174,8 @@ def survey(tables: Sequence[Tensor], points: int, sample: int) -> list[Survey]:
 
 def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinct]:
     """What the host is told of a table; and its distinct indices, with others behind them."""
+    if not given.numel():
+        return given.long(), Distinct(given, None, None)
     ascending, order = torch.sort(given, stable=True)
     first, starts = _heads(ascending)
     count, length = first.sum(), given.numel()
@@ -185,9 +193,9 @@ def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinc
 
 def _surveyed(given: Tensor, padded: Distinct, told: list[int], points: int) -> Survey:
     """What `_described` found, when the host was told."""
+    if not told:
+        return Survey(padded, 0, -1, [], [], _digest(0, 0))
     falls, count, most, low, high, *digest = told[:7]
-    if not given.numel():
-        return Survey(Distinct(given, None, None), 0, -1, [], [], _digest(0, 0))
     order = padded.order if falls else None
     if count == given.numel():
         distinct = Distinct(padded.indices if falls else given, order, None, 1)
@@ -234,6 +242,11 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
     if starts is None:
         return out.copy_(values) if order is None else _rows(values, order, out)
     dtype = op.accumulator(values.dtype)
+    if op.builtin and op.name in ("sum", "avg") and dtype.is_floating_point and not on_host(values):
+        where = torch.arange(len(values), device=starts.device) if order is None else order
+        flat = values.to(dtype).reshape(len(values), -1)
+        sums = embedding_bag(where, flat, starts, mode="sum", include_last_offset=True)
+        return out.copy_(sums.view(out.shape))
     rows = (values if order is None else values.index_select(0, order)).to(dtype)
     if op.builtin and op.name in ("sum", "avg", "prod") and dtype.is_floating_point:
         # one-dimensional data CUDA would add in another order
@@ -271,36 +284,44 @@ def _column(mask: Tensor, rows: Tensor) -> Tensor:
     return mask.view(-1, *[1] * (rows.dim() - 1))
 
 
-def union(runs: Sequence[Tensor], span: tuple[int, int] | None = None) -> Union:
+def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None = None) -> Union:
     """See `weft.kernels.union`."""
-    indices, slots, numbers = _united(runs, span)
+    indices, slots, numbers = _united(runs, below, highest)
     return _counted(runs, indices, slots, read(numbers))
 
 
 def _united(
-    runs: Sequence[Tensor], span: tuple[int, int] | None = None
+    runs: Sequence[Tensor], below: Sequence[int], highest: int | None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """A union: indices, as many as the runs have together; slots; and for the host whether a run
-    does not ascend, how many are in the union, and where those of the span begin and end."""
+    is not as it should be, how many are in the union, and how many below each number."""
     ascending, order = torch.sort(torch.cat(list(runs)), stable=True)  # equal ones by their run
     first, starts = _heads(ascending)
-    place = (torch.cumsum(first, 0) - 1).int()
+    count = torch.cumsum(first, 0)
+    place = (count - 1).int()
     slots = torch.empty_like(place).index_copy_(0, order, torch.where(first, ~place, place))
-    falls = torch.cat([run[1:] <= run[:-1] for run in runs]).any()
-    ids = ascending.long()
-    said = falls, first.sum(), *[(first & (ids <= min(end - 1, _LAST))).sum() for end in span or ()]
+    wrong = [run[1:] <= run[:-1] for run in runs]
+    if highest is not None:
+        wrong += [ascending[:1] < 0, ascending[-1:] > highest]
+    numbers = [torch.cat(wrong).any().view(1), first.sum().view(1)]
+    if below:
+        last = torch.iinfo(ascending.dtype).max
+        ends = there([min(each - 1, last) for each in below], ascending)
+        at = torch.searchsorted(ascending, ends, right=True)
+        numbers.append(torch.nn.functional.pad(count, (1, 0))[at])
     indices = ascending[starts[:-1].clamp_(max=max(0, order.numel() - 1))]
-    return indices, list(torch.split(slots, [run.numel() for run in runs])), _stacked(*said)
+    parts = list(torch.split(slots, [run.numel() for run in runs]))
+    return indices, parts, torch.cat(numbers).long()
 
 
 def _counted(
     runs: Sequence[Tensor], indices: Tensor, slots: list[Tensor], numbers: Sequence[int]
 ) -> Union:
     """The union itself, when the host has the numbers."""
-    falls, count, *ends = numbers
-    if falls:
+    wrong, count, *below = numbers
+    if wrong:
         name_unsorted(runs)
-    return Union(indices[:count], slots, (ends[0], ends[1]) if ends else None)
+    return Union(indices[:count], slots, below)
 
 
 def name_unsorted(runs: Sequence[Tensor]) -> None:
@@ -308,7 +329,9 @@ def name_unsorted(runs: Sequence[Tensor]) -> None:
     for number, run in enumerate(runs):
         if not bool((run[1:] > run[:-1]).all()):
             raise ValueError(f"run {number} of {len(runs)} is not sorted and unique: sort it")
-    raise ValueError("indices changed while they were being united: wait for their writer")
+    raise ValueError(
+        "an index is out of bounds, or changed while they were united: wait for their writer"
+    )
 
 
 def bitmap(indices: Tensor, places: int) -> Tensor:
@@ -319,16 +342,12 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
     return (present * weights).sum(1, dtype=torch.uint8).view(torch.int64)
 
 
-def unite_bitmap(bits: Tensor, indices: Tensor, total: int | None) -> Union:
+def unite_bitmap(bits: Tensor, indices: Tensor) -> Union:
     """See `weft.kernels.unite_bitmap`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     present = (bits.view(torch.uint8).unsqueeze(1) >> shifts) & 1
     present = present.view(-1)
-    if on_host(bits):
-        united = present.nonzero().view(-1).to(indices.dtype)
-    else:
-        count = read(present.sum().view(1))[0] if total is None else total
-        united = _set(present > 0, count)[:count].to(indices.dtype)
+    united = present.nonzero().view(-1).to(indices.dtype)
     return Union(united, [~torch.searchsorted(united, indices, out_int32=True)])
 
 
@@ -350,12 +369,15 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
     return _cut(padded, read(numbers), len(slots))
 
 
-def unite_and_share(runs: Sequence[Tensor], weights: Sequence[int]) -> tuple[Union, Shares]:
+def unite_and_share(
+    runs: Sequence[Tensor], weights: Sequence[int], below: Sequence[int], highest: int | None
+) -> tuple[Union, Shares]:
     """See `weft.kernels.unite_and_share`."""
-    indices, slots, numbers = _united(runs)
+    indices, slots, numbers = _united(runs, below, highest)
     padded, more = _shared(slots, indices.numel(), weights)
-    falls, count, *rest = read(torch.cat([numbers, more]))
-    return _counted(runs, indices, slots, (falls, count)), _cut(padded, rest, len(runs))
+    told, known = read(torch.cat([numbers, more])), numbers.numel()
+    united = _counted(runs, indices, slots, told[:known])
+    return united, _cut(padded, told[known:], len(runs))
 
 
 def _shared(

@@ -11,7 +11,7 @@ makes a result of that dtype, whose memory is the end of the caller's. There it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,6 +44,8 @@ class Call:
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
         given: the caller's rows, which the schedule may read to its end.
+        marks: indices, ascending; of rows that stay on an accelerator a schedule may say how many
+            of the result are below each, in `below`, to spare the host a wait.
         trouble: what a caller's function raised.
         target: the caller's own memory, where the result must still be copied to.
         header: what all ranks together said; known once they agreed.
@@ -59,6 +61,8 @@ class Call:
     wide: torch.dtype | None = None
     out: Out = None
     given: Rows | None = None
+    marks: Sequence[int] = ()
+    below: Sequence[int] = ()
     trouble: BaseException | None = None
     target: Rows | None = None
     header: Header = field(init=False)

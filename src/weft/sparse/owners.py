@@ -98,7 +98,8 @@ class ToOwners:
     bulk, so that what the caller sends before that is not held up by it.
 
     Attributes:
-        union: of the indices that came here, with a span where some are not owned here.
+        union: of the indices that came here; `below` has the places where those begin and end
+            that are owned here, if others came, too.
     """
 
     def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
@@ -137,7 +138,7 @@ class ToOwners:
     @property
     def indices(self) -> Tensor:
         """Those that are summed here."""
-        return self.union.indices[slice(*self.union.span or (None,))]
+        return self.union.indices[slice(*self.union.below or (None,))]
 
     def send_rest(self) -> None:
         """Send all values that are not under way yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Request:
         rows: what is to be reduced.
         distinct: its indices, sorted, and their duplicates.
         survey: of indices on an accelerator that are to be combined, what the host knows of them.
-        highest: the largest index, once looked for; -1 if there are none.
+        lowest, highest: the least and the largest index, once looked for; 0, -1 if there are none.
         op: the reduction.
         algorithm: a registered name or "auto".
         dtype: that values travel in.
@@ -58,11 +58,13 @@ class Request:
         error: what is wrong, or None.
         restore: gives a result the form that the rows were given in.
         agreed: the fields as all ranks agreed on them, once a call was opened for this request.
+        marks: see `Call.marks`.
     """
 
     rows: Rows = NOTHING
     distinct: kernels.Distinct = _NONE
     survey: kernels.Survey | None = None
+    lowest: int = 0
     highest: int = -1
     op: Op = OPS["sum"]
     algorithm: str = "auto"
@@ -73,6 +75,7 @@ class Request:
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
     agreed: dict[str, str] = field(default_factory=dict)
+    marks: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -135,8 +138,8 @@ class Request:
             if not on_host(indices):
                 if self.survey is None:
                     self.survey = kernels.survey([indices], POINTS, sketch.SIZE)[0]
-                    self.distinct = self.survey.distinct
                     self._take_ends(self.survey.lowest, self.survey.highest)
+                self.distinct = self.survey.distinct
             elif indices.numel() and not self.distinct.indices.numel():
                 self.distinct = kernels.distinct(indices)
                 found = self.distinct.indices
@@ -151,10 +154,19 @@ class Request:
                 self._take_ends(*kernels.read(torch.stack(indices.aminmax()).long()))
         return self
 
-    def of_rows(self, rows: Rows) -> Request:
-        """The same call for other rows, of the same dtype of values, which are right."""
+    def of_rows(
+        self, rows: Rows, survey: kernels.Survey | None = None, marks: Sequence[int] = ()
+    ) -> Request:
+        """The same call for other rows, of the same dtype of values, which are right.
+
+        Args:
+            rows: if there is a survey, their indices may be any.
+            survey: of the indices, where those are on an accelerator and were looked at.
+            marks: see `Call.marks`.
+        """
         fields = self.fields | _fields(rows)
-        made = replace(self, rows=rows, distinct=_NONE, survey=None, out=None, fields=fields)
+        made = replace(self, rows=rows, distinct=_NONE, survey=survey, out=None, fields=fields)
+        made.marks = marks
         return made.sort()
 
     def __enter__(self) -> None:
@@ -213,7 +225,7 @@ class Request:
             )
 
     def _take_ends(self, low: int, high: int) -> None:
-        self.highest = high
+        self.lowest, self.highest = low, high
         if error := outside(low, high, self.rows.height):
             raise WeftError(error)
 

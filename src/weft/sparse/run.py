@@ -7,7 +7,7 @@ caller's function took part, tell each other whether it raised; hand out the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 
 from .. import kernels
 from ..agree import Agreement, agree, confess, is_direct
+from ..devices import current
 from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import dtype_in
@@ -42,6 +43,7 @@ class Done:
         load: the sizes of the call; `load.union` is exact where all ranks get the same.
         bound: bytes that the average rank must receive, an index counted as 4.
         own: rows of this rank.
+        below: how many rows of the result are below each of the request's marks, if that is known.
     """
 
     algorithm: str
@@ -49,6 +51,7 @@ class Done:
     load: Load
     bound: float
     own: int
+    below: Sequence[int]
 
     def noted(self, note: Callable[..., Record], **more: Any) -> Record:
         """The record of the call, by the function that `recording` gives."""
@@ -95,7 +98,7 @@ def opened(
     over = wire_for(wire, given.values)
     if over is not wire:  # in weft's stream, which it is by now
         request.look() if moves else request.sort()
-    request.fields["device"] = over._carries
+    request.fields.setdefault("device", over._carries)  # of whoever has nothing there: None
     call = Call(
         over,
         request.op,
@@ -106,6 +109,7 @@ def opened(
         wide=request.wide,
         out=request.out,
         given=given,
+        marks=request.marks,
     )
     as_given = kernels.Distinct(given.indices.contiguous(), None, None)
     distinct = as_given if moves else request.distinct
@@ -118,12 +122,15 @@ def opened(
     try:
         agreement = _agreement(wire, request, name, call, own, eager=eager, moves=moves)
         _learn(agreement, request, call, moves=moves)
+        if request.fields["device"] is None:
+            call.given = _nothing_on(agreement.fields["device"].split()[0])
+            over = call.wire = wire_for(wire, call.given.values)
         own.row_shape = call.row_shape
         unpack = partial(Header.unpack, moves=moves)
         said = agreement.read(unpack, call.row_shape, call.dtype)
         call.header = Header.together(said)
         call.load = _load(call, moves=moves)
-        is_over = eager and is_eager(call.load, call.index)
+        is_over = eager and over is wire and is_eager(call.load, call.index)
         for rank, one in enumerate(said if is_over else ()):
             if one.rows is None:
                 raise wire._accuse(
@@ -172,6 +179,19 @@ def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -
         call.height = agreement.field("height", int) if height.isdigit() else None
 
 
+def _nothing_on(kind: str) -> Rows:
+    """No rows, on this rank's device of a kind.
+
+    Raises:
+        RuntimeError: it has none in use.
+    """
+    device = torch.device("cpu") if kind == "cpu" else current()
+    if device.type != kind:
+        raise RuntimeError(f"rows come on {kind}, of which this rank uses none: set a device first")
+    nothing = torch.empty(0, device=device)
+    return Rows(nothing, nothing)
+
+
 def _load(call: Call, *, moves: bool) -> Load:
     """The sizes of a call, as all ranks together said them."""
     header = call.header
@@ -218,7 +238,8 @@ def performed(
         )
     load = call.load if apart else call.load.but(union=len(result))
     bound = load.bound_to_one if apart else load.bound
-    return Done(algorithm, handed_out(call.widened(result), call), load, bound, len(opening.own))
+    result = handed_out(call.widened(result), call)
+    return Done(algorithm, result, load, bound, len(opening.own), call.below)
 
 
 def reduced(wire: Wire, request: Request) -> Done:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..errors import WireError
 from ..rows import Rows
 from ..wire.base import SMALL, Lease, Pending, all_gather_bytes, decoded, peers, typed
 from . import codec
@@ -92,13 +93,19 @@ def index_lists(
 
 
 class _ListsThatStay(Lists):
-    """Index lists of an accelerator: their lengths go over the CPU wire, to all ranks."""
+    """Index lists of an accelerator: their lengths go over the CPU wire, to all ranks.
+
+    So does what each rank knows of `call.below`, which is summed.
+    """
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
         wire, item = call.wire, call.wire_index.itemsize
         counts = [lists[peer].numel() if peer in lists else 0 for peer in range(wire.size)]
-        numbers = struct.Struct(f"<{wire.size}q")
-        said = all_gather_bytes(wire, numbers.pack(*counts), numbers.unpack, "lengths of lists")
+        numbers = struct.Struct(f"<{wire.size + len(call.below)}q")
+        message = numbers.pack(*counts, *call.below)
+        said = all_gather_bytes(wire, message, numbers.unpack, "lengths of lists")
+        # where ranks have parts of the result, these add up to the whole
+        call.below = [sum(each) for each in zip(*(one[wire.size :] for one in said), strict=True)]
         self._counts = {peer: said[peer][wire.rank] for peer in sources}
         self._dtype = call.wire_index
         sizes = [(peer, count * item) for peer, count in self._counts.items()]
@@ -193,13 +200,23 @@ def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[li
 def united(
     call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
 ) -> kernels.Union:
-    """The union of lists, by rank and in rank order; `span` as for `kernels.union`.
+    """The union of lists, by rank and in rank order; finds `call.below`.
+
+    Args:
+        call: the call this is for.
+        lists: by rank.
+        span: an end is to be told of the indices from the first of these up to, not including, the
+            second: the union's `below`; others are not counted in `call.below`.
 
     Raises:
         WireError: as `ascending`.
     """
+    ends = span or ()
     with ascending(call, lists):
-        return kernels.union([*lists.values()], span)
+        found = kernels.union([*lists.values()], (*ends, *call.marks), call.load.places - 1)
+    begin, end = found.below[: len(ends)] or (0, found.indices.numel())
+    call.below = [min(max(each, begin), end) - begin for each in found.below[len(ends) :]]
+    return found._replace(below=found.below[: len(ends)])
 
 
 @contextmanager
@@ -207,18 +224,24 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
     """Where lists are united, by rank.
 
     Raises:
-        WireError: one of an accelerator does not ascend; the others were looked at when they came.
+        WireError: one of an accelerator is wrong; the others were looked at when they came.
     """
     try:
         yield
     except ValueError as error:
-        for peer, indices in lists.items():
-            if not kernels.lie_within(indices, 0, call.load.places - 1):
-                name = call.wire._named(peer)
-                raise call.wire._accuse(
-                    peer, f"rank {name} sent an index list that does not ascend"
-                ) from error
-        raise
+        raise (wrong_list(call, lists) or error) from error
+
+
+def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) -> WireError | None:
+    """The error of a rank that sent a wrong one of these lists, if some rank did: it does not
+    ascend, or has indices that nobody said there are."""
+    last = call.load.places - 1
+    for peer, indices in lists.items():
+        if not kernels.lie_within(indices, 0, last, ascending=ascending):
+            name = call.wire._named(peer)
+            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
+            return call.wire._accuse(peer, text)
+    return None
 
 
 def at_hand(values: Tensor) -> Source:
@@ -366,7 +389,14 @@ def parts(counts: Iterable[int]) -> list[slice]:
 def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
     """The result of which these are the indices, rank by rank; and the values of each rank's."""
     result = call.result(sum(map(len, summed)))
-    torch.cat(list(summed), out=result.indices)
+    indices = torch.cat(list(summed), out=result.indices)
+    if call.load.staying and indices.numel():  # else they were looked at when they came
+        wrong = (indices[1:] <= indices[:-1]).any() | (indices[0] < 0)
+        wrong |= indices[-1] >= call.load.places
+        # each with the last index before it, which must be below
+        places = enumerate(parts(map(len, summed)))
+        lists = {rank: indices[max(0, part.start - 1) : part.stop] for rank, part in places}
+        call.wire._doubt(wrong, lambda: wrong_list(call, lists))
     return result, [result.values[part] for part in parts(map(len, summed))]
 
 
@@ -395,11 +425,11 @@ def merge_blocks(
         runs: the sorted indices of each source.
         sources: where their values come from.
         union: what `kernels.union(runs)` said.
-        out: `[U, *row_shape]` in the dtype of the result; U counts what is in the union's span, if
-            it has one.
+        out: `[U, *row_shape]` in the dtype of the result; U counts what is between the two places
+            in the union's `below`, if it has them.
     """
     step, total = call.chunk_rows, union.indices.numel()
-    begin, end = union.span or (0, total)
+    begin, end = union.below or (0, total)
     starts = range(0, total, step)
     if len(starts) == 1:
         bounds = [[0, run.numel()] for run in runs]

@@ -11,9 +11,9 @@ A result may be wanted in the memory of another table's rows. So results are han
 last call. The results of a group's tables lie in the memory of the tall table's: each table has
 storages of its own there, and the last to go takes the memory with it.
 
-On an accelerator all tables must be on one device, and results are copies. The host waits once for
-where in the results the tables begin, besides what the calls wait for; and once for the largest
-indices, unless all tables have heights, whose sum fits in 31 bits.
+On an accelerator all tables must be on one device, and results are copies. All indices are looked
+at before the exchange, and where in a result its tables begin is found with its size: the host
+waits once for the list, and once for each group.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ..errors import WeftError
 from ..rows import Rows
 from ..tensors import extent, has_elements
 from ..wire.base import Wire, as_bytes, fresh, wire_for
-from . import choice, run
+from . import choice, run, sketch
 from .call import Call, shape_in
 from .choice import ALONE, EAGER, Explanation, Group
-from .header import NO_LIMIT
+from .header import NO_LIMIT, POINTS
 from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"
@@ -113,29 +113,40 @@ def _scattered(requests: Sequence[Request]) -> str | None:
     return next((f"{text}: pass a list for each device" for text in texts), None)
 
 
-def _looked_at(requests: Sequence[Request]) -> str | None:
-    """Find the largest indices of tables on an accelerator; what is wrong with one of them.
+def _surveyed(requests: Sequence[Request]) -> str | None:
+    """Look at all indices of tables on an accelerator in one read; what is wrong with a table.
 
-    In place of the largest of all goes the last that there may be, where that is known.
+    The first table of a kind keeps what was found of the keys of all of that kind.
     """
-    there = [request for request in requests if len(request.rows)]
-    heights = [request.rows.height or 0 for request in there]
-    if min(heights, default=1) < 1 or sum(heights) >= _SHORT:
-        return _ends_of(requests)
-    for request, height in zip(there, heights, strict=True):
-        request.highest = height - 1
-    return None
-
-
-def _ends_of(requests: Sequence[Request]) -> str | None:
-    """Look at all indices of tables on an accelerator in one read; what is wrong with a table."""
-    there = [request for request in requests if len(request.rows)]
-    ends = [torch.stack(request.rows.indices.aminmax()).long() for request in there]
-    found = kernels.read(torch.cat(ends)) if ends else []
-    for request, low, high in zip(there, found[::2], found[1::2], strict=True):
-        with request:
-            request._take_ends(low, high)
+    kinds: dict[Any, list[tuple[Request, Tensor]]] = {}
+    shift, index = _shift(requests)
+    for number, request in enumerate(requests):
+        rows, end = request.rows, 1 << shift
+        if len(rows):
+            ids, most = rows.indices.long(), end if rows.height is None else min(end, rows.height)
+            keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
+            kinds.setdefault((rows.values.dtype, rows.row_shape), []).append((request, keys))
+            request.highest = 0  # which says that there are some
+    tall = [torch.cat([keys for _, keys in kind]) for kind in kinds.values()]
+    surveys = kernels.survey(tall, POINTS, sketch.SIZE)
+    for kind, survey in zip(kinds.values(), surveys, strict=True):
+        kind[0][0].survey = survey
+        for request, _ in kind if survey.lowest < 0 else ():
+            if request.look().highest >= end:
+                request.error = request.error or _too_large(request.highest)
     return _wrong(requests)
+
+
+def _too_large(index: int) -> str:
+    return f"index {index} is too large for a list: pass it alone"
+
+
+def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
+    """Of the keys of tables on an accelerator: how many bits they have for an index, above which
+    the table's number stands, and their dtype. Nobody knows yet how large others' indices are."""
+    heights = [_END if each.rows.height is None else each.rows.height for each in requests]
+    shift = min(max(heights).bit_length(), 62 - (len(requests) - 1).bit_length())
+    return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
 def _shared(places: list[Any]) -> str | None:
@@ -168,13 +179,13 @@ def reduced(
         The result of each table, in the form that it was given in.
     """
     stated = _stated(wire, requests, error, NAME)
-    groups, parts = _groups(stated), dict[int, Rows]()
+    groups, parts = _groups(stated, requests), dict[int, Rows]()
     done = [run.reduced(wire, group.request(requests)) for group in groups]
-    found = list(zip(groups, (one.rows for one in done), strict=True))
-    ends = [group.ends(rows) for group, rows in found if len(group.tables) > 1]
+    found = list(zip(groups, done, strict=True))
+    ends = [group.ends(one.rows) for group, one in found if group.tall and not one.below]
     told = iter(kernels.read(torch.cat(ends)) if ends else ())
-    for group, rows in found:
-        parts |= group.parts(rows, requests, told)
+    for group, one in found:
+        parts |= group.parts(one.rows, requests, iter(one.below or told))
     for table, (room, whose) in enumerate(stated[["room", "whose"]].tolist()):
         if table in parts and len(parts[table]) > room:
             text = run.too_small(room, len(parts[table]))
@@ -202,7 +213,7 @@ def reduced(
 def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Explanation:
     """Say what `reduced` would do; collective."""
     found = []
-    for group in _groups(_stated(wire, requests, error, f"explain of {NAME}")):
+    for group in _groups(_stated(wire, requests, error, f"explain of {NAME}"), requests):
         one = run.explained(wire, group.request(requests))
         rows = requests[group.tables[0]].rows
         kind = Group(group.tables, rows.values.dtype, group.row_shape)
@@ -220,45 +231,42 @@ class _Group(NamedTuple):
         tables: their numbers.
         row_shape: shape of a row.
         starts: where the keys of each begin, and the end of all.
+        tall: whether their rows have such keys: one alone on the host needs none.
     """
 
     tables: tuple[int, ...]
     row_shape: tuple[int, ...]
     starts: list[int]
+    tall: bool
 
     def request(self, requests: Sequence[Request]) -> Request:
         """The call for the tall table."""
         tables = [requests[table].rows for table in self.tables]
         shaped = [rows.values.view(len(rows), *self.row_shape) for rows in tables]
-        if len(tables) == 1:
-            rows = Rows(tables[0].indices, shaped[0], tables[0].height)
-        else:
-            rows = self._tall([each.indices for each in tables], shaped)
-        made = requests[self.tables[0]].of_rows(rows)
-        if made.error:  # of an accelerator, into whose tables nobody may have looked
-            made.error = _ends_of(requests) or made.error
-        return made
-
-    def _tall(self, indices: Sequence[Tensor], values: Sequence[Tensor]) -> Rows:
-        """Tables as one; an index that is not of its own table is -1."""
-        index = torch.int32 if self.starts[-1] < _SHORT else torch.int64
-        counts, given = [each.numel() for each in indices], torch.cat(list(indices))
+        kind = requests[self.tables[0]]
+        if not on_host(shaped[0]):
+            found = (requests[table].survey for table in self.tables)
+            survey = next(filter(None, found), None)
+            none = shaped[0].new_empty(0, dtype=_shift(requests)[1])
+            keys = none if survey is None else survey.distinct.indices
+            return kind.of_rows(Rows(keys, torch.cat(shaped), self.starts[-1]), survey, self.starts)
+        if not self.tall:
+            return kind.of_rows(Rows(tables[0].indices, shaped[0], tables[0].height))
+        counts, given = [len(each) for each in tables], torch.cat([each.indices for each in tables])
         keys = given.add(_repeated(self.starts[:-1], counts, given))
-        if on_host(keys):
-            memory = fresh((len(keys), *self.row_shape), values[0].dtype)
-            return Rows(keys.to(index), torch.cat(list(values), out=memory), self.starts[-1])
-        inside = (given >= 0) & (keys < _repeated(self.starts[1:], counts, given))
-        return Rows(keys.where(inside, -1).to(index), torch.cat(list(values)), self.starts[-1])
+        keys = keys.to(torch.int32 if self.starts[-1] < _SHORT else torch.int64)
+        memory = fresh((len(keys), *self.row_shape), shaped[0].dtype)
+        return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
 
     def ends(self, result: Rows) -> Tensor:
         """Where in the result the rows of each table begin, and those of the last end."""
-        return torch.searchsorted(result.indices, _there(self.starts, result.indices))
+        return torch.searchsorted(result.indices, kernels.there(self.starts, result.indices))
 
     def parts(
         self, result: Rows, requests: Sequence[Request], ends: Iterator[int]
     ) -> dict[int, Rows]:
         """The rows of each table; the next of `ends` are those of several."""
-        if len(self.tables) == 1:
+        if not self.tall:
             return {self.tables[0]: result}
         bounds = list(islice(ends, len(self.starts)))
         counts = [high - low for low, high in pairwise(bounds)]
@@ -272,15 +280,11 @@ class _Group(NamedTuple):
         return found
 
 
-def _there(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """Numbers in the dtype and on the device of a tensor, for which the host does not wait."""
-    made = torch.tensor(numbers, dtype=like.dtype, pin_memory=not like.is_cpu)
-    return made.to(like.device, non_blocking=True)
-
-
 def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
     """Each of the numbers so many times, as int64, on the device of a tensor."""
-    of, times = (_there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts))
+    of, times = (
+        kernels.there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts)
+    )
     return torch.repeat_interleave(of, times, output_size=sum(counts))
 
 
@@ -302,7 +306,7 @@ def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _groups(stated: _Tables) -> list[_Group]:
+def _groups(stated: _Tables, requests: Sequence[Request]) -> list[_Group]:
     """The tables that somebody has rows of, by their kinds.
 
     Raises:
@@ -317,12 +321,14 @@ def _groups(stated: _Tables) -> list[_Group]:
     for (_, row_shape), tables in kinds.items():
         sizes = [highest[table] + 1 for table in tables]
         starts = [0, *accumulate(sizes)]
-        if starts[-1] > _END and len(tables) > 1:
+        staying = not on_host(requests[0].rows.indices)
+        tall = staying or len(tables) > 1
+        if staying:
+            starts = [table << _shift(requests)[0] for table in (*tables, tables[-1] + 1)]
+        elif starts[-1] > _END and tall:
             most = max(zip(sizes, tables, strict=True))
-            raise WeftError(
-                f"table {most[1]}: index {most[0] - 1} is too large for a list: pass it alone"
-            )
-        found.append(_Group(tuple(tables), shape_in(row_shape.decode()), starts))
+            raise WeftError(f"table {most[1]}: {_too_large(most[0] - 1)}")
+        found.append(_Group(tuple(tables), shape_in(row_shape.decode()), starts, tall))
     return found
 
 
@@ -341,7 +347,7 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
     """
     over = wire_for(wire, requests[0].rows.values)
     if over is not wire and error is None:
-        error = _looked_at(requests)
+        error = _surveyed(requests)
     requests[0].fields["device"] = over._carries
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)

@@ -187,6 +187,16 @@ class Wire(abc.ABC):
         text = f"rank {self.rank}: {text}; start the group again"
         return WireError(text, rank=self.rank, culprit=peer)
 
+    def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
+        """Raise, here or in a later call, if what came from a peer is wrong.
+
+        Args:
+            wrong: one truth, where the tensors are.
+            accuse: makes the error, by `_accuse`.
+        """
+        if wrong and (error := accuse()):
+            raise error
+
     def _blame(self, where: str) -> WireError | None:
         """The error of a rank whose call of another library's failed, if a peer is to blame."""
         return None

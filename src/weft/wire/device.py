@@ -26,6 +26,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ from torch import Tensor
 from .._torch import serves
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, as_bytes, flattened, peers
-from .memory import Lease, Pool
-from .worker import Worker
+from .memory import Pool
+from .part import Part
 
 _log = logging.getLogger("weft")
 
@@ -178,18 +179,17 @@ def way_for(wire: Wire, device: torch.device) -> Way:
     return Staged(wire)
 
 
-class DeviceWire(Wire):
-    """Tensors of one device between the ranks of a wire, which is beside it.
+class DeviceWire(Part):
+    """Tensors of one device between all ranks of a wire, which is beside it.
 
     Attributes:
         way: how they travel.
     """
 
     def __init__(self, beside: Wire, device: torch.device, way: Way | None = None) -> None:
-        super().__init__(beside.rank, beside.size, beside.timeout, beside.host)
-        self._label, self._members = beside._label, beside._members
+        super().__init__(beside, range(beside.size))
         self._beside, self._device = weakref.ref(beside), device
-        self.traffic, self.memory = beside.traffic, _Memory(device)
+        self._label, self.memory = beside._label, Pool(device=device)
         self.way = way or way_for(beside, device)
         self._carries = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
@@ -197,25 +197,17 @@ class DeviceWire(Wire):
         # what comes to tensors of the CPU is waited for in the exchange itself
         self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)
 
+    post = Wire.post  # which counts
+
     def _blame(self, where: str) -> WireError | None:
         return self.beside._blame(where)
 
-    @property
-    def beside(self) -> Wire:
-        """The CPU wire of the same ranks."""
-        wire = self._beside()
-        assert wire is not None  # who uses this one has it
-        return wire
-
-    @property
-    def worker(self) -> Worker:
-        return self.beside.worker
-
-    def _named(self, rank: int) -> int:
-        return self.beside._named(rank)
-
-    def _accuse(self, peer: int, text: str) -> WireError:
-        return self.beside._accuse(peer, text)
+    def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
+        if self._watcher is None:
+            super()._doubt(wrong, accuse)
+        else:  # the host does not wait
+            told = _locked(wrong).copy_(wrong, non_blocking=True)
+            self._watcher.watch(wrong, then=lambda: accuse() if told else None)
 
     def _among_some(self) -> DeviceWire:
         if self._some is None:
@@ -232,19 +224,13 @@ class DeviceWire(Wire):
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         return self.beside.small_all_gather(message, cap)
 
-    def sub(self, ranks: Sequence[int]) -> Wire | None:
+    def sub(self, ranks: Sequence[int]) -> Part | None:
         raise WeftError(f"rank {self.rank}: a wire of a device has no parts: make them beside it")
-
-    def abort(self, reason: str) -> None:
-        self.beside.abort(reason)
 
     def close(self) -> None:
         """Let go of what is here; the wire beside it stays."""
         if self._watcher is not None:
             self._watcher.end()
-
-    def lease(self, nbytes: int) -> Lease:
-        return self.memory.lease(nbytes)
 
     def _exchange(self) -> None:
         """Exchange what was posted since the last time, by all ranks."""
@@ -317,23 +303,6 @@ class _Post(Pending):
         self._came = []
 
 
-class _Memory(Pool):
-    """Workspace on a device, which torch's own allocator keeps for the next use."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def lease(self, nbytes: int, *, shared: bool = False) -> Lease:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self.lent += nbytes
-        self.peak = max(self.peak, self.lent)
-        return Lease(self, block, block)
-
-    def _take_back(self, block: Tensor | int, nbytes: int) -> None:
-        self.lent -= nbytes
-
-
 class _Watcher:
     """Sees to it that no exchange outlasts the ranks that it waits for.
 
@@ -344,14 +313,14 @@ class _Watcher:
 
     def __init__(self, beside: Wire, way: Way) -> None:
         self._beside, self._way = weakref.ref(beside), way
-        self._queue: SimpleQueue[tuple[torch.Event, tuple[Tensor, ...]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[torch.Event, Any, tuple[Tensor, ...]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(self, *kept: Tensor) -> None:
-        """An exchange took its place in the current stream."""
+    def watch(self, *kept: Tensor, then: Callable[[], object] = lambda: None) -> None:
+        """An exchange took its place in the current stream; `then` is to be done behind it."""
         event = torch.Event(kept[0].device)
         event.record()
-        self._queue.put((event, kept))
+        self._queue.put((event, then, kept))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft exchanges", daemon=True)
             self._thread.start()
@@ -361,7 +330,9 @@ class _Watcher:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if not self._is_through(item[0]):
+            if self._is_through(item[0]):
+                item[1]()
+            else:
                 self._way.abort()
             del item  # the memory is not this idle thread's
 

@@ -72,14 +72,17 @@ class Lease:
 class Pool:
     """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask.
 
+    On a device torch's own allocator keeps memory for the next use, so blocks are as large as was
+    asked for, and let go.
+
     Attributes:
         segment: memory that peers map, where it comes from if it is to be sent; or None.
         lent: bytes that are lent now, as they were asked for.
         peak: the most that were lent at once; whoever measures sets it back to `lent`.
     """
 
-    def __init__(self, smallest: int = _SMALLEST) -> None:
-        self._smallest = smallest
+    def __init__(self, smallest: int = _SMALLEST, device: torch.device | None = None) -> None:
+        self._smallest, self._device = smallest, device
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
         self.segment: Segment | None = None
         self._lock = threading.Lock()
@@ -100,17 +103,18 @@ class Pool:
             if offset is not None:
                 return Lease(self, offset, self.segment.memory[offset : offset + nbytes])
         size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
+        size = nbytes if self._device is not None else size
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None
         if block is None:
-            block = fresh((size,), torch.uint8)
+            block = fresh((size,), torch.uint8, self._device)
         return Lease(self, block, block[:nbytes])
 
     def _take_back(self, block: Tensor | int, nbytes: int) -> None:
         with self._lock:
             self.lent -= nbytes
-            if isinstance(block, Tensor):
+            if isinstance(block, Tensor) and self._device is None:
                 self._free.setdefault(block.numel(), []).append(block)
         if isinstance(block, int) and self.segment is not None:
             self.segment.free(block)

@@ -8,11 +8,10 @@ wire's, with its text and its verdict, and a part may be made anew for each call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import WeftError, WireError
 from .base import Pending, Recv, Send, Wire, chosen
-from .memory import Lease
 from .worker import Worker
 
 
@@ -39,20 +38,28 @@ class Part(Wire):
         if wire.rank not in mine:
             raise WeftError(f"rank {wire.rank} is none of the ranks {mine}: it has no part")
         super().__init__(mine.index(wire.rank), len(mine), wire.timeout, wire.host)
-        self._wire, self._ranks = wire, mine
+        self._beside: Callable[[], Wire | None] = lambda: wire
+        self._ranks = mine
         self.memory, self.traffic = wire.memory, wire.traffic
         self._members = tuple(wire._members[rank] for rank in mine)
 
     @property
+    def beside(self) -> Wire:
+        """The wire that this is a part of."""
+        wire = self._beside()
+        assert wire is not None  # who uses this one has it
+        return wire
+
+    @property
     def worker(self) -> Worker:
         """That of the wire: a call among some of its ranks is one of its calls."""
-        return self._wire.worker
+        return self.beside.worker
 
     def _named(self, rank: int) -> int:
-        return self._wire._named(self._ranks[rank])
+        return self.beside._named(self._ranks[rank])
 
     def _accuse(self, peer: int, text: str) -> WireError:
-        return self._wire._accuse(self._ranks[peer], text)
+        return self.beside._accuse(self._ranks[peer], text)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -60,7 +67,7 @@ class Part(Wire):
         return self._post(sends, recvs, channel)  # the wire counts
 
     def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int) -> Pending:
-        return self._wire.post(
+        return self.beside.post(
             [(self._ranks[peer], tensor) for peer, tensor in sends],
             [(self._ranks[peer], into) for peer, into in recvs],
             channel,
@@ -68,13 +75,10 @@ class Part(Wire):
 
     def sub(self, ranks: Sequence[int]) -> Part | None:
         distinct = [self._ranks[rank] for rank in ranks]
-        return Part(self._wire, distinct) if self._wire.rank in distinct else None
-
-    def lease(self, nbytes: int) -> Lease:
-        return self._wire.lease(nbytes)
+        return Part(self.beside, distinct) if self.beside.rank in distinct else None
 
     def abort(self, reason: str) -> None:
-        self._wire.abort(reason)
+        self.beside.abort(reason)
 
     def close(self) -> None:
         """Nothing to let go of: the wire that this is a part of stays."""

@@ -109,8 +109,11 @@ def holders(own: LocalRows, call: Call) -> Rows:
 def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     """The union of all index sets, and who sums what: the same on every rank."""
     if call.load.staying:  # where the host would have to wait for a sample
+        given = [_ONE] * call.wire.size, call.marks, call.load.places - 1
         with ascending(call, dict(enumerate(runs))):
-            return kernels.unite_and_share(runs, [_ONE] * call.wire.size)
+            union, shares = kernels.unite_and_share(runs, *given)
+        call.below = union.below
+        return union, shares
     union = kernels.union(runs)
     total = union.indices.numel()
     return union, kernels.shares(union.slots, total, weights(union.slots, total))

@@ -83,8 +83,9 @@ def mask(rows: LocalRows, call: Call) -> Rows:
 
 
 def _by_bitmap(load: Load) -> bool:
-    """Whether a bitmap of all places is less than the index sets of all ranks; in integers."""
-    return 2 * load.places < load.total * round(8 * load.index_of(load.mean))
+    """Whether a bitmap of all places is less than the index sets of all ranks; in integers. On an
+    accelerator the host would have to wait for its size, and not learn where tables begin."""
+    return not load.staying and 2 * load.places < load.total * round(8 * load.index_of(load.mean))
 
 
 def _union(indices: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 
 from ..._torch import without_transforms
 from ...agree import is_direct
-from ...devices import Aside
+from ...devices import Aside, current
 from ...errors import entry
 from ...rows import Rows
 from ...tensors import has_elements
@@ -60,7 +60,8 @@ def sparse_broadcast(
 
     Returns:
         The rows as they were given, not sorted, duplicates included; in the form that `group_src`
-        gave them in, on every rank; on the CPU on the others.
+        gave them in, on every rank; on the others on the CPU or their current accelerator, as
+        theirs is, or where `out` is.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
@@ -80,6 +81,7 @@ def sparse_broadcast(
     src = root_in(group_src, wire.size)
     here = wire.rank == src
     request = Request.to_move(rows, out, wire_dtype) if here else _listener(out, wire_dtype)
+    learns = "device" in request.fields
     request.take_root("group_src", src, group_src, wire.size)
     request.fields["form"] = None
     if here and request.error is None:
@@ -105,7 +107,7 @@ def sparse_broadcast(
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    return started(wire, _NAME, Aside(request.device, job), async_op)
+    return started(wire, _NAME, Aside(current() if learns else request.device, job), async_op)
 
 
 _COALESCED = "coalesced"
@@ -130,7 +132,7 @@ def _formed(rows: Rows, form: str) -> Any:
 def _listener(out: Any, wire_dtype: object) -> Request:
     """The request of a rank that has no rows to give, and knows of them what `out` tells."""
     request = Request.to_move(NOTHING, None, wire_dtype)
-    unknown = ("index dtype", "value dtype", "row shape", "height")
+    unknown = ("index dtype", "value dtype", "row shape", "height", "device")
     request.fields.update(dict.fromkeys(unknown))
     if isinstance(out, tuple | list) and len(out) == 2:
         held = [part for part in out if isinstance(part, torch.Tensor) and has_elements(part)]

@@ -85,7 +85,7 @@ def sparse_reduce_scatter(
     wire = default.resolve(group)
     request = Request.of(rows, op, "auto", wire_dtype, out)
     try:
-        given = None if ranges is None else _checked(ranges, wire.size, request.rows)
+        given = None if ranges is None else _checked(ranges, wire.size)
         said = "balanced" if given is None else _said(given)
     except WeftError as error:
         given, said = None, None
@@ -94,6 +94,9 @@ def sparse_reduce_scatter(
 
     def job() -> Any:
         bounds: list[int] = []
+        if given and request.sort().error is None and len(request.rows):
+            with request:
+                _check_ends(given, request.lowest, request.highest)
 
         def schedule(opening: Opened) -> tuple[str, Rows]:
             bounds.extend(given or _balanced(opening))
@@ -129,11 +132,11 @@ def _balanced(opening: Opened) -> list[int]:
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
 
-def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
+def _checked(ranges: Sequence[int], size: int) -> tuple[int, ...]:
     """The ranges as integers.
 
     Raises:
-        WeftError: they are none, or do not hold all indices.
+        WeftError: they are none.
     """
     try:
         bounds = tuple(map(operator.index, ranges))
@@ -149,15 +152,17 @@ def _checked(ranges: Sequence[int], size: int, rows: Rows) -> tuple[int, ...]:
     for low, high in pairwise(bounds):
         if low > high or low < 0:
             raise WeftError(f"ranges has {high} after {low}: pass ascending bounds from 0 up")
-    if len(rows):
-        low, high = (int(end) for end in torch.aminmax(rows.indices))
-        outside = low if low < bounds[0] else high
-        if not bounds[0] <= outside < bounds[-1]:
-            raise WeftError(
-                f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
-                f"{bounds[-1]}"
-            )
     return bounds
+
+
+def _check_ends(bounds: tuple[int, ...], low: int, high: int) -> None:
+    """Raises WeftError where ranges do not hold the indices between these two."""
+    outside = low if low < bounds[0] else high
+    if not bounds[0] <= outside < bounds[-1]:
+        raise WeftError(
+            f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
+            f"{bounds[-1]}"
+        )
 
 
 def _said(bounds: tuple[int, ...]) -> str:
