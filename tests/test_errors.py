@@ -97,3 +97,11 @@ def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(wire, kind)
             call(exits if wire.rank == last else int)
         assert str(caught.value) == text
         assert weft.all_reduce(torch.ones(1)).item() == wire.size
+
+
+def test_who_fails_is_named_in_the_table_of_faults(benchmark_file):
+    faults = benchmark_file("faults")
+    found = faults.measure(faults.cells("kill,small,ddp_unused,tcp,2"), jobs=2)
+    assert len(found) == 2
+    for each in found:
+        assert not (each.hangs or each.wrong or each.nobody or each.unclean), each

@@ -70,6 +70,7 @@ class Agreement:
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
         private: what each rank said to this one alone, in rank order, its own not
             included; valid until `release()`.
+        release: gives back the memory of the bodies. Twice is fine.
     """
 
     number: int
@@ -77,7 +78,7 @@ class Agreement:
     private: list[memoryview]
     _wire: Wire
     _heard: list[tuple[int, _Statement]]
-    _release: Callable[[], None]
+    release: Callable[[], None]
 
     def read(self, decode: Callable[..., T], *given: Any) -> list[T]:
         """`decode(body, *given)` of each of the bodies, which are memoryviews.
@@ -104,10 +105,6 @@ class Agreement:
             raise WeftError(f"no rank says what the {name} is")
         told = (p for p, each in self._heard for g in each.groups if (name, value) in g.fields)
         return decoded(self._wire, next(told), f"the field {name!r}", decode, value)
-
-    def release(self) -> None:
-        """Give back the memory of the bodies. Twice is fine."""
-        self._release()
 
 
 _Fields = tuple[tuple[str, str], ...]

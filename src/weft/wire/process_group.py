@@ -60,14 +60,14 @@ def choose(transport: str | None, slow: float | None = None) -> None:
     watch.choose(slow)
 
 
-def chosen(transport: str | None = None) -> Transport:
-    """The transport of that name; None: the one chosen, else WEFT_TRANSPORT, else WEFT_SAFE's.
+def chosen() -> Transport:
+    """The transport that the program asks for, else WEFT_TRANSPORT's, else WEFT_SAFE's.
 
     Raises:
         WeftError: there is no such transport.
     """
     safe = "torch" if os.environ.get("WEFT_SAFE") == "1" else "tcp"
-    name = transport or _asked or os.environ.get("WEFT_TRANSPORT") or safe
+    name = _asked or os.environ.get("WEFT_TRANSPORT") or safe
     if name not in TRANSPORTS:
         known = " or ".join(map(repr, TRANSPORTS))
         raise WeftError(f"{_me()}transport {name!r} is unknown: use {known}")

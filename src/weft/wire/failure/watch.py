@@ -32,14 +32,13 @@ def choose(seconds: float | None) -> None:
     _asked = seconds
 
 
-def chosen(seconds: float | None = None) -> float:
-    """Seconds after which a wait is told of, infinity: never; None: those chosen, or WEFT_WATCH's.
+def chosen() -> float:
+    """Seconds after which a wait is told of, infinity: never; those chosen, or WEFT_WATCH's.
 
     Raises:
         WeftError: that is no number of seconds above 0.
     """
-    asked = _asked if seconds is None else seconds
-    said = os.environ.get("WEFT_WATCH") or math.inf if asked is None else asked
+    said = os.environ.get("WEFT_WATCH") or math.inf if _asked is None else _asked
     with contextlib.suppress(ValueError, TypeError):
         if float(said) > 0:
             return float(said)
