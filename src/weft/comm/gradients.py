@@ -228,7 +228,9 @@ class Synchronised:
         """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
         calls: dict[tuple[torch.dtype | None, str], dict[str, Tensor]] = {}
         for name, dims in names.items():
-            table = self._sparse(name, dims, described)
+            table = self._gradient(name)
+            if table is None:
+                table = without_rows(self._like(name, described), dims)
             rounds = table.is_floating_point()  # integers are not for `wire_dtype`
             kind = self.wire_dtype if rounds else None, table.device.type
             calls.setdefault(kind, {})[name] = table
@@ -241,11 +243,6 @@ class Synchronised:
             for name, result in zip(tables, results, strict=True):
                 if name in self.of:
                     self.of[name].grad = result
-
-    def _sparse(self, name: str, dims: int, described: Manifest) -> Tensor:
-        """A sparse gradient, without rows where this rank has none."""
-        gradient = self._gradient(name)
-        return without_rows(self._like(name, described), dims) if gradient is None else gradient
 
     def _like(self, name: str, described: Manifest) -> Tensor:
         """A tensor of a parameter's dtype and shape: of another rank's where there is none here."""

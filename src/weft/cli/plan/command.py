@@ -83,11 +83,10 @@ def _counts(given: str) -> list[int]:
 
 
 def _links(speeds: str, latency: float, work: float) -> list[Named]:
-    links = []
-    for name in speeds.split(","):
-        figures = latency * 1e-6, 8 / options.rate(name), weft.sparse.MERGE, work * 1e-6
-        links.append(Named(name.strip(), weft.sparse.Link(*figures)))
-    return links
+    def link(bits: float) -> weft.sparse.Link:
+        return weft.sparse.Link(latency * 1e-6, 8 / bits, weft.sparse.MERGE, work * 1e-6)
+
+    return [Named(name.strip(), link(options.rate(name))) for name in speeds.split(",")]
 
 
 def _profiled(path: Path) -> list[Named]:

@@ -131,8 +131,7 @@ class Attributes:
         count, out = result.numel(), torch.empty_like(result, dtype=dtype)
         written = torch.tensor([count])
         status = self.epilogue_fn(result, count, result.dtype, out, written, dtype, self.context)
-        check_status(status, "epilogue_fn")
-        _check_count(written, count, "epilogue_fn")
+        _check_made(status, written, count, "epilogue_fn")
         return out
 
 
@@ -169,8 +168,9 @@ def check_status(status: object, name: str) -> None:
         raise WeftError(f"{name} returned status {next((s for s in Status if s == code), code)!r}")
 
 
-def _check_count(written: Tensor, count: int, name: str) -> None:
-    """Raise if a callback says that it made another number of values than it was given."""
+def _check_made(status: object, written: Tensor, count: int, name: str) -> None:
+    """Raise if a callback failed, or made another number of values than it was given."""
+    check_status(status, name)
     if int(written) != count:
         raise WeftError(f"{name} made {int(written)} values of {count}: make as many")
 
@@ -184,8 +184,7 @@ def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[
         status = function(
             right.contiguous().view(-1), count, inout.view(-1), written, right.dtype, context
         )
-        check_status(status, "reduction_fn")
-        _check_count(written, count, "reduction_fn")
+        _check_made(status, written, count, "reduction_fn")
         return inout
 
     # ranks compare their reductions by these names

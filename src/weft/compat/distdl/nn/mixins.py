@@ -91,18 +91,14 @@ class HaloMixin:
         return halo, halo.copy(), send, np.stack([first, length + halo.sum(1)], axis=1)
 
     def _needed(
-        self,
-        grid: Integers,
-        place: Integers,
-        extents: Integers,
-        kernel: Integers,
-        stride: Integers,
-        padding: Integers,
-        dilation: Integers,
+        self, grid: Integers, place: Integers, extents: Integers, *sizes: Integers
     ) -> tuple[Integers, Integers]:
-        """The first and the last place of the input that the part of the output depends on."""
+        """The first and the last place of the input that the part of the output depends on.
+
+        `sizes` are those of the kernel: its own, stride, padding, dilation.
+        """
         looks: Any = self  # also a ConvMixin
-        sizes = (kernel, stride, padding, dilation)
+        kernel, stride, padding, dilation = sizes
         outputs = (extents + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
         first = compute_start_index(grid, place, outputs)
         last = compute_stop_index(grid, place, outputs) - 1
