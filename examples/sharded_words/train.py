@@ -1,10 +1,11 @@
 """Word vectors whose tables are cut over the ranks, beside the same training with whole tables.
 
 Skip-gram with negative sampling, as `weft demo` trains it, on the same batches: each rank draws its
-own, so the gradients of all are averaged. Three ways:
+own, so the gradients of all are averaged. Four ways:
 
 * replicated: every rank holds both tables, `weft.sync_grads` averages their sparse gradients;
 * sharded: `weft.nn.shard_embeddings`, and no line about gradients;
+* shuffled: the same, with words that are numbered at random, not by frequency;
 * by hand: what one writes with `torch.distributed.all_to_all_single` instead.
 """
 
@@ -29,7 +30,7 @@ from weft.cli.demo.train import SkipGram, batch
 DIM = 64
 BATCH = 4096
 STEPS = 50
-WAYS = ("replicated", "sharded", "by hand")
+WAYS = ("replicated", "sharded", "shuffled", "by hand")
 
 
 class ByHand(nn.Module):
@@ -78,7 +79,12 @@ class _Rows(torch.autograd.Function):
 def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
     """Train one way; losses, averaged over the ranks, and what a rank keeps, sends and takes."""
     model: nn.Module = SkipGram(text["words"], DIM, seed=0, kept=None)
-    if way == "sharded":
+    numbers = torch.arange(text["words"])
+    if way == "shuffled":  # alike on every rank
+        numbers = torch.randperm(text["words"], generator=torch.Generator().manual_seed(0))
+        for table in model.children():
+            table.weight.data = table.weight.data[numbers.argsort()]
+    if way in ("sharded", "shuffled"):
         weft.nn.shard_embeddings(model, min_rows=1)
     elif way == "by hand":
         model.word, model.context = ByHand(model.word), ByHand(model.context)
@@ -89,7 +95,7 @@ def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
             began, sent = time.perf_counter(), wire.traffic.bytes
         now = batch(text["part"], text["noise"], BATCH, 0, wire.rank, step + 2)
-        loss = model(*now)
+        loss = model(*(numbers[ids] for ids in now))
         update.zero_grad()
         loss.backward()
         if way == "replicated":

@@ -413,6 +413,8 @@ def _differences(groups: Sequence[_Group]) -> list[str]:
             if name == "call":
                 how = "the ranks are in different calls"
                 then = "make the same calls in the same order on every rank"
+                if any("backward of call" in call for call in values):
+                    then += ", and add 0 * output.sum() to the loss of a rank that uses no output"
                 ordered = [(f"{call} (call {group.number})", group) for call, group in ordered]
             said = [(value, group.ranks, group.total) for value, group in ordered]
             texts.append(differing(how, said, then))

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from . import kernels
@@ -97,7 +99,6 @@ class ShardedTable(nn.Module):
         whole = table.weight
         self.weight = nn.Parameter(whole.detach()[self.first : end].clone(), whole.requires_grad)
         self._ddp_params_and_buffers_to_ignore = ["weight"]
-        self._mark()
         hooked: Any = self  # torch has no types here
         hooked.register_state_dict_post_hook(_with_shard)
         hooked.register_load_state_dict_pre_hook(_with_rows)
@@ -135,10 +136,6 @@ class ShardedTable(nn.Module):
     def _wire(self) -> Wire:
         return default.resolve(self._group)
 
-    def _mark(self) -> None:
-        """Have the weight left alone by whatever goes by parameters; DDP's hooks do."""
-        self.weight._ddp_ignored = True  # type: ignore[attr-defined]  # DDP's
-
     def reset_parameters(self) -> None:
         """Draw the weight anew, as torch's tables do: from the normal distribution, padding zero.
 
@@ -146,7 +143,6 @@ class ShardedTable(nn.Module):
         and by the rank: ranks of one seed have different rows. What is drawn depends on how many
         ranks there are.
         """
-        self._mark()
         seed = int(torch.randint(1 << 62, (), device="cpu")) + self._rank
         with torch.no_grad():
             if not self.weight.is_meta:
@@ -601,11 +597,35 @@ def shard_embeddings(
                 return cast(M, made)
             above, _, last = name.rpartition(".")
             setattr(module.get_submodule(above), last, made)
-    tables = [name for name, part in module.named_modules() if isinstance(part, ShardedTable)]
     others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    ignored = dict.fromkeys([*others, *(f"{name}.weight".lstrip(".") for name in tables)])
+    ignored = dict.fromkeys([*others, *_weights(module)])
     module._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]  # DDP's
     return module
+
+
+def _weights(module: nn.Module) -> list[str]:
+    """The names of the shards in a module."""
+    parts = module.named_modules()
+    return [f"{name}.weight".lstrip(".") for name, part in parts if isinstance(part, ShardedTable)]
+
+
+def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
+    """Raises where DistributedDataParallel would give all ranks the shards of rank 0.
+
+    torch calls it when a module becomes a part of another, which is before
+    DistributedDataParallel sends anything.
+    """
+    if isinstance(parent, DistributedDataParallel) and module is not None:
+        marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        for name in _weights(module):
+            if name not in marked:
+                raise WeftError(
+                    f"DistributedDataParallel would overwrite the shard {name!r} by that of rank "
+                    "0: call weft.nn.shard_embeddings on the model that it is given, before"
+                )
+
+
+register_module_module_registration_hook(_guard)
 
 
 def _with_shard(module: ShardedTable, state: dict[str, Any], prefix: str, _: object) -> None:

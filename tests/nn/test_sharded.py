@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -228,6 +236,7 @@ def test_ranks_that_differ_are_told_so():
     parts = ["11 x 3 of float32", "differ in tables", "float32 on cpu and torch.float64 on cpu"]
     parts += ["2 inputs for 1 tables", "torch.no_grad", "sharded_lookup backward of call"]
     assert [part in text for part, text in zip(parts, first, strict=True)] == [True] * 6
+    assert first[-1].endswith("add 0 * output.sum() to the loss of a rank that uses no output")
 
 
 def test_a_rank_holds_its_part_alone():
@@ -287,6 +296,23 @@ def test_the_large_tables_of_a_model_are_cut():
     run(2, program)
 
 
+def state(model, optimizer):
+    """As the documentation has it."""
+    kept = get_optimizer_state_dict(model, optimizer)
+    for name, part in model.named_modules():
+        if isinstance(part, sharded.ShardedTable):
+            own = kept["state"][f"{name}.weight"]
+            own |= {key: part.as_dtensor(each) for key, each in own.items() if each.dim()}
+    return {"model": get_model_state_dict(model), "optimizer": kept}
+
+
+def load(model, optimizer, state):
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for kept in optimizer.state.values():
+        kept |= {k: v.to_local() for k, v in kept.items() if isinstance(v, DTensor)}
+
+
 def train(folder, first, steps, cut=True, fsdp=False):
     """Losses of some steps, from a checkpoint where they are not the first; and the table."""
     with weft.init():  # whose group outlives the model
@@ -299,25 +325,17 @@ def _train(folder, first, steps, cut, fsdp):
     if cut:
         weft.nn.shard_embeddings(model, min_rows=9)
     if fsdp:
-        shards = {each for each in model.parameters() if getattr(each, "_ddp_ignored", False)}
+        tables = (each for each in model.modules() if isinstance(each, sharded.ShardedTable))
+        shards = {each.weight for each in tables}
         trained = fully_shard(model, ignored_params=shards)
     else:
         trained = DistributedDataParallel(model)
     update = torch.optim.Adagrad(model.parameters(), lr=0.1)
 
-    def state():
-        kept = {}
-        for name, part in model.named_modules():
-            for own, parameter in part.named_parameters(recurse=False):
-                for key, each in update.state[parameter].items():
-                    cut = isinstance(part, sharded.ShardedTable) and each.dim()
-                    kept[f"{name}.{own}.{key}"] = part.as_dtensor(each) if cut else each
-        return {"model": model.state_dict(), "optimizer": kept}
-
     if first:
-        loaded = state()
+        loaded = state(model, update)
         dcp.load(loaded, checkpoint_id=folder)
-        model.load_state_dict(loaded["model"])
+        load(model, update, loaded)
     losses = []
     for step in range(first, first + steps):
         ids = torch.randint(10, (8, 2), generator=torch.Generator().manual_seed(step))
@@ -327,7 +345,7 @@ def _train(folder, first, steps, cut, fsdp):
         update.step()
         losses.append(weft.all_reduce(loss.detach(), "avg").item())
     if folder and not first:
-        dcp.save(state(), checkpoint_id=folder)
+        dcp.save(state(model, update), checkpoint_id=folder)
     return losses, model.table.to_dense() if cut else model.table.weight.detach()
 
 
@@ -343,7 +361,34 @@ def test_the_dense_part_is_carried_by_others(fsdp):
     alike(found, processes(2, train, None, 0, 3, False))
 
 
-def test_a_checkpoint_of_four_ranks_is_loaded_by_two(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path, ranks):
     processes(4, train, tmp_path, 0, 2)
-    loaded = processes(2, train, tmp_path, 2, 2)
+    loaded = processes(ranks, train, tmp_path, 2, 2)
     alike(loaded, [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)])
+
+
+def wrap():
+    """Whether shards stay what they are, whatever takes the model."""
+    with weft.init():
+        model = nn.Sequential(weft.nn.ShardedEmbedding(4, DIM), nn.Linear(DIM, 1))
+        shard = model[0].weight.detach().clone()
+        with pytest.raises(weft.WeftError, match=r"would overwrite the shard '0.weight'"):
+            DistributedDataParallel(model)
+        weft.nn.shard_embeddings(model)
+        with pytest.raises(weft.WeftError, match=r"would overwrite the shard '0.0.weight'"):
+            DistributedDataParallel(nn.Sequential(model))
+        DistributedDataParallel(model)
+        copied = copy.deepcopy(model)
+        weft.sync_params(copied)
+        weft.overlap_grads(copied)
+        copied(torch.tensor([1, 2])).sum().backward()
+        weft.sync_grads(copied)
+        assert copied[0].weight.grad._nnz() == 1
+        assert torch.equal(copied[0].weight, shard) and torch.equal(model[0].weight, shard)
+        return shard
+
+
+def test_no_wrapper_overwrites_a_shard():
+    first, second = processes(2, wrap)
+    assert not torch.equal(first, second)

@@ -64,10 +64,19 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
     return found, manifest, None
 
 
+def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All but those that a part of the module has DistributedDataParallel leave alone, as the
+    sharded tables of `weft.nn` do; the same one under each of its names."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        left = getattr(part, "_ddp_params_and_buffers_to_ignore", ())
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if name not in left:
+                yield f"{path}.{name}".lstrip("."), parameter
+
+
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not getattr(parameter, "_ddp_ignored", False):  # as a shard of `weft.nn`'s is
-            yield "parameter", name, parameter
+    for name, parameter in parameters(module):
+        yield "parameter", name, parameter
     if buffers:
         for name, buffer in module.named_buffers(remove_duplicate=False):
             yield "buffer", name, buffer

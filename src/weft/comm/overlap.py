@@ -30,7 +30,7 @@ from ..errors import WeftError, entry
 from ..wire import default
 from ..wire.base import Wire, Work
 from .gradients import NAME, Synchronised, finish_of, overlapping
-from .named import digest, local, told_by_all
+from .named import digest, local, parameters, told_by_all
 from .opening import opened
 from .staging import wrong_bytes
 
@@ -148,7 +148,7 @@ class Overlap:
             error = "gradients of the module overlap already: remove() that first"
         order: list[str] = []
         if error is None:
-            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            names = [name for name, _ in parameters(module)]
             order = [name for name in reversed(names) if name in known.of]
         described = digest({**known.manifest, "their order": ", ".join(order)})
         fields = {
@@ -216,7 +216,7 @@ class Overlap:
     def _is_replaced(self) -> bool:
         """Whether some of the module's parameters are not those whose gradients are seen."""
         module = self._module()
-        there = dict(module.named_parameters(remove_duplicate=False)) if module else {}
+        there = dict(parameters(module)) if module else {}
         known = self._synchronised
         return len(there) != len(known.manifest) or any(
             there.get(name) is not parameter for name, parameter in known.of.items()
