@@ -8,6 +8,7 @@ small for it; the memory of a whole table is computed.
 from __future__ import annotations
 
 import argparse
+import mmap
 import time
 from typing import Any
 
@@ -32,7 +33,9 @@ def batch(rows: int, bags: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
 def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
     """Losses of this rank; bytes that a rank sends in a step, measured and computed; and time."""
     table = weft.nn.ShardedEmbeddingBag(rows, DIM, mode="sum", dtype=torch.bfloat16, device="meta")
-    table.to_empty(device="cpu")  # which are zeros where memory is fresh; nothing is drawn
+    pages = mmap.mmap(-1, table.weight.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of zeros
+    rows_here = torch.frombuffer(pages, dtype=torch.bfloat16).view(-1, DIM)
+    table.weight = torch.nn.Parameter(rows_here)
     update = torch.optim.SGD(table.parameters(), lr=0.1)
     losses, needed, height = [], 0, -(-rows // wire.size)
     for step in range(-2, steps):  # two to warm up
