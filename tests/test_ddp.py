@@ -319,7 +319,8 @@ def test_backward_goes_on_while_gradients_travel() -> None:
 
 @trained(2)
 def test_ranks_may_run_out_of_data() -> None:
-    out_of_data({})
+    for unused in (False, True):
+        out_of_data({"find_unused_parameters": unused})
 
 
 def out_of_data(options: dict[str, Any]) -> None:
