@@ -33,6 +33,7 @@ from torch.profiler import record_function
 from . import kernels
 from .comm.all_to_all import Scatter
 from .comm.differentiable import applied
+from .comm.named import Cut
 from .comm.staging import unsendable
 from .errors import WeftError, entry
 from .kernels.ops import OPS
@@ -51,7 +52,7 @@ _Asked = tuple[Tensor, Callable[[Tensor], Tensor]]
 these rows."""
 
 
-class ShardedTable(nn.Module):
+class ShardedTable(Cut):
     """What `ShardedEmbedding` and `ShardedEmbeddingBag` have in common.
 
     Attributes:
@@ -59,7 +60,6 @@ class ShardedTable(nn.Module):
         first: the number of the first of them.
     """
 
-    weight: nn.Parameter
     _kind: Any  # of torch's
     num_embeddings: int
     embedding_dim: int

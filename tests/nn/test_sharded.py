@@ -134,6 +134,29 @@ def test_optimizers_work_on_the_shard(optimizer, average):
         torch.testing.assert_close(each, alone)
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0, "inf"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p):
+    whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
+    places = torch.tensor([9, 0, 3, 9])  # rows of some ranks alone
+
+    def program(wire):
+        model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=wire)
+        model(places).square().sum().backward()
+        norm = weft.clip_grad_norm_(model, 0.1, p)
+        rows = torch.zeros(10, DIM)
+        rows[model[0].first :][: len(model[0].weight)] = model[0].weight.grad.to_dense()
+        return norm, rows, model[1].weight.grad
+
+    found = run(ranks, program)
+    whole(places).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, p)
+    for each, _, dense in found:
+        torch.testing.assert_close(each, norm)
+        assert torch.equal(dense, found[0][2])
+    torch.testing.assert_close(sum(rows for _, rows, _ in found), whole[0].weight.grad)
+
+
 @pytest.mark.parametrize("on", ["threads", "device"])
 def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
     sent = []  # numbers that rank 0 sends, by exchange

@@ -1,14 +1,15 @@
 """`clip_grad_norm_`: as torch's, for sparse and dense gradients together.
 
 A sparse gradient as backward leaves it may hold an index several times. Its rows are summed first:
-the norm is that of the gradient, not of the pieces it came in.
+the norm is that of the gradient, not of the pieces it came in. Of a table that is cut over ranks,
+each has the gradient of its own rows: the norm is that of all of them.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeftError
-from .named import local
+from ..wire.base import Wire
+from .all_reduce import all_reduce
+from .named import Cut, local
 
 
 @torch.no_grad()
@@ -31,11 +34,13 @@ def clip_grad_norm_(
 
     Local: nothing is sent. After `weft.sync_grads` all ranks have the same gradients, and so the
     same norm. With DTensors, as FSDP2's, among the gradients it is collective over their mesh: a
-    shard counts with the whole of which it is a part.
+    shard counts with the whole of which it is a part. So it does in a module with sharded tables of
+    `weft.nn`, where it is collective over their group.
 
     Args:
-        parameters: those whose `.grad` counts, or a module; gradients are dense or sparse COO, on
-            any devices; a sparse one is coalesced. Of parameters without a gradient nothing counts.
+        parameters: those whose `.grad` counts, or a module, which one with sharded tables must be;
+            gradients are dense or sparse COO, on any devices; a sparse one is coalesced. Of
+            parameters without a gradient nothing counts.
         max_norm: the most that the norm may be.
         norm_type: the p of the p-norm; may be `math.inf` or "inf".
         error_if_nonfinite: raise where the norm is infinite or not a number; else it scales by it.
@@ -70,6 +75,9 @@ def clip_grad_norm_(
             "the second above it"
         )
     values: list[Tensor] = []
+    shards = _shards(parameters)
+    over: dict[Wire, list[Tensor]] = {wire: [] for wire in shards.values()}
+    norms: list[Tensor] = []
     for parameter in dict.fromkeys(_given(parameters)):
         gradient = parameter.grad
         if gradient is None:
@@ -81,7 +89,10 @@ def clip_grad_norm_(
             values.append(gradient)
         else:
             raise WeftError(f"a gradient has layout {gradient.layout}: use strided or sparse COO")
-    norms = [_norm(each, p) for each in values if each.numel()]
+        if values[-1].numel():
+            wire = shards.get(parameter)
+            (norms if wire is None else over[wire]).append(_norm(values[-1], p))
+    norms += [_norm_over(wire, some, p) for wire, some in over.items()]
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -113,6 +124,20 @@ def _given(parameters: object) -> list[Tensor]:
             kinds = f"a {type(parameters).__name__}, its item {number} a {type(each).__name__}"
             raise WeftError(f"parameters is {kinds}: {wanted}")
     return found
+
+
+def _shards(parameters: object) -> dict[Tensor, Wire]:
+    """The parameters of a module of which each rank has a part, and among which ranks."""
+    parts = parameters.modules() if isinstance(parameters, nn.Module) else ()
+    return {part.weight: part._wire() for part in parts if isinstance(part, Cut)}
+
+
+def _norm_over(wire: Wire, norms: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of what the ranks have the norms of; collective."""
+    own = torch.stack([norm.cpu().double() for norm in norms]) if norms else torch.zeros(1).double()
+    if math.isinf(p):
+        return all_reduce(own.amax(), "max", wire).float()
+    return all_reduce((own**p).sum(), "sum", wire).pow(1 / p).float()
 
 
 def _norm(values: Tensor, p: float) -> Tensor:

@@ -64,13 +64,21 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
     return found, manifest, None
 
 
+class Cut(nn.Module):
+    """A module of whose weight each rank has other rows: a sharded table of `weft.nn`'s."""
+
+    weight: nn.Parameter
+
+    def _wire(self) -> Wire:
+        """Of the ranks that have the rows."""
+        raise NotImplementedError
+
+
 def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All but those that a part of the module has DistributedDataParallel leave alone, as the
-    sharded tables of `weft.nn` do; the same one under each of its names."""
+    """All but those that are cut over ranks; the same one under each of its names."""
     for path, part in module.named_modules(remove_duplicate=False):
-        left = getattr(part, "_ddp_params_and_buffers_to_ignore", ())
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if name not in left:
+        if not isinstance(part, Cut):
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
                 yield f"{path}.{name}".lstrip("."), parameter
 
 
