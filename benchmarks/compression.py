@@ -15,9 +15,10 @@ learning rate rises for some steps and then falls to zero.
 not depend on the link, nor on how busy the machine is. It may be cut: each piece goes on from the
 checkpoint of the one before. `time` goes on from the end of the training, since what ranks pick in
 common depends on it: the median time of a step with its optimizer, and the bytes that left a rank's
-network interface, of which each has its own under netlab; the largest of the ranks'. Time to a loss
-is the number of steps to it, between two that were noted in proportion, by the time of a step.
-`table` prints that of docs/compression.md.
+network interface, of which each has its own under netlab; the largest of the ranks', and of
+what was measured several times the quickest. Time to a loss is the number of steps to it, between
+two that were noted in proportion, by the time of a step. `table` prints what
+docs/compression.md has.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ def rank(arguments: argparse.Namespace) -> None:
                 if training.rank == 0:
                     times = arguments.folder / f"{arguments.link}.json"
                     known = json.loads(times.read_text()) if times.exists() else {}
-                    times.write_text(json.dumps(known | {name: [ms, size]}))
+                    known[name] = min(known.get(name, [ms, size]), [ms, size])
+                    times.write_text(json.dumps(known))
             if training.rank == 0:
                 print(f"{name}: step {training.step}, {told}", flush=True)
             del training
@@ -295,8 +297,11 @@ def table(arguments: argparse.Namespace) -> None:
         needed = steps_to(noted, target)
         ms = [times[link].get(name, (0, 0)) for link in links]
         row = [name, f"{loss:.3f}" + (f" ({step} steps)" if step < arguments.steps else "")]
-        row += [f"{100 * (loss / dense - 1):+.1f} %", *(f"{size:,.0f}" for _, size in ms[:1])]
-        row += [f"{each:,.0f}" for each, _ in ms]
+        row += [
+            f"{100 * (loss / dense - 1):+.1f} %",
+            *(f"{size:,.0f}" if size else "-" for _, size in ms[:1]),
+        ]
+        row += [f"{each:,.0f}" if each else "-" for each, _ in ms]
         row += [f"{needed:,.0f}" if needed else "never"]
         row += [f"{needed * each / 60e3:.1f}" if needed else "-" for each, _ in ms]
         print(f"| {' | '.join(row)} |")
