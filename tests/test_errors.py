@@ -99,8 +99,8 @@ def test_an_exit_in_a_function_is_its_ranks_own_and_the_others_error(wire, kind)
         assert weft.all_reduce(torch.ones(1)).item() == wire.size
 
 
-def test_who_fails_is_named_in_the_table_of_faults(benchmark_file):
-    faults = benchmark_file("faults")
+def test_who_fails_is_named_in_the_table_of_faults(script):
+    faults = script("benchmarks/faults.py")
     found = faults.measure(faults.cells("kill,small,ddp_unused,tcp,2"), jobs=2)
     assert len(found) == 2
     for each in found:

@@ -309,8 +309,8 @@ def register(
 
 def _runs_alone() -> bool:
     """Whether there is no other rank: in the default group or, without one, of what was started."""
-    if process_group.has_default():
-        return dist.get_world_size() == 1
+    if process_group.has_default() and (world := dist.group.WORLD) is not None:
+        return world.size() == 1
     return os.environ.get("WORLD_SIZE", "1") == "1"  # else somebody forgot to make the group
 
 

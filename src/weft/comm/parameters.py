@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from ..chain import Chain
 from ..devices import on_host
 from ..errors import entry
-from ..nn.chain import Chain
 from ..sparse.request import root_in
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, peers, plain

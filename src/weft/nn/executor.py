@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..chain import Chain
 from ..devices import on_host
 from ..grid import Box
 from ..plan import Local, Plan, Write
 from ..wire.base import Lease, Pending, Wire, fresh, peers, typed
-from .chain import Chain
 from .handshake import among
 
 _CHANNEL = 8  # that no other room uses

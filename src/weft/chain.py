@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..wire.base import Pending, Wire
+from .wire.base import Pending, Wire
 
 _CHANNEL = 4  # that no other room uses
 _CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest and the largest chunk
