@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import weft
-from weft import nn
-from weft.nn import chain, executor, handshake
+from weft import chain, nn
+from weft.nn import executor, handshake
 from weft.testing import spmd
 
 P = weft.Partition
