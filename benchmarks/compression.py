@@ -93,6 +93,7 @@ CONTENDERS = {
     "TopK 1 %, momentum correction": dataclasses.replace(
         top_k(0.01, momentum=MOMENTUM), momentum=0.0
     ),
+    "TopK 1 %, warm-up": top_k(0.01, warmup_steps=250),
     "TopK 0.1 %": top_k(0.001),
     "TopK 1 %, no feedback": top_k(0.01, error_feedback=False),
     "TopK 0.1 %, no feedback": top_k(0.001, error_feedback=False),
