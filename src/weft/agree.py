@@ -18,6 +18,7 @@ that names the rank that sent them.
 from __future__ import annotations
 
 import functools
+import hashlib
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,19 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 Private = Sequence[bytes | memoryview]
 """Pieces of what is said to one rank."""
+
+
+def summed_up(text: str, most: int, short: str) -> str:
+    """The value of a field: a text, or of one of more bytes than `most` what is short and a digest.
+
+    Example:
+        >>> summed_up("a, b", 10, "2 letters"), summed_up("a, b, c, d", 9, "4 letters")
+        ('a, b', '4 letters (digest 68424a970635)')
+    """
+    data = text.encode()
+    if len(data) <= most:
+        return text
+    return f"{short} (digest {hashlib.sha256(data).hexdigest()[:12]})"
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ of Deep Learning Recommendation Models" (ISCA'22), section 4.2.3; no row is on t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar, cast
 
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from . import kernels
+from .agree import summed_up
 from .comm.all_to_all import Scatter
 from .comm.differentiable import applied
 from .comm.named import Cut
@@ -427,10 +427,7 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
 def _described(tables: Sequence[ShardedTable]) -> str:
     """What tables are, for the fingerprint of a call."""
     text = "; ".join(table._what for table in tables)
-    if len(text) <= _SPELLED:
-        return text
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{len(tables)} tables, the first {tables[0]._what} (digest {digest})"
+    return summed_up(text, _SPELLED, f"{len(tables)} tables, the first {tables[0]._what}")
 
 
 def _fetched(

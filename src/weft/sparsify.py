@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .agree import summed_up
 from .comm.buckets import reduce_dense
-from .comm.named import digest, expanded_dims, local
+from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed, travelling
 from .comm.staging import unsendable
 from .errors import WeftError, entry
@@ -131,9 +132,7 @@ def _described(tensors: Mapping[str, Tensor]) -> str:
     """What all ranks compare of tensors."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     what = {name: f"{each.dtype} {tuple(each.shape)}" for name, each in tensors.items()}
-    if len(str(what)) <= _SPELLED:
-        return str(what)
-    return f"{len(what)} of {numbers} numbers (digest {digest(what) & 0xFFFFFFFF:08x})"
+    return summed_up(str(what), _SPELLED, f"{len(what)} of {numbers} numbers")
 
 
 _Picked = tuple[Tensor | None, Tensor, Tensor]

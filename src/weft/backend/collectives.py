@@ -8,7 +8,6 @@ same bits.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..agree import is_direct
+from ..agree import is_direct, summed_up
 from ..comm.opening import opened
 from ..comm.parameters import ScatterAllGather
 from ..comm.staging import moved
@@ -265,10 +264,8 @@ def _reason(tensors: Sequence[Tensor], op: str | None = None) -> str | None:
 def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
     """The dtype and the sizes of tensors, as a fingerprint."""
     text = ", ".join(str(tensor.numel()) for tensor in tensors)
-    if len(text) > _SAID:
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        text = f"{text[:20]} ... ({len(tensors)} sizes, digest {digest})"
-    return {"dtype": tensors[0].dtype if tensors else None, "sizes": text}
+    sizes = summed_up(text, _SAID, f"{text[:20]} ... of {len(tensors)}")
+    return {"dtype": tensors[0].dtype if tensors else None, "sizes": sizes}
 
 
 def _in_range(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,14 +65,14 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
     return found, manifest, None
 
 
-class Cut(nn.Module):
+class Cut(nn.Module, ABC):
     """A module of whose weight each rank has other rows: a sharded table of `weft.nn`'s."""
 
     weight: nn.Parameter
 
+    @abstractmethod
     def _wire(self) -> Wire:
         """Of the ranks that have the rows."""
-        raise NotImplementedError
 
 
 def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,6 @@ would wait for it. So a check that fails leaves its sentence in `Request.error`,
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
+from ..agree import summed_up
 from ..devices import is_capturing, on_host
 from ..errors import WeftError
 from ..kernels.ops import OPS, Op
@@ -383,7 +383,5 @@ def operation(op: object) -> Op:
         raise WeftError(f"op is a {type(op).__name__}: pass a name, a ReduceOp or a function")
     name = getattr(op, "__qualname__", None) or type(op).__qualname__
     name = f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}"
-    if len(name.encode()) > _LONGEST:  # it travels with every call
-        digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-        name = f"{name[: _LONGEST // 4]}... (digest {digest})"
+    name = summed_up(name, _LONGEST, f"{name[: _LONGEST // 4]}...")  # it travels with every call
     return Op(name, op, builtin=False)

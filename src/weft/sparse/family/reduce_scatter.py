@@ -8,7 +8,6 @@ no others. Few rows travel in the opening exchange; else the schedule is
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ..._torch import without_transforms
+from ...agree import summed_up
 from ...devices import Aside
 from ...errors import WeftError, entry
 from ...rows import Rows
@@ -169,5 +169,4 @@ def _said(bounds: tuple[int, ...]) -> str:
     text = ", ".join(map(str, bounds))
     if len(bounds) <= _SHOWN:
         return text
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{bounds[0]} ... {bounds[-1]} ({len(bounds)} bounds, digest {digest})"
+    return summed_up(text, 0, f"{bounds[0]} ... {bounds[-1]}, of {len(bounds)} bounds")
