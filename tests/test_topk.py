@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -260,8 +261,13 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
     kept = copy.deepcopy(state.state_dict())
     for tensors, density, text in (
         ([torch.ones(8)], None, r"^rank 1: 9 numbers are kept of tensor '0', which has 8"),
-        ([torch.ones(9)] * 2, None, r"ranks differ in .*tensors"),
-        ([torch.ones(3, 3)], None, r"ranks differ in tensors: .*rank 1 has .*float32 \(3, 3\)"),
+        (
+            [torch.ones(9)] * 2,
+            None,
+            r"^the ranks differ in tensors: .* has '0' float32 \(9,\), '1'",
+        ),
+        ([torch.ones(3, 3)], None, r"differ in tensors: .*rank 1 has '0' float32 \(3, 3\); pass"),
+        ({1: torch.ones(9), "1": torch.ones(9)}, None, r"^rank 1: two keys of tensors are '1'"),
         ([torch.ones(9, dtype=torch.int64)], None, r"^rank 1: tensor 0 is torch.int64"),
         ([torch.ones(9).to(torch.float8_e5m2)], None, r"^rank 1: tensor 0 is torch.float8"),
         ([torch.inference_mode()(torch.ones)(9)], None, r"^rank 1: tensor 0 is of inference mode"),
@@ -286,8 +292,8 @@ def test_who_is_wrong_is_named_on_every_rank(wire: Wire) -> None:
     for wrong in ({"residual": 3}, {"velocity": {"0": 3}}, {"steps": {"0": "x"}}, {"steps": {}}):
         with pytest.raises(WeftError, match="takes what state_dict"):
             state.load_state_dict({**one, **wrong})
-    with pytest.raises(WeftError, match=r"pass a weft\.ddp\.TopK"):
-        weft.sync_sparsified([torch.ones(9)], None)
+    for other in state, TopK(**good):  # not connected yet
+        refused(wire, r"^rank 1: state is a dict: pass a", [torch.ones(9)], {} if me else other)
 
 
 @pytest.mark.parametrize("density", [1, 0.1])
@@ -342,6 +348,32 @@ def test_complex_parameters_are_sparsified_as_their_real_numbers(
             torch.testing.assert_close(found, same.weight.grad / wire.size)
 
 
+def copies(it: Any) -> tuple[Any, Any]:
+    file = io.BytesIO()
+    torch.save(it, file)
+    file.seek(0)
+    return copy.deepcopy(it), torch.load(file, weights_only=False)
+
+
+@spmd(2, on=("processes",))
+@trained
+def test_a_copy_of_a_model_has_its_own_weights(wire: Wire, tmp_path: Path) -> None:
+    """And no hook, as with any of torch's; it can be registered."""
+    for sparsified in (False, True):
+        model = wrapped(model_of(sparse=True), TopK(0.1) if sparsified else None)
+        if not sparsified:
+            weft.ddp.register(model)
+        losses(model, range(2))
+        before = [each.clone() for each in model.parameters()]
+        for twin in copies(model):
+            nn.init.constant_(twin.module[3].bias, 700.0)
+            assert loss_of(model, 0) < 100 < loss_of(twin, 0)
+            state = None if sparsified else weft.ddp.register(twin)
+            losses(twin, range(2))
+            assert state is None or state.calls
+        assert all(map(torch.equal, model.parameters(), before))
+
+
 @spmd(2, on=("processes",))
 @trained
 def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Path) -> None:
@@ -351,10 +383,11 @@ def test_a_job_that_restarts_goes_on_to_the_same_losses(wire: Wire, tmp_path: Pa
     model = wrapped(model_of(), state)
     losses(model, range(3))
     kept, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.module)
+    loaded, (twin, third) = TopK(0.05, **settings), copies(state)
+    loaded.load_state_dict(kept)
     wanted = losses(model, range(3, 8))
-    for options in ({}, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}):
-        again = TopK(0.05, **settings)
-        again.load_state_dict(kept)
+    buckets = {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}
+    for again, options in ((loaded, {}), (twin, buckets), (third, {})):
         assert losses(wrapped(weights, again, **options), range(3, 8)) == wanted
     assert losses(wrapped(weights, TopK(0.05, **settings)), range(3, 8)) != wanted
 

@@ -412,7 +412,7 @@ def _conclude(said: Sequence[_Statement]) -> dict[str, str]:
 
 
 def _differences(groups: Sequence[_Group]) -> list[str]:
-    """A sentence for each field in which ranks differ, or only for the call if that does."""
+    """A sentence for each field in which ranks differ, up to one that others follow from."""
     holders: dict[str, dict[str, _Group]] = {}  # by field and value, those that state it
     for group in groups:
         for name, value in group.fields:
@@ -432,6 +432,6 @@ def _differences(groups: Sequence[_Group]) -> list[str]:
                 ordered = [(f"{call} (call {group.number})", group) for call, group in ordered]
             said = [(value, group.ranks, group.total) for value, group in ordered]
             texts.append(differing(how, said, then))
-            if name == "call":
+            if name in ("call", "tensors"):  # from which other fields follow
                 break
     return texts

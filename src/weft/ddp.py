@@ -66,8 +66,15 @@ _NAME = "ddp.register"
 _END = "ddp end of backward"
 
 
+# of a State: what a copy does not have
+_NOT_COPIED = ("_group", "_wire", "_backward", "_pending", "_tables", "_bucket")
+
+
 class State:
     """What the hook knows of one model's communication.
+
+    It can be copied and pickled, without its group and what is under way: a copy connects the
+    ranks of torch.distributed's default group at its first use, on all of them.
 
     Attributes:
         calls: records of the last sparse calls, oldest first, at most 256. Tables whose
@@ -99,6 +106,15 @@ class State:
         self._pending: list[Work[Any] | Exception] = []  # its calls
         self._tables: _Tables | None = None  # that wait for the next bucket
         self._bucket = -1  # the last bucket's number in this backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group not in (None, dist.group.WORLD):
+            _log.warning("a copy of a %s is of the default group", type(self).__name__)
+        return {name: each for name, each in vars(self).items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        State.__init__(self)
+        vars(self).update(kept)
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -239,7 +255,8 @@ class TopK(State):
 
         def reduction(wire: Wire, flat: Tensor) -> None:
             parts = dict(zip(names, flat.split_with_sizes(sizes), strict=True))
-            record = self.sparsifier.reduce(wire, parts, self.algorithm)
+            error = self.sparsifier.wrong(parts)
+            record = self.sparsifier.reduce(wire, parts, self.algorithm, error=error)
             if record is not None:
                 self.calls.append(record)
 
@@ -253,6 +270,8 @@ def register(
     wire_dtype: torch.dtype | None = None,
 ) -> State:
     """Let weft carry the gradients of a model; once for each model, on every rank.
+
+    A copy of the model has no hook, as with any of torch's, and may be registered, too.
 
     Args:
         ddp_model: the wrapped model, any options; its process group is the one that is used. In a
@@ -303,7 +322,7 @@ def register(
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
-    ddp_model.forward = _blaming(state, ddp_model)  # type: ignore[method-assign]
+    ddp_model.forward = _Forward(state, ddp_model)  # type: ignore[method-assign]
     return state
 
 
@@ -337,21 +356,30 @@ def _interferes(ddp_model: DistributedDataParallel) -> str | None:
     return None
 
 
-def _blaming(state: State, ddp_model: DistributedDataParallel) -> Callable[..., Any]:
-    """DistributedDataParallel's forward, whose own calls (of buffers) fail without a name."""
-    forward, model = type(ddp_model).forward, weakref.ref(ddp_model)  # which has this function
+class _Forward:
+    """DistributedDataParallel's forward, whose own calls (of buffers) fail without a name.
 
-    @functools.wraps(forward)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    A copy of the model has one of its own, for its own weights.
+    """
+
+    def __init__(self, state: State, ddp_model: DistributedDataParallel) -> None:
+        self.state, self.model = state, weakref.ref(ddp_model)  # which has this object
+        functools.update_wrapper(self, type(ddp_model).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model()
         try:
-            return forward(model(), *args, **kwargs)  # type: ignore[arg-type,no-untyped-call]  # alive
+            return type(model).forward(model, *args, **kwargs)
         except RuntimeError as error:
-            lost = blame(state.wire, error, "DistributedDataParallel's forward")
+            wire = self.state._wire  # a copy has none
+            where = "DistributedDataParallel's forward"
+            lost = None if wire is None else blame(wire, error, where)
             if lost is None:
                 raise
             raise lost from None
 
-    return inside
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forward, (self.state, self.model())
 
 
 def _tell(wire: Wire, fields: dict[str, str], error: str | None) -> None:

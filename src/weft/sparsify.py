@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agree import summed_up
+from .agree import confess, summed_up
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
 from .comm.rounding import narrowed, travelling
@@ -38,10 +38,12 @@ from .rows import Rows
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
 from .sparse.request import Request
+from .wire import default, process_group
 from .wire.base import Wire, flattened, plain
 
+_NAME = "sync_sparsified"
 _WARMUP = 0.25  # the density that warm-up begins with
-_SPELLED = 200  # characters of what all ranks compare of tensors; above, a digest
+_SPELLED = 500  # characters of what all ranks compare of tensors; above, a digest
 _SAMPLED = 256  # entries of a sample that are above its threshold, about
 _AIMS = (1.25, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
 _GOLDEN = 0.6180339887498949
@@ -82,22 +84,24 @@ def sync_sparsified(
         >>> run(2, program)[0]
         ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
     """
-    sparsifier = getattr(state, "sparsifier", None)
-    if not isinstance(sparsifier, Sparsifier):
-        raise WeftError(f"state is a {type(state).__name__}: pass a weft.ddp.TopK")
     named, error = _named(tensors)
-    # of all of them, before any is reduced
-    error = error or next(filter(None, map(sparsifier.wrong, named, named.values())), None)
-    wire: Wire = state.wire
+    wire: Wire
+    if isinstance(getattr(state, "sparsifier", None), Sparsifier):
+        wire, error = state.wire, error or state.sparsifier.wrong(named)
+    else:  # ranks that have one are likely of this group, and would wait
+        wire = process_group.of_group(None) if process_group.has_default() else default.current()
+        error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
     kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
     for name, tensor in named.items():
         kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
     said = _described(named)
 
     def job() -> None:
+        if error is not None:  # of any of the tensors, before one is reduced
+            confess(wire, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
-            record = sparsifier.reduce(wire, flat, state.algorithm, density, error, said)
+            record = state.sparsifier.reduce(wire, flat, state.algorithm, density, said=said)
             if record is not None:
                 state.calls.append(record)
             for name, tensor in given.items():
@@ -105,7 +109,7 @@ def sync_sparsified(
                     tensor.copy_(flat[name].view(tensor.shape))
 
     with torch.no_grad():
-        wire.worker.call("sync_sparsified", job)
+        wire.worker.call(_NAME, job)
 
 
 def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
@@ -124,6 +128,8 @@ def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
             return {}, f"tensor {name!r} is of inference mode: pass a clone() of it"
         if dims := expanded_dims(here):
             return {}, f"tensor {name!r} is expanded along {dims}: pass a clone() of it"
+        if str(name) in named:
+            return {}, f"two keys of tensors are {str(name)!r} as text: pass names that differ"
         named[str(name)] = here
     return named, None
 
@@ -131,8 +137,9 @@ def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
 def _described(tensors: Mapping[str, Tensor]) -> str:
     """What all ranks compare of tensors."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    what = {name: f"{each.dtype} {tuple(each.shape)}" for name, each in tensors.items()}
-    return summed_up(str(what), _SPELLED, f"{len(what)} of {numbers} numbers")
+    what = (f"{n!r} {str(t.dtype)[6:]} {tuple(t.shape)}" for n, t in tensors.items())
+    text = ", ".join(what) or "none"
+    return summed_up(text, _SPELLED, f"{len(tensors)} of {numbers} numbers")
 
 
 _Picked = tuple[Tensor | None, Tensor, Tensor]
@@ -202,6 +209,9 @@ class Sparsifier:
     wire_dtype: torch.dtype | None
     _kept: dict[str, _Kept] = field(default_factory=dict, init=False)
     _names: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_names": {}}  # of the parameters of this process
 
     def settings(self) -> tuple[dict[str, str], str | None]:
         """What must be equal on all ranks, and what is wrong with it, or None."""
@@ -283,7 +293,7 @@ class Sparsifier:
             tensors: by name; 1-D, contiguous, of one dtype, on one device.
             algorithm: of `weft.sparse_all_reduce`.
             density: in place of the one that is set.
-            error: what this rank's caller did wrong.
+            error: what this rank's caller did wrong, or what `wrong` says.
             said: what to compare with the other ranks, where there is more than these tensors.
 
         Returns:
@@ -292,7 +302,6 @@ class Sparsifier:
         asked = self.density if density is None else density
         error = error or _wrong_density(asked)
         parts = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
-        error = error or next(filter(None, map(self.wrong, parts, parts.values())), None)
         few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
         starts = [0, *accumulate(parts[name].numel() for name in few)]
         picked = [] if error else [self._picked(name, parts[name], density) for name in few]
@@ -308,7 +317,8 @@ class Sparsifier:
         )
         request = Request.of(rows, "avg", algorithm, self.wire_dtype, None)
         request.error = error or request.error
-        request.fields |= {"tensors": said or _described(tensors), "density": str(density)}
+        asked_for = {"tensors": said or _described(tensors), "density": str(density)}
+        request.fields = asked_for | request.fields
         try:
             total = job_of_one(wire, request).run()
         except WeftError:
@@ -335,16 +345,17 @@ class Sparsifier:
         """Whether not all of a tensor is sent: by settings and shape alone, alike on all ranks."""
         return flat.is_floating_point() and flat.numel() >= self.min_numel and density < 1
 
-    def wrong(self, name: str, tensor: Tensor) -> str | None:
-        """What is wrong with what is kept of a tensor, which may have been loaded, or None."""
-        kept = self._kept.get(name) or _Kept()
-        for each in (kept.residual, kept.velocity):
-            if each is not None and each.shape != (tensor.numel(),):
-                return (
-                    f"{each.numel()} numbers are kept of tensor {name!r}, which has "
-                    f"{tensor.numel()}: "
-                    "have a state for each model, and load what this rank saved of it"
-                )
+    def wrong(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What is wrong with what is kept of tensors, which may have been loaded, or None."""
+        for name, tensor in tensors.items():
+            kept = self._kept.get(name) or _Kept()
+            for each in (kept.residual, kept.velocity):
+                if each is not None and each.shape != (tensor.numel(),):
+                    return (
+                        f"{each.numel()} numbers are kept of tensor {name!r}, which has "
+                        f"{tensor.numel()}: "
+                        "have a state for each model, and load what this rank saved of it"
+                    )
         return None
 
     def _picked(
