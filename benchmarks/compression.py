@@ -1,6 +1,7 @@
 """A language model trained with compressed gradients: loss by step, and time and bytes of a step.
 
     python benchmarks/compression.py train  # 4 ranks here, some minutes; again, until all is done
+    python benchmarks/compression.py train --seed 1  # and 2
     tools/netlab -n 4 --rate 100mbit --raw -- python benchmarks/compression.py time --link 100mbit
     tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/compression.py time --link 1gbit
     python benchmarks/compression.py table
@@ -13,12 +14,17 @@ learning rate rises for some steps and then falls to zero.
 
 `train` notes the loss of text that is not trained on, in nats a word, every so many steps. It does
 not depend on the link, nor on how busy the machine is. It may be cut: each piece goes on from the
-checkpoint of the one before. `time` goes on from the end of the training, since what ranks pick in
-common depends on it: the median time of a step with its optimizer, and the bytes that left a rank's
-network interface, of which each has its own under netlab; the largest of the ranks', and of
-what was measured several times the quickest. Time to a loss is the number of steps to it, between
-two that were noted in proportion, by the time of a step. `table` prints what
-docs/compression.md has.
+checkpoint of the one before.
+
+`time` goes on from the end of the training, since what ranks pick in common depends on it: the
+median time of a step with its optimizer, and the bytes that left a rank's network interface, of
+which each has its own under netlab; the largest of the ranks'. Contenders take turns. Then it takes
+the time of the first steps of those that send more in them, from new weights. What it finds is
+added to what it found before.
+
+`table` prints what docs/compression.md has, of seeds and of turns the mean and the range. Time to a
+loss is that of the first steps, and for the other steps to it, between two that were noted in
+proportion, the time of a step.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -50,7 +57,7 @@ BLOCK, HELD_OUT = 2_000, 25  # words; one block of so many is not trained on
 TESTED = 512  # sequences, of all ranks together
 MOMENTUM = 0.9
 PLAIN = 10  # steps before PowerSGD begins
-SKIPPED = 4  # steps before those that are timed
+SKIPPED = 3  # steps before those that are timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +69,14 @@ class Contender:
         hook: of DistributedDataParallel.
         momentum: of the optimizer.
         options: of DistributedDataParallel.
+        first: how many steps at the beginning send more than the others.
     """
 
     state: Callable[[], Any] | None = None
     hook: Any = None
     momentum: float = MOMENTUM
     options: tuple[tuple[str, Any], ...] = ()
+    first: int = 0
 
 
 def power_sgd(rank: int) -> Contender:
@@ -77,11 +86,12 @@ def power_sgd(rank: int) -> Contender:
 
     # of several buckets its calls meet in another order on each rank, and gloo ends the process:
     # "Received data size doesn't match expected size"
-    return Contender(state, power.powerSGD_hook, options=(("bucket_cap_mb", 1000.0),))
+    return Contender(state, power.powerSGD_hook, options=(("bucket_cap_mb", 1000.0),), first=PLAIN)
 
 
 def top_k(density: float, **settings: Any) -> Contender:
-    return Contender(lambda: weft.ddp.TopK(density, **settings), weft.ddp.topk_hook)
+    first = settings.get("warmup_steps", 0)
+    return Contender(lambda: weft.ddp.TopK(density, **settings), weft.ddp.topk_hook, first=first)
 
 
 CONTENDERS = {
@@ -94,11 +104,13 @@ CONTENDERS = {
         top_k(0.01, momentum=MOMENTUM), momentum=0.0
     ),
     "TopK 1 %, warm-up": top_k(0.01, warmup_steps=250),
+    "TopK 1 %, bfloat16, warm-up 100": top_k(0.01, wire_dtype=torch.bfloat16, warmup_steps=100),
+    "TopK 0.2 %, bfloat16, warm-up 100": top_k(0.002, wire_dtype=torch.bfloat16, warmup_steps=100),
     "TopK 0.1 %": top_k(0.001),
     "TopK 1 %, no feedback": top_k(0.01, error_feedback=False),
     "TopK 0.1 %, no feedback": top_k(0.001, error_feedback=False),
 }
-NOTHING = Contender(hook=debugging_hooks.noop_hook)  # arithmetic alone
+NOTHING = {"no communication": Contender(hook=debugging_hooks.noop_hook)}  # arithmetic alone
 
 
 class Model(nn.Module):
@@ -128,6 +140,10 @@ def text_of(folder: Path) -> tuple[Tensor, Tensor]:
     return blocks[~held].flatten(), blocks[held].flatten()
 
 
+def file_of(name: str, seed: int) -> str:
+    return name.replace(" ", "_") + (f",_seed_{seed}" if seed else "")
+
+
 def batch(text: Tensor, generator: torch.Generator, size: int) -> Tensor:
     starts = torch.randint(len(text) - LENGTH - 1, (size,), generator=generator)
     return text[starts[:, None] + torch.arange(LENGTH + 1)]
@@ -145,18 +161,21 @@ def of_ranks(value: float, op: Any) -> float:
 
 
 class Training:
-    """One contender's, on this rank, from where its last piece ended."""
+    """One contender's, on this rank, from where its last piece ended, or from new weights."""
 
-    def __init__(self, name: str, contender: Contender, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, contender: Contender, arguments: argparse.Namespace, new: bool = False
+    ) -> None:
         self.arguments, self.rank = arguments, dist.get_rank()
         self.text, self.held = text_of(arguments.folder)
-        self.path = arguments.folder / f"{name.replace(' ', '_')}.{self.rank}.pt"
+        self.path = arguments.folder / f"{file_of(name, arguments.seed)}.{self.rank}.pt"
         saved: dict[str, Any] = {}
-        if self.path.exists():
+        if self.path.exists() and not new:
             saved = torch.load(self.path, weights_only=False)
-        torch.manual_seed(0)
+        torch.manual_seed(arguments.seed)
         model = Model()
-        self.generator = torch.Generator().manual_seed(self.rank)
+        own = self.rank + dist.get_world_size() * arguments.seed
+        self.generator = torch.Generator().manual_seed(own)
         self.model = DistributedDataParallel(
             model, gradient_as_bucket_view=True, **dict(contender.options)
         )
@@ -225,18 +244,15 @@ class Training:
         self.save()
         return self.step >= self.arguments.steps
 
-    def timed(self, steps: int) -> tuple[float, float]:
-        """Milliseconds and kilobytes of a step."""
+    def timed(self, steps: int) -> tuple[list[float], float]:
+        """Milliseconds of each step, of the slowest rank, and kilobytes of all."""
         took = []
-        for number in range(SKIPPED + steps):
-            if number == SKIPPED:
-                before = sent()
+        before = sent()
+        for _ in range(steps):
             start = time.perf_counter()
             self.advance()
-            took.append(time.perf_counter() - start)
-        size = (sent() - before) / steps
-        longest = of_ranks(statistics.median(took[SKIPPED:]), dist.ReduceOp.MAX)
-        return longest * 1e3, of_ranks(size, dist.ReduceOp.MAX) / 1e3
+            took.append(of_ranks(time.perf_counter() - start, dist.ReduceOp.MAX) * 1e3)
+        return took, of_ranks(sent() - before, dist.ReduceOp.MAX) / 1e3
 
 
 def rank(arguments: argparse.Namespace) -> None:
@@ -244,29 +260,42 @@ def rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     with weft.init():
-        timed = {"no communication": NOTHING} if arguments.task == "time" else {}
-        for name, contender in (timed | CONTENDERS).items():
-            if arguments.contender and name not in arguments.contender:
-                continue
-            training = Training(name, contender, arguments)
-            if arguments.task == "train":
+        wanted = arguments.contender or [*CONTENDERS]
+        if arguments.task == "time":
+            measure({name: (CONTENDERS | NOTHING)[name] for name in wanted}, arguments)
+        else:
+            for name in wanted:
+                training = Training(name, CONTENDERS[name], arguments)
                 if training.step < arguments.steps and not training.piece(
                     arguments.start + arguments.seconds
                 ):
                     break
-                told = f"{training.losses[-1][1]:.3f}"
-            else:
-                ms, size = training.timed(arguments.timed)
-                told = f"{ms:,.0f} ms, {size:,.0f} KB"
                 if training.rank == 0:
-                    times = arguments.folder / f"{arguments.link}.json"
-                    known = json.loads(times.read_text()) if times.exists() else {}
-                    known[name] = min(known.get(name, [ms, size]), [ms, size])
-                    times.write_text(json.dumps(known))
-            if training.rank == 0:
-                print(f"{name}: step {training.step}, {told}", flush=True)
-            del training
+                    print(f"{name}: step {training.step}, {training.losses[-1][1]:.3f}", flush=True)
+                del training
     dist.destroy_process_group()
+
+
+def measure(wanted: dict[str, Contender], arguments: argparse.Namespace) -> None:
+    """Note the time and the bytes of a step, in turns, and the time of the first steps."""
+    path = arguments.folder / f"{arguments.link}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, dict[str, list[float]]] = {name: known.get(name, {}) for name in wanted}
+    ready = {name: Training(name, each, arguments) for name, each in wanted.items()}
+    for number in range(arguments.rounds):
+        for name in random.Random(number).sample([*ready], len(ready)):
+            ready[name].timed(SKIPPED)
+            took, size = ready[name].timed(arguments.timed)
+            found[name].setdefault("ms", []).append(statistics.median(took))
+            found[name].setdefault("KB", []).append(size / arguments.timed)
+    for name, contender in wanted.items():
+        if contender.first:
+            took, _ = Training(name, contender, arguments, new=True).timed(contender.first)
+            found[name].setdefault("first s", []).append(sum(took) / 1e3)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(known | found))
+        for name, each in found.items():
+            print(name, {kind: [round(value, 1) for value in each[kind]] for kind in each})
 
 
 def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:
@@ -280,35 +309,51 @@ def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:
     return None
 
 
+def minutes(name: str, found: dict[str, list[float]], needed: list[float]) -> float:
+    """To a loss: the first steps, then the others."""
+    first = statistics.mean(found.get("first s", [0.0]))
+    others = statistics.mean(needed) - CONTENDERS[name].first
+    return (first + others * statistics.mean(found["ms"]) / 1e3) / 60
+
+
+def spread(values: list[float], form: str) -> str:
+    """Their mean and, of several, the least and the most."""
+    mean = f"{statistics.mean(values):{form}}"
+    ends = f" ({min(values):{form}} to {max(values):{form}})"
+    return mean + ends * (len(values) > 1)
+
+
 def table(arguments: argparse.Namespace) -> None:
     """Print what was found."""
-    found = arguments.folder.glob
-    times = {path.stem: json.loads(path.read_text()) for path in found("*bit.json")}
-    links = sorted(times)
-    of = {name: arguments.folder / f"{name.replace(' ', '_')}.json" for name in CONTENDERS}
-    losses = {name: json.loads(path.read_text()) for name, path in of.items() if path.exists()}
-    dense = losses[next(iter(CONTENDERS))][-1][1]
+    times = {path.stem: json.loads(path.read_text()) for path in arguments.folder.glob("*bit.json")}
+    losses: dict[str, list[list[tuple[int, float]]]] = {}
+    for name in CONTENDERS:
+        of_seeds = [arguments.folder / f"{file_of(name, seed)}.json" for seed in range(10)]
+        noted = [json.loads(path.read_text()) for path in of_seeds if path.exists()]
+        losses[name] = [each for each in noted if each[-1][0] == arguments.steps]
+    dense = statistics.mean(noted[-1][1] for noted in losses[next(iter(CONTENDERS))])
     target = arguments.target or round(1.01 * dense, 2)
-    columns = ["way", "loss", "of dense's", "KB a step"]
-    columns += [f"ms, {link}" for link in links]
-    columns += [f"steps to {target}", *(f"minutes, {link}" for link in links)]
+    columns = ["way", "loss", "of dense's", f"steps to {target}"]
+    columns += [f"{what}, {link}" for link in sorted(times) for what in ("KB", "ms", "minutes")]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name, noted in losses.items():
-        step, loss = noted[-1]
-        needed = steps_to(noted, target)
-        ms = [times[link].get(name, (0, 0)) for link in links]
-        row = [name, f"{loss:.3f}" + (f" ({step} steps)" if step < arguments.steps else "")]
-        row += [
-            f"{100 * (loss / dense - 1):+.1f} %",
-            *(f"{size:,.0f}" if size else "-" for _, size in ms[:1]),
-        ]
-        row += [f"{each:,.0f}" if each else "-" for each, _ in ms]
-        row += [f"{needed:,.0f}" if needed else "never"]
-        row += [f"{needed * each / 60e3:.1f}" if needed else "-" for each, _ in ms]
+    for name, of_seeds in losses.items():
+        if not of_seeds:
+            continue
+        ends = [noted[-1][1] for noted in of_seeds]
+        needed = [steps for noted in of_seeds if (steps := steps_to(noted, target))]
+        came = len(needed) == len(of_seeds)
+        row = [name, spread(ends, ".3f"), f"{100 * (statistics.mean(ends) / dense - 1):+.1f} %"]
+        row += [spread(needed, ",.0f") if came else "never"]
+        for link in sorted(times):
+            found = times[link].get(name)
+            row += [f"{found['KB'][0]:,.0f}" if found else "-"]
+            row += [spread(found["ms"], ",.0f") if found else "-"]
+            row += [f"{minutes(name, found, needed):.1f}" if found and came else "-"]
         print(f"| {' | '.join(row)} |")
     if arguments.curves:
-        for name, noted in losses.items():
-            print(name, *(f"{step}:{loss:.3f}" for step, loss in noted))
+        for name, of_seeds in losses.items():
+            for noted in of_seeds:
+                print(name, *(f"{step}:{loss:.3f}" for step, loss in noted))
 
 
 def main() -> None:
@@ -323,9 +368,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two losses")
     parser.add_argument("--rate", type=float, default=5.0, help="of learning, the highest")
     parser.add_argument("--rise", type=int, default=50, help="steps until it is the highest")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--seconds", type=float, default=280, help="of this piece of the training")
     parser.add_argument("--link", default="100mbit", help="its name")
-    parser.add_argument("--timed", type=int, default=16, help="steps that are timed")
+    parser.add_argument("--timed", type=int, default=16, help="steps that are timed in a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument(
         "--target", type=float, help="loss; else 1 %% above that of dense gradients"
     )

@@ -44,8 +44,8 @@ from .wire.base import Wire, flattened, plain
 _NAME = "sync_sparsified"
 _WARMUP = 0.25  # the density that warm-up begins with
 _SPELLED = 500  # characters of what all ranks compare of tensors; above, a digest
-_SAMPLED = 256  # entries of a sample that are above its threshold, about
-_AIMS = (1.25, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
+_SAMPLED = 64  # entries of a sample that are above its threshold, about
+_AIMS = (1.5, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
 _GOLDEN = 0.6180339887498949
 
 
