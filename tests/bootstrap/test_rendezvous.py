@@ -124,7 +124,7 @@ def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Pat
         ("file:///", {}, "is no absolute path"),
         ("env://?rank=1", {}, "is none of env://, tcp://host:port and file:///path"),
         (None, {}, "has rank and world size but no MASTER_ADDR and no MASTER_PORT: start with"),
-        (None, {"MASTER_ADDR": "node1"}, "but no MASTER_PORT: start with torchrun, or set it"),
+        (None, {"MASTER_ADDR": "node1"}, "but no MASTER_PORT: start with torchrun, or set what"),
         (None, {**MASTER, "MASTER_PORT": "x"}, "MASTER_PORT='x', which is no port"),
     ],
 )

@@ -13,10 +13,10 @@ from weft.cli import app
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("bench --case uniform,nope", "unknown 'nope': there is uniform, zipf, small"),
-        ("bench --case ,", "unknown ',': there is uniform"),
-        ("bench --algorithm nope", "unknown 'nope': there is auto, "),
-        ("bench --peers mpi", "unknown 'mpi': there is torch, horovod, dense"),
+        ("bench --case uniform,nope", "unknown 'nope': choose from uniform, zipf, small"),
+        ("bench --case ,", "unknown ',': choose from uniform"),
+        ("bench --algorithm nope", "unknown 'nope': choose from auto, "),
+        ("bench --peers mpi", "unknown 'mpi': choose from torch, horovod, dense"),
         ("bench --op mean", "--op"),
         ("bench --dtype float", "--dtype"),
         ("bench --distribution flat", "--distribution"),
@@ -27,7 +27,7 @@ from weft.cli import app
         ("bench --density 2", "do not fit"),
         ("bench --rows 5 --height 9 --density 0.1", "two of the three"),
         ("bench --rows 20 --height 10", "20 distinct rows do not fit in a height of 10"),
-        ("bench --link fast", "'fast' is no speed: write it as 1gbit or 250mbit"),
+        ("bench --link fast", "'fast' is not a speed: write it as 1gbit or 250mbit"),
         ("bench --json /nowhere/x.json", "/nowhere/x.json cannot be written"),
         ("plan --ranks 1,2", "1,2: numbers from 2 to 65536"),
         ("plan --ranks many", "many: numbers"),
@@ -36,17 +36,18 @@ from weft.cli import app
         ("plan --rows 9 --height 4", "9 distinct rows do not fit"),
         ("plan --json x.json --rows 0", "each is at least 1"),
         ("plan --plot x.svg --rows 0", "each is at least 1"),
-        ("plan --link 0gbit", "'0gbit' is no speed"),
+        ("plan --link 0gbit", "'0gbit' is not a speed"),
         ("plan --plot x.pdf", "ends in .png or .svg"),
         ("plan --record /nowhere/x.json", "/nowhere/x.json cannot be read"),
         ("plan --record other.toml", "other.toml is no record of weft bench --json"),
-        ("plan --record x --rows 4", "it says the sizes"),
-        ("plan --profile x --link 1gbit", "it says the figures"),
+        ("plan --record x --rows 4", "the file has the sizes"),
+        ("plan --profile x --link 1gbit", "the file has the link"),
         ("plan --per-host 8 --ranks 2,8", "all of --ranks 2,8 are on one host"),
         ("plan --width 2199023255552", "--width"),
         ("plan --profile other.toml", "other.toml is no link profile"),
         ("tune --ranks 1", "--ranks"),
         ("tune --any-host", "needs --out"),
+        ("doctor --merge nowhere", "nowhere has no file of a rank"),
         ("demo --ranks 0", "--ranks"),
         ("demo --steps -1", "--steps"),
         ("demo --batch 0", "--batch"),
@@ -75,4 +76,4 @@ def test_a_launcher_decides_how_many_ranks(command: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     result = CliRunner().invoke(app, [command, "--ranks", "8"])
-    assert result.exit_code == 2 and "a launcher that started 4" in result.stderr
+    assert result.exit_code == 2 and "the launcher started 4" in result.stderr

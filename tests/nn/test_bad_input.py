@@ -129,7 +129,7 @@ def test_grids_and_shapes_that_are_none(wire):
     gather, halo = nn.AllGather(P(3), 0), nn.HaloExchange(P(3), 1)
     assert P(3).rank_at(1) == 1 and P(3).lengths(5) == [(2, 2, 1)]
     for make, text in (
-        (lambda: P((2, 2)), r"a grid of \(2, 2\) has 4 cells and the group 3 ranks: start more"),
+        (lambda: P((2, 2)), r"a grid of \(2, 2\) has 4 cells, the group 3 ranks: start more"),
         (lambda: P(2, ranks=[1, 1]), "rank 1 is in the grid twice"),
         (lambda: P(2, ranks=[1, 3]), "there is no rank 3 in a group of 3"),
         (lambda: P((2, 1), ranks=[1]), r"1 ranks for the 2 cells of a grid \(2, 1\)"),

@@ -51,7 +51,7 @@ SHARED = torch.empty(64, dtype=torch.int64)
 # what the last rank passes while all others pass good rows, and what everybody must be told
 WRONG = {
     "negative": (lambda: {"rows": one(3, -2)}, "index -2 is negative"),
-    "too high": (lambda: {"rows": one(3, 10)}, "index 10 is outside of a height of 10"),
+    "too high": (lambda: {"rows": one(3, 10)}, "index 10 is outside a height of 10: indices must"),
     "float": (lambda: {"rows": one(1, dtype=torch.float32)}, "indices are torch.float32"),
     "short": (lambda: {"rows": one(1, dtype=torch.int16)}, "indices are torch.int16"),
     "2-D": (lambda: {"rows": one([1, 2])}, r"indices have shape \(1, 2\)"),

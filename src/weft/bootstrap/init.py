@@ -77,7 +77,7 @@ def init(
         backend: "gloo"; "weft", whose collectives are weft's, sparse and uneven ones too;
             "nccl" or "xccl" for a default group whose GPU tensors go over that and whose CPU
             tensors go over gloo; "ccl" or "ucc"; or "mpi", under mpirun, for torch.distributed
-            and weft over MPI (needs `pip install weft[mpi]`). None: nccl or xccl if every rank
+            and weft over MPI (needs `pip install 'weft[mpi]'`). None: nccl or xccl if every rank
             has such a GPU, else gloo; or what there is. But for MPI, weft's own traffic goes over
             sockets of its own.
         rendezvous: where the ranks meet, with rank and size from the environment: "env://" (at

@@ -365,7 +365,7 @@ def place(
             return Mpi()
     raise WeftError(
         f"rank {launch.rank}: the environment has rank and world size but no "
-        f"{' and no '.join(missing)}: start with torchrun, or set it, or pass "
+        f"{' and no '.join(missing)}: start with torchrun, or set what is missing, or pass "
         "rendezvous='tcp://host:port' or 'file:///a/shared/folder/'"
     )
 

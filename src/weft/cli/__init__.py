@@ -39,7 +39,7 @@ def _version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Say versions and exit."),
+        typer.Option("--version", callback=_version, is_eager=True, help="Show versions and exit."),
     ] = False,
 ) -> None:
     pass

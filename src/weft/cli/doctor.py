@@ -68,22 +68,24 @@ class Pair(NamedTuple):
 
 
 def doctor(
-    mib: Annotated[float, Option(min=0.01, help="Size of messages for the bandwidth.")] = 4.0,
-    rendezvous: Annotated[str | None, Option(help="Where the ranks meet.")] = None,
+    mib: Annotated[float, Option(min=0.01, help="Size of a message in MiB, for bandwidth.")] = 4.0,
+    rendezvous: Annotated[str | None, Option(help="As in weft.init(rendezvous=).")] = None,
     timeout: Annotated[float, Option(help="Seconds to wait for the other ranks.")] = 30.0,
-    merge: Annotated[Path | None, Option(help="Line up the files in WEFT_RECORD_DIR.")] = None,
+    merge: Annotated[Path | None, Option(help="Compare the records in this folder.")] = None,
 ) -> None:
-    """Say what is wrong with this machine, this launch and this network, and what to type.
+    """Check this machine, launch and network, and say what to type if something is wrong.
 
-    Under torchrun, mpirun or srun it measures every pair of ranks:
+    Under torchrun, mpirun or srun it also measures every pair of ranks:
     torchrun --nproc-per-node 4 -m weft doctor
     """
     if merge is not None:
         doctor_merge.merge(merge)
         return
     ahead = look_ahead(rendezvous)
-    met, pairs = network(rendezvous, timeout, int(mib * 2**20))
-    findings = [*look(ahead), *met]
+    findings, pairs = [*look(ahead)], list[Pair]()
+    if "launch" not in ahead.errors:  # weft.init would raise the same
+        met, pairs = network(rendezvous, timeout, int(mib * 2**20))
+        findings += met
     wrong = [finding for finding in findings if finding.level == "wrong"]
     if ahead.rank == 0:  # the others say only what is wrong with them
         _print(findings, pairs)
@@ -122,7 +124,7 @@ def look(ahead: Preview) -> Iterator[Finding]:
             "note",
             "memory",
             "memfd_create is refused, so long messages between ranks of this host go over sockets, "
-            "which takes some twice the CPU time",
+            "which takes about twice the CPU time",
             "allow it in the container's seccomp profile, and raise ulimit -v and -f",
         )
     if "launch" in ahead.errors:
@@ -154,7 +156,8 @@ def network(
     try:
         with weft.init(rendezvous=rendezvous, timeout=timeout) as wire:
             took = time.perf_counter() - began
-            findings = [Finding("ok", "start", f"{wire.size} ranks, {took:.1f} s")]
+            size = f"{wire.size} rank{'s' * (wire.size > 1)}"
+            findings = [Finding("ok", "start", f"weft.init of {size} took {took:.1f} s")]
             if wire.size == 1:
                 return findings, []
             hosts = enumerate(hosts_of(wire).ranks)

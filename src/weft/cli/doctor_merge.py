@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.wire.base import names
 
-from . import show
+from . import options, show
 
 _TITLES = ("rank", "host", "calls", "the last", "its program is at", "why it wrote")
 
@@ -27,7 +27,9 @@ File = Mapping[str, Any]
 def merge(folder: Path) -> None:
     """Print what the ranks wrote to a folder."""
     found = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
-    began = max((file["started"] for file in found), default=0.0)
+    if not found:
+        options.refuse("--merge", f"{folder} has no file of a rank: give a job's WEFT_RECORD_DIR")
+    began = max(file["started"] for file in found)
     # what was written before this job began is of an earlier one
     files = {file["rank"]: file for file in found if file["written"] >= began}
     rows = [
@@ -55,14 +57,12 @@ def _called(call: Call) -> str:
 
 def first_difference(files: Mapping[int, File]) -> str:
     """At which call the ranks part, and who is behind there, or made another one."""
-    absent = {*range(max((file["size"] for file in files.values()), default=0))} - {*files}
+    absent = {*range(max(file["size"] for file in files.values()))} - {*files}
     nothing = f"; {names(sorted(absent))} left no file" if absent else ""
     lined = _lined_up(files)
     for ranks, calls in lined:
         if said := _unlike(calls) or _unfinished(ranks, calls, files):
             return said + nothing
-    if not files:
-        return "no rank left a file here"
     return f"{names(sorted(files))} made the same {len(lined)} calls, and finished them{nothing}"
 
 

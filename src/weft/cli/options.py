@@ -36,16 +36,16 @@ def _picture(path: Path | None) -> Path | None:
 
 
 Cases = Annotated[
-    str | None, Option(help=f"Of {', '.join(CASES)}; or all.", show_default="your own, if any")
+    str | None, Option(help=f"Some of {', '.join(CASES)}; or all.", show_default="your own, if any")
 ]
-Rows = Annotated[int | None, Option(max=1 << 62, help="Indices of a rank.")]
+Rows = Annotated[int | None, Option(max=1 << 62, help="Indices that each rank brings.")]
 Height = Annotated[int | None, Option(max=1 << 62, help="Rows of the dense tensor.")]
-Width = Annotated[int | None, Option(max=1 << 40, help="Values of a row; 1 means plain numbers.")]
-Drawn = Annotated[Distribution | None, Option(help="How rows are drawn.")]
-Timeout = Annotated[float | None, Option(help="Seconds any wait may last.", show_default="300")]
-Json = Annotated[Path | None, Option(callback=_writable, help="Write all figures here.")]
+Width = Annotated[int | None, Option(max=1 << 40, help="Values in a row; 1: scalars.")]
+Drawn = Annotated[Distribution | None, Option(help="How indices are drawn.")]
+Timeout = Annotated[float | None, Option(help="Longest wait, in seconds.", show_default="300")]
+Json = Annotated[Path | None, Option(callback=_writable, help="Write all figures to this file.")]
 Picture = Annotated[
-    Path | None, Option(callback=_picture, help="Draw where each algorithm wins: .png or .svg.")
+    Path | None, Option(callback=_picture, help="Draw the quickest algorithms: .png or .svg.")
 ]
 
 
@@ -73,7 +73,7 @@ def names(option: str, given: str, there_is: Iterable[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     unknown = [name for name in found if name not in known]
     if unknown or not found:
-        refuse(option, f"unknown {(*unknown, given)[0]!r}: there is {', '.join(known)}")
+        refuse(option, f"unknown {(*unknown, given)[0]!r}: choose from {', '.join(known)}")
     return found
 
 
@@ -86,7 +86,7 @@ def rate(given: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", given.strip().lower())
     if match is None or float(match[1]) == 0:
-        refuse("--link", f"{given!r} is no speed: write it as 1gbit or 250mbit")
+        refuse("--link", f"{given!r} is not a speed: write it as 1gbit or 250mbit")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
@@ -110,7 +110,7 @@ def cases_of(
     """
     own = {name: value for name, value in own.items() if value is not None}
     if density is not None and "rows" in own and "height" in own:
-        refuse("--density", "it is --rows over --height: give two of the three")
+        refuse("--density", "density is --rows divided by --height: give two of the three")
     cases = [CASES[name] for name in names("--case", given or default, CASES)]
     if given is None and (own or density is not None):
         cases = [replace(CASES["uniform"], name="own")]
@@ -136,7 +136,7 @@ def launched(ranks: int | None) -> bool:
     if size is None or "RANK" not in os.environ:
         return False
     if ranks not in (None, int(size)):
-        refuse("--ranks", f"{ranks} under a launcher that started {size}: leave --ranks out")
+        refuse("--ranks", f"{ranks}, but the launcher started {size}: leave --ranks out")
     return True
 
 

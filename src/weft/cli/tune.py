@@ -20,17 +20,17 @@ from . import options, show
 
 
 def tune(
-    ranks: Annotated[int | None, Option(min=2, help="Processes.", show_default="4")] = None,
-    out: Annotated[Path | None, Option(help="Write the profile here, on each host.")] = None,
-    any_host: Annotated[bool, Option(help="It may serve other hosts too; needs --out.")] = False,
+    ranks: Annotated[int | None, Option(min=2, help="Ranks to start.", show_default="4")] = None,
+    out: Annotated[Path | None, Option(help="Write the profile to this file.")] = None,
+    any_host: Annotated[bool, Option(help="Valid on other hosts too; needs --out.")] = False,
     timeout: options.Timeout = None,
 ) -> None:
-    """Measure latency, bandwidth and merging speed of this group, and write the link profile.
+    """Measure latency, bandwidth and merging speed of this group, and write a link profile.
 
-    From then on `auto` reads the figures instead of measuring them at the first call of each run.
+    `auto` then reads the profile, and need not measure at the start of each run.
     """
     if any_host and out is None:
-        words = "it needs --out: what is kept for these hosts is found by their names"
+        words = "it needs --out: without it the profile is stored under the names of these hosts"
         options.refuse("--any-host", words)
     given = out, any_host, timeout
     with options.failing("tune", 1):

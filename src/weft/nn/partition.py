@@ -81,7 +81,7 @@ class Partition:
         if ranks is None:
             if count > wire.size:
                 raise WeftError(
-                    f"{me}: a grid of {extents} has {count} cells and the group {wire.size} ranks: "
+                    f"{me}: a grid of {extents} has {count} cells, the group {wire.size} ranks: "
                     "start more ranks, or make it smaller"
                 )
             ranks = range(count)

@@ -343,7 +343,7 @@ def outside(low: int, high: int, height: int | None) -> str | None:
     if low < 0:
         return f"index {low} is negative: indices count from 0"
     if height is not None and high >= height:
-        return f"index {high} is outside of a height of {height}"
+        return f"index {high} is outside a height of {height}: indices must be below it"
     return None
 
 

@@ -27,39 +27,41 @@ _ALL = ",".join(PEERS)
 
 def bench(
     case: options.Cases = None,
-    algorithm: Annotated[str, Option(help="Algorithms of weft, or all; a row for each.")] = "auto",
-    peers: Annotated[str, Option(help="Who is measured beside weft, or none.")] = _ALL,
-    ranks: Annotated[int | None, Option(min=1, help="Processes.", show_default="1")] = None,
-    size: Annotated[float, Option(help="Times the rows and the height of each case.")] = 1.0,
+    algorithm: Annotated[str, Option(help="Algorithms of weft to time, or all.")] = "auto",
+    peers: Annotated[str, Option(help="What to time beside weft, or none.")] = _ALL,
+    ranks: Annotated[int | None, Option(min=1, help="Ranks to start.", show_default="1")] = None,
+    size: Annotated[float, Option(help="Factor for rows and height of each case.")] = 1.0,
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    density: Annotated[float | None, Option(help="Rows over height; gives one of them.")] = None,
+    density: Annotated[float | None, Option(help="Rows divided by height.")] = None,
     distribution: options.Drawn = None,
-    ids: Annotated[Ids, Option(help="Whether zipf's commonest row has index 0.")] = "frequency",
-    values: Annotated[Numbers, Option(help="Whose sums are exact, or round.")] = "integers",
-    dtype: Annotated[Dtype, Option(help="Of the values.")] = "float32",
-    index_dtype: Annotated[IndexDtype, Option(help="Of the indices.")] = "int64",
-    op: Annotated[Op, Option(help="The reduction; peers know sum and avg.")] = "sum",
+    ids: Annotated[Ids, Option(help="zipf: order of indices.")] = "frequency",
+    values: Annotated[Numbers, Option(help="Sums of integers are exact.")] = "integers",
+    dtype: Annotated[Dtype, Option(help="Dtype of the values.")] = "float32",
+    index_dtype: Annotated[IndexDtype, Option(help="Dtype of the indices.")] = "int64",
+    op: Annotated[Op, Option(help="The reduction; peers have only sum and avg.")] = "sum",
     iters: Annotated[int, Option(min=1, help="Timed calls of each contender.")] = 10,
-    warmup: Annotated[int, Option(min=0, help="Untimed calls before them.")] = 2,
-    check: Annotated[bool, Option(help="Compare each result with the right one.")] = True,
-    seed: Annotated[int, Option(help="Of the data.")] = 0,
-    link: Annotated[float | None, Option(parser=options.rate, help="Such as 1gbit.")] = None,
-    unprivileged: Annotated[bool, Option(help="As ordinary users' processes run.")] = False,
+    warmup: Annotated[int, Option(min=0, help="Untimed calls before those.")] = 2,
+    check: Annotated[bool, Option(help="Compare each result with the correct one.")] = True,
+    seed: Annotated[int, Option(help="Seed of the data.")] = 0,
+    link: Annotated[
+        float | None, Option(parser=options.rate, help="Speed of the link, such as 1gbit.")
+    ] = None,
+    unprivileged: Annotated[bool, Option(help="Run as an ordinary user's processes.")] = False,
     json: options.Json = None,
     timeout: options.Timeout = None,
 ) -> None:
-    """Measure sparse all-reduce beside what PyTorch does today, and beside the bound.
+    """Time sparse all-reduce beside PyTorch's collectives, and compare it with the lower bound.
 
-    Results are checked before anything is timed; if one is wrong its row says so and the exit
-    status is 1.
+    Results are checked before anything is timed.
+    If one is wrong, its row says WRONG and the exit status is 1.
     """
     here = options.launched(ranks)
     if not 0 < size < math.inf or (density is not None and not 0 < density < math.inf):
-        options.refuse("--size, --density", "they are numbers above 0")
+        options.refuse("--size, --density", "they must be finite and above 0")
     if unprivileged and not psutil.LINUX:
-        options.refuse("--unprivileged", "there is prctl on Linux only")
+        options.refuse("--unprivileged", "it needs prctl, which only Linux has")
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     kind = {"ids": ids, "values": values, "dtype": dtype, "index_dtype": index_dtype, "op": op}
     cases = options.cases_of(case, "all", own, kind, size, density)

@@ -32,28 +32,29 @@ from .train import Job, measure_memory, train
 
 _LIMIT = 210.0  # seconds of training if --steps is left to us, so that all is done in five minutes
 _STEPS = 600
-_STEPS_HELP = f"Steps, each way; without: {_STEPS}, or what fits into {_LIMIT / 60:.1f} minutes."
+_STEPS_HELP = f"Steps of each way; default: {_STEPS}, or what fits into {_LIMIT / 60:.1f} minutes."
 _OUT = Path("weft-demo")
 
 Compared = Literal["all", "torch", "dense", "none"]
 
 
 def demo(
-    text: Annotated[list[Path] | None, Option(help="A file or folder; may be repeated.")] = None,
+    text: Annotated[list[Path] | None, Option(help="File or folder; may be repeated.")] = None,
     ranks: Annotated[int, Option(min=1, help="Processes to start on this machine.")] = 4,
     steps: Annotated[int | None, Option(min=1, help=_STEPS_HELP)] = None,
     dim: Annotated[int, Option(min=1, help="Floats of a word's vector.")] = 64,
-    batch: Annotated[int, Option(min=1, help="Pairs a rank takes in a step.")] = 2048,
-    min_count: Annotated[int, Option(min=1, help="Leave rarer words out.")] = 2,
+    batch: Annotated[int, Option(min=1, help="Pairs of words for a rank and step.")] = 2048,
+    min_count: Annotated[int, Option(min=1, help="Leave out words that are rarer.")] = 2,
     compare: Annotated[Compared, Option(help="What to train beside weft.")] = "all",
-    seed: Annotated[int, Option(min=0, help="Of the first weights and of the batches.")] = 0,
-    out: Annotated[Path, Option(file_okay=False, help="Folder for what is made.")] = _OUT,
+    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
+    out: Annotated[Path, Option(file_okay=False, help="Folder for report and vectors.")] = _OUT,
 ) -> None:
-    """Train word vectors on real text, on several processes, and show what weft does there.
+    """Train word vectors on several processes, with weft and with PyTorch alone.
 
-    Without --text it is the source of the Python standard library.
-    Sparse gradients are summed by weft, by PyTorch's sparse all-reduce and by a dense one, all on
-    the same batches from the same start. Ctrl-C ends it and keeps what was made.
+    The text is that of --text, or the source of the Python standard library.
+    weft, PyTorch's sparse all-reduce and a dense all-reduce sum the gradients,
+    one after the other, on the same batches.
+    Ctrl-C ends the demo and keeps what was made.
     """
     limit = _LIMIT if steps is None else None
     ways = {"all": tuple(WAYS), "none": ("weft",)}.get(compare, ("weft", compare))

@@ -30,28 +30,28 @@ def plan(
     rows: options.Rows = None,
     height: options.Height = None,
     width: options.Width = None,
-    dtype: Annotated[Dtype, Option(help="Of the values.")] = "float32",
+    dtype: Annotated[Dtype, Option(help="Dtype of the values.")] = "float32",
     distribution: options.Drawn = None,
-    record: Annotated[Path | None, Option(help="Sizes and overlap: weft bench --json.")] = None,
-    ranks: Annotated[str, Option(help="Numbers of ranks, divided by commas.")] = _RANKS,
-    per_host: Annotated[int, Option(min=1, help="Ranks that share a host, and its link.")] = 1,
-    link: Annotated[str, Option(help="Speeds of a host's link, divided by commas.")] = _LINK,
-    latency: Annotated[float, Option(min=1e-3, help="Microseconds of a round.")] = _LATENCY,
-    work: Annotated[float, Option(min=1e-3, help="Microseconds of a core a message.")] = _WORK,
-    profile: Annotated[Path | None, Option(help="The link's figures: weft tune --out.")] = None,
+    record: Annotated[Path | None, Option(help="Read sizes from weft bench --json.")] = None,
+    ranks: Annotated[str, Option(help="Numbers of ranks, separated by commas.")] = _RANKS,
+    per_host: Annotated[int, Option(min=1, help="Ranks that share a host and its link.")] = 1,
+    link: Annotated[str, Option(help="Speeds of a host's link, separated by commas.")] = _LINK,
+    latency: Annotated[float, Option(min=1e-3, help="Latency of a round, in µs.")] = _LATENCY,
+    work: Annotated[float, Option(min=1e-3, help="CPU time of a message, in µs.")] = _WORK,
+    profile: Annotated[Path | None, Option(help="Read the link from weft tune --out.")] = None,
     plot: options.Picture = None,
     json: options.Json = None,
 ) -> None:
-    """Predict time, bytes, messages and the chosen algorithm for a cluster that need not be here.
+    """Predict algorithm, time, bytes and messages for a cluster that you describe.
 
-    By the same costs from which `auto` chooses; nothing is sent.
+    It uses the same costs as `auto`, and sends nothing.
     """
     counts = _counts(ranks)
     own = {"rows": rows, "height": height, "width": width, "distribution": distribution}
     if record is not None and (case, *own.values(), dtype) != (None,) * 5 + ("float32",):
-        options.refuse("--record", "it says the sizes: leave --case and sizes of your own out")
+        options.refuse("--record", "the file has the sizes: leave --case and other sizes out")
     if profile is not None and (link, latency, work) != (_LINK, _LATENCY, _WORK):
-        options.refuse("--profile", "it says the figures: leave --link, --latency and --work out")
+        options.refuse("--profile", "the file has the link: leave --link, --latency and --work out")
     with options.failing("plan", 2):
         if record is not None:
             sizes = recorded(record)
