@@ -64,38 +64,37 @@ def init(
     transport: str | None = None,
     watch: float | None = None,
 ) -> Wire:
-    """Start weft in this process, and return the wire between all ranks, the default one.
+    """Start weft in this process, and return the default wire, which connects all ranks.
 
-    Collective: every rank calls it. Kernels are compiled, or loaded, before anybody waits for
-    anybody. torch.distributed works afterwards, whoever set it up: if the program had its default
-    group, weft adopts that, and leaves it alone at the end; else weft sets it up, under torchrun
-    (or whatever sets the same variables), mpirun or srun for its ranks, without a launcher for this
-    process alone, which uses no network. As a context manager, it shuts down at the end of the
-    block. Who launched it, where the ranks met and over which network interface is logged.
+    Collective: every rank calls it. Each rank compiles or loads the kernels before it waits for
+    others. If the program has torch.distributed's default group, weft uses that group, and does not
+    end it. Else weft sets up the default group: under torchrun (or a launcher with the same
+    variables), mpirun or srun for all ranks; without a launcher for this process alone, which uses
+    no network. As a context manager it shuts down at the end of the block. It logs the launcher,
+    the place where the ranks met, and the network interface.
 
     Args:
-        backend: "gloo"; "weft", whose collectives are weft's, sparse and uneven ones too;
-            "nccl" or "xccl" for a default group whose GPU tensors go over that and whose CPU
-            tensors go over gloo; "ccl" or "ucc"; or "mpi", under mpirun, for torch.distributed
-            and weft over MPI (needs `pip install 'weft[mpi]'`). None: nccl or xccl if every rank
-            has such a GPU, else gloo; or what there is. But for MPI, weft's own traffic goes over
-            sockets of its own.
-        rendezvous: where the ranks meet, with rank and size from the environment: "env://" (at
+        backend: the backend of torch.distributed: "gloo"; "weft", whose collectives are weft's;
+            "nccl" or "xccl", where CPU tensors go over gloo; "ccl" or "ucc"; or "mpi", under
+            mpirun, for torch.distributed and weft over MPI (needs `pip install 'weft[mpi]'`). None:
+            the backend of the group that weft uses, else nccl or xccl if every rank has such a GPU,
+            else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
+        rendezvous: where the ranks meet; rank and size come from the environment. "env://" (at
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
-            "file:///path" of a file or folder that all see. None: "env://", and where the
-            environment has no such place, one that follows from the launcher.
-        timeout: seconds that any wait may last. None: the adopted group's own, else 300.
-        transport: what weft's traffic goes over. None: what is best, unless WEFT_TRANSPORT says
-            otherwise. "torch": a gloo group of its own, for all of it: slow, and plain.
-        watch: seconds of any one wait after which this rank prints a line on standard error, once:
-            what it awaits, who has not come, and where that rank's program stands; at start-up
-            already. None: what WEFT_WATCH says, else never.
+            "file:///path" of a file or folder that all ranks see. None: "env://", and if the
+            environment names no place, one that follows from the launcher.
+        timeout: the longest wait, in seconds. None: that of the group that weft uses, else 300.
+        transport: what weft's traffic goes over. None: the fastest transport, unless WEFT_TRANSPORT
+            names another. "torch": a gloo group that weft makes, which is slower.
+        watch: seconds after which a waiting rank prints a line on standard error, once for each
+            wait, also at start-up: what it awaits, which rank is late, and where that rank's
+            program is. None: the value of WEFT_WATCH, else never.
 
     Raises:
-        WeftError: the environment is incomplete, the backend is not there, or the processes do
-            not fit together (a rank given twice, world sizes or versions that differ): the same
-            on every rank that comes. Or weft is already running with other arguments.
-        WireError: not all ranks came within `timeout`; it names who is missing.
+        WeftError: the environment is incomplete, the backend is missing, or the processes do not
+            fit together (a rank given twice, different world sizes or versions): the same text on
+            every rank that comes. Or weft is already running with other arguments.
+        WireError: not all ranks came within `timeout`; it names the missing ranks.
 
     Example:
         >>> import weft
@@ -107,10 +106,10 @@ def init(
 
 
 def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
-    """`init`, as this rank of so many, whatever the environment says; collective.
+    """`init` with this rank and size, instead of those of the environment; collective.
 
-    For libraries whose programs bring these themselves. If torch.distributed is initialised
-    already, weft adopts that, and host and port are not used.
+    For libraries whose programs pass these themselves. If torch.distributed is initialised
+    already, weft uses its default group, and ignores host and port.
 
     Raises:
         WeftError: as `init`; or torch.distributed is initialised with another rank or size.
@@ -136,8 +135,8 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
 def shutdown() -> None:
     """End what `init` started: the wire, its threads and sockets, and the group if weft made it.
 
-    The others learn that this rank leaves; it waits for nobody. Without a running weft it does
-    nothing. It is called at exit by itself.
+    It tells the other ranks that this rank leaves, and waits for none of them. If weft is not
+    running it does nothing. It runs by itself when the process exits.
     """
     global _running
     running, _running = _running, None

@@ -32,34 +32,34 @@ def sparse_all_reduce(
     wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
-    """Reduce the rows of all ranks; every rank gets all the result, bit for bit the same.
+    """Reduce the rows of all ranks; every rank gets the whole result, with the same bits.
 
     Args:
         rows: a sparse COO tensor (any number of sparse dimensions), `(indices, values)`, or
             `weft.Rows`; the result has the same form and device. Indices are int32 or int64, in any
-            order, with duplicates, or none at all; values are `[k, *row_shape]`. A list of these is
-            several tables, of any row shapes and dtypes; it gives a list.
+            order; they may repeat, and there may be none. Values are `[k, *row_shape]`. A list of
+            these is several tables, of any row shapes and dtypes; the result is then a list.
         op: "sum", "avg" (divides by the size of the group), "min", "max", "prod", "band", "bor",
             "bxor", a `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of
-            two `[n, *row_shape]` tensors, applied row by row, the lower rank's rows left.
+            two `[n, *row_shape]` tensors, applied row by row; `a` comes from the lower rank.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
-            change before.
+        async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
+            before `wait()` returns.
         algorithm: "auto" or a registered name; the environment's WEFT_ALGORITHM replaces "auto".
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
-            then sent. Every rank's sum of an index is rounded to it before it travels, and so is
-            the result, once each, to nearest even; additions are as wide as ever. Lossy:
-            docs/wire-dtype.md has the bound. Values of two bytes travel as they are.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
+            this dtype. Each rank's sum of an index is rounded before it is sent, and the result is
+            rounded, once each, to nearest even; the additions are as wide as without. Lossy:
+            docs/wire-dtype.md has the error bound. Values of two bytes are sent unchanged.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
-            tables a list with one of these for each. It may be the memory of `rows`, at the price
-            of a copy. What it holds after an error is undefined.
+            tables a list with one of these for each. It may be the memory of `rows`, which costs a
+            copy. After an error its content is undefined.
 
     Returns:
-        Canonical rows: sorted indices, each once. Local duplicates are added in input order and
-        ranks in rank order (not `doubling`, `ring`, `hierarchical`: docs/algorithms.md), so the
-        same inputs give the same bits. Half precision adds in float32, and rounds twice: what a
-        rank's duplicates come to, since that is what travels, and the result. Integers wrap.
+        Sorted indices, each once, and their sums. A rank's duplicates are added in input order, and
+        ranks in rank order (except `doubling`, `ring`, `hierarchical`: docs/algorithms.md), so the
+        same inputs give the same bits. Half precision is added in float32 and rounded twice: each
+        rank's sum of duplicates, before it is sent, and the result. Integers wrap.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
@@ -87,12 +87,13 @@ def explain(
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """What `sparse_all_reduce` would do with these arguments, and why; nothing is reduced.
+    """Say what `sparse_all_reduce` would do with these arguments, and why; reduce nothing.
 
-    Collective, like the call it explains, with the same errors. Prints as a table: algorithm,
-    messages, bytes, predicted time, ratio to the bound, and chosen or why not. Of a list of tables
-    it also says which are brought together (`groups`): those of one row shape and dtype. Where an
-    algorithm was asked for that knows only one of these, a call for each group (`calls`).
+    Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
+    as a table: algorithm, messages, bytes, predicted time, bytes divided by the bound, and why an
+    algorithm is not chosen. For a list of tables it also has the `groups`: tables of the same row
+    shape and dtype, which are reduced together. If the algorithm that was asked for can serve only
+    one group, it has what each group's call would do (`calls`).
 
     Example:
         >>> import torch, weft

@@ -52,19 +52,19 @@ def sparse_all_gather(
             and device. Indices are int32 or int64; values `[k, *row_shape]` of any dtype. Ranks may
             have different numbers of rows, or none.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
-            change before.
-        return_counts: also return how many rows are of each rank.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
-            then sent: rounded once, to nearest even, on every rank alike, also the one
-            whose they are (docs/wire-dtype.md).
+        async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
+            before `wait()` returns.
+        return_counts: also return each rank's number of rows.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
+            this dtype, rounded once, to nearest even, also on the rank that sends them
+            (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
     Returns:
-        The rows of rank 0 as they were given, then those of rank 1, and so on: not sorted, and
-        duplicates stay (a COO tensor is not coalesced). With `return_counts` a pair of that and
-        of an int64 tensor `[size]`.
+        The unchanged rows of rank 0, then those of rank 1, and so on: not sorted, with duplicates
+        (a COO tensor is not coalesced). With `return_counts` a pair: these rows and an int64 tensor
+        `[size]`.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too

@@ -42,26 +42,26 @@ def sparse_broadcast(
     wire_dtype: torch.dtype | None = None,
     out: Any = None,
 ) -> Any:
-    """Give the rows of one rank to all.
+    """Send the rows of one rank to all ranks.
 
     Args:
         rows: on `group_src` a sparse COO tensor, `(indices, values)`, or `weft.Rows`; indices are
-            int32 or int64, values `[k, *row_shape]` of any dtype. The other ranks' are not looked
-            at: pass None.
-        group_src: the rank, in the group, whose rows they are; the same on every rank.
+            int32 or int64, values `[k, *row_shape]` of any dtype. On the other ranks the argument
+            is ignored: pass None.
+        group_src: the rank, in the group, that sends its rows; the same on every rank.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
-            change before.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
-            then sent: rounded once, to nearest even, on every rank alike, also the one
-            whose they are (docs/wire-dtype.md).
+        async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
+            before `wait()` returns.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
+            this dtype, rounded once, to nearest even, also on the rank that sends them
+            (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
     Returns:
-        The rows as they were given, not sorted, duplicates included; in the form that `group_src`
-        gave them in, on every rank; on the others on the CPU or their current accelerator, as
-        theirs is, or where `out` is.
+        On every rank the unchanged rows, not sorted, with duplicates, in the form that `group_src`
+        passed. On the other ranks they are on the device of `out`, else on the CPU or the current
+        accelerator, as the rows of `group_src` are.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too

@@ -57,17 +57,16 @@ def sparse_reduce(
         op: as for `weft.sparse_all_reduce`.
         group_dst: the rank, in the group, that gets the result; the same on every rank.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
-            change before.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
-            then sent; rounded where `weft.sparse_all_reduce` rounds, to the same bits
-            (docs/wire-dtype.md).
-        out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; the other
-            ranks' is left alone.
+        async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
+            before `wait()` returns.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
+            this dtype, and rounded as in `weft.sparse_all_reduce` (docs/wire-dtype.md).
+        out: memory for the result on `group_dst`, as for `weft.sparse_all_reduce`; weft does not
+            touch that of other ranks.
 
     Returns:
-        On `group_dst` what `weft.sparse_all_reduce` would give, ranks added in rank order; None on
-        the others.
+        On `group_dst` the result of `weft.sparse_all_reduce`, with ranks added in rank order; None
+        on the other ranks.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or `out` is too

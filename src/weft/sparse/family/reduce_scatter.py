@@ -52,21 +52,20 @@ def sparse_reduce_scatter(
             `weft.sparse_all_reduce`; the result has the same form and device.
         op: as for `weft.sparse_all_reduce`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        async_op: return at once, with a `Work` whose `wait()` gives the result. The input must not
-            change before.
+        async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
+            before `wait()` returns.
         ranges: size + 1 ascending integers: rank r owns the indices from `ranges[r]` up to, not
-            including, `ranges[r + 1]`; all indices lie in one of these. None: they are cut so that
-            all ranks have equal work in this call, and `weft.sparse.last_call().ranges` says where.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which floating-point values are
-            then sent; rounded where `weft.sparse_all_reduce` rounds, to the same bits
-            (docs/wire-dtype.md).
+            including, `ranges[r + 1]`; every index must be in a range. None: weft cuts ranges that
+            give all ranks equal work in this call; `weft.sparse.last_call().ranges` has them.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
+            this dtype, and rounded as in `weft.sparse_all_reduce` (docs/wire-dtype.md).
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for this rank's part, or a function that allocates them.
 
     Returns:
-        This rank's part of what `weft.sparse_all_reduce` would give: canonical rows, the indices
-        those of the whole tensor. Ranks are added in rank order, so the same inputs give the same
-        bits, and given ranges the same as balanced ones.
+        This rank's part of the result of `weft.sparse_all_reduce`: indices of the whole tensor,
+        sorted, each once. Ranks are added in rank order, so the same inputs give the same bits,
+        whatever the ranges.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
