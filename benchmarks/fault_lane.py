@@ -34,12 +34,13 @@ import torch
 import torch._dynamo  # here: each rank would
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
 import weft.ddp
 import weft.nn
-from faults import DEADLINE, PATIENCE, SIZES, Cell, Result, named_in
+from faults import DDP, DEADLINE, PATIENCE, SIZES, Cell, Result, named_in
 from goals import NETLAB
 
 START = 60.0  # seconds in which all ranks make their first calls
@@ -78,7 +79,7 @@ def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
     rows, columns = weft.Partition((size, 1)), weft.Partition((1, size))
     layer = weft.nn.Repartition(rows, columns)
     shard = torch.ones(64, 64 * size, requires_grad=True)
-    model = Model()
+    model, table = Model(), weft.nn.ShardedEmbedding(1000, 32)
 
     def sync() -> None:
         model(BAGS).backward()
@@ -92,6 +93,7 @@ def calls_of_weft(rank: int, size: int) -> dict[str, Call]:
         "layer": lambda: layer(shard).sum().backward(),
         "barrier": weft.barrier,
         "sync_grads": sync,
+        "sharded": lambda: table(BAGS).sum().backward(),
     }
 
 
@@ -99,10 +101,16 @@ def calls_of_torch(rank: int, size: int) -> dict[str, Call]:
     several = [coo(rank + table, 500, 16) for table in range(6)]
     part = torch.ones(40_000 * size, requires_grad=True)
     into = torch.empty_like(part)
-    model = Model()
+    model, table = Model(), torch.nn.Embedding(1000, 32)
 
     def moved() -> None:
         dist.nn.functional.all_to_all_single(into.clone(), part).sum().backward()
+
+    def looked_up() -> None:
+        asked = torch.arange(16 * size)
+        dist.all_to_all_single(asked.clone(), asked)
+        rows = table(asked)
+        dist.nn.functional.all_to_all_single(torch.empty_like(rows), rows).sum().backward()
 
     def sync() -> None:
         model(BAGS).backward()
@@ -117,14 +125,24 @@ def calls_of_torch(rank: int, size: int) -> dict[str, Call]:
         "layer": moved,
         "barrier": dist.barrier,
         "sync_grads": sync,
+        "sharded": looked_up,
     }
 
 
-def step_of(wire: str, unused: bool) -> Call:
-    """A step of DistributedDataParallel, with weft's hook or without.
+def step_of(wire: str, kind: str) -> Call:
+    """A step of DistributedDataParallel, with a hook of weft's or without.
 
-    It makes calls of its own over gloo for buffers, and for parameters that may be `unused`.
+    It makes calls of its own over gloo for buffers, and for parameters that may be unused.
     """
+    if kind == "topk":
+        model = DistributedDataParallel(torch.nn.Linear(300, 300))
+        if wire == "gloo":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            model.register_comm_hook(weft.ddp.TopK(), weft.ddp.topk_hook)
+        return lambda: model(torch.ones(8, 300)).sum().backward()
+    unused = kind == "ddp_unused"
     model = DistributedDataParallel(Model(buffers=unused), find_unused_parameters=unused)
     if wire != "gloo":
         weft.ddp.register(model)
@@ -192,8 +210,8 @@ def say_error(say: Callable[..., None], error: Exception) -> None:
 
 
 def calls_until_failure(cell: Cell, rank: int, say: Callable[..., None], order: int) -> None:
-    if cell.collective.startswith("ddp"):
-        call = step_of(cell.wire, cell.collective == "ddp_unused")
+    if cell.collective in DDP:
+        call = step_of(cell.wire, cell.collective)
     else:
         calls_of = calls_of_torch if cell.wire == "gloo" else calls_of_weft
         call = calls_of(rank, cell.ranks)[cell.collective]

@@ -13,7 +13,9 @@ collectives. Links are cut where root may make network namespaces (`tools/netlab
 
 `ddp_unused` is a step with BatchNorm and `find_unused_parameters=True`, for which
 DistributedDataParallel makes calls of its own over gloo. A rank that answers, and is elsewhere
-while the others are in such a call, cannot be named: those faults are left out for it.
+while the others are in such a call, cannot be named: those faults are left out for it. `topk` is a
+step of `weft.ddp.TopK`, for gloo of PyTorch's PowerSGD; `sharded` looks rows up in a table that is
+cut over the ranks, and gives their gradients back.
 
 `seconds` count from the fault until every live rank has raised; it must be 1 at most where a
 process ends or calls something else, and the deadline and 1 where it is only silent. A live rank
@@ -52,8 +54,18 @@ PATIENCE = 6.0  # seconds after the deadline, after which a rank hangs
 
 AT_ONCE = ("kill", "exception", "exit", "another call")
 FAULTS = (*AT_ONCE, "freeze", "cut", "absence")
-DDP = ("ddp", "ddp_unused")
-COLLECTIVES = ("small", "large", "list", "all_to_all", "layer", "barrier", "sync_grads", *DDP)
+DDP = ("ddp", "ddp_unused", "topk")
+COLLECTIVES = (
+    "small",
+    "large",
+    "list",
+    "all_to_all",
+    "layer",
+    "barrier",
+    "sync_grads",
+    "sharded",
+    *DDP,
+)
 WIRES = ("shm", "tcp", "torch", "gloo")
 SIZES = (2, 4, 8)
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"

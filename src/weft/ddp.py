@@ -126,14 +126,15 @@ class State:
         """The wire of the group; made, collectively, when it is first asked for.
 
         Raises:
-            WeftError: the ranks' `wire_dtype` differ, or one is wrong; the same text on every rank.
+            WeftError: the ranks' states differ, or one is wrong; the same text on every rank.
         """
         if self._wire is None:
             kernels.prepare()
             group = self._group
             wire = group if isinstance(group, Wire) else process_group.of_group(group)
             # dense buckets are not compared one by one
-            _tell(wire, *self._asked())
+            fields, error = self._asked()
+            _tell(wire, fields | {"kind of state": type(self).__name__}, error)
             self._wire = wire
         return self._wire
 

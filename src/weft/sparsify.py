@@ -67,7 +67,7 @@ def sync_sparsified(
     Every rank gets the same bits. An entry that no rank sent is zero.
 
     Raises:
-        WeftError: tensors, settings or densities differ or are wrong; the same text on every rank.
+        WeftError: tensors, states or densities differ or are wrong; the same text on every rank.
             Tensors and residuals are as they were, and the next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
