@@ -270,27 +270,27 @@ def register(
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> State:
-    """Let weft carry the gradients of a model; once for each model, on every rank.
+    """Let weft carry the gradients of a model; call it once for each model, on every rank.
 
-    A copy of the model has no hook, as with any of torch's, and may be registered, too.
+    A copy of the model has no hook, as with torch's own hooks; you may register it, too.
 
     Args:
-        ddp_model: the wrapped model, any options; its process group is the one that is used. In a
-            program that runs alone also one that is not wrapped, as trainers leave it then: nothing
-            is done to it, which the log says once.
+        ddp_model: the wrapped model, with any options; weft uses its process group. In a group of
+            one it may be unwrapped, as some trainers leave it: `register` then does nothing, and
+            logs that once.
         algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which gradients of wider
-            floating-point dtypes travel, dense and sparse (lossy: docs/wire-dtype.md has the bound,
-            that of `weft.sync_grads`).
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: dense and sparse gradients of
+            wider floating-point dtypes are sent in this dtype (lossy: docs/wire-dtype.md has the
+            error bound, which is that of `weft.sync_grads`).
 
     Returns:
-        The hook's state; `state.calls` tells what the last calls did.
+        The hook's state; `state.calls` has the records of the last calls.
 
     Raises:
-        WeftError: `ddp_model` is no DistributedDataParallel, though there are several ranks;
+        WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks;
             `wire_dtype` is wrong or differs between ranks; or a `SyncBatchNorm` on an accelerator
-            has the same group; the same text on every rank. Later, from `backward()`: what the
-            calls raise. Then `.grad` holds this rank's own values; the next step works.
+            has the same group; the same text on every rank. Later, from `backward()`: the errors of
+            the calls. Then `.grad` holds this rank's own values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:
@@ -624,9 +624,8 @@ def keep_tables_used(module: nn.Module) -> RemovableHandle:
 
     DistributedDataParallel fails when a batch does not use a table with sparse gradients. This
     hooks the module so that its outputs depend on all its tables (`nn.Embedding` and
-    `nn.EmbeddingBag` with `sparse=True`), which copies nothing, and so that a table that was not
-    used gets a gradient with no rows. Other tensor hooks on a table then see None where it was not
-    used. `register` calls it.
+    `nn.EmbeddingBag` with `sparse=True`), without a copy. An unused table gets a gradient without
+    rows; other tensor hooks on it see None. `register` calls this function.
 
     Example:
         >>> import torch

@@ -21,8 +21,8 @@ class Rows:
     """Some rows of a tensor of `height` rows.
 
     Attributes:
-        indices: which rows; 1-D, int32 or int64, shape `[k]`, any order, duplicates allowed.
-        values: what they hold; shape `[k, *row_shape]`.
+        indices: indices of the rows; int32 or int64, shape `[k]`, any order, duplicates allowed.
+        values: the rows; shape `[k, *row_shape]`.
         height: rows of the dense tensor, or None if unknown.
 
     Example:

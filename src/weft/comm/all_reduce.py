@@ -45,18 +45,18 @@ def all_reduce(
         op: "sum", "avg" (divides by the size of the group; floating point and complex), "min",
             "max", "prod", "band", "bor", "bxor", or a `torch.distributed.ReduceOp`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which wider floating-point
-            numbers are then sent: each rank's tensor is rounded to it, and so is the result, once
-            each, to nearest even; sums are kept in float32. So do gradients travel. Lossy:
-            docs/wire-dtype.md has the bound.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: wider floating-point numbers are
+            sent in this dtype. Each rank's tensor is rounded, and so is the result, once each, to
+            nearest even; sums are made in float32. Gradients are sent so, too. Lossy:
+            docs/wire-dtype.md has the error bound.
 
     Returns:
         A new tensor, on the device of `tensor`. Ranks are added in rank order; half precision is
-        added in float32, for "avg" divided there, and rounded once; integers wrap. If the tensor of
-        some rank requires a gradient, the results of all ranks do, and all must run backward.
-        Gradients: of "sum" and "avg" the sum and the average of the gradients of all ranks'
-        results; of "min" and "max" that sum, shared equally by the ranks whose element is the
-        extremum; the other ops have none.
+        added (for "avg" also divided) in float32 and rounded once; integers wrap. If the tensor of
+        some rank requires a gradient, the results of all ranks do, and all must run backward. The
+        gradient of "sum" is the sum of the gradients of all ranks' results, that of "avg" their
+        average; for "min" and "max" the sum is divided equally among the ranks whose element is the
+        extremum; the other ops have no gradient.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on

@@ -40,19 +40,18 @@ def all_to_all(
     """Send a tensor to each rank and receive one from each. Differentiable.
 
     Args:
-        inputs: one for each rank of the group, in rank order, this one included; of one dtype,
-            any, and on one device; of any shapes, which need not agree, also of no elements.
+        inputs: a tensor for each rank of the group, in rank order, also for this rank. They have
+            one dtype, any, and one device; each may have another shape, also without elements.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        round_bytes: None, or bytes: then it goes in rounds, each of which sends and receives, on
-            no rank, more than so many bytes together, give or take one element of each tensor.
-            Where ranks differ the smallest counts, but a rank that says None may send tensors of
-            up to 128 KiB at once.
+        round_bytes: None, or a number of bytes: the call then works in rounds, in each of which a
+            rank sends and receives at most so many bytes together, give or take one element of each
+            tensor. If ranks differ, the smallest number applies, but a rank with None may send
+            tensors of up to 128 KiB at once.
 
     Returns:
-        What each rank sent to this one, in rank order, on the device of the inputs. All of it is
-        memory of its own. If an input of some rank requires a gradient, the results of all ranks
-        do, and all must run backward; the gradient of an input is what comes back from where it
-        was sent.
+        The tensors that each rank sent to this one, in rank order, on the device of the inputs, in
+        new memory. If an input of some rank requires a gradient, the results of all ranks do, and
+        all must run backward; the gradient of an input comes back from the rank that received it.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on

@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 @entry
 def attempt(function: Callable[[], T], group: Any = None, *, name: str = "attempt") -> T:
-    """Call a function on every rank; where it raises on one of them, every rank raises.
+    """Call a function on every rank; if it raises on one of them, every rank raises.
 
-    For what a rank does by itself between two calls, such as reading a file: a rank that raised
-    there alone would leave the others waiting in their next call. While those are in a sparse call
-    already, or in `all_to_all`, `exchange` or `all_reduce`, a rank that cannot join them may
-    attempt a function that raises why: then all of them raise that.
+    Use it for local work between two calls, such as reading a file: if only one rank raised there,
+    the others would wait for it in their next call. If the others are already in a sparse call, or
+    in `all_to_all`, `exchange` or `all_reduce`, a rank that cannot join them may attempt a function
+    that raises the reason: then all of them raise it.
 
     Args:
         function: of no arguments; it must not call weft on the same group, and end within the
             group's timeout.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        name: of what is attempted, in errors; the same on every rank, in at most 700 bytes.
+        name: what errors call the attempt; the same on every rank, at most 700 bytes.
 
     Returns:
         What the function returned on this rank.

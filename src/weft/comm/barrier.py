@@ -25,16 +25,16 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
     """Wait until every rank of the group has come here.
 
     Args:
-        timeout: seconds, of this rank alone; None: the wire's own deadline, after which the wire
-            is broken. A timeout beyond that deadline is none.
+        timeout: the longest wait of this rank, in seconds. None, or more than the wire's own
+            deadline: that deadline, after which the wire is broken.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
-        StillRunning: `timeout` passed; names the ranks that have not come. Nothing is broken, and
-            this rank is still in the barrier: the next `barrier` of this rank on this group, if
-            it makes no other call before, waits for the same one.
-        WeftError: another rank is in another call, or its timeout is no number of seconds; on
-            every rank.
+        StillRunning: `timeout` passed; names the ranks that have not come. The wire is intact, and
+            this rank is still in the barrier: if its next call on this group is `barrier`, that
+            waits for the same barrier.
+        WeftError: a rank is in another call, or its timeout is not a number of seconds; every rank
+            raises it.
         WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
 
     Example:

@@ -32,28 +32,28 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most `max_norm`.
 
-    Local: nothing is sent. After `weft.sync_grads` all ranks have the same gradients, and so the
-    same norm. With DTensors, as FSDP2's, among the gradients it is collective over their mesh: a
-    shard counts with the whole of which it is a part. So it does in a module with sharded tables of
-    `weft.nn`, where it is collective over their group.
+    It is local and sends nothing: after `weft.sync_grads` all ranks have the same gradients, and so
+    the same norm. But if gradients are DTensors, such as those of FSDP2, it is collective over
+    their mesh; if a module has sharded tables of `weft.nn`, over their group. The norm is then that
+    of the whole tensors.
 
     Args:
-        parameters: those whose `.grad` counts, or a module, which one with sharded tables must be;
-            gradients are dense or sparse COO, on any devices; a sparse one is coalesced. Of
-            parameters without a gradient nothing counts.
-        max_norm: the most that the norm may be.
+        parameters: parameters, or a module; with sharded tables it must be the module. Gradients
+            are dense or sparse COO, on any devices; sparse ones are coalesced. Parameters without a
+            gradient do not count.
+        max_norm: the largest norm that is allowed.
         norm_type: the p of the p-norm; may be `math.inf` or "inf".
-        error_if_nonfinite: raise where the norm is infinite or not a number; else it scales by it.
-        foreach: as torch's, so that a call of torch's works unchanged: True scales gradients of
-            one device and dtype together, False one by one; None: together. The result is the same.
+        error_if_nonfinite: raise if the norm is infinite or NaN; else gradients are scaled by it.
+        foreach: as in torch's function: True, or None, scales gradients of one device and dtype
+            together, False one by one. The result is the same.
 
     Returns:
-        The norm as it was, a tensor without dimensions; 0.0 where there is no gradient.
+        The norm before scaling, a tensor without dimensions; 0.0 if there is no gradient.
 
     Raises:
-        WeftError: `parameters` are none, or a generator that is used up; `max_norm` or `norm_type`
-            is no number that a norm can have, a gradient has another layout, or the norm is not
-            finite and that is an error.
+        WeftError: `parameters` are not parameters, or an exhausted generator; `max_norm` or
+            `norm_type` is not a number that a norm can have; a gradient has another layout; or the
+            norm is not finite and `error_if_nonfinite` is true.
 
     Example:
         >>> import torch, weft

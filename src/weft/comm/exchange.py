@@ -30,18 +30,18 @@ def exchange(
     """Send some of this rank's rows to each rank; receive theirs. Differentiable.
 
     Args:
-        rows: `[n, *row_shape]`, of any dtype; the row shape and the dtype are the same on every
-            rank, n need not be.
-        to: for each rank of the group, in rank order, this one included, the rows that it gets:
-            int32 or int64 indices into `rows`, `[k]`, in any order, any number of times; or None.
+        rows: `[n, *row_shape]`, of any dtype; the row shape and the dtype must be the same on every
+            rank, n may differ.
+        to: for each rank of the group, in rank order, also for this rank, the rows to send to it:
+            int32 or int64 indices into `rows`, `[k]`, in any order, also repeated; or None.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         round_bytes: as for `weft.all_to_all`.
 
     Returns:
-        For each rank, in rank order, the rows that it sent here: `[k, *row_shape]`, k being the
-        length of its indices for this rank. If `rows` of some rank requires a gradient, the results
-        of all ranks do, and all must run backward; a row's gradient is the sum over all places
-        that it was sent to.
+        For each rank, in rank order, the rows that it sent to this rank: `[k, *row_shape]`, k being
+        the length of its indices for this rank. If `rows` of some rank requires a gradient, the
+        results of all ranks do, and all must run backward; the gradient of a row is the sum over
+        all places that it was sent to.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on
@@ -49,7 +49,7 @@ def exchange(
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
-        A rank knows which rows it wants, not which the others want. Asking is an `all_to_all`:
+        A rank knows which rows it wants, but not which the others want. An `all_to_all` tells it:
 
         >>> import torch, weft
         >>> from weft.testing import run

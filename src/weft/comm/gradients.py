@@ -48,29 +48,28 @@ def sync_grads(
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
-    """Reduce the gradients of a module over all ranks; in `.grad`, on every rank alike.
+    """Reduce the gradients of a module over all ranks; `.grad` is then the same on every rank.
 
     Args:
-        module: its parameters are matched by name; dtype, shape and kind of device of a name are
-            the same on every rank. A parameter without a gradient counts as zero, on a rank that
-            has no parameter of that name, too; where all have none it is left alone. Gradients are
-            dense or sparse COO; a parameter whose gradient is sparse on some ranks and dense on
-            others gets a dense one, and so does one that is sparse and complex.
-            Of a DTensor each rank must have the same shard: pass the group of a mesh dimension
-            along which it is replicated.
+        module: its parameters are matched by name; dtype, shape and kind of device of a name must
+            be the same on every rank. A missing gradient, or parameter, counts as zero; if no rank
+            has a gradient, the parameter stays without. Gradients are dense or sparse COO. If a
+            gradient is sparse on some ranks and dense on others, or sparse and complex, the result
+            is dense. For a DTensor every rank must have the same shard: pass the group of a mesh
+            dimension along which it is replicated.
         average: divide by the size of the group; else the sum.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which gradients of wider
-            floating-point dtypes are then sent, sparse ones too: each rank's is rounded to it, and
-            so is the result, once each, to nearest even; sums are kept in float32. Lossy:
-            docs/wire-dtype.md has the bound. Other gradients travel as they are.
+        wire_dtype: None, or `torch.bfloat16` or `torch.float16`: dense and sparse gradients of
+            wider floating-point dtypes are sent in this dtype. Each rank's gradient is rounded, and
+            so is the result, once each, to nearest even; sums are made in float32. Lossy:
+            docs/wire-dtype.md has the error bound. Other gradients are sent unchanged.
 
-    Every parameter that some rank has a gradient of has one on all ranks afterwards, bit for bit
-    the same. Dense gradients are reduced in place where they can be; ranks are added in rank order.
+    If some rank has a gradient for a parameter, all ranks have one afterwards, with the same bits.
+    Dense gradients are reduced in place if possible; ranks are added in rank order.
 
     Raises:
         WeftError: modules or arguments differ, naming the first difference and the ranks; the same
-            text on every rank. Gradients are as they were, and the next call works.
+            text on every rank. Gradients are unchanged, and the next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost, and the gradients
             are undefined.
 

@@ -48,25 +48,25 @@ def overlap_grads(
     bucket_bytes: int = _BUCKET,
     wire_dtype: torch.dtype | None = None,
 ) -> Overlap:
-    """Have the gradients of a module reduced while backward runs; `weft.sync_grads` finishes it.
+    """Reduce the gradients of a module while backward runs; `weft.sync_grads` finishes it.
 
-    Collective, once for each model, on every rank. Afterwards a step is as it was: `backward()`,
-    then `weft.sync_grads(module)`, whose arguments must be the ones given here. It raises on every
-    rank if they are not on some, or if a gradient changed there after its bucket had begun.
+    Collective: call it once for each model, on every rank. A step remains `backward()`, then
+    `weft.sync_grads(module)` with the arguments given here. If they differ on some rank, or a
+    gradient changes there after its bucket has started, `sync_grads` raises on every rank.
 
     Args:
         module: the same parameters, by name, dtype and shape, on every rank.
         average: as for `weft.sync_grads`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        bucket_bytes: gradients are reduced in pieces of so many bytes, or one gradient.
+        bucket_bytes: gradients are reduced in buckets of so many bytes, or of one larger gradient.
         wire_dtype: as for `weft.sync_grads`.
 
     Returns:
-        What ends it (`remove()`), and lets a backward accumulate alone (`paused()`).
+        An `Overlap`: `remove()` ends it, and within `paused()` backward only accumulates.
 
     Raises:
-        WeftError: modules or arguments differ; the same text on every rank. A module is overlapped
-            already.
+        WeftError: modules or arguments differ, or the module is overlapped already; the same text
+            on every rank.
         WireError: a peer or a link failed; names the culprit.
 
     Example:
@@ -120,7 +120,7 @@ class Overlap:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward in here only accumulates; the next one outside of it is reduced.
+        """In this context backward only accumulates; the next backward outside is reduced.
 
         Example:
             >>> import torch, weft

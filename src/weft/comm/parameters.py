@@ -36,14 +36,14 @@ _CHANNEL = 5  # that no other room uses
 
 @entry
 def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) -> None:
-    """Give every rank the parameters and buffers that one rank has, in place.
+    """Give every rank the parameters and buffers of one rank, in place.
 
     Args:
-        module: with the same names, dtypes, shapes and kinds of devices on every rank; tensors that
-            are one and the same under several names stay that. Buffers that are not persistent
-            are included. Of a DTensor each rank must have the same shard: pass the group of a mesh
-            dimension along which it is replicated.
-        group_src: the rank, in the group, whose values they are.
+        module: has the same names, dtypes, shapes and kinds of devices on every rank. A tensor
+            with several names stays one tensor. Buffers that are not persistent are included. For a
+            DTensor every rank must have the same shard: pass the group of a mesh dimension along
+            which it is replicated.
+        group_src: the rank, in the group, that gives its values.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:

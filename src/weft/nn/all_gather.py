@@ -27,7 +27,7 @@ class AllGather(SliceLayer):
             against what the ranks bring, and needed under torch.compile.
 
     Raises:
-        WeftError: a dim is out of range or there twice; when called: shards do not fit together.
+        WeftError: a dim is out of range or repeated; when called: shards do not fit together.
 
     Example:
         >>> import torch, weft
@@ -55,7 +55,7 @@ class ReduceScatter(CuttingLayer):
         lengths: for each dimension the lengths of the parts, or None: balanced.
 
     Raises:
-        WeftError: a dim is out of range or there twice; when called: shapes differ, or the dtype
+        WeftError: a dim is out of range or repeated; when called: shapes differ, or the dtype
             has no addition.
 
     Example:

@@ -22,7 +22,7 @@ class AllSumReduce(SliceLayer):
         shape: the shape of the tensor that the grid cuts along the others, if known; checked.
 
     Raises:
-        WeftError: a dim is out of range or there twice; when called: shapes differ, or the dtype
+        WeftError: a dim is out of range or repeated; when called: shapes differ, or the dtype
             has no addition.
 
     Example:

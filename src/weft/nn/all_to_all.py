@@ -82,17 +82,17 @@ class AllToAllSpec(SliceSpec):
 
 
 class AllToAll(Layer):
-    """Within each slice of a grid, cuts another dimension of the tensor than before.
+    """Within each slice of a grid, gathers one dimension of the tensor and cuts another.
 
     Input: the rank's part along dimension `dims[0]`, of any lengths that fit together. Output: all
-    of that dimension, and the rank's part along `dims[1]`. Adjoint: the way back.
+    of that dimension, and the rank's part along `dims[1]`. Adjoint: the reverse movement.
 
     Args:
         partition: the grid.
         dims: the dimension of the tensor that is gathered, and the one that is cut; negative ones
             count from the tensor's last.
-        along: the dimension of the grid whose ranks exchange; None: `dims[0]`, where that is
-            negative counted from the last of the grid.
+        along: the dimension of the grid whose ranks exchange; None: `dims[0]`; if that is negative
+            it counts from the last dimension of the grid.
         shape: the shape of the tensor of a slice, if it is known and cut evenly; checked, and
             needed under torch.compile.
         lengths: the lengths of the parts along `dims[1]`, or None: balanced.

@@ -293,10 +293,11 @@ class ToDTensorSpec(Spec):
 
 @entry
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
-    """This rank's shard, on a grid, of the tensor that a DTensor is; differentiable.
+    """This rank's shard, on a grid, of a DTensor; differentiable.
 
-    Collective among the ranks of the mesh and of the grid, which may be the same, some, or others.
-    What a rank holds already stays there: a replicated DTensor costs no traffic but the opening.
+    Collective among the ranks of the mesh and of the grid, which may have any ranks in common.
+    Values that a rank holds already do not move: a replicated DTensor costs only the opening
+    exchange.
     The gradient is a DTensor of the same mesh and placements, Replicate where `x` is Partial.
 
     Args:
@@ -356,7 +357,7 @@ def to_dtensor(
 ) -> DTensor | Tensor:
     """The DTensor of a tensor that is cut along a grid; differentiable.
 
-    Collective among the ranks of the grid and of the mesh, which may be the same, some, or others.
+    Collective among the ranks of the grid and of the mesh, which may have any ranks in common.
     Gradients may come with any placements.
 
     Args:
@@ -372,7 +373,7 @@ def to_dtensor(
         Ranks that are in neither get a plain tensor without elements, and wait for nobody.
 
     Raises:
-        WeftError: shards do not fit together; placements of dimensions that there are not, or of
+        WeftError: shards do not fit together; placements of dimensions that do not exist, or of
             another reduction: the same on every rank that takes part.
         WireError: a peer or a link failed.
 

@@ -172,29 +172,29 @@ class HaloSpec(Spec):
 
 
 class HaloExchange(Layer):
-    """Grows every shard by margins that hold what lies next to it in the whole tensor.
+    """Adds to every shard margins with the adjacent values of the whole tensor.
 
     Input: the rank's shard, of any lengths that fit together. Output: the shard with its margins,
     `before + length + after` in each dimension, also at the edges of the tensor. Adjoint: adds the
     margins to where they came from.
 
-    Margins that differ from rank to rank, as a kernel with a stride needs them, are given as a
-    function of the rank's cell.
+    If margins differ between ranks, as a kernel with a stride needs, pass a function of the rank's
+    cell as `width`.
 
     Args:
         partition: the grid.
-        width: of the margins: an integer, for each dimension that the grid cuts; or for each
-            dimension of the grid an integer or a pair (before, after); or a function of a cell of
-            the grid that gives such, which every rank asks for all cells.
+        width: of the margins. An integer, for each dimension that the grid cuts; or for each
+            dimension of the grid an integer or a pair (before, after); or a function that returns
+            these for a cell of the grid, which every rank calls for all cells.
         boundary: what lies beyond the edges: "zero", "periodic" or "reflect".
         shape: the shape of the tensor, if it is known and cut evenly; checked.
-        padded: whether what ranks bring has its margins already: what they hold does not count, and
+        padded: whether the input already has room for the margins: their content is ignored, and
             the result, of the same shape, has them filled.
 
     Raises:
         WeftError: the width is negative or not one for each dimension, or the boundary is unknown;
             when called: shards do not fit together, a margin is wider than the shard next to it,
-            or ranks have different widths in mind.
+            or widths differ between ranks.
 
     Example:
         >>> import torch, weft

@@ -17,10 +17,10 @@ from .spec import Spec, planned
 class Layer(torch.nn.Module):
     """A movement of data as a module, without parameters.
 
-    `layer(x)` is collective among the ranks that it concerns; others pass a tensor without
-    elements, get one, and wait for nobody. The result is always new memory. Its `state_dict` is
-    empty, it can be pickled, and results are on the device of the tensors, which must be of one
-    kind on all ranks that it concerns, also where a tensor has no elements.
+    `layer(x)` is collective among the ranks that take part. Other ranks pass a tensor without
+    elements, and at once get one. The result is always new memory, on the device of the input,
+    which must be of the same kind on all ranks that take part, also for a tensor without elements.
+    The `state_dict` is empty, and the layer can be pickled.
 
     Attributes:
         spec: what moves where.
@@ -38,14 +38,14 @@ class Layer(torch.nn.Module):
         return applied(self.spec, x)
 
     def plan(self, shapes: Sequence[int] | Mapping[int, Sequence[int]]) -> Plan:
-        """Who sends what to whom, among the ranks that this one has to do with; nothing is sent.
+        """Who sends what to whom, among the ranks that take part; it sends nothing.
 
         Args:
-            shapes: of the tensor that each of those ranks brings, by rank; or what `shape=` of the
-                layer is, for a tensor that is cut evenly.
+            shapes: the shape of each of these ranks' tensors, by rank; or, for a tensor that is cut
+                evenly, the layer's `shape=`.
 
         Raises:
-            WeftError: this rank has nothing to do with the layer, or the shapes do not fit.
+            WeftError: this rank does not take part, or the shapes do not fit.
 
         Example:
             >>> import weft

@@ -49,8 +49,8 @@ class Partition:
         group: as it was given.
 
     Raises:
-        WeftError: a dimension is not positive, the ranks are not one for each cell, one is there
-            twice, or the group has none of that number.
+        WeftError: a dimension is not positive, there is not one rank for each cell, a rank is
+            repeated, or the group does not have it.
 
     Example:
         >>> import weft
@@ -114,7 +114,7 @@ class Partition:
         The ranks of a mesh are those of torch's default group, which must be weft's, too.
 
         Raises:
-            WeftError: it is no mesh, or has ranks that the default group has not.
+            WeftError: it is not a mesh, or has ranks that the default group does not have.
         """
         if not hasattr(mesh, "mesh"):
             raise WeftError(f"a {type(mesh).__name__} is no DeviceMesh: pass one")
@@ -211,7 +211,7 @@ class Partition:
         """A grid of one dimension of the cells with these numbers (row-major), in that order.
 
         Raises:
-            WeftError: there is no such cell, or it is named twice.
+            WeftError: there is no such cell, or it is repeated.
         """
         numbers = integers("subset", "positions", positions)
         inside = numbers and all(0 <= at < self.size for at in numbers)
@@ -267,7 +267,7 @@ class Partition:
         """How a tensor of that shape is cut: the lengths of the parts, for each of its dimensions.
 
         Raises:
-            WeftError: that is no shape, or the grid cuts a dimension that the tensor does not have.
+            WeftError: it is no shape, or the grid cuts a dimension that the tensor does not have.
         """
         shape = lengths_of("lengths", "shape", shape)
         if any(extent > 1 for extent in self.shape[len(shape) :]):

@@ -53,7 +53,7 @@ class Repartition(Layer):
     """Moves a tensor from one cut to another.
 
     Input: the shard of the source grid, of any lengths that fit together; nothing on other ranks.
-    Output: the shard of the target grid; nothing on other ranks. Adjoint: the way back.
+    Output: the shard of the target grid; nothing on other ranks. Adjoint: the reverse movement.
 
     Args:
         source: the grid that cuts the tensor now.

@@ -23,7 +23,7 @@ class Scatter(CuttingLayer):
         lengths: for each dimension the lengths of the parts, or None: balanced.
 
     Raises:
-        WeftError: a dim is out of range or there twice; when called: the lengths do not fit.
+        WeftError: a dim is out of range or repeated; when called: the lengths do not fit.
 
     Example:
         >>> import torch, weft
@@ -51,7 +51,7 @@ class Gather(SliceLayer):
             and needed under torch.compile.
 
     Raises:
-        WeftError: a dim is out of range or there twice; when called: shards do not fit together.
+        WeftError: a dim is out of range or repeated; when called: shards do not fit together.
 
     Example:
         >>> import torch, weft
