@@ -1,14 +1,48 @@
-"""A default device is the caller's: it is not where weft makes what it needs for itself."""
+"""A default device, or another mode of torch's, is the caller's: weft's own memory is not in it."""
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import weft
 from weft import nn
 from weft.compat.distdl import HaloExchange, MPIPartition
 from weft.testing import processes, spmd
+
+
+def kept(_context, _operation, *_args, **_kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+@spmd(2)
+def test_selective_checkpoints_do_not_look_into_layers(wire):
+    layer = nn.AllGather(weft.Partition(2), 0)
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    x = torch.arange(3.0).requires_grad_()
+    y = checkpoint(lambda t: layer(t.sin()) ** 2, x, use_reentrant=False, context_fn=contexts)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.allclose(found, 2 * 2 * x.sin() * x.cos())
+
+
+@spmd(2)
+def test_a_rank_with_fake_tensors_is_told_so(wire):
+    with FakeTensorMode(allow_non_fake_inputs=True) if wire.rank else nullcontext():
+        rows = torch.tensor([1]), ones(1)
+        with pytest.raises(weft.WeftError, match="rank 1: the tensor of indices is a FakeTensor"):
+            weft.sparse_all_reduce(rows)
+    assert weft.all_reduce(ones(1)) == 2
 
 
 def ones(*shape):
@@ -40,7 +74,12 @@ def test_layers(wire, rows):
 @spmd(3)
 def test_calls(wire):
     indices = torch.tensor([wire.rank, 7])
+    unsorted = indices.repeat(200).flip(0), ones(400, 3)
     with torch.device("meta"):
+        for call in (weft.sparse_all_reduce, weft.sparse_reduce_scatter):
+            assert call(unsorted)[1].device.type == "cpu"
+        assert weft.sparse_all_gather(unsorted)[0].numel() == 1200
+        weft.explain(unsorted)
         found, sums = weft.sparse_all_reduce((indices, ones(2, 3)))
         total = weft.all_reduce(ones(2))
         shares = weft.all_to_all([ones(1).requires_grad_() for _ in range(3)])
@@ -62,3 +101,11 @@ def program():
 
 def test_starting():
     assert processes(2, program) == [[0, 1], [0, 1]]
+
+
+def test_imported_behind_it():
+    """What is not imported before its first use."""
+    program = "import torch, weft; torch.set_default_device('meta'); weft.init(); "
+    program += "weft.sparse_all_reduce(5)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    assert b"rank 0: rows is a int" in ended.stderr

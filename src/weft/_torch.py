@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -35,22 +36,26 @@ def _private(path: str) -> Any:
     return found
 
 
-# Torch function modes and transforms ---------------------------------------------------------
+# Modes and transforms ------------------------------------------------------------------------
 
 _modes = _private("_C._len_torch_function_stack")
 _no_modes = _private("_C.DisableTorchFunction")
+_dispatching = _private("_C._len_torch_dispatch_stack") or (lambda: 0)
+_no_dispatching = _private("utils._python_dispatch._disable_current_modes") or nullcontext
 _transform = _private("_C._functorch.peek_interpreter_stack")
 _no_transforms = _private("_C._DisableFuncTorch")
 _wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 
 
 def without_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, in which no torch function mode of its caller is active.
+    """The same function, in which no torch function or dispatch mode of its caller is active.
 
     `torch.set_default_device("cuda")` is such a mode: each tensor that is made without a device is
-    made there. weft's own are memory that messages lie in, so they belong on the CPU. Where torch
-    does not say how many modes are active, they are disabled in every call, which takes longer;
-    where it cannot disable them, the function stays as it is.
+    made there. weft's own are memory that messages lie in, so they belong on the CPU. Selective
+    checkpointing is a dispatch mode, which would take what a call allocates for what to keep, and
+    FakeTensorMode another, in which nothing has memory. Where torch does not say how many modes are
+    active, they are disabled in every call, which takes longer; where it cannot disable them, the
+    function stays as it is.
 
     Example:
         >>> with torch.device("meta"):
@@ -62,9 +67,9 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _modes is not None and not _modes():
+        if _modes is not None and not _modes() and not _dispatching():
             return function(*args, **kwargs)
-        with _no_modes():
+        with _no_modes(), _no_dispatching():
             return function(*args, **kwargs)
 
     return inside

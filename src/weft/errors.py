@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ._torch import uncompiled
+from ._torch import uncompiled, without_modes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,13 +58,14 @@ class WireError(Error, ConnectionError):
 def entry(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, as users call it: what is below it is not in the traceback of an error.
 
-    torch.compile does not look into it, either (`uncompiled`).
+    torch.compile does not look into it, either (`uncompiled`), and no mode is active in it.
     """
+    plainly = without_modes(function)
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            return plainly(*args, **kwargs)
         except Error as error:
             if os.environ.get("WEFT_TRACEBACK", "") in ("", "0"):
                 error.__traceback__ = None  # `raise` alone adds no frame: the caller's is the last

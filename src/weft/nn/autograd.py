@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
-from .._torch import in_forward_mode, is_wrapped, without_modes
+from .._torch import in_forward_mode, is_wrapped
 from ..devices import is_capturing
 from ..errors import WeftError, entry
 from ..grid import Shape
@@ -249,7 +249,6 @@ def anchor_of(agreed: Agreed, x: Tensor) -> Tensor | None:
     return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
-@without_modes
 def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
     """The result of a call, recorded for autograd; collective.
 

@@ -49,7 +49,7 @@ def zero_volume_corrector(x: Tensor) -> Tensor:
     return zero
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 """For compiled code, which cannot make a tensor that requires a gradient; its gradient is zero."""
 
 

@@ -28,8 +28,11 @@ from . import link, registry, sketch
 from .header import POINTS
 from .out import Out, checked
 
-NOTHING = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0))
-"""No rows, of no shape in particular."""
+NOTHING = Rows(
+    torch.empty(0, dtype=torch.int64, device="cpu"),
+    torch.empty(0, dtype=torch.float32, device="cpu"),
+)
+"""No rows, of no shape in particular; wherever the caller's tensors are made by default."""
 
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
@@ -303,7 +306,7 @@ def readable(given: Rows) -> Rows:
         WeftError: they cannot be read.
     """
     indices, values = given.indices, given.values
-    if given.height is not None and not isinstance(given.height, int):
+    if given.height is not None and not (isinstance(given.height, int) and given.height >= 0):
         raise WeftError(f"height is {given.height!r}: pass the number of rows, or None")
     for name, tensor in (("indices", indices), ("values", values)):
         if not has_elements(tensor):
