@@ -76,9 +76,12 @@ class Rows:
         if len(heights) == 1:
             return cls(indices[0], values, heights[0])
         linear = torch.zeros_like(indices[0]) if len(indices) else indices.new_zeros(len(values))
+        # an index beyond its own dimension would be another row: one that is none says so later
+        wrong = torch.zeros_like(linear, dtype=torch.bool)
         for axis, height in zip(indices, heights, strict=True):
             linear = linear * height + axis
-        return cls(linear, values, math.prod(heights))
+            wrong |= (axis < 0) | (axis >= height)
+        return cls(linear.masked_fill(wrong, math.prod(heights)), values, math.prod(heights))
 
     def to_coo(self, shape: Sequence[int] | None = None, *, canonical: bool = False) -> Tensor:
         """A sparse COO tensor of the given shape (default: `[height, *row_shape]`).

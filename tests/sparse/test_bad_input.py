@@ -46,12 +46,18 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
 
 
+def beyond_its_columns():
+    return torch.sparse_coo_tensor([[1], [2]], torch.ones(1, 4), (5, 2, 4), check_invariants=False)
+
+
 SHARED = torch.empty(64, dtype=torch.int64)
 
 # what the last rank passes while all others pass good rows, and what everybody must be told
 WRONG = {
     "negative": (lambda: {"rows": one(3, -2)}, "index -2 is negative"),
     "too high": (lambda: {"rows": one(3, 10)}, "index 10 is outside a height of 10: indices must"),
+    "2 of 2 columns": (lambda: {"rows": beyond_its_columns()}, "index 10 is outside a height"),
+    "no such height": (lambda: {"rows": one(height=-1)}, "height is -1: pass the number of rows"),
     "float": (lambda: {"rows": one(1, dtype=torch.float32)}, "indices are torch.float32"),
     "short": (lambda: {"rows": one(1, dtype=torch.int16)}, "indices are torch.int16"),
     "2-D": (lambda: {"rows": one([1, 2])}, r"indices have shape \(1, 2\)"),

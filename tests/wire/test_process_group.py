@@ -139,7 +139,7 @@ def test_who_joined_and_said_no_more_is_named():
     store = dist.HashStore()
     for key in ("transport/1", "transport/2", "endpoint/2"):
         store.set(f"weft/x/1/{key}", '"tcp"')
-    with pytest.raises(WireError, match="ranks: rank 1 came, and then did not say where") as caught:
+    with pytest.raises(WireError, match="ranks: rank 1 did not say where") as caught:
         connect(store, 0, 3, 0.5, name="x")
     assert caught.value.culprit == 1
 

@@ -135,8 +135,9 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
 def shutdown() -> None:
     """End what `init` started: the wire, its threads and sockets, and the group if weft made it.
 
-    It tells the other ranks that this rank leaves, and waits for none of them. If weft is not
-    running it does nothing. It runs by itself when the process exits.
+    It tells the other ranks that this rank leaves, and waits for none of them: an asynchronous call
+    that is under way raises a WireError. If weft is not running it does nothing. It runs by itself
+    when the process exits.
     """
     global _running
     running, _running = _running, None

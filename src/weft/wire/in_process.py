@@ -328,7 +328,8 @@ class InProcessWire(Wire):
     def _check_usable(self) -> None:
         """Raise what broke the wire, if anything did; with the lock held."""
         if self._closed:
-            raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
+            why = "this wire is closed; wait for asynchronous calls before weft.shutdown()"
+            raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._group.verdict is not None:
             raise self._error(self._group.verdict)
 

@@ -173,7 +173,8 @@ class ProcessWire(Wire):
     def _check(self) -> None:
         """Raise what broke the wire, if anything did."""
         if self.closed:
-            raise WireError(f"rank {self.rank}: this wire is closed", rank=self.rank)
+            why = "this wire is closed; wait for asynchronous calls before weft.shutdown()"
+            raise WireError(f"rank {self.rank}: {why}", rank=self.rank)
         if self._broken is None and self._detector is not None and self._detector.verdict:
             verdict = self._detector.verdict
             where = f" while rank {self.rank} was{self._where()}" if self._call()[1] else ""

@@ -87,7 +87,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
         except OSError as error:
             trouble = trouble or f"it cannot listen: {error}"
         said = [trouble, *astuple(endpoint)]
-        where = "came, and then did not say where to connect"
+        where = "did not say where to connect"
         met = told(store, "endpoint", said, rank, size, deadline - time.monotonic(), where)
         _check(met, store, rank)
         peers = {peer: Endpoint(*said) for peer, (_, *said) in enumerate(met) if peer != rank}
