@@ -60,6 +60,3 @@ class Chain(Pending):
         for pending in self._going:
             pending.wait()
         return [self._memory]
-
-    def release(self) -> None:
-        return None

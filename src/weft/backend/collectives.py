@@ -42,9 +42,7 @@ def all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor]:
     _open(wire, "all_reduce", {"op": op, **_said(tensors)}, _reason(tensors, op))
     for tensor in tensors:
         flat = _flat(tensor)
-        pending = wire.dense_all_reduce(flat, _sum(op))
-        pending.wait()
-        pending.release()
+        wire.dense_all_reduce(flat, _sum(op)).wait()
         _mean(flat, op, wire.size)
         _put(flat, tensor)
     return tensors

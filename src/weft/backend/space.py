@@ -1,35 +1,36 @@
-"""A space in a store that nobody has used before, for the ranks of a group to meet in.
+"""A space in a store that nobody has used before, where the ranks of a group meet.
 
-A store may outlive a group: torchrun's does, when it starts failed workers again, and any does,
-when a program destroys its group and makes another. What the ranks of the group before have left
-there, addresses at which nobody listens any more, has the same names. So rank 0 draws the name of a
-new space and tells it to the others: each has left a token of its own that was never there before,
-and is answered under that. What rank 0 tells a token of a process that is gone is heard by nobody;
-it looks again until all have said that they are in its space.
+A store may outlive a group. torchrun's does when it starts failed workers again; any store does
+when a program destroys its group and makes another. The keys of the earlier group are still there,
+under the same names, with addresses where nobody listens any more. So rank 0 draws a random name
+for a new space, and tells it to each other rank: that rank writes a random token to the store, and
+rank 0 answers under the token. A token of a process that is gone is answered, too, but nobody reads
+that. Rank 0 goes on looking for tokens until every rank has written that it is in the space.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
 from ..errors import WireError
 from ..wire.base import names
+from ..wire.store import has, pauses
 
-_FIRST, _LAST = 0.001, 0.02  # seconds between two looks at the store
+_FIRST, _LAST = 0.001, 0.02  # seconds between two looks of rank 0 at the store
 _LATE = 1.0  # seconds after the deadline in which rank 0 may still say who is missing
 
 
 def unused(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """That space; collective among the ranks of a group.
+    """A new space in the store; collective among the ranks of a group.
 
     Args:
-        store: that all of them share, also if others have used it for the same before.
-        rank: this one's.
-        size: how many there are.
+        store: which all of these ranks share; others may have used it in the same way before.
+        rank: this rank.
+        size: how many ranks there are.
         timeout: seconds in which all must have come.
 
     Raises:
@@ -42,61 +43,38 @@ def unused(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Stor
         >>> unused(store, 0, 1, 5.0).check(["key"])
         False
     """
-    deadline = time.monotonic() + timeout
-    token = secrets.token_hex(8)
+    deadline, late = time.monotonic() + timeout, [0]
+    space = token = secrets.token_hex(8)
     if rank == 0:
-        late = _gather(store, size, token, deadline)
-        said = ",".join(map(str, late))
-        store.set(f"weft/space/{token}/late", said)
+        late = _gather(store, size, space, deadline)
+        store.set(f"weft/space/{space}/late", json.dumps(late))
     else:
         store.set(f"weft/space/{rank}", token)
-        answer = f"weft/space/{token}"
-        if not _comes(deadline, lambda: store.check([answer])):
-            raise _absent(rank, size, [0], timeout)
-        token = store.get(answer).decode()
-        store.set(f"weft/space/{token}/{rank}", "")
-        ended = f"weft/space/{token}/late"
-        if not _comes(deadline + _LATE, lambda: store.check([ended])):
-            raise _absent(rank, size, [0], timeout)
-        said = store.get(ended).decode()
-    if said:
-        raise _absent(rank, size, list(map(int, said.split(","))), timeout)
-    return dist.PrefixStore(f"weft/space/{token}/group", store)
+        if has(store, f"weft/space/{token}", deadline, size):
+            space = store.get(f"weft/space/{token}").decode()
+            store.set(f"weft/space/{space}/{rank}", "")
+            if has(store, f"weft/space/{space}/late", deadline + _LATE, size):
+                late = json.loads(store.get(f"weft/space/{space}/late"))
+    if late:
+        raise WireError(
+            f"rank {rank}: group of {size} ranks: {names(late)} did not come within {timeout:g} s; "
+            "see that all ranks make the same groups in the same order, and that none has ended",
+            rank=rank,
+            culprit=late[0],
+        )
+    return dist.PrefixStore(f"weft/space/{space}/group", store)
 
 
 def _gather(store: dist.Store, size: int, space: str, deadline: float) -> list[int]:
-    """Tell all others of the space until they are in it; who has not come in time."""
+    """Tell the other ranks the name of the space until all are in it; who did not come in time."""
     missing = set(range(1, size))
-
-    def all_in() -> bool:
+    for _ in pauses(deadline, _FIRST, _LAST):
         for rank in sorted(missing):
             if store.check([f"weft/space/{rank}"]):
                 token = store.get(f"weft/space/{rank}").decode()
                 store.set(f"weft/space/{token}", space)
             if store.check([f"weft/space/{space}/{rank}"]):
                 missing.discard(rank)
-        return not missing
-
-    _comes(deadline, all_in)
+        if not missing:
+            break
     return sorted(missing)
-
-
-def _comes(deadline: float, there: Callable[[], bool]) -> bool:
-    """Look again and again, a last time at the deadline, until it is there."""
-    pause = _FIRST
-    while not there():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(left, pause))
-        pause = min(_LAST, pause * 1.5)
-    return True
-
-
-def _absent(rank: int, size: int, late: list[int], timeout: float) -> WireError:
-    return WireError(
-        f"rank {rank}: group of {size} ranks: {names(late)} did not come within {timeout:g} s; see "
-        "that all ranks make the same groups in the same order, and that none has ended",
-        rank=rank,
-        culprit=late[0],
-    )

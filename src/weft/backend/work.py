@@ -80,7 +80,6 @@ class Posted(_Work):
         """
         if not self._done:
             self._pending.wait()
-            self._pending.release()
             for given, contiguous in self._tensors:
                 if given is not contiguous:
                     given.copy_(contiguous)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..backend import MPI, WEFT
 from ..errors import WeftError
+from ..wire import mpi
 
 
 def spec(backend: str) -> str:
@@ -92,8 +93,6 @@ def _lacking(backend: str) -> str:
                 "gloo"
             )
     if backend == "mpi":
-        from ..wire import mpi  # here: `import weft` shall be quick
-
         mpi.load()  # raises if it cannot; MPI itself is started when all ranks have come
     return ""
 

@@ -17,16 +17,18 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from .. import kernels
 from ..errors import WeftError, WireError, entry
-from ..wire import default
+from ..wire import default, process_group
 from ..wire.base import Wire, end_with, is_duration
 from ..wire.failure import last_error
 from ..wire.failure import watch as slow
 from ..wire.interface import interface_of, own_address
+from ..wire.torchdist import closed_to_strangers
 from . import backends, launchers, membership
 from . import rendezvous as places
 
@@ -48,6 +50,21 @@ class _Running:
     made: bool  # the group is weft's own
     url: str | None  # where its ranks met, if weft knows
     process: int
+
+
+class _Asked(NamedTuple):
+    """The arguments of `init`; None: the program leaves it to weft."""
+
+    backend: str | None = None
+    rendezvous: str | None = None
+    timeout: float | None = None
+    transport: str | None = None
+    watch: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a wait may last, in a group that weft starts."""
+        return _TIMEOUT if self.timeout is None else self.timeout
 
 
 _running: _Running | None = None
@@ -102,7 +119,7 @@ def init(
         ...     wire.rank, wire.size
         (0, 1)
     """
-    return _start(backend, rendezvous, timeout, transport, os.environ, watch)
+    return _start(_Asked(backend, rendezvous, timeout, transport, watch), os.environ)
 
 
 def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
@@ -129,7 +146,7 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Wire:
     # where the place is the environment's own, torchrun may serve a store there already
     own = (env.get("MASTER_ADDR", "").strip("[]"), env.get("MASTER_PORT")) == (host, str(port))
     url = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-    return _start(backend, "env://" if own else url, None, None, env)
+    return _start(_Asked(backend, "env://" if own else url), env)
 
 
 def shutdown() -> None:
@@ -145,8 +162,6 @@ def shutdown() -> None:
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
     _unname_interface()
-    from ..wire import process_group  # here: `import weft` shall be quick
-
     process_group.choose(None)
     end_with(running.wire, None)
     running.wire.close()
@@ -162,37 +177,29 @@ def leave() -> None:
     places.forget()
 
 
-def _start(
-    backend: str | None,
-    url: str | None,
-    timeout: float | None,
-    transport: str | None,
-    env: Mapping[str, str],
-    watch: float | None = None,
-) -> Wire:
+def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
     """`init`, with rank and size from this environment."""
     global _running
-    if timeout is not None and not is_duration(timeout):
-        raise WeftError(f"timeout is {timeout!r}: pass a number of seconds above 0, or None")
+    if asked.timeout is not None and not is_duration(asked.timeout):
+        raise WeftError(f"timeout is {asked.timeout!r}: pass a number of seconds above 0, or None")
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
-            _check_same(_running.wire, _running.url, backend, url, timeout, transport, watch)
+            _check_same(_running.wire, _running.url, asked)
             return _running.wire
-        shutdown()  # the program has destroyed that group: what is left of it is of no use
-    from ..wire import process_group  # here: `import weft` shall be quick
-
-    made = not dist.is_initialized()
-    process_group.choose(transport, watch)
+        shutdown()  # the program destroyed the group: what is left of it is of no use
+    made, url = not dist.is_initialized(), asked.rendezvous
+    process_group.choose(asked.transport, asked.watch)
     try:
         if made:
-            url = _set_up(backend, url, _TIMEOUT if timeout is None else timeout, env)
+            url = _set_up(asked, env)
         else:
             kernels.prepare()
-            _adopt(backend, url, timeout)
+            _adopt(asked)
         group = dist.group.WORLD
         assert group is not None  # it was there, or was started
-        wire = process_group.of_group(None, timeout=timeout)
-        _check_same(wire, url, None, None, timeout, None)
+        wire = process_group.of_group(None, timeout=asked.timeout)
+        # an adopted group may have had a wire before, with another timeout
+        _check_same(wire, url, _Asked(timeout=asked.timeout))
     except BaseException:
         process_group.choose(None)
         if made:
@@ -207,54 +214,37 @@ def _start(
     return wire
 
 
-def _set_up(
-    backend: str | None, url: str | None, timeout: float, env: Mapping[str, str]
-) -> str | None:
-    """Set up the default group; where its ranks met, None if this one is alone."""
-    from ..wire import process_group  # here: `import weft` shall be quick
-
+def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
+    """Set up the default group; returns where its ranks met, None if this rank is alone."""
     launch = launchers.Launch("environment", -1, 0, 0, 0)  # until more is known
     try:
         launch = launchers.detect(env)
-        place = places.place(launch, url, env)
+        place = places.place(launch, asked.rendezvous, env)
         process_group.chosen()
         slow.chosen()
-        if backend is not None:
-            backends.spec(backend)
+        if asked.backend is not None:
+            backends.spec(asked.backend)
     except WeftError as error:
-        _tell(error, launch, url, timeout, env)
+        _tell(error, launch, asked, env)
         raise
     kernels.prepare()
     if place is None:
-        _alone(backends.spec(backend or backends.best([backends.able()])), timeout)
+        backend = asked.backend or backends.best([backends.able()])
+        _alone(backends.spec(backend), asked.limit)
         return None
-    _together(launch, place, backend, timeout)
-    return url or "env://"
+    _together(launch, place, asked)
+    return asked.rendezvous or "env://"
 
 
-def _check_same(
-    wire: Wire,
-    url: str | None,
-    backend: str | None,
-    rendezvous: str | None,
-    timeout: float | None,
-    transport: str | None,
-    watch: float | None = None,
-) -> None:
-    """Refuse to be asked for something else than there is."""
-    from ..wire import process_group  # here: `import weft` shall be quick
-
-    _check_backend(backend)
-    for name, asked, there in (
-        ("rendezvous", rendezvous, url),
-        ("timeout", timeout, wire.timeout),
-        ("transport", transport, process_group.chosen().name),
-        ("watch", watch, slow.chosen()),
-    ):
-        if asked is not None and asked != there:
+def _check_same(wire: Wire, url: str | None, asked: _Asked) -> None:
+    """Raise WeftError if the program asks for something else than what runs already."""
+    _check_backend(asked.backend)
+    there = url, wire.timeout, process_group.chosen().name, slow.chosen()
+    for name, wanted, found in zip(asked._fields[1:], asked[1:], there, strict=True):
+        if wanted is not None and wanted != found:
             raise WeftError(
-                f"weft is running already, with {name}={there!r}, and cannot change to "
-                f"{asked!r}: call weft.shutdown() first"
+                f"weft is running already, with {name}={found!r}, and cannot change to "
+                f"{wanted!r}: call weft.shutdown() first"
             )
 
 
@@ -278,14 +268,13 @@ def _alone(spec: str, timeout: float) -> None:
         _unname_interface()
 
 
-def _together(
-    launch: launchers.Launch, place: places.Place, backend: str | None, timeout: float
-) -> None:
-    """Meet the other ranks, see that all fit together, and set up the default group."""
+def _together(launch: launchers.Launch, place: places.Place, asked: _Asked) -> None:
+    """Meet the other ranks, check that all fit together, and set up the default group."""
+    timeout = asked.limit
     deadline = time.monotonic() + timeout
     meeting: places.Rendezvous | None = None
     try:
-        meeting, decision, space = membership.meet(place, launch, backend, deadline)
+        meeting, decision, space = membership.meet(place, launch, asked.backend, deadline)
         _log.info(
             "rank %d of %d met the others at %s; backend %s",
             launch.rank,
@@ -322,55 +311,47 @@ def _together(
 
 def _init_group(spec: str, store: dist.Store, rank: int, size: int, timeout: float) -> None:
     """Set up the default group, which takes nobody in afterwards."""
-    from ..wire import torchdist  # here: `import weft` shall be quick
-
     limit = timedelta(seconds=timeout)
-    with torchdist.closed_to_strangers():
+    with closed_to_strangers():
         dist.init_process_group(spec, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _tell(
-    error: WeftError,
-    launch: launchers.Launch,
-    url: str | None,
-    timeout: float,
-    env: Mapping[str, str],
+    error: WeftError, launch: launchers.Launch, asked: _Asked, env: Mapping[str, str]
 ) -> None:
-    """Come to the rendezvous only to say why this rank cannot take part: else the others wait.
+    """Meet the others only to tell them why this rank cannot take part: else they would wait.
 
-    A process that does not know its rank may be rank 0, without which they have no place: so where
-    it can, it opens that.
+    A process that does not know its rank may be rank 0, which hosts the meeting. So such a process
+    hosts it where it can.
 
     Raises:
-        WeftError: what all raise, if anybody was there.
+        WeftError: what all ranks raise, if anybody was there.
     """
     try:
-        place = places.place(launch, url, env)
+        place = places.place(launch, asked.rendezvous, env)
     except WeftError:
         return
     if place is None or (launch.rank < 0 and isinstance(place, places.Mpi)):
         return
     _log.warning("%s", error)  # now: the others may be long in coming
     slow.choose(math.inf)  # what was asked for may be the error
-    until = time.monotonic() + (_TELL if launch.rank < 0 else timeout)
+    until = time.monotonic() + (_TELL if launch.rank < 0 else asked.limit)
     with contextlib.suppress(WireError, RuntimeError, OSError):  # then only this rank raises
         membership.meet(place, launch, None, until, str(error))
 
 
-def _adopt(backend: str | None, url: str | None, timeout: float | None) -> None:
-    """The check of a group that is there already: what does not fit is told before it hurts."""
+def _adopt(asked: _Asked) -> None:
+    """Check with all ranks that weft can use the default group, which the program has set up."""
     group, error = dist.group.WORLD, ""
     assert group is not None
-    from ..wire import process_group  # here: `import weft` shall be quick
-
     store = process_group.store_of(group)
     rank, size = group.rank(), group.size()
     try:
-        _check_backend(backend)
-        if url is not None:
+        _check_backend(asked.backend)
+        if asked.rendezvous is not None:
             raise WeftError(
-                f"rendezvous={url!r} was asked for, but torch.distributed is initialised "
-                "already: leave rendezvous= out to use that group"
+                f"rendezvous={asked.rendezvous!r} was asked for, but torch.distributed is "
+                "initialised already: leave rendezvous= out to use that group"
             )
         process_group.chosen()
         slow.chosen()
@@ -387,7 +368,7 @@ def _adopt(backend: str | None, url: str | None, timeout: float | None) -> None:
         lasts=True,
         round=store.add(f"weft/adopted/{rank}", 1) - 1,
     )
-    deadline = time.monotonic() + (_TIMEOUT if timeout is None else timeout)
+    deadline = time.monotonic() + asked.limit
     try:
         membership.check(meeting, membership.Member.mine(rank, size, store, error=error), deadline)
     except RuntimeError as failed:  # torch's store errors are

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import WeftError, WireError
+from ..wire import mpi
 from ..wire.interface import VARIABLES, free_address, interfaces, is_loopback, is_own, own_address
 from ..wire.store import Late, pauses
 from .launchers import Launch
@@ -288,8 +289,6 @@ class Mpi:
     where: str = "the address that rank 0 told over MPI"
 
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
-        from ..wire import mpi  # here: `import weft` shall be quick
-
         try:
             world = mpi.start(_left(deadline))
         except WeftError as error:

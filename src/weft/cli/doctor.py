@@ -193,9 +193,8 @@ def _talk(wire: Wire, peer: int, nbytes: int, *, first: bool) -> tuple[float, fl
         message = torch.zeros(size, dtype=torch.uint8)
         began = time.perf_counter()
         for sending in (first, not first):
-            pending = wire.post([(peer, message)]) if sending else wire.post([], [(peer, message)])
-            pending.wait()
-            pending.release()
+            end = [(peer, message)]
+            (wire.post(end) if sending else wire.post([], end)).wait()
         return time.perf_counter() - began
 
     trips = sorted(seconds(_SMALL) for _ in range(_ROUNDS))

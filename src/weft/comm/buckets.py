@@ -140,7 +140,6 @@ class _UnderWay:
     def end(self, taken: bool) -> None:
         """Wait for what comes of it, and bring that to where it belongs."""
         self._pending.wait()
-        self._pending.release()
         if self._lease is not None:
             for place, piece in self._places() if taken else ():
                 piece.copy_(place)

@@ -126,6 +126,3 @@ class ScatterAllGather(Pending):
         recvs = [] if wire.rank == source else [(peer, parts[peer]) for peer in peers(wire)]
         wire.post(sends, recvs, _CHANNEL).wait()
         return [self._memory]
-
-    def release(self) -> None:
-        return None

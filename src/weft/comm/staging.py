@@ -67,13 +67,11 @@ def moved(
     for number in range(rounds if after or before else 0):
         sends = [(peer, _piece(outgoing[peer], number, rounds)) for peer in after]
         recvs = [(peer, _piece(incoming[peer], number, rounds)) for peer in before]
-        pending = wire.post(
+        wire.post(
             [(peer, piece) for peer, piece in sends if piece.numel()],
             [(peer, place) for peer, place in recvs if place.numel()],
             _CHANNEL,
-        )
-        pending.wait()
-        pending.release()
+        ).wait()
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:

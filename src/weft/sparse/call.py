@@ -1,11 +1,11 @@
 """One call under way: what a schedule needs to know besides its rows, and where its result goes.
 
-A caller's function or allocator may raise while others are in the middle of the schedule. The
-schedule does not see that: the trouble is noted, the schedule is finished with harmless values,
-and the ranks tell each other afterwards (`Call.trouble`).
+A caller's function or allocator may raise while other ranks are in the middle of the schedule. The
+schedule does not see the exception: `Call.trouble` keeps it, the schedule ends with harmless
+values, and then the ranks tell each other (`run.settle`).
 
-Where the caller gave a `wire_dtype`, a schedule never learns it: it is given rows of that dtype and
-makes a result of that dtype, whose memory is the end of the caller's. There it is widened in place.
+A schedule does not know of `wire_dtype`. It gets rows of that dtype, and writes a result of that
+dtype to the last bytes of the result's memory. `Call.widened` then converts it in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .cost import Load
 from .header import Header
 from .out import Out, Pair, checked
 
-_TAIL = 1 << 12  # numbers that are rather copied than widened in steps that halve
+_TAIL = 1 << 12  # at most so many numbers are widened through a copy, not in place
 
 
 @dataclass
@@ -35,21 +35,22 @@ class Call:
     """What every rank knows of a call when its schedule starts.
 
     Attributes:
-        wire: among whom.
+        wire: the ranks that take part.
         op: the reduction; never raises.
         row_shape: shape of a row.
         index: dtype of the result's indices.
-        dtype: dtype of the values that a schedule is given, and of those that it makes.
-        wide: dtype of the caller's values where they travel rounded to `dtype`, else None.
+        dtype: dtype of the values that a schedule gets, and of the values that it makes.
+        wide: the dtype of the caller's values, if they are rounded to `dtype`; else None.
         height: rows of the dense tensor, or None if unknown.
         out: where the caller wants the result.
-        given: the caller's rows, which the schedule may read to its end.
-        marks: indices, ascending; of rows that stay on an accelerator a schedule may say how many
-            of the result are below each, in `below`, to spare the host a wait.
-        trouble: what a caller's function raised.
-        target: the caller's own memory, where the result must still be copied to.
-        header: what all ranks together said; known once they agreed.
-        load: what costs are computed from; known once they agreed.
+        given: the caller's rows; the schedule may read them until it ends.
+        marks: ascending indices, for rows on an accelerator.
+        below: for each mark the number of result rows with a smaller index. A schedule that finds
+            these numbers anyway puts them here, which saves the host a wait; else it is empty.
+        trouble: the exception that a caller's function raised.
+        target: memory of the caller's that the result must be copied to at the end.
+        header: the combined headers of all ranks; set once the ranks have agreed.
+        load: the sizes that costs are computed from; set once the ranks have agreed.
     """
 
     wire: Wire
@@ -75,7 +76,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are, and the result."""
+        """The device of the rows and of the result."""
         return torch.device("cpu") if self.given is None else self.given.values.device
 
     @property
@@ -85,7 +86,7 @@ class Call:
 
     @property
     def partial(self) -> torch.dtype:
-        """The dtype of sums of some ranks' rows."""
+        """The dtype of partial sums."""
         return partial_dtype(self.op, self.dtype, self.wide)
 
     @property
@@ -99,7 +100,7 @@ class Call:
         return max(1, self.load.chunk // max(self.load.row, 1))
 
     def result(self, count: int) -> Rows:
-        """Memory for a result of so many rows: the caller's where it will do, else fresh."""
+        """Memory for a result of `count` rows: the caller's `out` if it can be used, else new."""
         shape, dtype = (count, *self.row_shape), self.wide or self.dtype
         place: Pair | None = None
         if callable(self.out):
@@ -126,16 +127,16 @@ class Call:
         return Rows(indices, typed(memory, shape, self.dtype, start), self.height)
 
     def result_at(self, indices: Tensor) -> Rows:
-        """Memory for a result of rows with these indices, which are in it."""
+        """Memory for a result with these indices, which are copied to it."""
         result = self.result(indices.numel())
         result.indices.copy_(indices)
         return result
 
     def widened(self, result: Rows) -> Rows:
-        """What a schedule made, in the dtype of the caller's values; to be asked for once.
+        """A schedule's result, converted in place to the dtype of the caller's values; call once.
 
-        The narrow values are the end of the memory of the wide ones. Each step widens as many of
-        them as fit before those that are still to be widened.
+        The narrow values are the last bytes of the memory of the wide values. Each step converts
+        as many of them as fit in front of the values that are not converted yet.
         """
         if self.wide is None:
             return result
@@ -149,7 +150,7 @@ class Call:
         return self._widened
 
     def of_partials(self) -> Call:
-        """This call for rows that are sums of some ranks' already: not divided, not rounded."""
+        """This call for partial sums: they are neither divided nor rounded at the end."""
         op = OPS["sum"] if self.op.mean else self.op
         call = Call(self.wire, op, self.row_shape, self.index, self.partial, self.height)
         call.given = self.given
@@ -158,12 +159,12 @@ class Call:
         return call
 
     def finish(self, partial: Tensor, values: Tensor) -> None:
-        """Write sums to the result: divided, rounded once."""
+        """Write complete sums to the result: divide them, and round them once."""
         if partial is not values or self.divisor != 1:
             kernels.finish(partial, values, self.divisor)
 
     def _is_read(self, place: Pair) -> bool:
-        """Whether the schedule may still read what a result here would overwrite."""
+        """Whether a result in this memory would overwrite the caller's rows."""
         rows = () if self.given is None else (self.given.indices, self.given.values)
         return any(overlapping(one, other) for one in rows for other in place)
 
@@ -194,7 +195,7 @@ class Call:
 
 
 def partial_dtype(op: Op, dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype of sums of some ranks' rows, which travel as `dtype` and were given as `wide`."""
+    """The dtype of partial sums of rows that are sent as `dtype`, and were given as `wide`."""
     own = op.accumulator(dtype)
     exact = op.builtin and own == dtype  # min and max of rounded values
     return own if wide is None or exact else wide
@@ -206,12 +207,12 @@ def row_bytes(row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def shape_in(text: str) -> tuple[int, ...]:
-    """The shape that `str` made this of.
+    """The shape that a text is the `str` of.
 
-    Not by `ast.literal_eval`, which fails where several threads are in it (CPython's gh-106905).
+    `ast.literal_eval` is not used: it fails in several threads at once (CPython's gh-106905).
 
     Raises:
-        ValueError: it is of no shape.
+        ValueError: the text is not that of a shape.
     """
     shape = tuple(int(part) for part in text.strip("()").split(",") if part)
     if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 60:

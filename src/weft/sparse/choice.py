@@ -29,11 +29,11 @@ EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
 _SPARE = 64 << 20  # bytes that a call may use beyond its result and three times its own rows
-_CODE = 8 << 20  # bytes that its first run takes besides: machine code, connections, headers
-_SORTING = 28  # bytes a row to sort: keys, order, indices as they were given and as they are sent
-_CHUNK_SECONDS = 0.002  # what a chunk should take at least: long beside a message
-_STEP_SECONDS = 1e-3  # that a step of a stream costs besides its bytes, on a crowded core
-_GAPS_PAY = 8  # bytes that are merged in the time that packing takes to save one of an index
+_CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
+_SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
+_CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
+_STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded core
+_GAPS_PAY = 8  # bytes that a core merges in the time in which packing saves one byte of an index
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 _NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host

@@ -46,7 +46,7 @@ class Load:
         chunk: bytes of values sent at a time.
         places: indices lie below this.
         gaps: index lists are written as gaps, in few bits.
-        staying: rows stay on an accelerator, where only some algorithms serve.
+        staying: rows are on an accelerator, for which only some algorithms are written.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         identical: all ranks certainly have the same index set.
         hosts: which ranks share a host; None is one host for each.
@@ -83,7 +83,7 @@ class Load:
 
     @property
     def bound_to_one(self) -> float:
-        """The same, where each row of the result is wanted on one rank only."""
+        """The bound of a call that delivers each row of the result to one rank only."""
         return max(0, self.total - self.union) / self.ranks * (self.row + 4)
 
     def but(self, **changes: Any) -> Load:
@@ -91,13 +91,16 @@ class Load:
         return replace(self, **changes)
 
     def of_partials(self) -> Load:
-        """The same load, of rows that are sums of some ranks' already."""
+        """The load of a call whose rows are partial sums."""
         return self.but(row=self.partial)
 
     @property
     def direct(self) -> bool:
-        """Whether rows for all ranks go to each directly: the link is about as quick as memory, or
-        that of accelerators, where each step of a ring would be an exchange of its own."""
+        """Whether an all-gather sends directly to all ranks instead of round the ring.
+
+        So it does if the link is about as quick as memory, and on accelerators, where each step of
+        a ring would be an exchange of its own.
+        """
         return self.staying or (self.link is not None and self.link.beta < _MEMORY)
 
     @property
@@ -107,10 +110,9 @@ class Load:
 
     @property
     def queue(self) -> float:
-        """Ranks of a host that share its link when each sends to each, less the one.
+        """How many more ranks share a host's link in an exchange of all with all than in a ring.
 
-        None do on the ring of ranks, where one stream enters a host and one leaves it, and that is
-        how a link's rate was measured.
+        In a ring one stream enters a host and one leaves it. So was the link's rate measured.
         """
         if self.hosts is None or self.on_one_host:
             return 0.0
@@ -124,7 +126,7 @@ class Load:
 
     @functools.cached_property
     def _places(self) -> float:
-        """So many places, filled independently at random, would meet in a union of this size."""
+        """The number of places for which independent random rows give a union of this size."""
         mean, union, ranks = self.mean, self.union, self.ranks
         low, high = max(mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
         if union <= low:
@@ -140,55 +142,63 @@ class Load:
     # indices
 
     def index_of(self, count: float) -> float:
-        """Bytes of an index in a list of so many over all places."""
+        """Bytes of an index in a list of `count` indices."""
         return codec.index_bytes(count, self.places, self.index) if self.gaps else self.index
 
     def listed(self, count: float) -> float:
-        """Bytes that an index of a received list takes: as it came, and again once it is read."""
+        """Bytes of memory for an index of a received list: as received, and again unpacked."""
         return self.index_of(count) + (self.index if self.gaps else 0)
 
     def uniting(self, rows: float, union: float) -> float:
-        """Workspace that index lists of so many rows take until they are united: the lists, a slot
-        for each index, and the union."""
+        """Bytes of workspace to unite index lists: the lists, a slot for each index, the union."""
         return rows * (self.listed(rows) + _SLOT) + union * self.index
 
     # messages
 
     def chunks(self, rows: float, row: int) -> int:
-        """Messages in which so many rows of values travel."""
+        """Messages that carry the values of this many rows."""
         return math.ceil(rows / max(1, self.chunk // max(row, 1))) if row else 0
 
     def parted(self, rows: float, row: int, peers: int) -> float:
-        """Messages to that many peers, each of whom gets so many rows, by chance; some get none."""
+        """Messages to `peers` peers, each of which gets `rows` rows on average, and some none."""
         return peers * self.chunks(rows, row) * -math.expm1(-rows)
 
     def hops(self, count: int, rows: float) -> int:
-        """Rounds that handing so many rows on from neighbour to neighbour takes: none where a hop
-        is over before the next chunk has come, and on accelerators, where no row is handed on."""
+        """Rounds of `count` hops round the ring with this many rows from each rank.
+
+        With several chunks hops overlap, and no round is waited for. On accelerators there are no
+        hops.
+        """
         return count if rows * self.row <= self.chunk and not self.staying else 0
 
     def crowded(self, nbytes: float) -> float:
-        """Bytes that could be received in the time by which cores delay a stream of chunks; within
-        a host a chunk is a frame that says where it lies."""
+        """The delay of a stream of chunks by busy cores, as bytes that could be received then.
+
+        Within a host there is none: a chunk is a small frame that says where the bytes are.
+        """
         if self.link is None or self.on_one_host:
             return 0.0
         idle = max(0.0, 1 - self.link.busy / self.link.beta)
         return nbytes * max(0.0, _CHUNKED - idle)
 
     def unevenly(self, nbytes: float) -> float:
-        """Bytes that could be received while so many that come from all peers wait for links."""
+        """The delay of `nbytes` from all peers that share links unevenly, as bytes received."""
         return _UNEVEN * nbytes if self.ranks > 2 and not self.on_one_host else 0.0
 
     # arithmetic
 
     def merging(self, rows: float, pieces: float = 0.0) -> float:
-        """What merging so many rows costs, in bytes: finding a row's place is worth some more, and
-        so is each of the pieces that a kernel is called for."""
+        """The cost of merging this many rows in so many kernel calls (`pieces`), in bytes merged.
+
+        Finding a row's place costs as much as merging some bytes, and so does a call.
+        """
         return rows * (self.partial + PLACE) + pieces * CALL
 
     def pieces(self, rows: float, runs: float, sums: float) -> float:
-        """Pieces in which so many runs of so many rows each are merged, a chunk of sums at a time;
-        runs may have no row there."""
+        """Kernel calls to merge `runs` runs of `rows` rows, a chunk of sums at a time.
+
+        A run without rows in a chunk needs no call.
+        """
         blocks = max(1, self.chunks(sums, self.row))
         return runs * blocks * -math.expm1(-rows / blocks)
 
@@ -198,7 +208,7 @@ class Cost:
     """What the average rank does.
 
     Attributes:
-        rounds: times that everybody waits for what others only then send.
+        rounds: times that a rank waits for a message that depends on an earlier one.
         messages: sent.
         bytes: received.
         merged: bytes of rows that go through kernels while nothing is received.

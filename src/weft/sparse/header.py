@@ -5,8 +5,8 @@ ranks' headers says everything that the choice of an algorithm depends on, wheth
 round or in log2 P. A rank with few rows sends the rows themselves instead of saying where they lie;
 when all ranks did, the call needs no second round.
 
-Where rows lie is told by *points*: quantiles of a rank's indices, each standing for its share of
-the rank's rows. Owners of index ranges are cut from all ranks' points (`owners`).
+A header describes the distribution of a rank's indices by *points*: quantiles, each of which stands
+for an equal share of the rank's rows. `owners` cuts index ranges from the points of all ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ POINTS = 128
 """Points of one rank."""
 
 _KEPT = 1024  # points of a combined header
-# the first fields of a header, in their order; then how long the sketch is and how many points
-# there are, or for rows -1 and the bytes of an index. 96 bytes: what follows stays aligned
+# the first fields of a header, in their order; then the lengths of the sketch and of the points or,
+# if rows follow, -1 and the bytes of an index. 96 bytes, so that what follows is aligned
 _FIXED = struct.Struct("<6q2?6x16s2q8x")
 _FIELDS = 9
 _GRAIN = 16  # bytes: values begin at a multiple
-_DIGESTED = 1 << 20  # bytes of indices; digesting more would take longer than it may save
-_NONE = bytes(16)  # the digest of ranks that have different index sets, or too large ones
+_DIGESTED = 1 << 20  # bytes of indices that are digested at most: more would take too long
+_NONE = bytes(16)  # no digest: ranks have different index sets, or too large ones
 NO_LIMIT = 1 << 62
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
 
@@ -48,7 +48,7 @@ _NOTHING: Longs = np.empty(0, np.int64)
 
 
 class Header(NamedTuple):
-    """What one rank, or some ranks together, said.
+    """The header of one rank, or the combined header of some ranks.
 
     Attributes:
         total: rows, summed over ranks (after each rank removed its duplicates).
@@ -89,9 +89,18 @@ class Header(NamedTuple):
         values: Tensor | None = None,
         survey: Survey | None = None,
     ) -> Header:
-        """The header of one rank, from its sorted, unique indices; of those in any order, whose
-        `highest` is told, without a sample. With `values` it has the rows. Of indices on an
-        accelerator a `survey` knows all this."""
+        """The header of one rank.
+
+        Args:
+            indices: sorted and unique, unless `highest` is given.
+            rank: whose they are.
+            capacity: rows that fit in the caller's `out`; None: no limit.
+            fallible: whether the caller passed a function.
+            highest: the largest index, for unsorted indices: the header then has no sketch and no
+                points.
+            values: rows' values: the header then carries the rows themselves.
+            survey: of indices on an accelerator; it replaces their sketch, points and digest.
+        """
         count = indices.numel()
         limit = NO_LIMIT if capacity is None else capacity
         if survey is not None:
@@ -110,7 +119,7 @@ class Header(NamedTuple):
         )
 
     def _described(self, indices: Tensor) -> Header:
-        """This header, of one rank, with what says where its rows lie."""
+        """This header of one rank, with sketch, points and digest instead of rows."""
         count = indices.numel()
         begins = shares(count)
         return self._replace(
@@ -146,10 +155,15 @@ class Header(NamedTuple):
         *,
         moves: bool = False,
     ) -> Header:
-        """A header from bytes; they may be reused, unless it has rows, of that shape and dtype.
+        """Read and check a header. Rows in it, of that shape and dtype, are views of `body`.
+
+        Args:
+            body: what `pack` made, on another rank.
+            row_shape, dtype: of the rows, if the header has rows.
+            moves: whether the rows' indices may be in any order.
 
         Raises:
-            ValueError, struct.error: they are none; its rows ascend, unless they are only moved.
+            ValueError, struct.error: the bytes are no valid header.
         """
         *said, sampled, points = _FIXED.unpack_from(body)
         header = cls(*said)
@@ -181,13 +195,16 @@ class Header(NamedTuple):
         return header._replace(sketch=longs[:sampled], points=places, weights=weights)
 
     def combine(self, other: Header) -> Header:
-        """The header of this one's ranks and of the other's, which are higher."""
+        """The combined header; the other's ranks are higher than this one's."""
         return Header.together([self, other])
 
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
-        """One header of several, in the order of their ranks; without a sample of rows that all
-        sent or that are in any order, since nobody needs it."""
+        """Combine headers, in the order of their ranks.
+
+        The result has no sketch and no points if all headers carry rows, or one has unsorted rows:
+        then nobody needs them.
+        """
         tightest = min(headers, key=lambda one: one.capacity)
         header = cls(
             sum(one.total for one in headers),
@@ -243,17 +260,17 @@ def combined(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def shares(count: int) -> Longs:
-    """Where among so many rows those of each point begin, and the last ends."""
+    """The first row of each point's share among `count` rows, and the end of the last share."""
     parts = min(POINTS, count)
     return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
 
 
 def _digest(indices: Tensor) -> bytes:
-    """Of sorted, unique indices; that two sets have the same is out of the question."""
-    raw = as_bytes(_narrow(indices))  # half of the bytes; where some do not fit, it is no such set
+    """The digest of sorted, unique indices, as int32 if all fit: equal sets have equal digests."""
+    raw = as_bytes(indices.int() if last(indices) < 2**31 else indices)
     if len(raw) > _DIGESTED:
         return _NONE
-    return hashlib.sha256(raw.numpy().data).digest()[:16]  # processors know it
+    return hashlib.sha256(raw.numpy().data).digest()[:16]  # processors have instructions for it
 
 
 def last(indices: Tensor) -> int:
@@ -261,13 +278,8 @@ def last(indices: Tensor) -> int:
     return int(indices[-1]) if indices.numel() else -1
 
 
-def _narrow(indices: Tensor) -> Tensor:
-    """Sorted indices, as int32 where they fit."""
-    return indices.int() if last(indices) < 2**31 else indices
-
-
 def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
-    """At most `_KEPT` points, neighbours brought together; the weights' sum stays."""
+    """Merge neighbouring points until at most `_KEPT` are left; the sum of weights stays."""
     if len(points) <= _KEPT:
         return points, weights
     starts = np.arange(_KEPT, dtype=np.int64) * len(points) // _KEPT

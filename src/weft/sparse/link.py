@@ -1,20 +1,21 @@
 """The figures of a group's network: read from a link profile, or measured.
 
-The first call of a group that needs them finds them, all ranks together. The first of these holds:
+The first call of a group that needs the figures finds them, on all ranks together. They come from
+the first of these that exists:
 
-* `WEFT_LINK=latency_us,gbit` in the environment, the same on every rank, says them;
-* `WEFT_PROFILE` names a link profile;
-* the user's cache directory has the profile that `weft tune` left for these hosts;
-* moving bytes round the ring of ranks, for a few tens of milliseconds, measures them. The next call
-  that needs them measures them once more, and the better ones hold: a machine that was busy while
-  ranks started would else seem slow for as long as the group lives.
+* `WEFT_LINK=latency_us,gbit` in the environment, the same on every rank;
+* the link profile that `WEFT_PROFILE` names;
+* the profile that `weft tune` wrote for these hosts to the user's cache directory;
+* a measurement: bytes go round the ring of ranks for a few tens of milliseconds. The next call that
+  needs the figures measures again, and weft keeps the better ones: else a machine that was busy at
+  start-up would seem slow as long as the group lives.
 
 All ranks take the slowest rank's figures, rounded to coarse steps, so that they compute the same
 costs and small noise does not change a choice.
 
-Figures decide what is communicated, so all ranks use the same profile or none: they agree on what
-they read. A file that was named and does not serve is an error, the same on every rank; one
-that was only found is passed over, which the log says, and the link is measured.
+Figures decide what is communicated, so all ranks must use the same profile or none: they compare
+what they read. If a profile that `WEFT_PROFILE` names cannot be used, every rank raises the same
+error. If one in the cache cannot be used, the log says so, and the link is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .record import apart
 
 _log = logging.getLogger("weft")
 
-_WORK = 50e-6  # seconds of a core that a message costs, where nothing is to be measured
+_WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the other figures
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
@@ -59,7 +60,7 @@ _FORMAT, _VERSION = "weft link profile", 1
 _RUNS, _ROWS, _WIDTH = 4, 20_000, 64  # of what is merged to measure a core
 
 _links: WeakKeyDictionary[Wire, tuple[Link, int]] = WeakKeyDictionary()
-"""The figures that hold now, and how many calls are still to measure them."""
+"""The figures of each wire, and how many calls are still to measure them."""
 
 
 def link_of(wire: Wire) -> Link:
@@ -71,7 +72,7 @@ def link_of(wire: Wire) -> Link:
     """
     known, more = _links.get(wire, (None, _MEASURED))
     if known is None or more:
-        with apart(wire):  # which is no part of the call that wants to know
+        with apart(wire):  # the record of the call that needs the figures leaves this out
             found = _said(wire) if known is None else None
             if found is not None:
                 more = 0
@@ -81,17 +82,17 @@ def link_of(wire: Wire) -> Link:
                 found = Link(*map(min, astuple(known), astuple(found)))
         known = found
         _links[wire] = found, more
-        wire.memory.drain()  # of the blocks it measured with, which may be larger than any call's
+        wire.memory.drain()  # the measurement's blocks may be larger than any call's
     return known
 
 
 def set_link(wire: Wire, link: Link) -> None:
-    """Have a group go by these figures; every rank gives the same."""
+    """Set the figures of a group; every rank must set the same."""
     _links[wire] = link, 0
 
 
 def _said(wire: Wire) -> Link | None:
-    """What the environment or a profile says; None where neither does."""
+    """The figures that the environment or a profile gives; None without either."""
     said = os.environ.get("WEFT_LINK")
     if said is not None:
         return _agreed(wire, *parse(said), _WORK)
@@ -121,7 +122,7 @@ def parse(text: str) -> tuple[float, float]:
 
 
 def _positive(figure: Any) -> float:
-    """Raises ValueError where that is no number above 0."""
+    """The figure as a float. Raises ValueError if it is no finite number above 0."""
     if isinstance(figure, bool) or not 0 < float(figure) < math.inf:
         raise ValueError(f"{figure!r}, which is no time in seconds")
     return float(figure)
@@ -140,19 +141,22 @@ def measure(wire: Wire) -> Link:
 def _agreed(
     wire: Wire, alpha: float, beta: float, work: float, merge: float = MERGE, carry: float = 0.0
 ) -> Link:
-    """The slowest rank's figures, for ranks that share the cores of their hosts; collective.
+    """Exchange figures and take the slowest rank's; collective.
+
+    The arguments are those of one rank that has a core for itself; in the result the ranks of a
+    host share its cores.
 
     Args:
-        wire: among whom.
-        alpha, beta, work: seconds, see `Link`; `work` that of a core alone.
-        merge: seconds in which a core alone merges a byte; the same on every rank.
+        wire: the ranks that take part.
+        alpha, beta, work: seconds, see `Link`.
+        merge: seconds in which a core merges a byte; the same on every rank.
         carry: seconds of a core for each byte that this rank receives.
     """
     steps = [round(4 * math.log2(max(each, 1e-15))) for each in (alpha, beta, work, carry)]
     message = _FIGURES.pack(*steps, os.cpu_count() or 1, wire.host.encode())
     heard = all_gather_bytes(wire, message, _figures)
     *steps_of, cores, hosts = zip(*heard, strict=True)
-    # ranks to a core, where they are closest together
+    # ranks for each core, on the most crowded host
     crowd = max(hosts.count(host) / n for host, n in zip(hosts, cores, strict=True))
     alpha, beta, work, carry = (2.0 ** (max(steps) / 4) for steps in steps_of)
     share = max(1.0, crowd)
@@ -179,12 +183,10 @@ def _latency(wire: Wire) -> tuple[float, float]:
 
 
 def _rate(wire: Wire) -> tuple[float, float]:
-    """Seconds a byte takes when every rank sends to the next and receives from the last.
+    """Seconds that a byte takes when every rank sends to the next one, and this rank's CPU seconds.
 
-    Also, seconds of a core that this rank takes for it.
-
-    The size grows until the slowest rank is busy for long enough. Shapers let a first burst pass:
-    so what a byte more takes counts, where that is more than the average byte.
+    The size grows until the slowest rank is busy for long enough. Traffic shapers let a first burst
+    pass. So the result is the time of each additional byte, if that is more than the average.
     """
     if wire.size == 1:
         return 1e-10, 0.0
@@ -198,10 +200,7 @@ def _rate(wire: Wire) -> tuple[float, float]:
 
 
 def _round(wire: Wire, nbytes: int) -> tuple[float, float]:
-    """Seconds that the slowest rank takes to send so much to the next one while it receives.
-
-    Also, seconds of a core that this rank takes.
-    """
+    """Seconds of the slowest rank to send `nbytes` to the next one, and this rank's CPU seconds."""
     after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
     with wire.lease(nbytes) as outgoing, wire.lease(nbytes) as incoming:
         start, spent = time.perf_counter(), time.process_time()
@@ -217,7 +216,7 @@ def _round(wire: Wire, nbytes: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a link, in seconds: `alpha` a round, `beta` a byte, `work` of a core alone a message."""
+    """Seconds on a link: `alpha` for a round, `beta` for a byte, `work` of a core for a message."""
 
     alpha: float
     beta: float
@@ -226,14 +225,14 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What `weft tune` found.
+    """The figures that `weft tune` measured.
 
     Attributes:
-        hosts: the names of the hosts it is about; empty: of any.
+        hosts: the names of the hosts that it is for; empty: any hosts.
         ranks: how many ranks measured.
-        between: of the link between hosts, None if there was one host.
-        within: of the link between ranks of one host, None if none had two.
-        merge: seconds in which a core alone merges a byte.
+        between: the link between hosts; None if there was one host.
+        within: the link between ranks of one host; None if no host had two.
+        merge: seconds in which one core merges a byte.
     """
 
     hosts: tuple[str, ...]
@@ -243,7 +242,7 @@ class Profile:
     merge: float
 
     def serves(self, hosts: Sequence[str]) -> str | None:
-        """None, or why it does not serve a group on these hosts."""
+        """Why the profile cannot be used for a group on these hosts, or None if it can."""
         strange = sorted(set(hosts) - set(self.hosts))
         if self.hosts and strange:
             return f"was made for {', '.join(self.hosts)}, not for {', '.join(strange)}"
@@ -254,7 +253,7 @@ class Profile:
         return None
 
     def of(self, hosts: int) -> Figures | None:
-        """What holds for a group on so many hosts."""
+        """The figures for a group on this number of hosts."""
         return self.between if hosts > 1 else self.within
 
 
@@ -295,7 +294,7 @@ _PARTS = ("alpha", "beta", "work")
 
 
 def write(path: Path, profile: Profile) -> None:
-    """Write a profile, as a whole or not at all."""
+    """Write a profile; after an error the file is as before."""
     about = {"format": _FORMAT, "version": _VERSION, "made": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     text = json.dumps(about | asdict(profile), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +304,7 @@ def write(path: Path, profile: Profile) -> None:
 
 
 def default_path(hosts: Sequence[str]) -> Path | None:
-    """Where the profile of a group on these hosts is kept; None without a home directory."""
+    """The file of the profile for these hosts; None without a home directory."""
     key = hashlib.sha256("\n".join(sorted(hosts)).encode()).hexdigest()[:16]
     given = os.environ.get("WEFT_CACHE_DIR")
     try:
@@ -328,7 +327,7 @@ def tune(wire: Wire) -> Profile:
         part = wire.sub(ranks)
         if part is not None:
             seen = measure(part)
-            alone = seen.work * MERGE / seen.gamma  # without the cores shared
+            alone = seen.work * MERGE / seen.gamma  # as if the rank had a core for itself
             found[at : at + 3] = torch.tensor([seen.alpha, seen.beta, alone])
             part.close()
     if wire.rank in [ranks[0] for ranks in members]:
@@ -350,7 +349,10 @@ def hosts_of(wire: Wire) -> tuple[list[str], bool]:
 
 
 def _hosts(wire: Wire, named: bool) -> tuple[list[str], bool]:
-    """The name of each host, which virtual ones of a machine share; whether any rank says so."""
+    """The name of each host, sorted, and whether any rank is `named`; collective.
+
+    Virtual hosts of one machine (WEFT_HOST) have the same name.
+    """
     message = _NAME.pack(named, socket.gethostname().encode())
     said = all_gather_bytes(wire, message, _named)
     names = [said[ranks[0]][1] for ranks in base.hosts_of(wire).ranks]
@@ -364,8 +366,10 @@ def _named(raw: bytes) -> tuple[bool, str]:
 
 
 def _merging() -> float:
-    """Seconds in which a core alone merges a byte, as costs count bytes: into memory that served
-    before, as that of results does."""
+    """Seconds in which one core merges a byte, as costs count bytes.
+
+    The sums go to memory that was used before, as the memory of results usually is.
+    """
     runs = [torch.arange(_ROWS) * 3 + shift for shift in range(_RUNS)]
     values = [torch.full((_ROWS, _WIDTH), float(run)) for run in range(_RUNS)]
     sums = torch.empty(len(kernels.union(runs).indices), _WIDTH)
@@ -386,15 +390,16 @@ def _merging() -> float:
 
 
 def _profile(wire: Wire, hosts: list[str], named: bool) -> Profile | None:
-    """The profile that every rank has, None if none has any; collective.
+    """The profile that all ranks have, or None if no rank has one; collective.
 
     Args:
-        wire: among whom.
+        wire: the ranks that take part.
         hosts: names of the group's hosts.
-        named: some rank's environment names a file: those that are only found do not count.
+        named: whether WEFT_PROFILE is set on some rank: then the cache directory is not read.
 
     Raises:
-        WeftError: ranks could not read theirs, have different ones, or it does not serve.
+        WeftError: a rank could not read its profile, ranks have different ones, or it is for other
+            hosts.
     """
     given = os.environ.get("WEFT_PROFILE")
     path = default_path(hosts) if not named else None if given is None else Path(given)

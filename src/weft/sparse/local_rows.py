@@ -1,8 +1,8 @@
-"""This rank's rows, as a schedule gets them: canonical, their duplicates combined when asked for.
+"""This rank's rows, as a schedule gets them: canonical; duplicates are combined on demand.
 
-Most schedules want all of a rank's rows at once: `values`. One that sends each row to one place, in
-parts, combines the duplicates of a part while it puts the part together (`take`): no row
-is copied twice, and what goes out first is ready that much earlier.
+Most schedules want all of a rank's rows at once: `values`. A schedule that sends each row to one
+rank, in parts, combines the duplicates of a part while it copies the part (`take`). So no row is
+copied twice, and the first part can be sent earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .header import shares
 
 
 class LocalRows:
-    """Some rows: canonical indices, and values that are combined and rounded on the way out.
+    """Some rows: canonical indices, and values that are combined and rounded when they are read.
 
     Attributes:
         indices: sorted, unique.
@@ -42,11 +42,11 @@ class LocalRows:
         """
         Args:
             rows: as they were given.
-            distinct: was made of their indices.
+            distinct: made of their indices.
             op: combines duplicates.
-            dtype: of the values that come out.
-            memory: workspace.
-            points: quantiles of the indices, where these are on an accelerator (`Survey`).
+            dtype: of `values`.
+            memory: pool of the workspace.
+            points: quantiles of the indices, if these are on an accelerator (`Survey`).
         """
         self.indices, self._points = distinct.indices, points
         self.row_shape = tuple(rows.row_shape)
@@ -80,13 +80,15 @@ class LocalRows:
         return self._values.view(len(self), *self.row_shape)
 
     def parts(self, indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
-        """The rows from each bound up to the next; where they stay on an accelerator some more on
-        both sides, as many as are between two quantiles, since the host knows no better.
+        """The rows between each bound and the next.
+
+        On an accelerator the host knows the indices by quantiles only: a part then has some more
+        rows on both sides, up to the next quantile.
 
         Args:
-            indices: those of the rows, as they travel.
-            bounds: ascending; may be too large for the dtype of the indices.
-            highest: no index is above.
+            indices: of the rows, in the dtype in which they are sent.
+            bounds: ascending; may be too large for that dtype.
+            highest: the largest index.
         """
         if self._points is None:
             return within(indices, bounds, highest)
@@ -116,12 +118,12 @@ class LocalRows:
 
 
 def within(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
-    """Of sorted indices, those from each bound up to the next; bounds may be too large for int64.
+    """The part of sorted indices between each bound and the next.
 
     Args:
         indices: sorted, unique; none is above `highest`.
-        bounds: ascending.
-        highest: what fits in the dtype of the indices.
+        bounds: ascending; may be too large for the dtype of the indices, and for int64.
+        highest: fits in the dtype of the indices.
     """
     keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
     found = torch.searchsorted(indices, keys).tolist()

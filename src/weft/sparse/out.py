@@ -1,4 +1,4 @@
-"""Where a caller wants a result: buffers, or a function that allocates them; checked."""
+"""The argument `out`, checked: buffers for the result, or a function that allocates them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def checked(
     row_shape: tuple[int, ...] | None,
     returned: str = "",
 ) -> Pair:
-    """Two buffers for rows.
+    """Check a pair of buffers for the result.
 
     Args:
-        given: by a caller, or by the caller's allocator.
+        given: the caller's `out`, or what the caller's allocator returned.
         dtypes: of indices and values.
-        row_shape: of the result, where it is known.
-        returned: " returned", of what an allocator gave.
+        row_shape: of the result, if it is known.
+        returned: " returned" if an allocator returned the pair; for the error.
 
     Raises:
-        WeftError: they are none, or a result of such rows cannot be written there.
+        WeftError: it is no such pair, or the result cannot be written there.
     """
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise WeftError(

@@ -1,15 +1,15 @@
 """Owners: the index range that each rank sums, cut so that all ranks have equal work.
 
-What an owner of a range does grows with the rows it receives for it, one from each rank that has
-the index, and with the sums it sends, one to each other rank. The second is the larger part, so
-equal numbers of input rows are not equal work: at the head of a Zipf distribution every rank has
-the same few rows. Both numbers are estimated from the points in the combined header, bin by bin, in
-integers or in operations that every machine rounds alike.
+The work of an owner grows with the rows that it receives (one from each rank that has the index),
+and with the sums that it sends (one to each other rank). The sums are the larger part, so ranges
+with equal numbers of input rows are not equal work: at the head of a Zipf distribution every rank
+has the same few rows. Both numbers are estimated from the points in the combined header, bin by
+bin, in integers or in operations that every machine rounds alike.
 
-`ToOwners` brings all rows to their owners, each of which sums its range: the reduce-scatter
-of "SSAR_Split_allgather" in Renggli et al., "SparCML" (SC'19), section 5.3. Index sets go first,
-with as many values behind them as keep the link busy; an owner merges chunk by chunk while later
-ones are on the wire. Workspace is bounded, whatever P is. Ranks that own nothing are sent nothing.
+`ToOwners` sends all rows to their owners, each of which sums its range: the reduce-scatter of
+"SSAR_Split_allgather" in Renggli et al., "SparCML" (SC'19), section 5.3. Index lists go first, then
+enough values to keep the link busy. An owner merges a chunk while later ones are on the wire.
+Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .stream import (
 )
 
 _BINS = 64
-_LAST = (2**31 - 1, 2**63 - 1)  # no index of that dtype is above: cuts are such indices too
+_LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
 
 def cuts(header: Header, ranks: int) -> list[int]:
@@ -92,18 +92,19 @@ def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 class ToOwners:
-    """Rows on their way to the ranks that own them, and those that this rank owns on theirs here.
+    """Sends this rank's rows to their owners, and receives the rows that this rank owns.
 
-    Index sets go first, and enough values to keep the link busy behind them; `send_rest` sends the
-    bulk, so that what the caller sends before that is not held up by it.
+    The constructor sends index lists and the first values; `send_rest` sends the other values. So
+    what the caller sends in between does not wait behind them.
 
     Attributes:
-        union: of the indices that came here; `below` has the places where those begin and end
-            that are owned here, if others came, too.
+        union: of the received index lists. On an accelerator the lists have indices of
+            neighbouring ranges, too: `union.below` then says where this rank's range begins and
+            ends.
     """
 
     def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
-        """Send all others what they own.
+        """Send index lists and the first values.
 
         Args:
             call: the call this is for.
@@ -123,7 +124,7 @@ class ToOwners:
         self._lists = index_lists(call, lists, sources, dict.fromkeys(sources, spans(bounds)[me]))
         step = call.chunk_rows
         self._lead = dict.fromkeys(others, 0)
-        if not call.load.staying:  # where what is posted must meet
+        if not call.load.staying:  # on an accelerator all ranks must post the same
             for peer in others:
                 self._lead[peer] = step * -(-self._values[peer].shape[0] // (4 * step))
         self._sent: list[Pending] = []
@@ -137,11 +138,11 @@ class ToOwners:
 
     @property
     def indices(self) -> Tensor:
-        """Those that are summed here."""
+        """The indices that this rank owns."""
         return self.union.indices[slice(*self.union.below or (None,))]
 
     def send_rest(self) -> None:
-        """Send all values that are not under way yet."""
+        """Send all values that were not sent yet."""
         self._send({peer: self._values[peer][lead:] for peer, lead in self._lead.items()})
 
     def _send(self, values: dict[int, Tensor]) -> None:
@@ -149,14 +150,14 @@ class ToOwners:
         self._sent.append(self._call.wire.post(sends, (), VALUES))
 
     def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
-        """Merge the rows that are owned here, in rank order: see `merge_blocks`."""
+        """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         streams: dict[int, Source] = {r: inflow.pieces for r, inflow in self._inflows.items()}
         streams[self._call.wire.rank] = at_hand(self._values[self._call.wire.rank])
         sources = [streams[rank] for rank in sorted(streams)]
         return merge_blocks(call, self._runs, sources, union, out)
 
     def finish(self) -> None:
-        """Wait until all is sent, and give back the memory; everything must have been read."""
+        """Wait until all is sent, and give back the memory; all sums must have been read."""
         wait_all(self._sent)
         self._lists.release()
         for inflow in self._inflows.values():
@@ -175,7 +176,7 @@ def reduce_to_owners(
         rows: this rank's, canonical.
         call: the call this is for.
         bounds: see `ToOwners`.
-        place: a result with these indices; by default where the caller wants it.
+        place: makes the memory of a result with these indices; by default `call.result_at`.
     """
     moving = ToOwners(call, rows, bounds)
     moving.send_rest()

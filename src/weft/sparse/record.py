@@ -1,4 +1,4 @@
-"""What calls did: a record for each group, of its last call; and how a call takes its turn."""
+"""The record of the last sparse call on each group, and how a call takes its turn."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from ..wire.base import Wire
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one call did, on this rank; for a list of tables, all of them together.
+    """What one call did, on this rank; of a list, all tables together.
 
-    Measuring the link, which a group does in the first calls that need to know, is in none of the
-    figures.
+    The figures leave out the link's measurement, which the first calls of a group do.
 
     Attributes:
         algorithm: what ran; "eager" where all rows travelled in the opening exchange.
@@ -56,7 +55,7 @@ def last_call(group: Any = None) -> Record | None:
 
 @contextmanager
 def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
-    """A call as a range of the profiler; gives what notes the figures that a wire does not know."""
+    """A call as a range of the profiler; yields the function that stores the call's `Record`."""
     call = wire.worker.now
     assert call is not None  # whose turn it is
 
@@ -73,7 +72,7 @@ def recording(wire: Wire, name: str) -> Iterator[Callable[..., Record]]:
 
 @contextmanager
 def apart(wire: Wire) -> Iterator[None]:
-    """What is done in here is no part of the call that is recorded."""
+    """Leave messages and time of this block out of the record of the call that runs."""
     call = wire.worker.now
     so_far = (0, 0, 0.0) if call is None else call.spent()
     yield
@@ -82,7 +81,7 @@ def apart(wire: Wire) -> Iterator[None]:
 
 
 def started(wire: Wire, name: str, job: Aside[Any], async_op: bool) -> Any:
-    """The job's result when its turn has come, or at once the `Work` that will have it."""
+    """Queue a job on the wire: wait for its result or, with `async_op`, return its `Work`."""
     if async_op:
         return wire.worker.submit(name, job)
     return job.joined(wire.worker.call(name, job))

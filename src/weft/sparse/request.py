@@ -1,7 +1,8 @@
-"""What the caller asked for, checked on this rank without raising.
+"""The arguments of a call, checked on this rank without raising.
 
-A rank that was asked for something wrong must still make its opening statement, or the others
-would wait for it. So a check that fails leaves its sentence in `Request.error`, to be stated.
+A rank whose arguments are wrong must still make its opening statement, else the other ranks would
+wait for it. So a check that fails puts its message into `Request.error`, and the opening exchange
+tells all ranks.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """What `wire_dtype` may be beside None."""
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
-_NO_OP = object()  # of a call that reduces nothing
-_SAID = (int, float, str, type(None))  # what an error repeats; other objects may raise
-_LONGEST = 160  # bytes of the name of a caller's function
+_NO_OP = object()  # the op of a call that reduces nothing
+_SAID = (int, float, str, type(None))  # types whose repr errors show; another's may raise
+_LONGEST = 160  # bytes that the name of a caller's function may have
 
 
 @dataclass(slots=True)
 class Request:
-    """One call's arguments, as far as this rank can make sense of them.
+    """One call's arguments, as far as they are valid.
 
     Attributes:
-        rows: what is to be reduced.
-        distinct: its indices, sorted, and their duplicates.
-        survey: of indices on an accelerator that are to be combined, what the host knows of them.
-        lowest, highest: the least and the largest index, once looked for; 0, -1 if there are none.
+        rows: the rows to be reduced or moved.
+        distinct: their indices sorted, each once, and where the duplicates are.
+        survey: what the host knows of indices on an accelerator, if rows are combined.
+        lowest, highest: the smallest and the largest index, once found; 0 and -1 without rows.
         op: the reduction.
         algorithm: a registered name or "auto".
-        dtype: that values travel in.
-        rounded: the `wire_dtype` that was asked for.
-        out: where the result is wanted.
-        fields: the fingerprint: what must be equal on all ranks.
-        error: what is wrong, or None.
-        restore: gives a result the form that the rows were given in.
-        agreed: the fields as all ranks agreed on them, once a call was opened for this request.
+        dtype: the dtype in which values are sent.
+        rounded: the argument `wire_dtype`.
+        out: where the caller wants the result.
+        fields: the fingerprint: values that must be equal on all ranks.
+        error: what is wrong with the arguments, or None.
+        restore: converts a result to the form of the rows that were given.
+        agreed: the fields that all ranks agreed on; empty before the call is opened.
         marks: see `Call.marks`.
     """
 
@@ -89,12 +90,12 @@ class Request:
 
     @classmethod
     def to_move(cls, rows: object, out: object, wire_dtype: object) -> Request:
-        """Check the arguments of a call that moves rows as they are: unsorted, of any dtype."""
+        """Check the arguments of a call that moves rows unsorted and uncombined, of any dtype."""
         return cls.asked(_NO_OP, "auto", wire_dtype).given(rows, out).looked_at(sort=False)
 
     @classmethod
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
-        """Check what is asked for, whatever the rows."""
+        """Check the arguments that do not depend on the rows."""
         request = cls()
         with request:
             if op is not _NO_OP:
@@ -109,7 +110,7 @@ class Request:
         return request
 
     def given(self, rows: object, out: object) -> Request:
-        """The same call for rows that are given: check them, all but the indices."""
+        """The same call for these rows: check them, all but the values of the indices."""
         request = Request(op=self.op, algorithm=self.algorithm, rounded=self.rounded)
         request.error = self.error
         with request:
@@ -127,13 +128,13 @@ class Request:
         return self.rows.values.device
 
     def looked_at(self, *, sort: bool) -> Request:
-        """The same, its indices sorted or looked at; on an accelerator later, in weft's stream."""
+        """This request, after `sort` or `look`; rows of an accelerator wait for weft's stream."""
         if not on_host(self.rows.indices):
             return self
         return self.sort() if sort else self.look()
 
     def sort(self) -> Request:
-        """Find what is distinct among the indices, and check them, if that was not done before."""
+        """Sort the indices, find duplicates, and check them; once."""
         indices = self.rows.indices
         if self.error is not None:
             return self
@@ -150,7 +151,7 @@ class Request:
         return self
 
     def look(self) -> Request:
-        """Find the largest index, and check them all, without sorting them."""
+        """Check the indices without sorting them."""
         indices = self.rows.indices
         if self.error is None and indices.numel():
             with self:
@@ -160,11 +161,11 @@ class Request:
     def of_rows(
         self, rows: Rows, survey: kernels.Survey | None = None, marks: Sequence[int] = ()
     ) -> Request:
-        """The same call for other rows, of the same dtype of values, which are right.
+        """The same call for other, valid rows, whose values have the same dtype.
 
         Args:
-            rows: if there is a survey, their indices may be any.
-            survey: of the indices, where those are on an accelerator and were looked at.
+            rows: their indices need not be valid if there is a survey.
+            survey: of the indices, if they are on an accelerator and were surveyed already.
             marks: see `Call.marks`.
         """
         fields = self.fields | _fields(rows)
@@ -173,7 +174,7 @@ class Request:
         return made.sort()
 
     def __enter__(self) -> None:
-        """What is found to be wrong within is stated, and not raised."""
+        """Begin a block whose errors are put into `error` and not raised."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if not isinstance(error, Exception):
@@ -185,23 +186,23 @@ class Request:
 
     @property
     def wide(self) -> torch.dtype | None:
-        """The dtype of the values, where they travel in another; else None."""
+        """The dtype of the values, if they are sent in another; else None."""
         own = self.rows.values.dtype
         return None if self.dtype == own else own
 
     @property
     def capacity(self) -> int | None:
-        """Rows that the caller's buffers hold, None where that is no limit."""
+        """Rows that fit in the caller's buffers; None without buffers."""
         return None if self.out is None or callable(self.out) else self.out[0].numel()
 
     @property
     def fallible(self) -> bool:
-        """Whether a function of the caller's takes part."""
+        """Whether the call runs a function of the caller's, which may raise."""
         return callable(self.out) or not self.op.builtin
 
     def travelling(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which values of this one travel."""
-        # what is as narrow already would be rounded for nothing
+        """The dtype in which values of dtype `own` are sent."""
+        # values that are no wider than `rounded` are not rounded
         if self.rounded is None or own.itemsize <= self.rounded.itemsize:
             return own
         return self.rounded
@@ -215,11 +216,11 @@ class Request:
         with self:
             shape = tuple(rows.row_shape) if len(rows) else None
             self.out = checked(out, (rows.indices.dtype, rows.values.dtype), shape)
-            # without rows the row shape is the others' to say, and must be this
+            # without rows only the other ranks know the row shape, which must be that of `out`
             self.fields["row shape"] = tuple(self.out[1].shape[1:])
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
-        """Have all ranks compare the root, `root_in` of what was given; state what is wrong."""
+        """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
         self.fields[name] = root
         if root < 0:
             said = repr(given) if type(given) in _SAID else f"a {type(given).__name__}"
@@ -243,7 +244,7 @@ class Request:
         self.fields["WEFT_LINK"] = "nothing" if said is None else said
 
     def _take_dtype(self, own: torch.dtype) -> None:
-        """Check the dtype of the values against what is asked for."""
+        """Check that the op and the `wire_dtype` apply to values of this dtype."""
         if "op" in self.fields and (reason := self.op.refuses(own)):
             raise WeftError(reason)
         if self.rounded is not None and not own.is_floating_point:
@@ -255,7 +256,7 @@ class Request:
 
 
 def _fields(rows: Rows) -> dict[str, object]:
-    """What must be equal on all ranks, of rows."""
+    """The fields of the fingerprint that describe rows."""
     return {
         "index dtype": str(rows.indices.dtype),
         "value dtype": str(rows.values.dtype),
@@ -265,10 +266,10 @@ def _fields(rows: Rows) -> dict[str, object]:
 
 
 def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
-    """The rows that were given, and what gives a result the same form.
+    """The rows in an argument, and the function that converts a result to the same form.
 
     Raises:
-        WeftError: they are none.
+        WeftError: the argument has none of the accepted forms.
     """
     form: Callable[[Rows], Any]
     if isinstance(given, Tensor):
@@ -300,10 +301,10 @@ def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
 
 
 def readable(given: Rows) -> Rows:
-    """Rows that were given, as kernels can read them.
+    """The given rows in memory that kernels can read.
 
     Raises:
-        WeftError: they cannot be read.
+        WeftError: the rows are invalid.
     """
     indices, values = given.indices, given.values
     if given.height is not None and not (isinstance(given.height, int) and given.height >= 0):
@@ -351,7 +352,7 @@ def outside(low: int, high: int, height: int | None) -> str | None:
 
 
 def root_in(given: Any, size: int) -> int:
-    """The root's number, as the caller gave it; -1 where that is no rank of so many."""
+    """A caller's argument as a rank; -1 if it is none of `size` ranks."""
     try:
         root = operator.index(given)
     except Exception:  # an object of the caller's may raise anything
@@ -369,10 +370,10 @@ def op_name(op: object) -> object:
 
 
 def operation(op: object) -> Op:
-    """The reduction that a caller asked for.
+    """The reduction that an argument means.
 
     Raises:
-        WeftError: there is none such.
+        WeftError: it means none.
     """
     op = op_name(op)
     if isinstance(op, str):

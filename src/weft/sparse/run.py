@@ -1,8 +1,9 @@
-"""The steps of a call, the same for every algorithm and for the family.
+"""The steps of a call, the same for every algorithm and for every collective of the family.
 
-Agree on what all ranks were asked, each stating a header of its rows or the rows themselves;
-run a schedule, for a sparse all-reduce the algorithm that the combined header says; where a
-caller's function took part, tell each other whether it raised; hand out the result.
+1. Agree (`opened`): every rank states its arguments, and a header of its rows or the rows.
+2. Run a schedule: for a sparse all-reduce the algorithm that `choice` takes.
+3. If a caller's function may have raised, tell each other (`settle`).
+4. Put the result where the caller wants it (`handed_out`).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a call.
+    """A call that has ended well.
 
     Attributes:
         algorithm: what ran.
         rows: the result.
-        load: the sizes of the call; `load.union` is exact where all ranks get the same.
+        load: the sizes of the call; `load.union` is exact if all ranks get the same result.
         bound: bytes that the average rank must receive, an index counted as 4.
-        own: rows of this rank.
-        below: how many rows of the result are below each of the request's marks, if that is known.
+        own: number of this rank's rows.
+        below: see `Call.below`.
     """
 
     algorithm: str
@@ -54,7 +55,7 @@ class Done:
     below: Sequence[int]
 
     def noted(self, note: Callable[..., Record], **more: Any) -> Record:
-        """The record of the call, by the function that `recording` gives."""
+        """Pass the figures of the call to `note`, which `recording` made."""
         figures = {"rows": self.own, "total": self.load.total, "union": len(self.rows)}
         return note(self.algorithm, bound=self.bound, **figures, **more)
 
@@ -64,10 +65,10 @@ class Opened:
     """A call that all ranks agreed on.
 
     Attributes:
-        call: what every rank knows of it.
-        own: this rank's rows, canonical if they are to be combined; valid inside of `opened`.
-        said: what each rank said; above 16 ranks what all together said.
-        everyone: the rows of all ranks, if all of them came in the opening exchange.
+        call: what every rank knows of the call.
+        own: this rank's rows, canonical if they are to be combined; valid inside `opened`.
+        said: the header of each rank; above 16 ranks one combined header.
+        everyone: the rows of all ranks, if the opening exchange carried all of them.
     """
 
     call: Call
@@ -77,28 +78,28 @@ class Opened:
 
 
 Schedule = Callable[[Opened], tuple[str, Rows]]
-"""What is done once a call is open: the name of what ran, and the result."""
+"""Runs in an open call; returns the name of what ran, and the result."""
 
 
 @contextmanager
 def opened(
     wire: Wire, request: Request, name: str, *, moves: bool = False, looks: bool = False
 ) -> Iterator[Opened]:
-    """Agree on a call and look at everybody's rows; collective.
+    """Agree on a call, and exchange headers or rows; collective.
 
     Args:
-        wire: among whom.
-        request: this rank's part.
+        wire: the ranks that take part.
+        request: the arguments on this rank.
         name: of the call.
-        moves: rows are moved as they are, neither sorted nor combined; a rank without any may know
-            nothing of them.
-        looks: rows are described, even where they would fit in the opening exchange.
+        moves: rows are neither sorted nor combined; a rank without rows need not know their dtype
+            and shape.
+        looks: exchange headers only, even if the rows would fit in the opening exchange.
     """
     given = request.rows
     over = wire_for(wire, given.values)
-    if over is not wire:  # in weft's stream, which it is by now
+    if over is not wire:  # `looked_at` left this to us: weft's stream is current only now
         request.look() if moves else request.sort()
-    request.fields.setdefault("device", over._carries)  # of whoever has nothing there: None
+    request.fields.setdefault("device", over._carries)  # None: this rank learns it from others
     call = Call(
         over,
         request.op,
@@ -116,7 +117,7 @@ def opened(
     points = None if request.survey is None else request.survey.points
     own = LocalRows(given, distinct, call.op, call.dtype, over.memory, points)
     eager = is_direct(wire) and wire.size > 1 and not looks and request.error is None
-    eager = eager and over is wire  # what lies on an accelerator never visits the host
+    eager = eager and over is wire  # rows on an accelerator never pass through the host
     eager = eager and (moves or request.algorithm == "auto")
     agreement = None
     try:
@@ -149,7 +150,7 @@ def opened(
 def _agreement(
     wire: Wire, request: Request, name: str, call: Call, own: LocalRows, *, eager: bool, moves: bool
 ) -> Agreement:
-    """Exchange headers, or in place of this rank's its rows if few; collective."""
+    """Exchange headers; with `eager` this rank sends its rows instead if they fit. Collective."""
     row = row_bytes(call.row_shape, call.dtype)
     carries = eager and Header.fits(len(own), own.indices.element_size(), row)
     header = Header.of(
@@ -161,14 +162,13 @@ def _agreement(
         values=own.values if carries else None,
         survey=request.survey,
     )
-
     agreement = agree(wire, name, request.fields, request.error, header.pack(), combined)
     request.agreed = agreement.fields
     return agreement
 
 
 def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -> None:
-    """Take over what this rank alone did not know."""
+    """Copy the agreed fields that this rank did not know into the call."""
     if agreement.fields["row shape"] != "?":
         call.row_shape = agreement.field("row shape", shape_in)
     if moves:
@@ -180,10 +180,10 @@ def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -
 
 
 def _nothing_on(kind: str) -> Rows:
-    """No rows, on this rank's device of a kind.
+    """No rows, on this rank's device of the kind, such as "cuda".
 
     Raises:
-        RuntimeError: it has none in use.
+        RuntimeError: the rank uses no such device.
     """
     device = torch.device("cpu") if kind == "cpu" else current()
     if device.type != kind:
@@ -193,7 +193,7 @@ def _nothing_on(kind: str) -> Rows:
 
 
 def _load(call: Call, *, moves: bool) -> Load:
-    """The sizes of a call, as all ranks together said them."""
+    """The sizes of a call, from the combined header."""
     header = call.header
     return Load(
         ranks=call.wire.size,
@@ -201,7 +201,7 @@ def _load(call: Call, *, moves: bool) -> Load:
         most=header.most,
         fewest=header.fewest,
         union=header.total if moves else header.union(call.height),
-        # where nobody knows more, a tensor that has all rows is as good as any
+        # without a height, assume the smallest tensor that holds all rows
         height=header.highest + 1 if call.height is None else call.height,
         row=row_bytes(call.row_shape, call.dtype),
         partial=row_bytes(call.row_shape, call.partial),
@@ -221,12 +221,12 @@ def performed(
     moves: bool = False,
     apart: bool = False,
 ) -> Done:
-    """Open a call, run its schedule, and look after what went wrong since; collective.
+    """Open a call, run its schedule, raise late errors, and hand out the result; collective.
 
     Args:
         wire, request, name, moves: see `opened`.
-        schedule: what to do.
-        apart: each rank has a result of its own.
+        schedule: what to run.
+        apart: whether ranks get different results.
     """
     with opened(wire, request, name, moves=moves) as opening:
         algorithm, result = schedule(opening)
@@ -292,10 +292,15 @@ def _alone(rows: LocalRows, call: Call) -> Rows:
 
 
 def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
-    """Tell each other what went wrong since the opening, if anything may have; raises alike.
+    """Tell each other what went wrong after the opening, if anything may have; collective.
 
-    That is what a caller's function raised. With a `count`, the rows of a result that only this
-    rank has, also that it does not fit.
+    Args:
+        wire, name, call: the call that ends.
+        count: rows of the result, if ranks get different results: then `out` may be too small on
+            one rank.
+
+    Raises:
+        WeftError: a caller's function raised, or `out` is too small; the same text on every rank.
     """
     if not (call.header.fallible or (count is not None and call.header.limited)):
         return
@@ -307,7 +312,7 @@ def settle(wire: Wire, name: str, call: Call, count: int | None = None) -> None:
 
 
 def too_small(room: int, count: int) -> str:
-    """What is said of an `out` that is."""
+    """The error of an `out` that holds fewer rows than the result has."""
     return (
         f"out holds {room} rows, the result has {count}: pass larger buffers, or a function that "
         "allocates them"

@@ -1,19 +1,19 @@
 """Streams of rows between ranks: the parts that schedules are made of.
 
 * `IndexLists`: sorted index lists whose length the receiver does not know. The first message has a
-  fixed cap and says the length; what does not fit in it follows in one message of known size.
-  `all_lists`: those of all ranks at all ranks.
-* `send_rows` and `Inflow`: one rank's rows on their way to another, in chunks.
-* `Ring`: everybody's rows on their way to everybody, each rank hearing its left neighbour and
-  telling its right one. One stream into each host and one out of it share its link evenly, where
-  streams between all pairs do not: measured at 4 hosts of 1 Gbit/s, 1.1 against 1.6 of the limit.
-  Where links are as quick as memory, each rank tells all others directly.
-* `laid_out` and `share`: the sums of all owners of index ranges in one result.
-* `merge_blocks`: merges own rows and inflows in rank order, block by block, while later
-  chunks are still on the wire.
+  fixed maximum and says the length; a second message has the rest, if there is any.
+  `all_lists`: the lists of all ranks, on all ranks.
+* `send_rows` and `Inflow`: rows from one rank to another, in chunks.
+* `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
+  stream in and one out, which share its link evenly; streams between all pairs do not. Measured
+  at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. If links are as quick as memory, each
+  rank sends to all others directly.
+* `laid_out` and `share`: one result for the sums of all owners of index ranges.
+* `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
+  still on the wire.
 
-Chunks need no headers: once the index lists are known, so is every length. Lists, values and sums
-go on channels of their own, so that each may be posted as soon as its own lengths are known.
+Chunks need no headers: the index lists tell every length. Lists, values and sums have separate
+channels, so each can be posted as soon as its own lengths are known.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ LISTS, VALUES, SUMS = range(3)
 """The channels."""
 
 Source = Callable[[int, int], Iterable[Tensor]]
-"""The values of one rank's rows from one number up to another, in pieces; asked for in order."""
+"""Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be
+in the order of the rows."""
 
 Spans = Mapping[int, tuple[int, int]]
-"""By rank, the first index of a range, and the one behind its last."""
+"""By rank an index range: its first index, and its end, which is not in it."""
 
 _ANYWHERE: Spans = {}
-_SLOTS = 8  # chunks that an inflow is ahead at the most
-_WINDOW = 48 << 20  # bytes that all inflows of a rank are ahead, unless two chunks each are more
+_SLOTS = 8  # chunks that one inflow has posted ahead, at most
+_WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
 
 
 def window(load: Load) -> int:
-    """Chunks that a peer's rows may be ahead of what is merged."""
+    """Chunks that are received from a peer ahead of the merge."""
     fair = _WINDOW // max(1, load.ranks - 1) // max(1, load.chunk)
     return max(2, min(_SLOTS, fair))
 
@@ -79,13 +80,13 @@ class Lists(Protocol):
 def index_lists(
     call: Call, lists: Mapping[int, Tensor], sources: Sequence[int], spans: Spans = _ANYWHERE
 ) -> Lists:
-    """Send lists to these peers, and await some of those; collective.
+    """Send index lists to some peers, and receive index lists from some; collective.
 
     Args:
         call: the call this is for.
-        lists: by peer.
-        sources: who sends one here.
-        spans: in what range theirs lie, where that is known.
+        lists: what to send, by peer.
+        sources: the peers that send a list to this rank.
+        spans: for some sources the range in which their indices must lie; else it is any.
     """
     if call.load.staying:
         return _ListsThatStay(call, lists, sources)
@@ -93,9 +94,9 @@ def index_lists(
 
 
 class _ListsThatStay(Lists):
-    """Index lists of an accelerator: their lengths go over the CPU wire, to all ranks.
+    """Index lists on an accelerator: all ranks tell each other the lengths over the CPU wire.
 
-    So does what each rank knows of `call.below`, which is summed.
+    They also tell each other their parts of `call.below`, which add up.
     """
 
     def __init__(self, call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> None:
@@ -104,7 +105,6 @@ class _ListsThatStay(Lists):
         numbers = struct.Struct(f"<{wire.size + len(call.below)}q")
         message = numbers.pack(*counts, *call.below)
         said = all_gather_bytes(wire, message, numbers.unpack, "lengths of lists")
-        # where ranks have parts of the result, these add up to the whole
         call.below = [sum(each) for each in zip(*(one[wire.size :] for one in said), strict=True)]
         self._counts = {peer: said[peer][wire.rank] for peer in sources}
         self._dtype = call.wire_index
@@ -120,7 +120,7 @@ class _ListsThatStay(Lists):
 
 
 class IndexLists(Lists):
-    """Index lists of the CPU: each message says its length, and may be packed."""
+    """Index lists on the CPU: each message says its length, and may be packed (`codec`)."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class IndexLists(Lists):
         self._places, self._spans = call.load.places, spans
         self._most = call.load.total * call.load.index  # bytes of any list
         self._leases: list[Lease] = []
-        # by the list's address: the same list to all is packed once, and sent as one tensor
+        # a list that goes to several peers is packed once, and sent as one tensor
         packed: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in lists.values():
             if id(indices) not in packed:
@@ -181,15 +181,15 @@ class IndexLists(Lists):
 
 
 def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[list[Tensor], Lists]:
-    """The index lists of all ranks, in rank order.
+    """Exchange the index lists of all ranks; collective.
 
     Args:
         call: the call this is for.
-        indices: this rank's, as on the wire.
-        spans: as for `IndexLists`.
+        indices: this rank's list, in the dtype `call.wire_index`.
+        spans: as for `index_lists`.
 
     Returns:
-        The lists, and what to release when they are not needed any more.
+        The lists in rank order, and the object to release when they are not needed any more.
     """
     wire = call.wire
     lists = index_lists(call, dict.fromkeys(peers(wire), indices), peers(wire), spans)
@@ -200,13 +200,13 @@ def all_lists(call: Call, indices: Tensor, spans: Spans = _ANYWHERE) -> tuple[li
 def united(
     call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
 ) -> kernels.Union:
-    """The union of lists, by rank and in rank order; finds `call.below`.
+    """The union of index lists; sets `call.below`.
 
     Args:
         call: the call this is for.
-        lists: by rank.
-        span: an end is to be told of the indices from the first of these up to, not including, the
-            second: the union's `below`; others are not counted in `call.below`.
+        lists: by rank, in rank order.
+        span: of the indices that this rank owns, if the lists have others, too. The union's `below`
+            then says where they begin and end, and `call.below` counts only them.
 
     Raises:
         WireError: as `ascending`.
@@ -221,10 +221,10 @@ def united(
 
 @contextmanager
 def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
-    """Where lists are united, by rank.
+    """Unite lists, by rank, in this block.
 
     Raises:
-        WireError: one of an accelerator is wrong; the others were looked at when they came.
+        WireError: a list on an accelerator is invalid; lists on the CPU were checked on arrival.
     """
     try:
         yield
@@ -233,8 +233,10 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) -> WireError | None:
-    """The error of a rank that sent a wrong one of these lists, if some rank did: it does not
-    ascend, or has indices that nobody said there are."""
+    """The error if one of these lists is invalid, else None.
+
+    A list is invalid if it does not ascend, or has an index that no header announced.
+    """
     last = call.load.places - 1
     for peer, indices in lists.items():
         if not kernels.lie_within(indices, 0, last, ascending=ascending):
@@ -245,23 +247,23 @@ def wrong_list(call: Call, lists: Mapping[int, Tensor], ascending: bool = True) 
 
 
 def at_hand(values: Tensor) -> Source:
-    """Rows that lie here, as a source."""
+    """A source of rows that are in memory here."""
     return lambda start, stop: (values[start:stop],)
 
 
 class Inflow:
-    """A peer's rows on their way here, in chunks that are read where the wire has them.
+    """Rows that a peer sends here, in chunks that are read in the wire's own memory.
 
-    A chunk is given back when the rows behind it are asked for, and then the next is awaited. So no
-    peer gets far ahead of the others, and the workspace is bounded.
+    When the rows behind a chunk are asked for, the chunk is released and one more receive posted.
+    So no peer gets far ahead of the others, and the workspace is bounded.
     """
 
     def __init__(self, call: Call, peer: int, count: int) -> None:
         self._call, self._peer = call, peer
-        self._to_post = count if call.load.row else 0  # rows; those without bytes do not travel
+        self._to_post = count if call.load.row else 0  # rows without bytes are not sent
         self._posted: deque[tuple[int, Pending]] = deque()
         self._reading: Pending | None = None
-        self._chunk, self._end = torch.empty(0), 0  # what is read, and the row behind it
+        self._chunk, self._end = torch.empty(0), 0  # the chunk that is read; the row behind it
         ahead = window(call.load)
         while self._to_post and len(self._posted) < ahead:
             self._post()
@@ -282,7 +284,7 @@ class Inflow:
         self._end += count
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The source: each piece is good until the next is asked for."""
+        """The `Source`: each piece is valid until the next one is asked for."""
         if not self._call.load.row:
             shape = stop - start, *self._call.row_shape
             yield torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
@@ -295,7 +297,7 @@ class Inflow:
             start = last
 
     def release(self) -> None:
-        """Give back what was read."""
+        """Release the chunk that was read last."""
         if self._reading is not None:
             self._reading.release()
 
@@ -307,7 +309,7 @@ def wait_all(some: Iterable[Pending]) -> None:
 
 
 def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
-    """Rows of values as the messages that they travel in; none if a row has no bytes."""
+    """Values cut into the messages in which they are sent; none if a row has no bytes."""
     if not values.numel():
         return ()
     rows = values.shape[0]
@@ -321,24 +323,23 @@ def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
 
 
 class Ring:
-    """Everybody's rows on their way to everybody, in chunks: round the ring of ranks, or directly.
+    """An all-gather of rows in chunks: round the ring of ranks, or directly.
 
-    Round the ring, first comes what the left neighbour has itself, then what its left neighbour
-    has, and so on; a chunk goes on to the right as soon as it is here, behind what was sent before.
-    Directly, each rank sends its chunks to all others, and the n-th chunks of all are awaited
-    together: that takes fewer copies, and is for links that are about as quick as memory
-    (`Load.direct`).
+    Round the ring: the left neighbour sends its own rows first, then those of its left neighbour,
+    and so on. A rank sends each chunk on to the right as soon as it has received it. Directly
+    (`Load.direct`): each rank sends its chunks to all others, and waits for the n-th chunks of all
+    together. That takes fewer copies, and is for links that are about as quick as memory.
     """
 
     def __init__(self, call: Call, memory: Sequence[Tensor], channel: int) -> None:
-        """Post the receives: into `memory[origin]`, which has exactly origin's rows."""
+        """Post the receives; `memory[r]` is where the rows of rank r belong."""
         self._call, self._channel, self._memory = call, channel, memory
         wire = call.wire
         self._right, self._direct = (wire.rank + 1) % wire.size, call.load.direct
         self._to = peers(wire) if self._direct else [self._right][: wire.size - 1]
-        self._here = [0] * wire.size  # rows of each origin that have come, and gone on
+        self._here = [0] * wire.size  # rows of each origin that were received
         self._sent: list[Pending] = []
-        # what comes together: whose rows they are, and where they come to
+        # posts in order: whose chunks each receives, and into which memory
         self._coming: deque[tuple[list[tuple[int, Tensor]], Pending]] = deque()
         origins = [(wire.rank - distance) % wire.size for distance in range(1, wire.size)]
         flows = [[(origin, chunk) for chunk in chunks(call, memory[origin])] for origin in origins]
@@ -357,7 +358,7 @@ class Ring:
         self._sent.append(self._call.wire.post(sends, (), self._channel))
 
     def source(self, origin: int) -> Source:
-        """An origin's rows, which are awaited when they are asked for."""
+        """A source of the rows of one rank, which waits for them when they are asked for."""
 
         def pieces(start: int, stop: int) -> Iterator[Tensor]:
             while self._here[origin] < stop and self._coming:
@@ -375,19 +376,22 @@ class Ring:
             self._here[origin] += chunk.shape[0]
 
     def finish(self) -> None:
-        """Wait until everything is here, and sent on."""
+        """Wait until all rows are received and sent on."""
         while self._coming:
             self._next()
         wait_all(self._sent)
 
 
 def parts(counts: Iterable[int]) -> list[slice]:
-    """The places of so many rows each, one behind the other."""
+    """Consecutive slices of these lengths."""
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
-    """The result of which these are the indices, rank by rank; and the values of each rank's."""
+    """The result with these index lists one after the other, and the part of its values for each.
+
+    The sums are not there yet.
+    """
     result = call.result(sum(map(len, summed)))
     indices = torch.cat(list(summed), out=result.indices)
     if call.load.staying and indices.numel():  # else they were looked at when they came
@@ -401,11 +405,15 @@ def laid_out(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
 
 
 def share(call: Call, summed: Sequence[Tensor]) -> tuple[Rows, Tensor, Ring]:
-    """The result, as far as the indices that each rank sums, in rank order, say it.
+    """The result of a call in which each rank sums an index range.
+
+    Args:
+        call: the call this is for.
+        summed: the indices that each rank sums, in rank order.
 
     Returns:
-        The result, whose indices are there; the part of its values that this rank sums; and the
-        ring that brings the others' sums to their places, and takes this rank's once sent.
+        The result, with its indices; the part of its values that this rank sums; and a ring, which
+        receives the other ranks' sums into the result, and sends this rank's.
     """
     result, values = laid_out(call, summed)
     return result, values[call.wire.rank], Ring(call, values, SUMS)
@@ -424,9 +432,9 @@ def merge_blocks(
         call: the call this is for.
         runs: the sorted indices of each source.
         sources: where their values come from.
-        union: what `kernels.union(runs)` said.
-        out: `[U, *row_shape]` in the dtype of the result; U counts what is between the two places
-            in the union's `below`, if it has them.
+        union: of the runs.
+        out: `[U, *row_shape]` in the dtype of the result. If the union has `below`, U counts the
+            indices between those two places only.
     """
     step, total = call.chunk_rows, union.indices.numel()
     begin, end = union.below or (0, total)

@@ -3,17 +3,16 @@
 A model with many embedding tables would pay the latency of a call for each. So the tables of one
 dtype and row shape form a *group*: their indices are shifted, each table has a range of one key
 space, and one ordinary call reduces the group. A small exchange comes before the first of these
-calls. It tells every rank what each table is and how large its indices are; from that all ranks
-compute the same groups and the same ranges. A rank without rows of a table need not know its row
-shape.
+calls. It tells every rank the kind and the largest index of each table; from that all ranks compute
+the same groups and the same ranges. A rank without rows of a table need not know its row shape.
 
-A result may be wanted in the memory of another table's rows. So results are handed out behind the
-last call. The results of a group's tables lie in the memory of the tall table's: each table has
-storages of its own there, and the last to go takes the memory with it.
+The `out` of one table may be the memory of another table's rows. So results are handed out after
+the last call. The results of a group's tables are parts of the tall table's memory, which is freed
+with the last of them.
 
-On an accelerator all tables must be on one device, and results are copies. All indices are looked
-at before the exchange, and where in a result its tables begin is found with its size: the host
-waits once for the list, and once for each group.
+On an accelerator all tables must be on one device, and results are copies. All indices are surveyed
+before the exchange, and a result's size is found together with the places where its tables begin.
+So the host waits once for the list, and once for each group.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .request import NOTHING, Request
 
 NAME = "sparse_all_reduce of a list"
 
-_END = 2**63 - 1  # of a key space: keys are int64, and so is the end
+_END = 2**63 - 1  # the largest end of a key space: the end, too, must fit in int64
 _SHORT = 2**31  # keys below fit in int32
 _FIELDS = ("op", "algorithm", "WEFT_LINK", "wire dtype", "number of tables", "device")
 
@@ -53,13 +52,13 @@ _TABLE = np.dtype(
         ("what", "S80"),  # dtypes and height, which must be equal on all ranks
         ("shape", "S128"),  # of a row; empty if this is not known
         ("highest", np.int64),  # index; -1 if there are no rows
-        ("room", np.int64),  # rows that fit in the tightest `out`
-        ("whose", np.int64),  # that is
-        ("fallible", np.int64),  # whether somebody passed a function for the result
+        ("room", np.int64),  # rows that fit in the smallest `out`
+        ("whose", np.int64),  # the rank with that `out`
+        ("fallible", np.int64),  # whether a rank passed a function as `out`
         ("odd", np.int64),  # whether ranks differ
     ]
 )
-"""What a rank, or some ranks together, say of a table."""
+"""What a rank states of a table, or what the statements of some ranks combine to."""
 
 _LONGEST = _TABLE["shape"].itemsize  # characters of a row shape
 _MOST = BODY // _TABLE.itemsize  # tables in a statement
@@ -67,15 +66,15 @@ _MOST = BODY // _TABLE.itemsize  # tables in a statement
 _INTEGERS = Rows(NOTHING.indices, NOTHING.indices)
 
 _Tables = NDArray[Any]
-"""Of `_TABLE`, one for each table."""
+"""An array of `_TABLE`: one element for each table."""
 
 
 def requests_of(
     rows: list[Any], op: Any, algorithm: object, wire_dtype: object, out: Any
 ) -> tuple[list[Request], str | None]:
-    """What is asked for each table of a call, and what is wrong with one of them or the list.
+    """A request for each table of a call, and what is wrong with the list or with a table, or None.
 
-    An empty list is one empty table, of numbers that the op takes.
+    An empty list becomes one empty table, of a dtype that the op takes.
     """
     places = list(out) if isinstance(out, list) else []
     requests, asked, nothing = [], Request.asked(op, algorithm, wire_dtype), NOTHING
@@ -100,13 +99,13 @@ def requests_of(
 
 
 def _wrong(requests: Sequence[Request]) -> str | None:
-    """What is wrong with the first table that something is wrong with."""
+    """The first error of a table, or None."""
     found = ((number, each.error) for number, each in enumerate(requests) if each.error)
     return next((f"table {number}: {error}" for number, error in found), None)
 
 
 def _scattered(requests: Sequence[Request]) -> str | None:
-    """What is wrong with tables on several devices."""
+    """The error if tables are on several devices, or None."""
     first = requests[0].device
     found = ((number, each.device) for number, each in enumerate(requests) if each.device != first)
     texts = (f"table {number} is on {device}, table 0 on {first}" for number, device in found)
@@ -114,9 +113,9 @@ def _scattered(requests: Sequence[Request]) -> str | None:
 
 
 def _surveyed(requests: Sequence[Request]) -> str | None:
-    """Look at all indices of tables on an accelerator in one read; what is wrong with a table.
+    """Survey the indices of all tables on an accelerator, with one wait; a table's error, or None.
 
-    The first table of a kind keeps what was found of the keys of all of that kind.
+    The first table of a group keeps the survey of the keys of the whole group.
     """
     kinds: dict[Any, list[tuple[Request, Tensor]]] = {}
     shift, index = _shift(requests)
@@ -126,7 +125,7 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
             ids, most = rows.indices.long(), end if rows.height is None else min(end, rows.height)
             keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
             kinds.setdefault((rows.values.dtype, rows.row_shape), []).append((request, keys))
-            request.highest = 0  # which says that there are some
+            request.highest = 0  # not -1: the table has rows
     tall = [torch.cat([keys for _, keys in kind]) for kind in kinds.values()]
     surveys = kernels.survey(tall, POINTS, sketch.SIZE)
     for kind, survey in zip(kinds.values(), surveys, strict=True):
@@ -142,15 +141,18 @@ def _too_large(index: int) -> str:
 
 
 def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
-    """Of the keys of tables on an accelerator: how many bits they have for an index, above which
-    the table's number stands, and their dtype. Nobody knows yet how large others' indices are."""
+    """The layout of keys on an accelerator: the bits for an index, and the dtype.
+
+    Above those bits stands the table's number. The bits do not depend on the indices, since no rank
+    knows yet how large those of the others are.
+    """
     heights = [_END if each.rows.height is None else each.rows.height for each in requests]
     shift = min(max(heights).bit_length(), 62 - (len(requests) - 1).bit_length())
     return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
 def _shared(places: list[Any]) -> str | None:
-    """What is wrong with buffers of different tables that are in the same memory."""
+    """The error if the buffers of two tables overlap, or None."""
     parts = [
         (*extent(part), number)
         for number, place in enumerate(places)
@@ -170,7 +172,7 @@ def reduced(
     """Run one call, and note what it did; collective.
 
     Args:
-        wire: among whom.
+        wire: the ranks that take part.
         requests: the tables, with the same op and algorithm.
         error: what is wrong on this rank.
         note: as `recording` gives it.
@@ -225,13 +227,13 @@ def explained(wire: Wire, requests: Sequence[Request], error: str | None) -> Exp
 
 
 class _Group(NamedTuple):
-    """Tables of one dtype and row shape, of which somebody has rows.
+    """Tables of one dtype and row shape, each with rows on some rank.
 
     Attributes:
         tables: their numbers.
         row_shape: shape of a row.
-        starts: where the keys of each begin, and the end of all.
-        tall: whether their rows have such keys: one alone on the host needs none.
+        starts: the first key of each table, and the end of all keys.
+        tall: whether indices become keys; a single table on the host keeps its indices.
     """
 
     tables: tuple[int, ...]
@@ -259,13 +261,13 @@ class _Group(NamedTuple):
         return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
 
     def ends(self, result: Rows) -> Tensor:
-        """Where in the result the rows of each table begin, and those of the last end."""
+        """The place in the result where the rows of each table begin, and the end of the last."""
         return torch.searchsorted(result.indices, kernels.there(self.starts, result.indices))
 
     def parts(
         self, result: Rows, requests: Sequence[Request], ends: Iterator[int]
     ) -> dict[int, Rows]:
-        """The rows of each table; the next of `ends` are those of several."""
+        """The rows of each table. If the group is tall, `ends` yields its places first."""
         if not self.tall:
             return {self.tables[0]: result}
         bounds = list(islice(ends, len(self.starts)))
@@ -281,7 +283,7 @@ class _Group(NamedTuple):
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
-    """Each of the numbers so many times, as int64, on the device of a tensor."""
+    """Repeat `numbers[i]` `counts[i]` times; int64, on the device of `like`."""
     of, times = (
         kernels.there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts)
     )
@@ -289,9 +291,10 @@ def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Te
 
 
 def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    """Rows from each bound up to the next, in storages of their own: saved, each is saved alone.
+    """The rows between each bound and the next, each part with a storage of its own.
 
-    On the host these lie in the memory of the whole.
+    So `torch.save` of a part does not save the whole. On the host the parts share the memory of the
+    whole; on an accelerator they are copies.
     """
     if not on_host(whole):
         return [whole[low:high].clone() for low, high in pairwise(bounds)]
@@ -307,10 +310,10 @@ def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 def _groups(stated: _Tables, requests: Sequence[Request]) -> list[_Group]:
-    """The tables that somebody has rows of, by their kinds.
+    """The groups of tables that have rows on some rank.
 
     Raises:
-        WeftError: the indices of some do not fit in one key space.
+        WeftError: the indices of a group do not fit in one key space.
     """
     kinds: dict[tuple[bytes, bytes], list[int]] = {}
     what, shape, highest = (stated[name].tolist() for name in ("what", "shape", "highest"))
@@ -333,17 +336,17 @@ def _groups(stated: _Tables, requests: Sequence[Request]) -> list[_Group]:
 
 
 def _nothing(stated: Any, rows: Rows) -> Rows:
-    """The result of a table that nobody has rows of: a rank may know their shape of `out`."""
+    """The result of a table without rows on any rank; its row shape may come from an `out`."""
     shape = stated["shape"].decode()
     row_shape = shape_in(shape) if shape else rows.row_shape
     return Rows(rows.indices[:0], rows.values.new_empty(0, *row_shape), rows.height)
 
 
 def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
-    """What all ranks together say of the tables; collective.
+    """The combined statements of all ranks on the tables; collective.
 
     Raises:
-        WeftError: what is wrong on some rank, or how the ranks differ; on all of them.
+        WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
     over = wire_for(wire, requests[0].rows.values)
     if over is not wire and error is None:
@@ -369,7 +372,7 @@ def _stated(wire: Wire, requests: Sequence[Request], error: str | None, name: st
 
 
 def _said(request: Request, rank: int) -> tuple[object, ...]:
-    """What a rank says of a table."""
+    """What this rank states of a table."""
     values, index = (str(each.dtype)[6:] for each in (request.rows.values, request.rows.indices))
     travels = "" if request.wide is None else f" as {str(request.dtype)[6:]}"
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
@@ -381,7 +384,7 @@ def _said(request: Request, rank: int) -> tuple[object, ...]:
 
 
 def _read(body: memoryview, nbytes: int) -> _Tables:
-    """What a rank says, or some together. Raises ValueError where nobody says that."""
+    """Read and check a statement. Raises ValueError if it is invalid."""
     said: _Tables = np.frombuffer(body, _TABLE)
     for text in set(said["shape"].tolist()):
         shape_in(text.decode())
@@ -391,7 +394,7 @@ def _read(body: memoryview, nbytes: int) -> _Tables:
 
 
 def _together(each: Sequence[_Tables]) -> _Tables:
-    """What some ranks say of the tables, in the order of the ranks, as one."""
+    """Combine statements on the tables, in the order of the ranks."""
     said = np.stack(each)
     every = np.arange(said.shape[1])
     known = said["shape"] != b""
@@ -414,7 +417,7 @@ def _combined(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def _handed_out(wire: Wire, request: Request, part: Rows) -> tuple[Rows, BaseException | None]:
-    """A table's result in the memory that its caller gave, and what a function for that raised."""
+    """A table's result, copied to the caller's `out`, and what an allocator raised, or None."""
     dtypes = part.indices.dtype, part.values.dtype
     call = Call(wire, request.op, tuple(part.row_shape), *dtypes, part.height, out=request.out)
     call.given = part

@@ -66,7 +66,7 @@ _PLAIN = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}  
 T = TypeVar("T")
 
 SMALL = 1 << 18
-"""The channel of what ranks tell each other about a call."""
+"""The channel of small messages about a call: statements, lengths, heads of index lists."""
 
 Send = tuple[int, Tensor]
 """(peer, contiguous CPU tensor of any dtype); it must not change until the post is waited for."""
@@ -89,21 +89,21 @@ class Pending(abc.ABC):
             WireError: the deadline passed, or a peer or a link failed.
         """
 
-    @abc.abstractmethod
     def release(self) -> None:
-        """Give back the leased views. Only after `wait()`; releasing twice does nothing."""
+        """Give back the leased views, if there are any: after `wait()`. Twice does nothing."""
+        return None
 
     def awaited(self) -> list[int] | None:
-        """The ranks whose messages are not through; any thread may ask, nothing is moved.
+        """The ranks whose messages are not complete; any thread may ask, and no message moves.
 
-        Only to tell a person who is missing. A wire that cannot tell returns None.
+        Only for texts that name missing ranks. A wire that does not know returns None.
         """
         return None
 
     def is_through(self) -> bool:
-        """Whether `wait` would return at once, as far as is known: nothing is moved.
+        """Whether `wait` would return at once; no message moves. False if the wire does not know.
 
-        Only for the thread that waits, to do something else first. A wire that cannot tell says no.
+        Only for the thread that waits, which may do something else first.
         """
         return False
 
@@ -188,22 +188,26 @@ class Wire(abc.ABC):
         return WireError(text, rank=self.rank, culprit=peer)
 
     def _doubt(self, wrong: Tensor, accuse: Callable[[], WireError | None]) -> None:
-        """Raise, here or in a later call, if what came from a peer is wrong.
+        """Raise if a peer sent wrong data; on an accelerator, where nobody waits, a later call may.
 
         Args:
-            wrong: one truth, where the tensors are.
+            wrong: one bool, on the device of the tensors.
             accuse: makes the error, by `_accuse`.
         """
         if wrong and (error := accuse()):
             raise error
 
     def _blame(self, where: str) -> WireError | None:
-        """The error of a rank whose call of another library's failed, if a peer is to blame."""
+        """The error to raise after a call of another library failed, if a peer is to blame.
+
+        Args:
+            where: the call, as the end of the clause "while rank 0 was in ...".
+        """
         return None
 
     @entry
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave. An error of a process group's becomes one that names who is to blame."""
+        """Leave. If a process group raised, raise an error that names the culprit instead."""
         lost = blame(self, error, "a call of torch.distributed's")
         (self._end or self.close)()
         if lost is not None:
@@ -302,7 +306,7 @@ class Wire(abc.ABC):
         self.dense_all_reduce(tensor, "sum").wait()
 
     def _among_some(self) -> Wire:
-        """The same for calls in which not all ranks take part."""
+        """This wire, for calls in which not all ranks take part."""
         return self
 
     def _after_fork(self) -> None:
@@ -323,28 +327,28 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_with(wire: Wire, leave: Callable[[], None] | None) -> None:
-    """What ends a `with` block of the wire; None: its `close`."""
+    """Set what is called at the end of a `with` block of the wire; None: `close`."""
     wire._end = leave
 
 
 def blame(wire: Wire, error: BaseException | None, where: str) -> WireError | None:
-    """Who is to blame for an error of a process group's, which names nobody.
+    """An error that names the culprit, in place of a process group's error, which names nobody.
 
     Args:
-        wire: among the ranks of the group that raised it.
-        error: what was raised; None is the answer to any that no group raised.
-        where: what the caller was in, as a clause of the error that is returned.
+        wire: of the same ranks as the group.
+        error: what was raised; if no process group raised it, the result is None.
+        where: the call that failed, as in "while rank 0 was in ...".
     """
     return wire._blame(where) if is_of_group(error) else None
 
 
 def wire_for(wire: Wire, tensor: Tensor, ranks: Sequence[int] | None = None) -> Wire:
-    """The wire for tensors that lie where this one does: `wire` itself for those on the host.
+    """The wire for tensors on the device of this one: `wire` itself for tensors on the host.
 
     Args:
         wire: of the group.
-        tensor: one of those that are to be sent.
-        ranks: who takes part; None: all.
+        tensor: one of the tensors to be sent.
+        ranks: the ranks that take part; None: all.
     """
     if on_host(tensor):
         return wire
@@ -362,7 +366,7 @@ def peers(wire: Wire) -> list[int]:
 
 
 def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of a part of a wire, checked.
+    """Check the ranks of a part of a wire.
 
     Raises:
         WeftError: they are not distinct ranks of this wire.
@@ -374,17 +378,18 @@ def chosen(wire: Wire, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: Any) -> T:
-    """`decode(*given)`: what bytes of a peer say.
+    """`decode(*given)`, which reads bytes that a peer sent.
 
     Args:
-        wire: that they came over.
+        wire: that the bytes came over.
         peer: the rank that sent them.
-        what: they should be, for errors.
-        decode: raises any Exception where they are something else. It writes nowhere else, and
-            allocates no more than what they say.
+        what: the bytes should be, for the error.
+        decode: raises any Exception if the bytes are invalid. It has no side effects, and allocates
+            no more memory than valid bytes need.
 
     Raises:
-        WireError: it did, which every rank is told: nobody knows what belongs to which call now.
+        WireError: `decode` raised. The wire is broken for all ranks, since messages and calls may
+            no longer match.
     """
     try:
         return decode(*given)
@@ -398,11 +403,11 @@ def decoded(wire: Wire, peer: int, what: str, decode: Callable[..., T], *given: 
 def all_gather_bytes(
     wire: Wire, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
 ) -> list[T]:
-    """Tell all ranks something, and hear what each says, in rank order.
+    """Exchange messages of one length between all ranks; the decoded messages, in rank order.
 
     Args:
-        wire: among whom.
-        message: as long as those of all others.
+        wire: the ranks that take part.
+        message: this rank's; all have the same length.
         decode, what: see `decoded`.
 
     Raises:
@@ -416,7 +421,7 @@ def all_gather_bytes(
 
 
 class _WithOwn(Pending):
-    """What all others send, in rank order, and in its place what this rank does."""
+    """The messages of all other ranks, with this rank's own put in its place in rank order."""
 
     def __init__(self, pending: Pending, rank: int, own: Tensor) -> None:
         self._pending, self._rank, self._own = pending, rank, own
@@ -432,20 +437,20 @@ class _WithOwn(Pending):
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's bytes are its elements one after the other.
 
-    They are not where torch puts off a conjugation or a sign.
+    They are not if torch has postponed a conjugation or a change of sign.
     """
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_duration(timeout: object) -> TypeGuard[float]:
-    """Whether that is a number of seconds that a wait may last."""
+    """Whether this is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         return False
     return math.isfinite(timeout) and timeout > 0
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor's values in memory that is plain: the tensor itself where it is."""
+    """A plain tensor (`is_plain`) of the same values: the tensor itself if it is plain."""
     return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
@@ -457,9 +462,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor, to write there without an operation of torch's."""
+    """The bytes of a plain tensor, to be read and written without torch operations."""
     if tensor.dtype in _PLAIN and tensor.numel() and not tensor.requires_grad:
-        return tensor.numpy().data.cast("B")  # in a third of the time
+        return tensor.numpy().data.cast("B")  # takes a third of the time
     return as_bytes(tensor.detach()).numpy().data
 
 

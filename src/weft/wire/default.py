@@ -51,9 +51,9 @@ def resolve(group: object) -> Wire:
     """The wire of `group=`: None (the default), a Wire, a ProcessGroup or a 1-D DeviceMesh.
 
     Raises:
-        WeftError: it is none of these, or this rank is not in it. Nothing was sent: which ranks
-            are meant is not known, so it is raised here alone. Who waits for this rank is told
-            when it leaves, or at the deadline (`failure.last_error`).
+        WeftError: it is none of these, or this rank is not in it. It is raised on this rank alone,
+            since nobody knows which ranks are meant. A rank that waits for this one learns of the
+            error when this rank leaves, or at the deadline (`failure.last_error`).
     """
     if isinstance(group, Wire):
         return group

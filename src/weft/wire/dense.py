@@ -103,9 +103,6 @@ class _Reduction(Pending):
     def _run(self) -> None:
         return None
 
-    def release(self) -> None:
-        return None
-
 
 class _Whole(_Reduction):
     """From each to all, then everyone reduces the same."""

@@ -1,20 +1,21 @@
-"""The wire of tensors on an accelerator: they travel from where they are to where they belong.
+"""The wire of tensors on an accelerator.
 
-Beside it lies the CPU wire of the same ranks, which carries headers and sizes and knows who died.
-Posts are gathered until one of them is waited for; then all go in one exchange of bytes, in which
-each rank sends to each. So an exchange is a collective, and cannot wait for itself as posts of NCCL
-would that do not meet. What goes in one is what all ranks have posted since the last: schedules
-post both ends of a message before anybody waits, and receives are as long as what comes.
+It stands beside the CPU wire of the same ranks, which carries headers and sizes, and finds failed
+ranks. Posts are collected until one of them is waited for; then one *exchange* carries all of them:
+a collective in which each rank sends bytes to each other one. So ranks cannot wait for each other
+in a circle, as they can with NCCL's sends and receives. All ranks must have posted the same
+messages since the last exchange: a schedule posts both ends of a message before any rank waits, and
+a receive is exactly as long as its message.
 
-Where only some ranks take part, in calls of which the others do not know, each two exchange by
-themselves: sends and receives instead of a collective.
+If only some ranks take part in a call, the others know nothing of it. Then each pair of ranks sends
+and receives instead of a collective.
 
-There are two ways for an exchange, found by the device and the group:
+There are two ways for an exchange; the device and the group's backends decide:
 
-* `OverGroup`: `all_to_all_single` of the caller's own process group, where its backend takes
-  tensors of the device: NCCL, XCCL, UCC; gloo only those of the CPU. Nothing is waited for on the
-  host: the exchange takes its place in the stream that is current.
-* `Staged`: copies in page-locked memory, sent over the CPU wire. The log says so, once.
+* `OverGroup`: `all_to_all_single` of the caller's own process group, if its backend takes tensors
+  of the device, as NCCL, XCCL and UCC do (gloo only those of the CPU). The host does not wait: the
+  exchange is queued in the current stream.
+* `Staged`: copies in page-locked memory, sent over the CPU wire. The log says so once.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from .part import Part
 _log = logging.getLogger("weft")
 
 _GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
-_CHANNEL = 9  # of staged copies, and of nothing else
-_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # take no tensors of accelerators
-_PAUSES = 1e-4, 0.02  # seconds between looks whether an exchange is through: first, and at most
+_CHANNEL = 9  # of staged copies only
+_HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # backends that take CPU tensors only
+_PAUSES = 1e-4, 0.02  # seconds between two looks at an exchange: the first, and the longest
 
 
 class Way(ABC):
@@ -69,7 +70,7 @@ class Way(ABC):
         over.dense_all_reduce(tensor, "sum").wait()
 
     def among_some(self) -> Way:
-        """The way where some ranks are in no exchange: each two that have bytes meet alone."""
+        """The way for calls of some ranks: each pair of ranks exchanges by itself."""
         return self
 
     def abort(self) -> None:
@@ -100,11 +101,12 @@ class OverGroup(Way):
 
 
 class BetweenPairs(OverGroup):
-    """Over such a group, of which only some ranks take part: in sends and receives.
+    """Over a process group, for calls of some of its ranks: by sends and receives.
 
-    NCCL sends all of them at once over the group's communicator, if that was made with the group
-    (`init_process_group(device_id=...)`). Else torch makes one for each two ranks, which wait for
-    each other there: so lower peers come first, and of two ranks the lower one sends first.
+    If the group was made with `init_process_group(device_id=...)`, NCCL has a communicator for it,
+    and carries all messages at once. Else torch makes a communicator for each pair of ranks, and
+    the two wait for each other there. So each rank serves lower peers first, and of a pair the
+    lower rank sends first.
     """
 
     def exchange(self, out: Tensor, data: Tensor, came: list[int], goes: list[int]) -> None:
@@ -154,7 +156,7 @@ class Staged(Way):
 
 
 def _locked(like: Tensor) -> Tensor:
-    """Memory of the host that an accelerator copies to and from quickest; of so many bytes."""
+    """Page-locked memory of the host, of the shape and dtype of `like`."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
 
 
@@ -167,7 +169,7 @@ def way_for(wire: Wire, device: torch.device) -> Way:
         backends = {kind: name for kind, _, name in pairs}
         backend = backends.get(device.type, "undefined")
         takes = backend not in _HOST_ONLY or (backend == "gloo" and device.type == "cpu")
-        # what has one backend alone has that of the device, of Python or not
+        # if one of several backends is written in Python, torch keeps only that one: ask the group
         if takes and (len(set(backends.values())) == 1 or serves(group, device)):
             return OverGroup(group, backend)
         _log.warning(
@@ -194,7 +196,7 @@ class DeviceWire(Part):
         self._carries = f"{device.type} ({self.way.name})"
         self._queued: list[_Post] = []
         self._some: DeviceWire | None = None
-        # what comes to tensors of the CPU is waited for in the exchange itself
+        # an exchange of CPU tensors (in tests) waits itself
         self._watcher = None if device.type == "cpu" else _Watcher(beside, self.way)
 
     post = Wire.post  # which counts
@@ -228,12 +230,12 @@ class DeviceWire(Part):
         raise WeftError(f"rank {self.rank}: a wire of a device has no parts: make them beside it")
 
     def close(self) -> None:
-        """Let go of what is here; the wire beside it stays."""
+        """End the watcher; the CPU wire stays open."""
         if self._watcher is not None:
             self._watcher.end()
 
     def _exchange(self) -> None:
-        """Exchange what was posted since the last time, by all ranks."""
+        """Exchange all messages that were posted since the last exchange."""
         posts, self._queued = sorted(self._queued, key=lambda post: post.channel), []
         sends: list[list[Tensor]] = [[] for _ in range(self.size)]
         recvs: list[list[tuple[_Post, int, int]]] = [[] for _ in range(self.size)]
@@ -263,10 +265,10 @@ class DeviceWire(Part):
         self._begin(lambda: self.way.all_reduce(self, tensor), tensor)
 
     def _begin(self, exchange: Callable[[], None], *kept: Tensor) -> None:
-        """Begin an exchange of memory that is kept until it is through.
+        """Begin an exchange; `kept` is its memory, which is held until it is complete.
 
         Raises:
-            WireError: it failed, and a peer is to blame, as the CPU wire knows.
+            WireError: it failed, and the CPU wire found that a peer is to blame.
         """
         try:
             exchange()
@@ -291,7 +293,7 @@ class _Post(Pending):
         return self._came
 
     def take(self, number: int, came: Tensor) -> None:
-        """What came for the receive of that number, as bytes."""
+        """Set the bytes that came for a receive, by its number."""
         place = self.recvs[number][1]
         if isinstance(place, Tensor):
             if place.numel():
@@ -304,11 +306,11 @@ class _Post(Pending):
 
 
 class _Watcher:
-    """Sees to it that no exchange outlasts the ranks that it waits for.
+    """Ends exchanges that wait for a dead rank.
 
-    A kernel of NCCL's that awaits a dead rank ends at NCCL's own deadline, minutes later. So a
-    thread looks whether each exchange is through, and aborts the group once the CPU wire is broken,
-    or at the deadline. It holds the memory of an exchange until then.
+    A kernel of NCCL that waits for a dead rank ends only at NCCL's own deadline, minutes later. So
+    a thread polls each exchange until it is complete, and aborts the group if the CPU wire breaks,
+    or at the deadline. It holds the memory of an exchange that long.
     """
 
     def __init__(self, beside: Wire, way: Way) -> None:
@@ -317,7 +319,7 @@ class _Watcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, *kept: Tensor, then: Callable[[], object] = lambda: None) -> None:
-        """An exchange took its place in the current stream; `then` is to be done behind it."""
+        """Watch the exchange queued last in the current stream; call `then` when it is complete."""
         event = torch.Event(kept[0].device)
         event.record()
         self._queue.put((event, then, kept))
@@ -337,12 +339,12 @@ class _Watcher:
             del item  # the memory is not this idle thread's
 
     def _is_through(self, event: torch.Event) -> bool:
-        """Whether an exchange came to its end; it is waited for."""
+        """Wait for an exchange; False if it must be aborted."""
         began, pause = time.monotonic(), _PAUSES[0]
         while not event.query():
             beside = self._beside()
             if beside is None:
-                return True  # nobody is left to use what comes
+                return True  # the wire is gone, so nobody uses what comes
             try:
                 beside.post()  # which raises what broke it
             except WireError:
@@ -358,5 +360,5 @@ class _Watcher:
 
 
 def _filled(nbytes: int) -> int:
-    """Bytes of a message, to where the next may begin."""
+    """Bytes of a message, rounded up to where the next may begin."""
     return -(-nbytes // _GRAIN) * _GRAIN

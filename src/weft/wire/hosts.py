@@ -65,7 +65,7 @@ _known: weakref.WeakKeyDictionary[Wire, Hosts] = weakref.WeakKeyDictionary()
 
 
 def hosts_of(wire: Wire) -> Hosts:
-    """Who is on which host; the ranks tell each other, together, the first time."""
+    """The hosts of a wire's ranks; the first call on a wire is collective."""
     from .base import all_gather_bytes  # here, since `base` names this file's Hosts
 
     if wire not in _known:
@@ -74,7 +74,7 @@ def hosts_of(wire: Wire) -> Hosts:
 
 
 def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
-    """Say who is on which host, instead of asking; None: ask again. The same on every rank."""
+    """Set the hosts of a wire's ranks, the same on every rank; None: find them in the next call."""
     if hosts is None:
         _known.pop(wire, None)
     else:
@@ -83,7 +83,7 @@ def set_hosts(wire: Wire, hosts: Hosts | None) -> None:
 
 @functools.cache
 def here() -> tuple[str, int]:
-    """This machine, and by number the network that its processes see; 0: it is not known."""
+    """The name of this machine, and the number of its network namespace; 0: unknown."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return name, Path("/proc/self/ns/net").stat().st_ino
@@ -92,11 +92,11 @@ def here() -> tuple[str, int]:
 
 
 def host_name() -> str:
-    """This machine: containers and network namespaces of one share its cores."""
+    """The name of this machine, the same in all its containers and network namespaces."""
     return here()[0]
 
 
 def digest_of(machine: str) -> bytes:
-    """The name of this process's host in 16 bytes, given that of its machine."""
+    """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
     name = os.environ.get("WEFT_HOST") or f"{machine} {here()[1]}"
     return hashlib.blake2b(name.encode(), digest_size=_DIGEST).digest()

@@ -102,9 +102,6 @@ class Exchange(Pending):
         self.wire._await(self)
         return list(self.results)
 
-    def release(self) -> None:
-        return None
-
 
 class Group:
     """What the ranks of a group share. Everything is read and written with the lock held.

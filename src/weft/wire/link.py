@@ -11,7 +11,7 @@ MERGE = 0.125e-9
 """Seconds for a byte of rows merged by one core, its cache shared with others';
 benchmarks/kernels.py."""
 
-_CARRY = 16  # at least: bytes merged while the other ranks of a core send and receive one
+_CARRY = 16  # bytes that a core merges in the time that sending and receiving one takes, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Link:
         beta: seconds for each byte that a rank receives while it sends as much.
         gamma: seconds for each byte of rows merged, with this host's cores shared.
         work: seconds of a core that one message costs, sent and received, cores shared.
-        share: ranks to a core, where they are closest together; at least 1.
-        carry: seconds that the cores of a host were seen to be busy for each byte that one of its
-            ranks receives while all do; 0 where that was not measured.
+        share: ranks for each core, on the most crowded host; at least 1.
+        carry: measured seconds of a host's cores for each byte that one of its ranks receives while
+            all receive; 0: not measured.
     """
 
     alpha: float

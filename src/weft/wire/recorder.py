@@ -1,12 +1,12 @@
-"""The flight recorder: the last calls of this process, written where something fails.
+"""The flight recorder: the last calls of this process, written to a file when something fails.
 
-A call is kept from the moment it has its turn (`worker`); what all ranks were asked is added as
-they agree on it (`agree`), and the figures of a sparse call by `sparse.record`. WEFT_RECORD_DIR
-names a folder: each rank writes one file of JSON there, anew each time, when its wire breaks, when
-a call raises a WireError, and on SIGUSR1, unless something handles that already.
-`weft doctor --merge` lines the files up.
+The worker adds a call when it begins, `agree` adds the arguments that ranks compare, and
+`sparse.record` the figures of a sparse call. WEFT_RECORD_DIR names a folder, where each rank writes
+one file of JSON: when its wire breaks, when a call raises a WireError, and on SIGUSR1, unless the
+program handles that signal. Each time the file is replaced. `weft doctor --merge` compares the
+files of all ranks.
 
-Source: the flight recorder of PyTorch's NCCL process group, from which the name is.
+The name is that of the flight recorder of PyTorch's NCCL process group.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _FOLDER = "WEFT_RECORD_DIR"
 
 _log = logging.getLogger("weft")
 _calls: deque[Call] = deque(maxlen=_KEPT)
-_names: dict[str, int] = {}  # how many groups had a name
-_rank: dict[str, Any] = {}  # whose calls these are
-_lock = threading.RLock()  # of whoever writes: a signal may come in the middle of that
+_names: dict[str, int] = {}  # how many wires were made for groups of a name
+_rank: dict[str, Any] = {}  # what the file says of this process
+_lock = threading.RLock()  # held while the file is written; a signal handler may write, too
 
 
 class Call:
@@ -46,15 +46,16 @@ class Call:
 
     Attributes:
         group: the name of the wire.
-        number: of the call on this rank and wire, as errors count.
+        number: of the call on this rank and wire, as in errors.
         name: of the call.
-        agreed: its number among those that the same ranks agreed on; 0: it came to no agreement.
-        ranks: these ranks, by their numbers in the job.
-        fields: what must be equal on all of them.
-        end: of `time.perf_counter`; None before.
+        agreed: its number among the calls of these ranks that reached the opening exchange; 0: it
+            did not reach it.
+        ranks: the ranks that take part, by their numbers in the job.
+        fields: the values that must be equal on all of them.
+        end: when it ended, by `time.perf_counter`; None: it runs.
         messages, sent_bytes: what this rank sent in it, once it has ended.
         error: what it raised, or "".
-        figures: more of it, a dataclass.
+        figures: a dataclass with more of it, or None.
     """
 
     agreed = messages = sent_bytes = 0
@@ -69,26 +70,30 @@ class Call:
         _calls.append(self)
 
     def spent(self) -> tuple[int, int, float]:
-        """Messages that were sent since it began, their bytes, and seconds."""
+        """Messages and bytes that this rank sent since the call began, and seconds."""
         traffic, (messages, sent, start) = self._traffic, self._before
         return traffic.messages - messages, traffic.bytes - sent, time.perf_counter() - start
 
     def leave_out(self, so_far: tuple[int, int, float]) -> None:
-        """What was spent since `spent` gave that is not the call's own."""
+        """Do not count what was spent since `spent()` returned `so_far`."""
         more = zip(self._before, self.spent(), so_far, strict=True)
         messages, sent, start = (before + each - had for before, each, had in more)
         self._before = int(messages), int(sent), start
 
     def close(self, error: str = "") -> None:
-        """It has ended."""
+        """Note that the call has ended."""
         self.messages, self.sent_bytes, seconds = self.spent()
         self.end, self.error = self._before[2] + seconds, error
         if error and not self.messages:
-            self.agreed = 0  # it came to a wire that was broken already
+            self.agreed = 0  # the wire was broken before
 
 
 def begin(rank: int, size: int, group: str) -> str:
-    """This is that rank of a job; what a new wire for a group of that name is called."""
+    """Begin to record, if nobody has: this process is `rank` of `size` in its job.
+
+    Returns:
+        The name of a new wire for a group of this name: with a number, if it is not the first.
+    """
     if not _rank:
         _rank.update(pid=os.getpid(), host=platform.node(), started=time.time())
         is_main = threading.current_thread() is threading.main_thread()
@@ -100,7 +105,7 @@ def begin(rank: int, size: int, group: str) -> str:
 
 
 def _is_free(number: int) -> bool:
-    """Whether nobody handles a signal, nor does machine code, of which Python knows nothing."""
+    """Whether neither Python nor machine code, of which Python does not know, handles a signal."""
     status = Path("/proc/self/status")
     caught = re.search(r"SigCgt:\s*(\w+)", status.read_text() if status.exists() else "")
     is_caught = caught is not None and int(caught[1], 16) >> (number - 1) & 1
@@ -108,7 +113,7 @@ def _is_free(number: int) -> bool:
 
 
 def write(why: str) -> None:
-    """Write what is kept, if there is a folder for it; `why`: what has happened."""
+    """Write the file, if WEFT_RECORD_DIR is set; `why` is what has happened."""
     folder, clock, now = os.environ.get(_FOLDER), time.time(), time.perf_counter()
     if not folder or _rank.get("pid") != os.getpid():
         return
@@ -120,7 +125,7 @@ def write(why: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".new").write_text(json.dumps(said))
             path.with_suffix(".new").replace(path)
-        except OSError as error:  # what is raised counts more than what is written
+        except OSError as error:  # the error that brought us here is more important
             _complain(_rank["rank"], folder, error.strerror)
 
 
@@ -130,7 +135,7 @@ def _complain(rank: int, folder: str, why: str) -> None:
 
 
 def _spelled(call: Call, offset: float) -> dict[str, Any]:
-    """A call as it is written; the offset makes times of the day of its own."""
+    """A call as it is written; times plus `offset` are seconds since 1970."""
     said = {name: getattr(call, name) for name in _TOLD}
     said.update(start=call._before[2] + offset, end=call.end and call.end + offset)
     said["fields"] = dict(call.fields)

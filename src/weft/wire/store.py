@@ -1,4 +1,4 @@
-"""What the ranks tell each other at a store, before there is a wire."""
+"""How ranks tell each other something by a store, before there is a wire."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .failure.verdict import names
 _GROWTH = 1.5  # from one pause to the next
 
 Late = tuple[int, Callable[[], str]] | None
-"""Who waits, if it may be told, and what says who keeps it waiting; "" if they came just now."""
+"""For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
+says who is missing, or "" if nobody is any more. None: print no line."""
 
 
 class AbsentError(TimeoutError):
-    """Some ranks were not there when others connected.
+    """Some ranks did not come, or could not be reached, in time.
 
     Attributes:
-        ranks: those, in order.
+        ranks: these ranks, in order.
     """
 
     def __init__(self, ranks: Sequence[int], what: str) -> None:
@@ -35,18 +36,18 @@ class AbsentError(TimeoutError):
 def told(
     store: dist.Store, what: str, own: object, rank: int, size: int, timeout: float, missing: str
 ) -> list[Any]:
-    """What each rank says, in JSON, in rank order; collective.
+    """Exchange a value between all ranks, as JSON; the values in rank order. Collective.
 
     Args:
-        store: where they meet.
-        what: the name of what is told, the same on every rank.
-        own: what this rank says.
-        rank, size: which rank that is, of how many.
+        store: that all ranks share.
+        what: the name of the keys, the same on every rank.
+        own: this rank's value.
+        rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
-        missing: what is said of ranks that have not, as the end of a clause.
+        missing: what the error says of the others: "did not join".
 
     Raises:
-        AbsentError: some rank said nothing in time.
+        AbsentError: some ranks wrote nothing in time.
         RuntimeError: from the store.
     """
     deadline = time.monotonic() + timeout
@@ -63,17 +64,16 @@ def told(
 
 
 def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = None) -> bool:
-    """Wait for a key, and say whether it is there in time.
+    """Wait for a key; whether it was there in time.
 
-    Without `store.wait`, during which no other thread of this process could use a TCPStore, not
-    even to say what a peer waits for; it also prints warnings when the time is over. Of many ranks
-    each asks less often.
+    `store.wait` is not used: no other thread of the process could use a TCPStore meanwhile, not
+    even to write what a peer waits for, and it prints warnings at the deadline.
 
     Args:
-        store: that has it, or will.
+        store: where the key will be.
         key: its name.
-        deadline: as `time.monotonic` tells it.
-        ranks: how many may be waiting.
+        deadline: by `time.monotonic`.
+        ranks: how many may be waiting; with more of them each asks less often.
         late: as for `pauses`.
 
     Raises:
@@ -86,10 +86,10 @@ def has(store: dist.Store, key: str, deadline: float, ranks: int, late: Late = N
 def pauses(
     deadline: float, first: float = 0.01, last: float = 1.0, late: Late = None
 ) -> Iterator[None]:
-    """Once, and again after longer and longer pauses, until the deadline; then a last time.
+    """Yield once, then after longer and longer pauses, and a last time at the deadline.
 
-    No two processes pause alike, so that a thousand of them do not storm a server. After the
-    seconds of `weft.init(watch=)` one line tells of the wait, if `late` says whose it is.
+    Pauses are random, so that a thousand processes do not ask a server at the same moment. After
+    the seconds of `weft.init(watch=)` a line about the wait is printed, if `late` is given.
     """
     began = time.monotonic()
     slow = watch.chosen() if late else math.inf
