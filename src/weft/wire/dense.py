@@ -34,8 +34,8 @@ _BLOCK = 1 << 15  # elements that are combined at once, in memory that stays in 
 _ALIGN = 64  # bytes that parts and chunks are multiples of
 
 _SCATTER, _GATHER = (1 << 16, 1 << 19), (1 << 17, 1 << 20)
-# = channels that nobody else uses, two of each: reductions in parts take turns
-_lanes: weakref.WeakKeyDictionary[Wire, int] = weakref.WeakKeyDictionary()  # the last one taken
+# = channels of their own, two of each kind: reductions in parts alternate between them
+_lanes: weakref.WeakKeyDictionary[Wire, int] = weakref.WeakKeyDictionary()  # the last one used
 
 OPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -89,7 +89,7 @@ def scratch_bytes(ranks: int, nbytes: float) -> float:
 
 
 class _Reduction(Pending):
-    """Nothing is left to be waited for, once `_run` has done it."""
+    """A reduction that `_run` completes in the first `wait`; here there is nothing to do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._done = tensor, False
@@ -129,8 +129,8 @@ class _Parts(_Reduction):
         scratch = SCRATCH if on_host(tensor) else _LARGE
         chunk = scratch // (wire.size - 1) // tensor.element_size()
         self._step = max(grain, chunk // grain * grain)
-        # those of one lane match in the order in which they are begun, which is the same on all
-        # ranks; so two may be under way
+        # reductions of one lane match in the order in which they begin, which is the same on all
+        # ranks: so two reductions may be under way at once
         self._lane = _lanes[wire] = 1 - _lanes.get(wire, 1)
         self._scatter: Pending | None = self._scatter_chunk(0)
 
@@ -185,11 +185,11 @@ def refuses(op: str, dtype: torch.dtype) -> str | None:
 
 
 def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-    """What `all_reduce` makes of contributions, where they all are here.
+    """Reduce the contributions of all ranks, which are in memory here.
 
     Args:
-        parts: 1-D, of the size of `out` in bytes, in rank order; left as they are: they may be
-            memory that is only to be read.
+        parts: 1-D, of the size of `out` in bytes, in rank order; they may be read-only memory, and
+            are not changed.
         op: one of `OPS`.
         out: contiguous; may be one of the parts.
     """

@@ -1,10 +1,9 @@
 """Ranks that are threads of one process: what `threads` and `simulated` have in common.
 
-A message is one copy from the sender's tensor into the receiver's, made by whichever of the two
-posts last. The ranks of a group share a lock and what is written under it: what was posted and not
-met yet, who waits for what, who left, and what broke the group. So the first failure is known to
-all at once, ranks that all wait for each other are told so at once, and a part of a wire is made by
-whichever of its ranks comes first.
+A message is one copy from the sender's tensor into the receiver's; the rank that posts last makes
+it. The ranks of a group share a lock and the state under it: unmatched posts, which rank waits for
+what, which ranks left, and what broke the group. So all ranks know of a failure at once, a
+deadlock is found at once, and the first rank that calls `sub` makes the part for all.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ class End:
     """One end of a message.
 
     Attributes:
-        exchange: what it was posted in.
+        exchange: the post that it is a part of.
         peer: the rank at the other end.
-        data: what is sent, or the room for what comes; or bytes, where that may lie anywhere.
+        data: the bytes to be sent, or where to receive them; or the most bytes, for a receive
+            without memory of its own.
         slot: its number among the receives of its exchange; -1: it is a send.
         posted, number: for `simulated`.
-        matched: whether the other end is there, too.
-        through: whether it is done.
+        matched: whether the other end was posted, too.
+        through: whether the message is complete.
     """
 
     __slots__ = ("data", "exchange", "matched", "number", "peer", "posted", "slot", "through")
@@ -56,12 +56,12 @@ class End:
 
 
 class Exchange(Pending):
-    """Messages under way.
+    """The messages of one post.
 
     Attributes:
-        ends: of its messages.
-        results: what was received, as far as it is there.
-        left: messages that are not done.
+        ends: this rank's ends of the messages.
+        results: what was received so far.
+        left: how many messages are not complete.
     """
 
     def __init__(self, wire: InProcessWire) -> None:
@@ -84,7 +84,7 @@ class Exchange(Pending):
         return f"{end.nbytes} bytes from rank {end.peer}"
 
     def finish(self, end: End) -> None:
-        """One of the messages is done; with the group's lock held."""
+        """Note that one of the messages is complete; with the group's lock held."""
         group, rank = self.wire._group, self.wire.rank
         end.through = True
         self.left -= 1
@@ -108,12 +108,12 @@ class Group:
 
     Attributes:
         hosts: the name of each rank's machine.
-        wake: for each rank, what wakes it; all have the same lock.
-        wires: for each rank, its own.
-        waiting: what the ranks that wait wait for.
+        wake: the condition that each rank waits on; all have the same lock.
+        wires: the wire of each rank.
+        waiting: the ranks that wait, each with the exchange that it waits for.
         left: the ranks that closed their wires.
         verdict: what broke the group, or None.
-        slow: seconds after which a wait is told of.
+        slow: seconds of a wait after which a line about it is printed.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Group:
         wake: list[threading.Condition],
         make: Callable[[int, Any], Any],
     ) -> None:
-        """`make` gives the wire of a rank and its group."""
+        """`make(rank, group)` makes a wire."""
         self.hosts, self.timeout, self.wake, self._make = hosts, timeout, wake, make
         self.slow = watch.chosen()
         self.waiting: dict[int, Exchange] = {}
@@ -134,7 +134,7 @@ class Group:
         self.wires: list[Any] = [make(rank, self) for rank in range(len(hosts))]
 
     def part(self, number: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], Group]:
-        """The part of that number with its ranks: these, if nobody has made it before."""
+        """The part with this number, and its ranks: if it is new, a part of the given ranks."""
         if number == len(self._parts):
             self._parts.append((ranks, self._part(ranks)))
         return self._parts[number]
@@ -144,7 +144,7 @@ class Group:
         return Group(hosts, self.timeout, wake, self._make)
 
     def meet(self, end: End, channel: int) -> None:
-        """Add one end of a message; if the other is there, the bytes go over."""
+        """Add one end of a message; if the other end is there, copy the bytes."""
         exchange, is_send = end.exchange, end.slot < 0
         rank = exchange.wire.rank
         key = (rank, end.peer, channel) if is_send else (end.peer, rank, channel)
@@ -177,11 +177,11 @@ class Group:
         exchange.wire._deliver(source, target, size)
 
     def look(self) -> None:
-        """Break the group if somebody waits for what nobody can post any more."""
+        """Break the group if a rank waits for a message that no rank can post any more."""
         self.judge(stuck=len(self.waiting) + len(self.left) >= len(self.wires))
 
     def judge(self, *, stuck: bool) -> None:
-        """Break the group if somebody waits for a rank that left, or anybody does and is stuck."""
+        """Break the group if a rank waits for one that left, or if ranks wait and all are stuck."""
         for rank, each in sorted(self.waiting.items()):
             gone = next((peer for peer in each.missing() if peer in self.left), None)
             if gone is not None:
@@ -238,15 +238,15 @@ class InProcessWire(Wire):
 
     @abc.abstractmethod
     def _begin(self, end: End) -> None:
-        """See to one end of a message that this rank posts now."""
+        """Prepare one end of a message before it is matched."""
 
     @abc.abstractmethod
     def _room(self, exchange: Exchange, size: int, room: int) -> Tensor:
-        """Memory of `room` bytes for a message of `size` that may lie anywhere."""
+        """Memory of `room` bytes for a receive without memory of its own; `size` will come."""
 
     @abc.abstractmethod
     def _deliver(self, source: End, target: End, size: int) -> None:
-        """A message of so many bytes for this rank was copied: it is through, or on its way."""
+        """Note that the bytes of a message were copied: complete it now, or later."""
 
     def sub(self, ranks: Sequence[int]) -> InProcessWire | None:
         distinct = chosen(self, ranks)
@@ -281,7 +281,7 @@ class InProcessWire(Wire):
         super().close()
 
     def _await(self, exchange: Exchange) -> None:
-        """Wait until nothing of an exchange is under way."""
+        """Wait until all messages of an exchange are complete."""
         group, rank, wake = self._group, self.rank, self._group.wake[self.rank]
         began = time.monotonic()
         until, slow = began + self.timeout, began + group.slow
@@ -305,7 +305,7 @@ class InProcessWire(Wire):
                 group.waiting.pop(rank, None)
 
     def _late(self, exchange: Exchange) -> tuple[int | None, str]:
-        """The rank at the end of the chain of those that wait, if one is, and what it does."""
+        """The rank at the end of the chain of waits (None: a circle), and what it does."""
         waiting, chain = self._group.waiting, [self.rank]
         while chain[-1] in waiting:
             missing = waiting[chain[-1]].missing()
@@ -341,7 +341,7 @@ class InProcessWire(Wire):
 
 
 def woken(hosts: Sequence[str] | None, size: int) -> list[threading.Condition]:
-    """What wakes each of so many ranks.
+    """A condition for each rank, with one lock.
 
     Raises:
         WeftError: there are no ranks, or not one host for each.

@@ -1,11 +1,10 @@
 """The address at which this rank's peers reach it.
 
-It is the one on the way to the store's host, unless an interface is named: by `WEFT_INTERFACE`, by
-`SAR_SOCKET_NAME`, or as gloo's users do by `GLOO_SOCKET_IFNAME`. Each may be a comma list, of which
-the first that has an address counts: a name as the system has it, the beginning of one (`eth` is
-eth0), or an address. A list that begins with `^` says what is never taken (`^docker,veth`), and the
-choice is free among the rest. The loopback is taken only where the store's host is the loopback by
-its very name, or where the machine has nothing else.
+It is the address of the route to the store's host, unless `WEFT_INTERFACE`, `SAR_SOCKET_NAME` or,
+as for gloo, `GLOO_SOCKET_IFNAME` names an interface. The variable is a comma list: interface names,
+beginnings of names (`eth` means eth0), or addresses; the first that has an address here is used. A
+list that begins with `^` excludes interfaces (`^docker,veth`). The loopback is used only if the
+store's host is named as the loopback, or if the machine has no other address.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def own_address(store: dist.Store | None = None) -> str:
 
 
 def free_address() -> str:
-    """`own_address` at no store yet, whatever is named."""
+    """`own_address` without a store, and without regard to the variables."""
     return _free_choice(None, None)
 
 
@@ -86,7 +85,7 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is the machine's own to itself; a name is not."""
+    """Whether this is a loopback address; a name is none."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:  # a name
@@ -94,7 +93,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _free_choice(host: str | None, route: str | None, never: Set[str] = frozenset()) -> str:
-    """The address on the way to the store, else another one that may be taken."""
+    """The address of the route to the store, else another one; none of those in `never`."""
     meant = host is not None and (host.lower() == "localhost" or is_loopback(host))
     if route is not None and route not in never and (meant or not is_loopback(route)):
         return route
@@ -140,7 +139,7 @@ def _is_here(address: str) -> bool:
 
 
 def _of_interfaces(variable: str, named: str, route: str | None) -> str:
-    """The address of the first of some interfaces that has one: of several, the store's way."""
+    """The address of the first named interface that has one; of several, that of the route."""
     there = interfaces()
     for name in filter(None, map(str.strip, named.split(","))):
         try:
@@ -159,7 +158,7 @@ def _of_interfaces(variable: str, named: str, route: str | None) -> str:
 
 
 def _beside(variable: str, named: str, host: str | None, route: str | None) -> str:
-    """The free choice, but for the interfaces whose names begin with one of a `^` list."""
+    """The free choice without the interfaces that a `^` list excludes."""
     banned = tuple(name for each in named.split(",") if (name := each.strip(" ^")))
     there = interfaces()
     beside = [each for each in there if banned and each.name.startswith(banned)]
@@ -175,7 +174,7 @@ def _listed(there: Sequence[Interface]) -> str:
 
 
 def _addresses(found: Iterable[Any]) -> tuple[str, ...]:
-    """Numeric ones: IPv4, then IPv6, of which those of the link alone last and with their scope."""
+    """Numeric addresses: IPv4, then IPv6, then link-local IPv6 with its scope."""
     ipv4 = [each.address for each in found if each.family == socket.AF_INET]
     ipv6 = [each.address for each in found if each.family == socket.AF_INET6]
     return (*ipv4, *sorted(ipv6, key=lambda address: "%" in address))

@@ -3,8 +3,8 @@
 Touching fresh pages costs more than the arithmetic done in them (64 MiB: 27 ms to fill when
 fresh, 3 when reused), and more still in a virtual machine that returns free pages to its host:
 86 MiB in huge pages took 4 ms at once, and 50 to 100 after a second in which they were returned.
-So whatever lives for one call only is leased from a `Pool`; and the memory of a result goes onto a
-`Shelf` when its tensor is gone, to be the next result. `fresh` takes from there.
+So memory that only one call needs is leased from a `Pool`. The memory of a result goes onto a
+`Shelf` when its tensor is freed, and `fresh` takes the memory of the next result from there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WORTH_SHARING = 1 << 16  # bytes; smaller messages go through sockets
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 
 SPARE = 1.25
-"""Times what is asked for, that memory of a past result may have."""
+"""How many times the requested size a kept piece may have to be used."""
 
 PATIENCE = 8
-"""Results that memory may fail to serve before it is let go."""
+"""How many results in a row may not fit in a kept piece before it is freed."""
 
 
 class Lease:
@@ -49,9 +49,9 @@ class Lease:
     def __init__(self, pool: Pool, block: Tensor | int, tensor: Tensor) -> None:
         """
         Args:
-            pool: whose it is.
-            block: the memory, or where it begins in the segment.
-            tensor: what is lent of it.
+            pool: to which it goes back.
+            block: the memory, or its offset in the segment.
+            tensor: the leased part of it.
         """
         self._pool: Pool | None = pool
         self._block, self.tensor = block, tensor
@@ -70,15 +70,15 @@ class Lease:
 
 
 class Pool:
-    """Blocks of power-of-two sizes that are lent, taken back and lent again; any thread may ask.
+    """Blocks of power-of-two sizes that are leased again and again; any thread may use it.
 
-    On a device torch's own allocator keeps memory for the next use, so blocks are as large as was
-    asked for, and let go.
+    On a device torch's own allocator keeps memory for the next use. There blocks have the requested
+    size, and are freed after use.
 
     Attributes:
-        segment: memory that peers map, where it comes from if it is to be sent; or None.
-        lent: bytes that are lent now, as they were asked for.
-        peak: the most that were lent at once; whoever measures sets it back to `lent`.
+        segment: memory that peers map; leases for data to be sent come from it. Or None.
+        lent: bytes that are leased now, as requested.
+        peak: the most bytes that were leased at once; to measure, set it to `lent` first.
     """
 
     def __init__(self, smallest: int = _SMALLEST, device: torch.device | None = None) -> None:
@@ -93,7 +93,7 @@ class Pool:
 
         Args:
             nbytes: how many.
-            shared: it is to be sent: it comes from the segment, if that has room.
+            shared: for data to be sent: it comes from the segment, if that has room.
         """
         with self._lock:
             self.lent += nbytes
@@ -120,7 +120,7 @@ class Pool:
             self.segment.free(block)
 
     def drain(self) -> None:
-        """Let go of all memory that is not lent."""
+        """Free all memory that is not leased."""
         with self._lock:
             self._free.clear()
         if self.segment is not None:
@@ -135,9 +135,9 @@ def typed(memory: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: in
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A tensor that holds anything; on the CPU, as it is by default, of pages cheap to touch.
+    """An uninitialised tensor; a large one on the CPU is of pages that were used before, if any.
 
-    Its storage cannot be resized if it is large, as that of `torch.from_numpy` cannot.
+    The storage of such a large one cannot be resized, as that of `torch.from_numpy` cannot.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _WORTH_KEEPING or (device is not None and device.type != "cpu"):
@@ -146,7 +146,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | Non
 
 
 class Shelf:
-    """Memory that tensors had, kept for the tensors that come next; any thread may ask."""
+    """Memory of freed tensors, kept for the next tensors; any thread may use it."""
 
     def __init__(self, limit: int) -> None:
         """Keep up to `limit` bytes."""
@@ -157,16 +157,16 @@ class Shelf:
 
     @property
     def kept(self) -> int:
-        """Bytes that lie here, used by nobody."""
+        """Bytes that are kept here, unused."""
         with self._lock:
             self._put_away()
             return sum(len(piece.pages) for piece in self._kept)
 
     def take(self, nbytes: int) -> memoryview:
-        """Memory of `nbytes` bytes, which comes back when nobody holds this view of it.
+        """Memory of `nbytes` bytes, which comes back when this view of it is freed.
 
         Raises:
-            MemoryError: there is no more, not even when all that is kept is let go.
+            MemoryError: there is none, even after all kept memory was freed.
         """
         piece = self._found(nbytes)
         if piece is None:
@@ -174,7 +174,7 @@ class Shelf:
             size = -(-nbytes // eighth) * eighth  # for the next of about its size, too
             try:
                 piece = _Piece(size)
-            except OSError:  # a limit of this process or the machine: what is kept counts, too
+            except OSError:  # a limit of the process or the machine: free what is kept, try again
                 with self._lock:
                     self._back.clear()
                     self._kept.clear()
@@ -188,7 +188,7 @@ class Shelf:
         return view
 
     def _found(self, nbytes: int) -> _Piece | None:
-        """A kept piece that fits, kept no more."""
+        """Take a kept piece that fits off the shelf, if there is one."""
         with self._lock:
             self._put_away()
             fit = [p for p in self._kept if nbytes <= p.size <= nbytes * SPARE]
@@ -199,7 +199,7 @@ class Shelf:
         return piece
 
     def _take_back(self, piece: _Piece) -> None:
-        # a collection of garbage may bring us here in the middle of anything, `take` included
+        # the garbage collector may call this at any point, also within `take`
         self._back.append(piece)
         if self._lock.acquire(blocking=False):
             try:
@@ -211,14 +211,14 @@ class Shelf:
         while self._back:
             self._kept.append(self._back.popleft())
         room = self.limit
-        for piece in reversed(self._kept):  # those used last are wanted first
+        for piece in reversed(self._kept):  # the limit keeps those that were used last
             room -= len(piece.pages)
             if room < 0:
                 self._kept = [p for p in self._kept if p is not piece]
 
 
 class _Piece:
-    """Some pages. What is never touched of them costs nothing."""
+    """Some pages of memory; pages that are never touched cost nothing."""
 
     __slots__ = ("first", "pages", "passed_over", "size")
 
@@ -236,16 +236,16 @@ class _Piece:
 
 @functools.cache
 def _shelf() -> Shelf:
-    """The one of this process."""
+    """The shelf of this process."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 64
     said = os.environ.get("WEFT_KEEP")
     if said is not None:
         if said.isascii() and said.isdigit():
             limit = int(said) << 20
-        else:  # in the middle of a call, which other ranks are in, too: no place to raise
+        else:  # other ranks are in the same call, so this rank must not raise here
             _log.warning("WEFT_KEEP is %r, not a number of MiB: keeping %d", said, limit >> 20)
     return Shelf(limit)
 
 
-# a child begins with an empty one: another thread may have had the lock of this one
+# a forked child begins with a new one: another thread of the parent may have held the lock
 os.register_at_fork(after_in_child=_shelf.cache_clear)

@@ -1,9 +1,9 @@
 """Some of a wire's ranks, as a wire: nothing is set up, and nothing fails alone.
 
-`Wire.sub` makes connections of its own, which costs time and must be closed. A schedule that runs
-another schedule among some ranks needs neither: a `Part` only gives the ranks new numbers, and
-sends through the wire that it is a part of. So its messages are counted there, a failure is that
-wire's, with its text and its verdict, and a part may be made anew for each call.
+`Wire.sub` makes new connections, which takes time, and they must be closed. A schedule that runs
+another schedule among some ranks does not need them: a `Part` renumbers the ranks, and sends over
+the wire itself. So the wire counts the messages, a failure of the part is a failure of the wire,
+and a call can make a new part each time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .worker import Worker
 class Part(Wire):
     """Ranks `ranks` of `wire`, this one among them, numbered in the order given.
 
-    No wire of its own: posts between two ranks match in the order they were made, by whatever part
-    or by the wire itself, and errors tell ranks as the wire numbers them.
+    Posts between two ranks match in the order in which they were made, whether by a part or by the
+    wire. Errors name ranks by their numbers in the wire.
 
     Raises:
         WeftError: the ranks are not distinct ranks of the wire, or this rank is not among them.
@@ -47,12 +47,12 @@ class Part(Wire):
     def beside(self) -> Wire:
         """The wire that this is a part of."""
         wire = self._beside()
-        assert wire is not None  # who uses this one has it
+        assert wire is not None  # a caller that uses this part holds the wire
         return wire
 
     @property
     def worker(self) -> Worker:
-        """That of the wire: a call among some of its ranks is one of its calls."""
+        """The wire's worker: a call on a part takes its turn among the calls of the wire."""
         return self.beside.worker
 
     def _named(self, rank: int) -> int:
@@ -81,4 +81,4 @@ class Part(Wire):
         self.beside.abort(reason)
 
     def close(self) -> None:
-        """Nothing to let go of: the wire that this is a part of stays."""
+        """Do nothing: the wire stays open."""

@@ -53,15 +53,15 @@ _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessWire] = weakref.Weak
 
 
 def choose(transport: str | None, slow: float | None = None) -> None:
-    """Have the wires that are made from now on use a transport, and tell of waits after so many
-    seconds; None: what the environment says."""
+    """Set the transport of wires that are made from now on, and `slow`, their seconds of a wait
+    until a line about it is printed. None: the environment's."""
     global _asked
     _asked = transport
     watch.choose(slow)
 
 
 def chosen() -> Transport:
-    """The transport that the program asks for, else WEFT_TRANSPORT's, else WEFT_SAFE's.
+    """The transport that `choose` set, else WEFT_TRANSPORT's, else WEFT_SAFE's.
 
     Raises:
         WeftError: there is no such transport.
@@ -85,8 +85,8 @@ def connect(
 ) -> ProcessWire:
     """Join the ranks of a group into a wire; collective, all with the same name.
 
-    The store is used here and by `sub`, nowhere else: it may die with its host. Wires of
-    one name may be made on one store, one after the other.
+    Only this function and `sub` use the store, so it may end with its host afterwards. Wires of one
+    name may be made at one store, one after the other.
 
     Args:
         store: any store that all ranks share; all keys begin with `weft/{name}`.
@@ -166,7 +166,7 @@ def of(group: object) -> ProcessWire:
 
 
 def _me() -> str:
-    """This rank, as errors begin that are raised here alone, where it is known."""
+    """The beginning of an error that this rank raises alone: its number, if it is known."""
     return f"rank {dist.get_rank()}: " if has_default() else ""
 
 
@@ -198,7 +198,7 @@ def of_group(group: dist.ProcessGroup | None, *, timeout: float | None = None) -
         raise WeftError(f"{_me()}the caller is not in this group: only its ranks may call")
     with _lock:
         making = _locks.setdefault(group, threading.Lock())
-    with making:  # one thread makes it, and others wait for that
+    with making:  # one thread makes the wire, others wait for it
         wire, store = _wires.get(group), store_of(group)
         if store is None:
             if wire is not None:

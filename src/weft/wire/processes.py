@@ -1,10 +1,10 @@
 """The wire between processes, whatever moves its bytes: posts, waits, and what they raise.
 
 An *engine* moves them: `tcp.engine.Engine` over sockets and shared memory, `torchdist.Links` over a
-process group, MPI's too. A wait ends with what was awaited, or with the verdict of the failure
-detector, which cuts the engine; its own limit lies beyond that, so that the detector has the time
-to find out who is to blame. Signals are handled while it waits; one whose handler raises, as
-Ctrl-C's does, breaks the wire, since messages may have got stuck half-way.
+process group or MPI. A wait ends with its message, or with the verdict of the failure detector,
+which cuts the engine. The wait's own limit is later than the detector's deadline, so that the
+detector has time to find the culprit. Signals are handled during a wait. If a handler raises, as
+that of Ctrl-C does, the wire breaks, since a message may be half transferred.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Engine(abc.ABC):
     """What moves the messages of one rank to all others.
 
     Attributes:
-        side: the socket to each peer that the failure detector has; non-blocking.
+        side: the failure detector's socket to each peer; non-blocking.
         segment: the memory of this rank that peers of its host map, or None.
-        accuse: to be told of a peer whose bytes are no messages, and what they are; from any
-            thread, whatever it holds.
+        accuse: the engine calls it with a peer that sent invalid bytes, and what they were; any
+            thread may, whatever locks it holds.
     """
 
     def __init__(self, side: Mapping[int, socket.socket], segment: Segment | None = None) -> None:
@@ -54,10 +54,11 @@ class Engine(abc.ABC):
     def post(
         self, sends: Sequence[Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Any]:
-        """Start moving messages; what is received anywhere is from `pool`.
+        """Start sending and receiving; a receive without a tensor of its own uses `pool`.
 
         Returns:
-            For each, receives first, what it is on and a `tcp.connection.Receive` or `Send`.
+            For each message, receives first, its connection, and a `tcp.connection.Receive` or
+            `Send`.
         """
 
     @abc.abstractmethod
@@ -67,14 +68,14 @@ class Engine(abc.ABC):
         Args:
             messages: what `post` returned.
             limit: seconds after which to give up.
-            at: told the number of the message that is waited for.
+            at: called with the number of the message that is waited for.
 
         Raises:
             Lost: one will not come through, or the limit passed.
         """
 
     def release(self, receives: Sequence[Any]) -> None:
-        """Nobody looks any more at what came."""
+        """Release memory of these received messages."""
         for _, receive in receives:
             receive.release()
 
@@ -87,11 +88,11 @@ class Engine(abc.ABC):
         """Let go of everything. What was sent still arrives. Twice is fine."""
 
     def stop(self) -> None:
-        """Write nothing any more to what was to be received."""
+        """Stop writing to the memory of receives."""
         self.cut()
 
     def abandon(self) -> None:
-        """Let go in a forked child, so that an end in the parent is seen by the peers."""
+        """Close sockets in a forked child, so that peers notice the end of the parent."""
         return None
 
 
@@ -197,7 +198,7 @@ class ProcessWire(Wire):
             detector.end()
 
     def _fail(self, exchange: _Exchange, detector: Detector, error: str) -> NoReturn:
-        """Raise why a wait failed, after the detector found out."""
+        """Raise the error of a failed wait, with the detector's verdict."""
         seconds = time.monotonic() - detector.since
         what = f"while rank {self.rank} {exchange.what()} for {seconds:.2f} s{self._where()}"
         if self.closed:
@@ -207,7 +208,6 @@ class ProcessWire(Wire):
         raise self._error() from None
 
     def _blame(self, where: str) -> WireError | None:
-        """The error of a rank whose call of another library's failed, if a peer is to blame."""
         verdict = None if self._detector is None else self._detector.blame()
         if self._broken is None and verdict is not None:
             self._break(f"{verdict.text} while rank {self.rank} was in {where}", verdict.culprit)
@@ -218,8 +218,8 @@ class ProcessWire(Wire):
         if self._detector is not None:
             kind = "SIGINT" if isinstance(error, KeyboardInterrupt) else type(error).__name__
             self._detector.settle(Verdict(self.rank, f"rank {self.rank} was interrupted ({kind})"))
-        # What was received is the caller's again: nothing more is written there. Whatever was in
-        # the middle of something when it was interrupted, that it was is what counts.
+        # The memory of receives is the caller's again, so nothing may write there. An error here
+        # is less important than the interruption.
         with contextlib.suppress(Exception):
             self._engine.stop()
 
@@ -244,8 +244,8 @@ class _Exchange(Pending):
     def __init__(self, wire: ProcessWire, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
         self._wire, self._sends, self._recvs = wire, sends, recvs
         self._received: list[Tensor] | None = None
-        self._at = 0  # the message that is waited for
-        self.messages: list[Any] = []  # the engine's own, until nobody looks at them any more
+        self._at = 0  # the number of the message that is waited for
+        self.messages: list[Any] = []  # the engine's, until they are released
 
     def wait(self) -> list[Tensor]:
         if self._received is None:
@@ -264,7 +264,7 @@ class _Exchange(Pending):
         return all(message.done for _, message in self.messages)
 
     def reach(self, number: int) -> None:
-        """A message is waited for."""
+        """Note the number of the message that is waited for."""
         self._at = number
 
     def release(self) -> None:

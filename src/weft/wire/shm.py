@@ -35,22 +35,22 @@ from torch import Tensor
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""
 
-_QUIET = 64  # times that all memory was given back, after which pages not used are let go
+_QUIET = 64  # after all memory was free so many times, pages that were not used are released
 _HELLO = struct.Struct("<Q")  # bytes of the segment whose descriptor comes along, or 0
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW
 
 
 def _fits(segments: int, nbytes: int) -> bool:
-    """Whether so many may be mapped: where addresses are limited, half are the program's."""
+    """Whether so many segments may be mapped: at most half of the address space, if limited."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return most == resource.RLIM_INFINITY or segments * nbytes <= most // 2
 
 
 class Segment:
-    """The memory of this rank that its peers map, and who has which part of it.
+    """The memory of this rank that its peers map, and its allocator.
 
-    Any thread may allocate and free. Memory is taken where it lies lowest, since what was used last
-    is cheapest to touch.
+    Any thread may allocate and free. The lowest free memory is taken first, since pages that were
+    used before are cheap to touch.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -66,12 +66,13 @@ class Segment:
         self._lock = threading.Lock()
         self._free = [(0, nbytes)]  # first byte and end of each part, ascending
         self._taken: dict[int, int] = {}  # bytes of each part that is in use, by its first
-        self._touched = self._peak = self._quiet = 0  # ends: of pages in use, of late; how often
+        self._touched = 0  # the end of the pages that were used and not released
+        self._peak = self._quiet = 0  # the end of the memory used since all was free; see `_rest`
         self._process = os.getpid()
 
     @classmethod
     def make(cls, nbytes: int | None = None) -> Segment | None:
-        """A segment; None where there is no memory for one, or none that can be shared."""
+        """A new segment; None if there is no memory for it, or memory cannot be shared here."""
         if not sys.platform.startswith("linux"):
             return None
         room = nbytes or min(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
@@ -89,7 +90,7 @@ class Segment:
             return None
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of memory that nobody else has, at the start of a page; None: it is full."""
+        """Allocate memory at the start of a page; its offset, or None if there is no room."""
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         if self.fd < 0 or os.getpid() != self._process:
             return None
@@ -106,7 +107,7 @@ class Segment:
         return None
 
     def free(self, offset: int) -> None:
-        """Give memory back that was allocated."""
+        """Free memory that `allocate` gave."""
         with self._lock:
             start, end = offset, offset + self._taken.pop(offset)
             at = bisect.bisect(self._free, (start, end))
@@ -120,7 +121,7 @@ class Segment:
                 self._rest()
 
     def _rest(self) -> None:
-        """All memory was given back: let go of pages that were not used for a while."""
+        """All memory is free: release pages that were not used for a while."""
         self._touched = max(self._touched, self._peak)
         self._quiet = self._quiet + 1 if 2 * self._peak < self._touched else 0
         if self._quiet >= _QUIET:
@@ -128,7 +129,7 @@ class Segment:
         self._peak = 0
 
     def drain(self) -> None:
-        """Let go of all pages behind the last that is in use."""
+        """Release all pages behind the last one in use."""
         with self._lock:
             self._touched = max(self._touched, self._peak)
             self._let_go(max((at + size for at, size in self._taken.items()), default=0))
@@ -139,19 +140,19 @@ class Segment:
         self._touched, self._quiet = start, 0
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor lies in here; None: elsewhere."""
+        """The offset of a tensor in the segment; None if it is elsewhere."""
         offset = tensor.data_ptr() - self._address
         return offset if offset >= 0 and offset + tensor.nbytes <= self.nbytes else None
 
     def stage(self, tensor: Tensor) -> int | None:
-        """The offset of a copy of a contiguous tensor; None: there is no room for it."""
+        """Copy a contiguous tensor into the segment; the offset, or None if there is no room."""
         offset = self.allocate(tensor.nbytes)
         if offset is not None:
             ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
         return offset
 
     def close(self) -> None:
-        """Give no memory any more. What is in use stays mapped as long as somebody holds it."""
+        """Allocate no more. Memory in use stays mapped until the last tensor in it is freed."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -171,7 +172,7 @@ class Peer:
         """Map it.
 
         Raises:
-            OSError: it cannot be mapped, or its owner could take its pages away.
+            OSError: it cannot be mapped, or is not sealed: its owner could shrink it.
         """
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if not sealed or os.fstat(fd).st_size != nbytes:
@@ -186,7 +187,7 @@ class Peer:
 def exchange(
     segment: Segment | None, sockets: Mapping[int, socket.socket]
 ) -> tuple[dict[int, Peer], set[int]]:
-    """Show the peers at these Unix sockets one's segment, and map theirs; they do the same.
+    """Send this rank's segment to the peers at these Unix sockets, and map theirs; collective.
 
     Args:
         segment: this rank's, or None.

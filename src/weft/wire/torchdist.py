@@ -1,15 +1,15 @@
 """The engine over a ProcessGroup of torch.distributed: the plain, slow way, and the one to trust.
 
-All bytes, those of the detector too, travel as `send` and `recv` of uint8 tensors on a group of
-weft's own: nothing is shared, and no socket is opened but by torch. Best to compare with when a
-result looks wrong (`WEFT_SAFE=1`), and where a process may open no sockets of its own.
+All bytes, the detector's too, go by `send` and `recv` of uint8 tensors on a group of weft's own: no
+memory is shared, and only torch opens sockets. Use it to compare when a result looks wrong
+(`WEFT_SAFE=1`), or if a process may not open sockets of its own.
 
-A send of torch's must meet a receive of the same size, and a wait of gloo's can neither be asked
-how far it is nor ended. So for each peer there are two lanes, told apart by torch's tags: one for
-messages, one for the failure detector; and for each lane one thread does nothing but receive, and
-one nothing but send. A frame is a first part of fixed size, which says how much belongs to it, and,
-if that did not fit, the rest, in pieces: what the detector says gets in between. A message that
-comes before it is asked for is kept: no rank waits in a send for what another does first.
+A send of torch must meet a receive of the same size, and a wait of gloo can neither be polled nor
+ended. So each peer has two lanes, by torch's tags: one for messages, one for the failure detector.
+Each lane has a thread that only receives, and one that only sends. A frame has a first part of
+fixed size, which says the length; the rest follows in pieces, so that the detector's messages can
+come in between. A message that comes before its receive is posted is kept. So no rank waits in a
+send for what another rank does first.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter of BPF: "return 0"
 
 @contextlib.contextmanager
 def closed_to_strangers() -> Iterator[None]:
-    """Let nobody connect to a gloo group any more that is made meanwhile; on Linux.
+    """Stop accepting connections for the gloo group that is made in this block; on Linux.
 
-    Its ranks are connected then, but gloo listens on, takes in whoever comes, and ends the process
-    where no file is left for one more.
+    After the block the group's ranks are connected, but gloo goes on listening, accepts every
+    connection, and ends the process if no file descriptor is left for one. A socket filter that
+    drops every packet prevents that.
     """
     before = _listening()
     yield
@@ -70,7 +71,7 @@ def closed_to_strangers() -> Iterator[None]:
 
 
 def _listening() -> set[int]:
-    """The files of this process that are sockets which listen on one address."""
+    """The descriptors of this process's sockets that listen on a single address."""
     try:
         found = psutil.Process().net_connections("tcp")
     except (psutil.Error, OSError):  # /proc is hidden from this process
@@ -84,7 +85,7 @@ _Message = tuple[int, Receive | Send]
 
 
 class Links(Engine):
-    """What leads from one rank to all others: an engine as `processes` describes it."""
+    """The connections of one rank to all others: an engine as `processes` describes it."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         """`group` has the `send` and `recv` of a ProcessGroup, and nobody else uses it."""
@@ -150,7 +151,7 @@ class Links(Engine):
                 at(number)
                 while not message.done:
                     left = until - time.monotonic()
-                    # what is under way to a peer that leaves still gets there
+                    # a message to a peer that leaves still arrives
                     awaited = isinstance(message, Receive) and peer in self._left
                     if self._cut or awaited or peer in self._lost or left <= 0:
                         why = "nothing more comes" if awaited else "it did not come in time"
@@ -175,7 +176,7 @@ class Links(Engine):
             sock.close()
 
     def _deliver(self, peer: int, channel: int) -> None:
-        """Put messages that came where they are asked for; with the lock held."""
+        """Copy messages that came to the receives that wait for them; with the lock held."""
         came, asked = self._came[peer, channel], self._asked[peer, channel]
         while came and asked and not self._cut:
             message, receive = came.popleft(), asked.popleft()
@@ -186,20 +187,20 @@ class Links(Engine):
             receive.done = True
 
     def _lose(self, peer: int, why: str) -> None:
-        """Nothing more comes from a peer."""
+        """Note that nothing more comes from a peer, or goes there."""
         with self._changed:
             self._lost.setdefault(peer, why)
             self._changed.notify_all()
 
     def _refuse(self, peer: int, what: str) -> None:
-        """A peer sent what is no message."""
-        self.accuse(peer, what)  # first: whoever waits for that peer asks then what was wrong
+        """Break the wire, because a peer sent an invalid message."""
+        self.accuse(peer, what)  # first, so that waits for that peer find the verdict
         self._lose(peer, f"{what} came")
 
     # the threads of one peer
 
     def _run(self, body: Callable[[int], None], peer: int) -> None:
-        """To its end: a farewell, or a failure of the group or of a socket that is closed."""
+        """Run one thread's loop until a farewell, an error of the group, or a closed socket."""
         with contextlib.suppress(OSError):
             try:
                 body(peer)
@@ -234,7 +235,7 @@ class Links(Engine):
         self._lose(peer, "nothing more goes there")
 
     def _hear(self, peer: int) -> None:
-        while (frame := self._get(peer, _SIDE)) is not None:  # to the end, else a peer's send hangs
+        while (frame := self._get(peer, _SIDE)) is not None:  # read all, else a peer's send hangs
             with contextlib.suppress(OSError):  # the detector has closed its end
                 self._ours[peer].sendall(frame[1].numpy().data)
 
@@ -244,10 +245,12 @@ class Links(Engine):
         self._put(peer, _SIDE, _END, _NOTHING)
 
     def _said(self, peer: int) -> bytes:
-        """What the detector says to a peer; nothing once it has closed its end."""
+        """The detector's next bytes for a peer; none once it has closed its end."""
         try:
             return self._ours[peer].recv(_INLINE)
-        except ConnectionResetError:  # it did not read all, and what it said before is behind this
+        except (
+            ConnectionResetError
+        ):  # it closed without reading all; its last bytes come after this
             return self._ours[peer].recv(_INLINE)
 
     def _put(self, peer: int, lane: int, channel: int, data: Tensor) -> None:

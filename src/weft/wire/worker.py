@@ -46,8 +46,8 @@ class Worker:
 
     Attributes:
         calls: how many calls were started.
-        made: how many were made so far, those that wait for their turn included.
-        doing: the name of the call that is running, "" between calls.
+        made: how many calls were started or queued.
+        doing: the name of the call that runs, "" between calls.
         now: the record of that call, or None.
 
     Example:
@@ -72,11 +72,11 @@ class Worker:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._turns = threading.Condition(self._lock)
-        self._line: deque[object] = deque()  # the calls in their order; the first has the wire
+        self._line: deque[object] = deque()  # the calls in order; the first one has the wire
         self._owner: int | None = None  # the thread that runs a job
-        self._several = False  # and that may make calls
+        self._several = False  # whether that job may make calls itself
         self._jobs = _Server(f"weft worker {self._wire.rank}")
-        # On the thread of jobs a callback that waits for another call would wait for itself.
+        # a callback that waits for another call must not block the thread that runs the calls
         self._callbacks = _Server(f"weft callbacks {self._wire.rank}")
 
     @without_transforms
@@ -103,7 +103,7 @@ class Worker:
         return self._run(turn, name, job)
 
     def enter(self, ranks: tuple[int, ...], fields: tuple[tuple[str, str], ...]) -> None:
-        """The call that runs is one of these ranks, who are about to compare these fields."""
+        """Add to the record of the running call its ranks, and the fields that they compare."""
         if self.now is not None and not self.now.agreed:
             self._entered[ranks] = self.now.agreed = self._entered.get(ranks, 0) + 1
             self.now.ranks, self.now.fields = ranks, fields
@@ -115,8 +115,8 @@ class Worker:
 
         Args:
             name: of the call.
-            job: what it does; one in a stream of its own is joined by who asks for its result.
-            several: whether the job makes calls on this wire itself, all in its one turn.
+            job: what it does; `Work.result` joins the stream of an `Aside`.
+            several: whether the job makes calls on this wire itself, within its own turn.
 
         Raises:
             WeftError: made from inside another call on this wire, or after `stop()`.
@@ -142,13 +142,13 @@ class Worker:
         return work
 
     def stop(self, grace: float | None = None) -> None:
-        """Take no more calls, let those that were made end, and end the threads.
+        """Refuse new calls, wait for the calls that were made, and end the threads.
 
-        Close the wire first if they shall not be waited for: then they raise.
+        If the wire is closed before, those calls raise, and nothing is waited for.
 
         Args:
-            grace: seconds for that, before the wire is aborted; None: as long as it takes, but soon
-                where a call raised a WireError.
+            grace: seconds to wait before the wire is aborted; None: no limit, unless a call raised
+                a WireError.
         """
         if self._lost:
             grace = _GRACE
@@ -175,7 +175,7 @@ class Worker:
         return turn
 
     def _run(self, turn: object, name: str, job: Callable[[], T], several: bool = False) -> T:
-        """Run a job whose turn it is, and give the turn to the next."""
+        """Run a job whose turn it is, then let the next call have its turn."""
         try:
             self._owner = threading.get_ident()
             return self._do(name, job, several)
@@ -233,7 +233,7 @@ class Worker:
 
 
 class _Server:
-    """A daemon thread that does things in their order; there is none before the first."""
+    """A daemon thread that runs functions in order; it starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._name, self._ended = name, False
@@ -242,7 +242,7 @@ class _Server:
         self._thread: threading.Thread | None = None
 
     def put(self, do: Callable[[], object]) -> None:
-        """Have something done, here if the thread has ended."""
+        """Queue a function; if the thread has ended, run it here."""
         with self._lock:
             if not self._ended:
                 if self._thread is None:
@@ -259,7 +259,7 @@ class _Server:
             del do  # what it holds is the caller's, not this idle thread's
 
     def end(self, seconds: float | None = None) -> bool:
-        """End once all is done; whether that was within so many seconds."""
+        """End the thread once the queue is empty; False if that took more than these seconds."""
         with self._lock:
             self._ended, thread = True, self._thread
         self._queue.put(None)

@@ -1,15 +1,15 @@
 """The failure detector: one thread for each wire, which notices failures and names the culprit.
 
-It sleeps on the side sockets. End-of-file without a "bye" is a death, at once. Nobody sends
-heartbeats: a rank that is paused, or in foreign code, is not suspected as long as nothing is late.
-When a wait reaches its deadline, all ranks are asked where they are; who does not answer, or who
-is not where the others wait for it, is named. The first verdict wins: it is flooded to all ranks,
-logged (a launcher may be about to end this process), and ends the rank's own waits by
-shutting down the connections on which they wait.
+The thread sleeps on the side sockets. End-of-file without a "bye" means that the peer died. There
+are no heartbeats: a rank that is paused, or in foreign code, is not suspected until a wait is late.
+When a wait reaches its deadline, the detector asks all ranks where they are. It blames a rank that
+does not answer, or that is not in the call in which the others wait for it. The first verdict
+counts: it goes to all ranks and to the log (a launcher may be about to end this process), and the
+connections are shut down, which ends this rank's waits.
 
-The thread costs nothing while all is well: as every wait of a wire may last equally long, it
-wakes up once in that time and looks whether the wait under way, if any, began that long ago. So it
-does after the seconds of `watch`: then ranks are asked, too, and what is found is only told.
+The thread costs nothing while all is well. All waits of a wire have the same timeout, so it wakes
+up once in that time, and checks whether a wait has lasted that long. After the seconds of
+`weft.init(watch=)` it asks the ranks, too, but then only prints what it finds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .. import recorder
 from . import last_error, watch
 from .verdict import Place, Verdict, judge, left
 
-_ANSWER = 0.7  # seconds that ranks get to say where they are
-_LATE = 0.5  # seconds behind its time by which a rank notices that it was paused itself
-_NEWS = 0.25  # seconds that the reason of a failed wait gets to arrive by itself
-_PATIENCE = 5.0  # seconds that the thread gets to end
-_NAMED = 4  # reasons for one wait that are told
+_ANSWER = 0.7  # seconds in which ranks must say where they are
+_LATE = 0.5  # a thread that wakes up so many seconds late concludes that its process was paused
+_NEWS = 0.25  # seconds to wait for a verdict of another rank, before this rank asks
+_PATIENCE = 5.0  # seconds in which the thread must end
+_NAMED = 4  # reasons that are printed for one slow wait
 _LONGEST = 1 << 16  # bytes of a message between detectors
 _LINK = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -44,25 +44,25 @@ _log = logging.getLogger("weft")
 
 
 class Wait(Protocol):
-    """A wait under way, as far as the detector cares."""
+    """A wait that has not ended."""
 
     def peer(self) -> int:
-        """The rank that is waited for."""
+        """The rank whose message is waited for now."""
 
     def awaited(self) -> Sequence[int]:
-        """All ranks whose messages are under way."""
+        """All ranks whose messages are not complete."""
 
 
 class Detector:
-    """What one rank knows of the others on one wire.
+    """The failure detector of one rank on one wire.
 
     Attributes:
         verdict: what broke the wire, or None.
-        left: the ranks that said bye, each with what it had raised, or "".
-        waiting: the wait under way, or None.
-        since: when that wait began or, without one, the last ended; as `time.monotonic` tells it.
-            A wait begins anew where this rank was paused in it.
-        began: when the last wait began, whatever came then.
+        left: the ranks that said bye, each with the error that it raised before, or "".
+        waiting: the current wait, or None.
+        since: when the current wait began or, without one, when the last ended; by
+            `time.monotonic`. If this rank was paused in a wait, it is when the pause ended.
+        began: when the last wait began, without regard to pauses.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class Detector:
         call: Callable[[], Callable[[], tuple[int, str]] | None],
         slow: float = math.inf,
     ) -> None:
-        """Begin to watch.
+        """Start the thread.
 
         Args:
             rank: this rank.
             timeout: seconds that any one wait may last.
-            mesh: the side sockets, non-blocking.
+            mesh: the side socket to each peer, non-blocking.
             cut: ends this rank's waits; any thread may call it.
-            call: tells, as long as there is a wire, how many calls were started, and the name of
-                the one that runs; a weak reference.
-            slow: seconds after which a wait is told of, once.
+            call: a weak reference to a function that returns how many calls were started, and the
+                name of the one that runs.
+            slow: seconds of a wait after which a line about it is printed, once.
         """
         self.rank, self.timeout = rank, timeout
         self._slow = slow
-        self._told: Callable[[], object] = lambda: None  # gives the wait that was told of last
+        self._told: Callable[[], object] = lambda: None  # the last wait with a printed line (weak)
         self.verdict: Verdict | None = None
         self.left: dict[int, str] = {}
         self.waiting: Wait | None = None
@@ -98,7 +98,7 @@ class Detector:
         self._lock = threading.RLock()
         self._settled = threading.Event()
         self._closed = False
-        # a failed wait, and the likely reason; of another library's call neither is known
+        # a failed wait, and the likely reason; (None, None): a call of another library failed
         self._suspect: tuple[Wait | None, Verdict | None] | None = None
         self._accused: Verdict | None = None
         self._inquiry: _Inquiry | None = None
@@ -114,17 +114,17 @@ class Detector:
         self._thread.start()
 
     def begin(self, wait: Wait) -> None:
-        """The thread that uses the wire begins to wait."""
+        """Note that the thread that uses the wire begins to wait."""
         self.since = self.began = time.monotonic()
         self.waiting = wait
 
     def end(self) -> None:
-        """The wait is over, whatever came of it."""
+        """Note that the wait is over, well or not."""
         self.waiting = None
         self.since = time.monotonic()
 
     def settle(self, verdict: Verdict) -> Verdict:
-        """Break the wire for every rank, unless it is broken already; what broke it."""
+        """Break the wire for every rank, unless it is broken; returns the verdict that counts."""
         with self._lock:
             if self.verdict is not None:
                 return self.verdict
@@ -140,12 +140,12 @@ class Detector:
         return verdict
 
     def accuse(self, peer: int, what: str) -> None:
-        """Break the wire on account of a peer that sent this, from the detector's own thread."""
+        """Have the detector's thread break the wire because a peer sent `what`; returns at once."""
         self._accused = self._accused or Verdict(peer, f"rank {peer} sent {what}")
         self._rouse()
 
     def explain(self, wait: Wait, error: str) -> Verdict:
-        """The reason why `wait` failed with `error`, found within about a second."""
+        """Find, within about a second, why a wait failed with an error of its connection."""
         peer = wait.peer()
         failed = Verdict(
             peer, f"the link between rank {self.rank} and rank {peer} failed ({error})"
@@ -159,9 +159,9 @@ class Detector:
         return self.verdict or self.settle(failed)
 
     def blame(self) -> Verdict | None:
-        """Why a call that is not the wire's own failed, found within about a second.
+        """Find, within about a second, why a call of another library failed.
 
-        None: no rank died, left, or is silent. Then the wire is as good as before.
+        None: no rank died, left, or is silent. Then the wire still works.
         """
         self._suspect = (None, None)
         self._rouse()
@@ -194,8 +194,7 @@ class Detector:
             self._let_go()
 
     def _let_go(self) -> None:
-        # of a wait that another rank's verdict ended; it keeps the messages that came, and so the
-        # memory of peers that they lie in
+        # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = self._suspect = None
         self._selector.close()
         for sock in (*self._mesh.values(), self._woken, self._wake):
@@ -217,7 +216,7 @@ class Detector:
             self._wake.send(b"\0")
 
     def _send(self, peer: int, message: Mapping[str, object]) -> None:
-        """Send without waiting; whoever cannot take a few bytes is not listening."""
+        """Send without waiting: a peer that cannot take a few bytes is not listening."""
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             sock = self._mesh.get(peer)
@@ -240,7 +239,7 @@ class Detector:
                 self._let_go()
 
     def _turn(self) -> None:
-        """Sleep until something comes in or falls due, and see to it."""
+        """Sleep until a message comes or a deadline passes, and handle it."""
         due = self._due()
         events = self._selector.select(max(0.0, due - time.monotonic()))
         if time.monotonic() - due > _LATE:  # this rank was paused, and perhaps all were
@@ -269,7 +268,7 @@ class Detector:
         return self.since + self._patience(waiting)
 
     def _patience(self, wait: Wait) -> float:
-        """Seconds after whose end a wait is looked into."""
+        """Seconds of a wait after which all ranks are asked."""
         return self.timeout if self._told() is wait else min(self._slow, self.timeout)
 
     def _look_at_the_clock(self) -> None:
@@ -373,10 +372,10 @@ class Detector:
 
 
 def _parsed(line: bytes, ranks: Set[int]) -> dict[str, Any]:
-    """What a detector of one of these ranks said.
+    """Read and check a message of another rank's detector.
 
     Raises:
-        ValueError, TypeError, OverflowError, RecursionError: none did.
+        ValueError, TypeError, OverflowError, RecursionError: it is invalid.
     """
     message: dict[str, Any] = json.loads(line)
     match message, len(message):

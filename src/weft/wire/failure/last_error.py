@@ -1,8 +1,8 @@
-"""What this process raised where no other rank hears of it, for those that wait for it.
+"""The last error that this process raised alone, to be told to ranks that wait for it.
 
-A wrong `group=` cannot be stated to a group: nobody knows which. So it is raised on its rank alone,
-as is whatever a program raises of itself. Who waits for that rank is told what it was: at once if
-it leaves on that account, else when it is asked, at the deadline, where it is (`detector`).
+An invalid `group=` is raised on its own rank only, since nobody knows which group was meant; so is
+an error of the program itself. Other ranks may then wait for this one. They learn of the error at
+once if this rank leaves, else at their deadline, when the detector asks where this rank is.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _last: tuple[float, str] | None = None
 
 
 def note(error: BaseException) -> None:
-    """Keep what was raised, now."""
+    """Keep an error that was raised now."""
     global _last
-    if not isinstance(error, SystemExit) or error.code:  # the way a program ends well
+    if not isinstance(error, SystemExit) or error.code:  # SystemExit(0) is no error
         text = " ".join(f"{type(error).__name__}: {error}".split())
         _last = time.monotonic(), text[:_LONGEST]
 
 
 def note_uncaught() -> None:
-    """Keep what ends the program, if anything does; for when it ends."""
+    """At the end of the program: keep the exception that ends it, if one does."""
     error = getattr(sys, "last_value", None)  # set before Python's hook prints it
     if error is not None and not hasattr(sys, "ps1"):  # at a prompt it ended nothing
         note(error)
 
 
 def since(moment: float, *, handled: bool = False) -> str:
-    """What was raised last, if that was after a moment of `time.monotonic`, else "".
+    """The last error, if it was raised after `moment`; else "".
 
     Args:
-        moment: when the wire that asks was last used.
-        handled: whether what the calling thread is handling right now counts, too: it closes the
-            wire on that account, as a `with` block or a `finally` does.
+        moment: when the wire was last used, by `time.monotonic`.
+        handled: whether the exception that the calling thread is handling counts, too: a `with`
+            block or a `finally` may close the wire because of it.
     """
     error = sys.exc_info()[1]
     if handled and error is not None:

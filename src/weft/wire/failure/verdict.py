@@ -1,7 +1,7 @@
-"""Who is to blame: what ranks say about themselves, and the judgement that follows from it.
+"""Who is to blame: the judgement that follows from where each rank is.
 
-Nothing here communicates. `detector` collects the places of the ranks at the deadline of a wait and
-asks `judge`; the verdict it gives is what every rank raises.
+Nothing here communicates. At the deadline of a wait `detector` collects the places of the ranks,
+and calls `judge`; every rank raises the verdict.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Place:
         calls: how many calls it has started.
         doing: the name of the call that it is in, "" between calls.
         awaits: the rank that it waits for, None if it does not wait.
-        seconds: for how long it waits or, if it does not, how long ago it last did.
-        raised: what it raised since then, outside of any call, or "".
+        seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
+        raised: the error that it raised since then, outside any call, or "".
         at: where its program stands, as "file:line in function", or "".
     """
 
@@ -63,12 +63,12 @@ class Place:
 
 
 def after(raised: str) -> str:
-    """What a rank raised before it left, or was late, as the end of a clause."""
+    """The end of a clause that says what a rank raised before it left, or was late."""
     return f", after it raised ({raised})" if raised else ""
 
 
 def left(rank: int, raised: str) -> Verdict:
-    """A rank that others waited for left, after it raised that or, if "", of its own accord."""
+    """The verdict on a rank that left while others waited for it, perhaps after an error."""
     return Verdict(rank, f"rank {rank} left{after(raised)}")
 
 
@@ -108,8 +108,8 @@ def judge(
     Args:
         me: the rank that waited and asks.
         places: where this rank is, and where those are that answered.
-        silent: those that were asked and did not answer.
-        gone: those that said bye before, each with what it had raised, or "".
+        silent: the ranks that were asked and did not answer.
+        gone: the ranks that said bye before, each with the error that it raised, or "".
 
     Example:
         >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(16, "", None, 12.3)

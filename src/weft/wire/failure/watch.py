@@ -1,8 +1,8 @@
-"""A slow wait, before it is an error: when it is told of, and where a rank's program stands.
+"""The line on standard error about a slow wait, and where a rank's program stands.
 
-Each wire tells of its own waits, the one between processes from the thread of its detector; before
-there is a wire, whoever waits at a store does (`store.pauses`). What is told changes nothing: ranks
-may watch for different times.
+Each wire prints about its own waits; the wire between processes does so in the detector's thread.
+Before there is a wire, `store.pauses` does. The line changes nothing else, so ranks may set
+different times.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _asked: float | None = None  # what the program asks for
 
 
 def choose(seconds: float | None) -> None:
-    """Have the wires that are made from now on watch; None: as the environment says."""
+    """Set the seconds for wires that are made from now on; None: the environment's."""
     global _asked
     _asked = seconds
 
 
 def chosen() -> float:
-    """Seconds after which a wait is told of, infinity: never; those chosen, or WEFT_WATCH's.
+    """Seconds of a wait after which a line is printed: `choose`'s, else WEFT_WATCH's, else never.
 
     Raises:
-        WeftError: that is no number of seconds above 0.
+        WeftError: it is no number of seconds above 0.
     """
     said = os.environ.get("WEFT_WATCH") or math.inf if _asked is None else _asked
     with contextlib.suppress(ValueError, TypeError):
@@ -46,9 +46,9 @@ def chosen() -> float:
 
 
 def standing(thread: int | None = None) -> str:
-    """Where the program of a thread stands: "file:line in function"; None: of the main thread.
+    """Where a thread (None: the main one) is in the user's program: "file:line in function".
 
-    That is its innermost frame outside of weft, torch and Python's own library.
+    That is its innermost frame outside weft, torch and Python's own library.
     """
     frame = innermost = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     while frame is not None and _is_library(frame.f_code.co_filename):
@@ -64,7 +64,7 @@ def _is_library(file: str) -> bool:
 
 
 def tell(rank: int, seconds: float, call: tuple[int, str], why: str) -> None:
-    """One line on standard error: a rank waits, in the call of that number and name."""
+    """Print one line: this rank has waited for some seconds, in a call (number, name), and why."""
     what = f"call {call[0]} ({call[1]})"
     where = f" in {what}" if call[1] and what not in why else ""
     line = f"weft: rank {rank} has waited for {seconds:.1f} s{where}: {why}\n"

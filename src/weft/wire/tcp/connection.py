@@ -1,21 +1,21 @@
-"""One connection between two ranks: its frames, and the messages that are under way on it.
+"""One connection between two ranks: its frames and its messages.
 
-Nothing here waits: `flush` sends what the socket takes, `receive` reads what is there; `engine`
-decides when.
+Nothing here waits: `flush` sends what the socket takes, `receive` reads what is there. `engine`
+calls them.
 
-A frame is a kind, a channel, a length and a number. The n-th message that a rank sends on a channel
-belongs to the n-th receive of its peer there. A message travels in one of three ways:
+A frame has a kind, a channel, a length and a number. The n-th message that a rank sends on a
+channel belongs to the n-th receive of its peer there. A message is sent in one of three ways:
 
-* *eager*: up to `EAGER` bytes follow their frame at once, and wait at the other end until they are
-  asked for;
-* *by credit*: a longer message is sent when the peer has said that its receive is posted: it tells
-  the number of the last receive of a channel, and only for receives that are that long;
-* *by the segment* (`wire.shm`), where the peer has mapped this rank's: a frame says where the
-  message lies. A tensor that does not lie there is copied in, and is then its owner's again; one
-  that does is lent until the peer has copied it and says so.
+* *eager*: up to `EAGER` bytes follow their frame at once, and the peer keeps them until a receive
+  is posted;
+* *by credit*: a longer message is sent once the peer has posted the receive. The peer sends a
+  credit with the number of its last receive of the channel, but only for receives that long;
+* *by the segment* (`wire.shm`), if the peer has mapped this rank's segment: a frame says where the
+  message is. A tensor outside the segment is copied into it, so its owner may change it at once. A
+  tensor in the segment is lent: its owner may change it when the peer has copied it and said so.
 
-Whoever is asked for a message of at most so many bytes, and gets one that was copied into the
-segment, looks at it there, and acknowledges it when it is released.
+A receive without a tensor of its own does not copy a message that was copied into the segment. It
+gives a view of the segment, and acknowledges the message when the view is released.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ EAGER = 1 << 17
 
 _FRAME = struct.Struct("<IIQQ")  # kind, channel, length, number or offset
 _DATA, _CREDIT, _LENT, _COPIED, _READ = range(5)
-_AHEAD = 1 << 16  # bytes read at a time while the length of what comes is not known
-_LOT = 1 << 18  # bytes of a long message that are worth waking up for
-_TURN = 1 << 22  # bytes that a connection moves before others get their turn
-_OWED = 4 << 20  # bytes of copied messages that are acknowledged with the next frame, if fewer
-_PARTS = 512  # buffers that one system call is given
+_AHEAD = 1 << 16  # bytes read at a time while the next length is not known
+_LOT = 1 << 18  # bytes of a long message that must be there before the socket wakes us up
+_TURN = 1 << 22  # bytes that a connection moves before others have their turn
+_OWED = 4 << 20  # with more bytes to acknowledge, a frame is sent at once, not with the next one
+_PARTS = 512  # buffers in one system call
 
 
 class Block:
-    """A part of the segment that holds a copy of a message, until all its readers are through."""
+    """A copy of a message in the segment, which is freed when all readers have read it."""
 
     __slots__ = ("_segment", "offset", "readers")
 
@@ -55,7 +55,7 @@ class Block:
         self._segment, self.offset, self.readers = segment, offset, 0
 
     def read(self) -> None:
-        """One of the readers is through."""
+        """Note that one reader has read it."""
         self.readers -= 1
         if not self.readers:
             self._segment.free(self.offset)
@@ -65,10 +65,10 @@ class Send:
     """A message to be sent; `done` when its tensor may change again.
 
     Attributes:
-        nbytes: of it.
-        tensor: contiguous; None if it was copied.
-        offset: where it lies in the segment; -1: elsewhere.
-        block: the copy that lies there, if it is one.
+        nbytes: its length.
+        tensor: contiguous; None if the message was copied.
+        offset: its place in the segment; -1: it is not there.
+        block: the copy in the segment, if it was copied.
     """
 
     __slots__ = ("block", "done", "nbytes", "number", "offset", "tensor")
@@ -80,10 +80,10 @@ class Send:
 
 
 class Receive:
-    """A message to be received, into a tensor or into what is found for it; `done` when it came.
+    """A message to be received, into a given tensor or into other memory; `done` when it is there.
 
     Attributes:
-        tensor: what came; None as long as that is not known.
+        tensor: where it is; None while that is not known.
         limit: the most bytes that it may have.
     """
 
@@ -104,11 +104,11 @@ class Receive:
         return self.tensor
 
     def look(self, view: Tensor, release: Callable[[], object]) -> None:
-        """It lies there, until it is released."""
+        """Set the view in which the message is, and what to call when it is released."""
         self.tensor, self._release, self.done = view, release, True
 
     def release(self) -> None:
-        """Nobody looks at it any more. Twice is fine."""
+        """Give back leased memory, if there is any. Twice is fine."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -125,7 +125,9 @@ class _Arrived:
         """One that comes through the socket or, with a number, lies in the segment of the peer."""
         self.length, self.offset, self.number, self.lent = length, offset, number, lent
         self.data: bytearray | memoryview | None = None
-        if not number:  # pages of `fresh` that nothing comes to cost nothing
+        if (
+            not number
+        ):  # a false length costs nothing: pages of `fresh` that are not touched are free
             large = length > EAGER
             self.data = memory_of(fresh((length,), torch.uint8)) if large else bytearray(length)
         self.whole = number > 0
@@ -173,12 +175,12 @@ class Connection:
         self._announced = 0  # messages sent by the segment
         self._unread: dict[int, Send] = {}  # those not acknowledged, by number
         self._read: list[int] = []  # numbers of messages to be acknowledged
-        self._owed = 0  # bytes in them
+        self._owed = 0  # the bytes of those messages
         self.due = False
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way that needs somebody to look in."""
+        """Whether messages move only if somebody calls `flush` or `receive`."""
         sending = self._parts or self._ready or any(self._sends.values())
         coming = self._into is not None or any(self._receives.values())
         return bool(sending or coming) and not self.lost
@@ -199,7 +201,7 @@ class Connection:
         self._admit(channel)
 
     def _admit(self, channel: int) -> None:
-        """Take up messages of a channel that have a credit, or need none."""
+        """Queue the messages of a channel that have a credit, or need none."""
         waiting, allowed = self._sends[channel], self._allowed[channel]
         while waiting and (
             self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= allowed
@@ -219,7 +221,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                while self.receive():  # what the peer sent before it went shall not be lost
+                while self.receive():  # read what the peer sent before it went
                     pass
                 self.lose(str(error))
                 return
@@ -233,7 +235,7 @@ class Connection:
                 self._leaving.clear()
 
     def _load(self) -> None:
-        """Take up what is to be sent next."""
+        """Load the next frames and messages into `_parts`."""
         parts, size = self._parts, 0
         if self._credits or self._read:
             notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
@@ -265,7 +267,7 @@ class Connection:
     # receiving
 
     def expect(self, channel: int, receive: Receive) -> None:
-        """Receive the next message of a channel; `flush` tells the peer, if it must know."""
+        """Post a receive for the next message of a channel; `flush` sends a credit, if needed."""
         number = self._asked[channel] = self._asked[channel] + 1
         if arrived := self._arrived[channel]:
             message = arrived.popleft()
@@ -286,7 +288,7 @@ class Connection:
         return length <= receive.limit
 
     def receive(self) -> bool:
-        """Read what is there, as far as others need not wait; whether it was anything."""
+        """Read what is there, up to `_TURN` bytes; whether there was anything."""
         moved = 0
         while not self.lost and moved < _TURN:
             into = self._into
@@ -321,17 +323,17 @@ class Connection:
         return moved > 0
 
     def _wake_at(self, count: int) -> None:
-        """Let the socket be readable once so many bytes are there, or none will come any more.
+        """Have the socket count as readable once so many bytes are there, or at its end.
 
-        On a slow link a long message comes by the packet, and waking up for each would cost more
-        than all the rest.
+        On a slow link a long message comes packet by packet, and waking up for each would cost more
+        than everything else.
         """
         if count != self._wakes_at and not self.lost:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _parse(self) -> None:
-        """Look at what was read ahead."""
+        """Handle the frames that were read ahead."""
         ahead, start, end = self._ahead, 0, self._end
         while end - start >= _FRAME.size and not self.lost:
             kind, channel, length, number = _FRAME.unpack_from(ahead, start)
@@ -355,7 +357,7 @@ class Connection:
             ahead[: self._end] = bytes(ahead[start:end])
 
     def _place_for(self, channel: int, length: int) -> memoryview | None:
-        """Where the message belongs that comes now; None: nowhere."""
+        """The memory for the message that comes now; None: it is refused."""
         if waiting := self._receives[channel]:
             receive = waiting.popleft()
             if not self._fits(length, receive):
@@ -373,7 +375,7 @@ class Connection:
         return memoryview(message.data or bytearray())
 
     def _finish(self) -> None:
-        """The message that comes is whole."""
+        """Complete the message whose last byte has come."""
         message, self._coming, self._into = self._coming, None, None
         if isinstance(message, Receive):
             message.place()
@@ -384,7 +386,7 @@ class Connection:
                 self._deliver(message, message.receive)
 
     def _heed(self, kind: int, channel: int, length: int, number: int) -> None:
-        """A frame came that no bytes follow."""
+        """Handle a frame that no bytes follow."""
         if kind == _CREDIT:
             self._allowed[channel] = max(number, self._allowed[channel])
             self._admit(channel)
@@ -409,13 +411,13 @@ class Connection:
 
     @staticmethod
     def _let_go(send: Send) -> None:
-        """The peer has read what lies in the segment, or never will."""
+        """Complete a message in the segment: the peer has read it."""
         send.done = True
         if send.block is not None:
             send.block.read()
 
     def _deliver(self, message: _Arrived, receive: Receive) -> None:
-        """Hand a message that is whole to who asked for it."""
+        """Give a complete message to its receive."""
         length, offset, number = message.length, message.offset, message.number
         if message.data is not None:
             memory_of(receive.place())[:length] = message.data
@@ -430,12 +432,12 @@ class Connection:
         receive.done = True
 
     def _refuse(self, what: str) -> None:
-        """The peer sent what is no message."""
+        """Close the connection, because the peer sent an invalid message."""
         self.garbled = self.garbled or what
         self.lose(f"{what} came")
 
     def lose(self, why: str) -> None:
-        """Nothing moves here any more."""
+        """Note why nothing moves here any more."""
         if not self.lost:
             self.lost = why
             for send in self._unread.values():

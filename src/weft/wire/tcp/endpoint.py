@@ -1,21 +1,21 @@
-"""How a rank is joined to all others: it listens, tells where at a store, and connects.
+"""How a rank connects to all others.
 
-A rank listens on a port that it opens for this, connects to the ranks below it and accepts those
-above. Two ranks have two sockets: one for messages, one for the failure detector. Between ranks of
-one host these are Unix sockets, if they can be: a rank listens on one, too, under a name made of
-its token, which is no file; where nobody is found under that name, the connection is TCP. Over a
-Unix socket ranks show each other their segments (`wire.shm`).
+Each rank listens on a port of its own and writes its address to a store. It connects to the ranks
+below it, and accepts those above. Two ranks have two sockets: one for messages, one for the failure
+detector. Between ranks of one host these are Unix sockets if possible: a rank also listens under an
+abstract name (no file) that is made of its token; if a peer finds nobody under that name, it
+connects by TCP. Over a Unix socket ranks exchange their segments (`wire.shm`).
 
-Both ends of a connection know a token of the listener's, made for this wire alone, and each proves
-that to the other without sending it, in three messages:
+Each listener has a random token, made for this wire and known to its ranks from the store. Both
+ends of a connection prove that they know it, without sending it, in three messages:
 
 * the listener sends a nonce: random bytes, new for each connection;
-* who connects sends its rank, the lane, a nonce of its own, and the HMAC of all that and of the
-  listener's nonce, whose key is the token;
+* the other end sends its rank, the lane, a nonce of its own, and an HMAC, with the token as key, of
+  all that and of the listener's nonce;
 * the listener sends another HMAC of the same.
 
-So strangers are turned away, and so is who says again what it heard. Nothing that follows on the
-connection is signed.
+So strangers are refused, and a recorded handshake cannot be replayed. What follows on the
+connection is not signed.
 
 Source of the HMAC: RFC 2104, with SHA-256.
 """
@@ -53,18 +53,18 @@ from .engine import Engine
 _LANES = 2  # for messages, and for the detector
 _TOKEN = _NONCE = 16  # bytes
 _PROOF = 32  # bytes of an HMAC
-# a link that just came up is like the first two; the listener hangs up where there is a crowd
+# the first two pass when a link has just come up; the others, if the listener had too many guests
 _PASSING = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
 _AGAIN = 0.1  # seconds after which to try again
-_PATIENCE = 5.0  # seconds that others get to read at the store why no wire is made
-_NAMES = sys.platform.startswith("linux")  # sockets may have names that are no files
-_WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, nonce of who connects
-_CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # which end proves that it knows the token
-_BUFFER = 4 << 20  # bytes of a Unix socket's buffers, whose default is small: 4 times slower
-_STRANGERS = 128  # connections, beside the ranks', that may be open and have not said who they are
+_PATIENCE = 5.0  # seconds in which the others can read at the store why no wire is made
+_NAMES = sys.platform.startswith("linux")  # abstract names of Unix sockets exist
+_WHO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
+_CONNECTS, _LISTENS = b"weft connects", b"weft listens"  # prefixes: which end sends the HMAC
+_BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
+_STRANGERS = 128  # open connections, beyond the ranks', that have not proved who they are
 _OWN = 16  # files that a wire opens besides its connections: listener, selectors, wake-up
-_UNKNOWN = 32  # open ones, where nobody says
-_SPARE = 128  # that the rest of the program may want, where the hard limit allows
+_UNKNOWN = 32  # assumed number of open files, if it cannot be found
+_SPARE = 128  # files for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
 
@@ -110,10 +110,10 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Engine:
 
 
 def _check(met: Sequence[Sequence[Any]], store: dist.Store, rank: int) -> None:
-    """Raise what is in the way of the first rank of which anything is, on every rank."""
+    """Raise the trouble of the first rank that has any, on every rank."""
     for one, (trouble, *_) in enumerate(met):
         if trouble:
-            # the store may end with the program that is about to be told: not before all have read
+            # the store may end with this program: wait until all ranks have read from it
             with contextlib.suppress(RuntimeError):
                 told(store, "read", None, rank, len(met), _PATIENCE, "")
             raise WeftError(f"rank {one}: {trouble}")
@@ -130,14 +130,14 @@ class Endpoint:
 
 
 class Listener:
-    """Where the sockets of one rank are made; use it as a context manager.
+    """Makes the sockets of one rank; use it as a context manager.
 
     Attributes:
-        endpoint: where the others connect, and what they must know.
+        endpoint: what the other ranks must know to connect.
     """
 
     def __init__(self, address: str, backlog: int, host: str = "") -> None:
-        """Listen on a numeric address, on a port of one's own.
+        """Listen on a numeric address, on a port that the system chooses.
 
         Args:
             address: of this machine.
@@ -169,7 +169,7 @@ class Listener:
     def connect(
         self, rank: int, peers: Mapping[int, Endpoint], deadline: float
     ) -> list[dict[int, socket.socket]]:
-        """A socket to each peer on each lane: to lower ranks made here, from higher ones accepted.
+        """Connect to lower ranks, and accept higher ones.
 
         Args:
             rank: this rank.
@@ -201,7 +201,7 @@ class Listener:
         return [{peer: made[peer, lane] for peer in peers} for lane in range(_LANES)]
 
     def _connect(self, who: bytes, peer: int, endpoint: Endpoint, deadline: float) -> socket.socket:
-        """A connection to a peer that has let this rank in, and has proved that it is the peer."""
+        """Connect to a peer, and check its proof."""
         where = endpoint.address + (self._scope if ":" in endpoint.address else "")
         while True:
             sock = None
@@ -233,7 +233,7 @@ class Listener:
         missing: set[tuple[int, int]],
         deadline: float,
     ) -> None:
-        """Take in those that know the token; strangers are turned away and hold nobody up."""
+        """Accept connections with a valid proof; strangers are refused, and delay nobody."""
         listening = [self._sock] if self._unix is None else [self._sock, self._unix]
         door = _Door(rank, listening, self.endpoint.token, len(missing) + _STRANGERS)
         with contextlib.closing(door):
@@ -253,7 +253,7 @@ class Listener:
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """Who has connected: from where, the nonce that it was sent, and what it has said so far."""
+    """A connection without a valid proof so far: its origin, our nonce, and the bytes read."""
 
     sock: socket.socket
     origin: str
@@ -262,15 +262,16 @@ class _Guest:
 
     @property
     def asked(self) -> bytes:
-        """What is to be proved: the nonce, and who it says that it is."""
+        """The bytes that the proofs are HMACs of: our nonce, and what the guest says it is."""
         return self.nonce + self.said[: _WHO.size]
 
 
 class _Door:
-    """Those who have connected and not yet said who they are.
+    """The connections that have not proved yet which rank they are.
 
-    A rank says so as soon as it has its nonce. So where there are too many, or no file is left for
-    the next, who came first is a stranger; if it was a rank after all, that comes again.
+    A rank sends its proof as soon as it has the nonce. So if there are too many connections, or no
+    file descriptor is left, the oldest one is taken for a stranger and closed. If it was a rank
+    after all, that rank connects again.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class _Door:
             self._selector.register(sock, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Turn away who is left, and log who was refused."""
+        """Close the connections that are left, and log those that were refused."""
         while self._guests:
             self._dismiss()
         self._selector.close()
@@ -294,7 +295,7 @@ class _Door:
             _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
 
     def introduced(self, seconds: float) -> Iterator[tuple[_Guest, tuple[int, int]]]:
-        """Those that know the token, with rank and lane, after so many seconds at most."""
+        """Yield guests with a valid proof, with rank and lane; wait at most so many seconds."""
         for key, _ in self._selector.select(seconds):
             sock, guest = key.fileobj, key.data
             assert isinstance(sock, socket.socket)
@@ -315,7 +316,7 @@ class _Door:
                     self._dismiss(guest)
 
     def refuse(self, guest: _Guest, why: str = "it did not prove that it knows the token") -> None:
-        """Turn away who is a guest no more."""
+        """Close a connection that is no guest any more, and remember why."""
         self._refused[guest.origin, why] += 1
         guest.sock.close()
 
@@ -340,7 +341,7 @@ class _Door:
         self._selector.register(sock, selectors.EVENT_READ, guest)
 
     def _dismiss(self, guest: _Guest | None = None) -> None:
-        """Turn away one, or the one who came first."""
+        """Refuse a guest, by default the oldest."""
         guest = guest or self._guests[0]
         self._forget(guest)
         self.refuse(guest)
@@ -351,15 +352,15 @@ class _Door:
 
 
 def _proof(token: str, side: bytes, asked: bytes) -> bytes:
-    """That one end of a connection knows the token."""
+    """The HMAC by which one end of a connection proves that it knows the token."""
     return digest(token.encode(), side + asked, "sha256")
 
 
 def _heard(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes that the other end says.
+    """Read exactly `count` bytes.
 
     Raises:
-        OSError: it hung up, or did not say them in time.
+        OSError: the other end hung up, or did not send them in time.
     """
     said = b""
     while len(said) < count:
@@ -372,8 +373,10 @@ def _heard(sock: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:
-    """A Unix socket that listens for those that know a token or, without a backlog, has found who
-    does; None if there is none. Everybody may see its name."""
+    """A Unix socket under the name for a token: listening or, without a backlog, connected.
+
+    None if that fails. The name is a hash of the token, since every user can read it.
+    """
     if not _NAMES:
         return None
     name = f"\0weft-{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}"
@@ -399,12 +402,11 @@ def _remaining(deadline: float) -> float:
 
 
 def make_room(peers: int) -> str | None:
-    """See that so many may be connected to; what is in the way, or None.
+    """Raise the limit of open files so that this many peers can connect; why not, or None.
 
-    A process may have only so many files open: 1,024 on most machines, which is about 330 peers,
-    each with two sockets and, on this host, a segment.
-    That is the soft limit, which a process may raise by itself up to its hard limit. It is raised
-    for the whole process and stays so.
+    The soft limit is 1,024 files on most machines. That is enough for about 330 peers, each with
+    two sockets and, on this host, a segment. A process may raise it up to its hard limit; it stays
+    raised, for the whole process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -1,16 +1,16 @@
-"""The progress engine: moves the messages of one rank to all others, over its connections.
+"""The progress engine: moves the messages between one rank and all others, over its connections.
 
-Whoever waits for a message moves all that can be moved meanwhile, so nothing is handed from thread
-to thread: a wait sleeps in `poll` until a socket has something. While nobody waits and long
-messages are under way, such as in the arithmetic between two waits, a thread looks in every few
-milliseconds; what comes in between stays in the kernel's buffers. The thread sleeps otherwise, and
-exists only once it was needed: not for what lies in the segment of its sender, which waits there.
+The thread that waits for a message moves all messages meanwhile, so no message passes from thread
+to thread. A wait sleeps in `poll` until a socket has something. While nobody waits and long
+messages are under way, as in the arithmetic between two waits, a thread moves them every few
+milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps. It is started
+when it is needed first; messages in a segment do not need it.
 
-A wait can be ended at any time, by shutting the sockets down: that is why weft moves its bytes
-itself. gloo never fails a receive that has got a part of its message, whatever happens to the
-socket; a message of its is also announced, answered and handed on between threads, which costs
-about 50 system calls and a millisecond of a core for a small exchange of four ranks on two cores,
-where this takes three.
+Shutting the sockets down ends any wait at once. That is why weft moves its bytes itself: gloo never
+fails a receive that has got a part of its message, whatever happens to the socket. gloo also
+announces and answers each message, and passes it between threads, which costs about 50 system calls
+and a millisecond of a core for a small exchange of four ranks on two cores. Here it takes three
+system calls.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Engine(processes.Engine):
     ) -> None:
         """
         Args:
-            sockets: connected, by peer; the engine's from now on.
-            side: those of the failure detector.
+            sockets: connected, by peer; the engine closes them.
+            side: the failure detector's.
             segment: of this rank.
-            seen: the segments of peers that are mapped here.
-            seen_by: the peers that have mapped this rank's.
+            seen: the segments of peers, mapped here.
+            seen_by: the peers that have mapped this rank's segment.
         """
         super().__init__(side, segment)
         self.connections: dict[int, Connection] = {}
@@ -85,7 +85,7 @@ class Engine(processes.Engine):
         self, sends: Sequence[base.Send], recvs: Sequence[Recv], channel: int, pool: Pool
     ) -> list[Message]:
         messages: list[Message] = []
-        places: dict[int, tuple[int, Block | None]] = {}  # in the segment, of what goes there
+        places: dict[int, tuple[int, Block | None]] = {}  # in the segment, by id of the tensor
         rouse = False
         with self._turn:
             for peer, want in recvs:
@@ -146,7 +146,7 @@ class Engine(processes.Engine):
                     self._watch(connection)
 
     def _step(self, seconds: float) -> None:
-        """Wait until something can be moved, for so long at most, and move it."""
+        """Wait until something can be moved, at most so many seconds, and move it."""
         for fd, event in self._ready(seconds):
             connection = self._by_fd[fd]
             if event & ~select.POLLOUT:
@@ -156,10 +156,10 @@ class Engine(processes.Engine):
             self._watch(connection)
 
     def _ready(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait until something can be moved: awake at first, then asleep.
+        """Wait until something can be moved: by polling at first, then asleep.
 
-        The peers of a collective call come within moments of each other, and waking a process costs
-        more than many looks. Between two of these whoever else wants the core has it.
+        The ranks of a collective call arrive at nearly the same time, and waking a process costs
+        more than many polls. Between two polls other processes may have the core.
         """
         now = time.monotonic()
         until = now + min(seconds, _AWAKE)
@@ -171,7 +171,7 @@ class Engine(processes.Engine):
         return ready if ready or seconds <= 0 else self._poll.poll(seconds * 1e3)
 
     def _watch(self, connection: Connection) -> None:
-        """Wait for what the connection waits for; a socket that is lost would never rest."""
+        """Poll for what the connection wants now; nothing, if it is lost."""
         fd, wanted = connection.fd, connection.wanted
         if wanted == self._polled.get(fd, 0):
             return
@@ -186,7 +186,7 @@ class Engine(processes.Engine):
             self._rouse()
 
     def _rouse(self) -> None:
-        """Have the thread look in; with the turn."""
+        """Wake the thread up, or start it; with `_turn` held."""
         if not self._stir.is_set():
             self._stir.set()
             if self._thread is None:
@@ -202,17 +202,17 @@ class Engine(processes.Engine):
                     return
                 time.sleep(_TICK)
                 if not self._turn.acquire(blocking=False):
-                    continue  # somebody waits, and moves everything
+                    continue  # another thread waits, and moves everything
                 try:
                     if not self._closed:
                         self._step(0.0)
-                        # a collection of garbage may have closed it, here in this very thread
+                        # the garbage collector may have closed this engine, in this very thread
                         busy = any(each.busy for each in self.connections.values())
                         if not (self._closed or busy):
                             self._stir.clear()
                 finally:
                     self._turn.release()
-        except BaseException as error:  # whoever waits next shall hear of it
+        except BaseException as error:  # the next wait raises it
             for connection in self.connections.values():
                 connection.lose(f"the thread that moves its bytes failed: {error!r}")
             self.cut()
@@ -231,10 +231,10 @@ class Engine(processes.Engine):
             self._turn.acquire()
         try:
             for connection in () if self._closed else self.connections.values():
-                connection.receive()  # what lies there unread would undo what is on its way
+                connection.receive()  # closing with unread bytes would reset the connection
         finally:
             self._let_go()
-            self._stir.set()  # with the turn, in which alone the thread goes to sleep again
+            self._stir.set()  # with `_turn` held: the thread clears it only with `_turn` held
             self._turn.release()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
