@@ -49,12 +49,11 @@ from ._torch import at_end_of_backward, backward_id
 from .comm.buckets import reduce_dense
 from .comm.gradients import without_rows
 from .comm.opening import opened
-from .comm.rounding import travelling
 from .devices import Aside, accelerators, on_host
 from .errors import WeftError, WireError, entry
 from .sparse import Record, last_call
 from .sparse.api import job_of
-from .sparse.request import wrong_wire_dtype
+from .sparse.request import travelling, wrong_wire_dtype
 from .sparsify import Sparsifier
 from .wire import process_group
 from .wire.base import Wire, Work, blame, wire_for

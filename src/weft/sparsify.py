@@ -31,13 +31,13 @@ from torch import Tensor
 from .agree import confess, summed_up
 from .comm.buckets import reduce_dense
 from .comm.named import expanded_dims, local
-from .comm.rounding import narrowed, travelling
+from .comm.rounding import narrowed
 from .comm.staging import unsendable
 from .errors import WeftError, entry
 from .rows import Rows
 from .sparse import Record, last_call
 from .sparse.api import job_of_one
-from .sparse.request import Request
+from .sparse.request import Request, travelling
 from .wire import default, process_group
 from .wire.base import Wire, flattened, plain
 

@@ -1,10 +1,10 @@
 """Who launched this process, and as which rank: read from the environment alone.
 
 Known are torchrun and whatever sets the same variables (`weft.bootstrap.local`, Kubernetes'
-PyTorchJob, Ray Train, netlab, a person); mpirun of Open MPI, MPICH and Intel MPI; srun; and nobody
-at all, which is a group of one. To read another, add a function here that returns a `Launch` or
-None, and name it in `_READERS`; the first that knows its own variables decides, so RANK and
-WORLD_SIZE, which a person can set, come first.
+PyTorchJob, Ray Train, netlab, a person); mpirun of Open MPI, MPICH and Intel MPI; and srun. Without
+a launcher it is a group of one. To read another launcher, add a function here that returns a
+`Launch` or None, and name it in `_READERS`. The first function that finds its own variables
+decides, so RANK and WORLD_SIZE, which a person can set, come first.
 
 The variables are those of the launchers' manuals: torchrun, Open MPI (mpirun, "Environmental
 Variables"), MPICH and Intel MPI (Hydra), Slurm (srun, "OUTPUT ENVIRONMENT VARIABLES").
@@ -34,12 +34,12 @@ class Launch:
         kind: "torchrun", "environment" (its variables, set by something else), "mpirun", "srun"
             or "alone".
         rank: this process's number.
-        size: how many there are.
+        size: how many processes there are.
         local_rank: its number on this machine.
-        local_size: how many there are on this machine.
-        job: what the launcher calls the job, the same for all ranks and for no other job that
-            runs at the same time; empty if it has no name.
-        head: the host of rank 0, if the launcher tells.
+        local_size: how many processes there are on this machine.
+        job: the launcher's name of the job, which no other job has at the same time; empty if it
+            has no name.
+        head: the host of rank 0, if the launcher tells it.
     """
 
     kind: str
@@ -104,15 +104,11 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
 def _open_mpi(env: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter("OMPI_COMM_")
     rank, size = _ranked(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    return Launch(
-        "mpirun",
-        rank,
-        size,
-        _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
-        _whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
-        env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter("OMPI_COMM_"),
-    )
+    local_rank = _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
+    local_size = _whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    return Launch("mpirun", rank, size, local_rank, local_size, job)
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
@@ -126,10 +122,10 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
-    """A task of srun's; what a batch script runs by itself is none, and is alone."""
+    """A task of srun; a process that a batch script runs by itself is none."""
     sizes = _sizes(env)
     counted = next((name for name in sizes if name in env), None)
-    if not sizes or (counted is None and "PMI_SIZE" in env):  # then that says it
+    if not sizes or (counted is None and "PMI_SIZE" in env):  # `_hydra` reads PMI_SIZE
         return None
     if counted is None:
         raise WeftError(
@@ -160,10 +156,10 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
 
 
 def _sizes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Which variables may tell how many tasks there are; none, if this is no task of srun's.
+    """The variables that may say how many tasks there are; none, if this is no task of srun.
 
-    A batch script has number 0, too, and the job's number of tasks, though it runs alone. It is in
-    no step, or in one with a special number.
+    A batch script runs alone, but also has the number 0 and the job's number of tasks. It is in no
+    step, or in one with a special number.
     """
     if "SLURM_STEP_NUM_TASKS" in env:
         return _SLURM_SIZES[:1]
@@ -173,8 +169,8 @@ def _sizes(env: Mapping[str, str]) -> tuple[str, ...]:
     if "SLURM_STEP_NODELIST" in env or (step.isdecimal() and int(step) < _SPECIAL_STEPS):
         return _SLURM_SIZES
     if "SLURM_JOB_ID" not in env and "SLURM_JOBID" not in env:
-        return _SLURM_SIZES  # of a batch script there would be more than its number
-    # of the other tasks, the first takes itself for the batch script
+        return _SLURM_SIZES  # a batch script would have the job's number, too
+    # task 0 cannot be told from the batch script
     return () if env["SLURM_PROCID"].strip() == "0" else _SLURM_SIZES[:1]
 
 
@@ -197,11 +193,8 @@ _READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
 
 
 def _starter(mark: str) -> str:
-    """A name for whatever started the ranks of this host: the nearest ancestor that is no rank.
-
-    Scripts may stand between that and this process; they have a rank's environment, which `mark`
-    tells.
-    """
+    """A name for the process that started the ranks of this host: the nearest ancestor without
+    `mark` in its environment. Scripts in between have a rank's environment, and so the mark."""
     pid = os.getppid()
     try:
         while mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():

@@ -49,7 +49,7 @@ _THREADS = {
     # demo took one process with two threads 472 ms, and takes it 22
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""What the server's environment has, and the ranks', where it says nothing else."""
+"""Variables that the server and the ranks have, unless the environment sets them otherwise."""
 _LATE = "had not finished and was ended"
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves, after a failure or Ctrl-C
 _LADDER = ((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 10.0))
@@ -147,10 +147,10 @@ class Rank:
     Attributes:
         number: which rank.
         process: that process.
-        connection: by which it tells and is told.
-        outcome: what became of it, once that is known.
+        connection: to it, for messages both ways.
+        outcome: how it ended, once that is known.
         alive: whether the process is there.
-        ended: whether it was ended from here.
+        ended: whether the launcher ended it.
     """
 
     number: int
@@ -181,7 +181,7 @@ class Rank:
         return cls(number, process, ours)
 
     def hear(self, listen: Listen) -> None:
-        """Take one message that is there."""
+        """Read one message."""
         if self.connection.closed:
             return
         try:
@@ -197,7 +197,7 @@ class Rank:
             self.outcome = said
 
     def bury(self, listen: Listen) -> None:
-        """The process is gone: take what it still said, and note how it ended."""
+        """Handle the end of the process: read its last messages, and note how it ended."""
         self.process.join()
         assert self.process.pid is not None  # it was started
         with contextlib.suppress(ProcessLookupError, PermissionError):  # there are none
@@ -230,7 +230,7 @@ def pump(
     deadline: float | None,
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Hear the ranks until all are gone, the deadline passed, or it is enough."""
+    """Read messages of the ranks until all are gone, the deadline passes, or `enough()`."""
     while not enough():
         alive = [rank for rank in ranks if rank.alive]
         sources: dict[Any, Callable[[Listen], None]] = {
@@ -259,7 +259,7 @@ def end(
 
 
 def _decided(ranks: Sequence[Rank]) -> bool:
-    """Nothing more can change how the launch ends: a rank failed, or all have results."""
+    """Whether the end of the launch is decided: a rank failed, or all have results."""
     known = [rank.outcome for rank in ranks if rank.outcome is not None]
     return len(known) == len(ranks) or any(each.error or each.died for each in known)
 

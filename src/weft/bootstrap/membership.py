@@ -1,16 +1,16 @@
 """The membership check: before anything is built, the processes of a group find out if they fit.
 
-Each process appends what it is to a list in the store (`Member`): rank, world size, versions, the
-backend that it asked for, and an error, if it cannot take part. Rank 0, the first process that
-says it is (or one that cannot take part and hosts the store in its place), reads the list until
-`judge` can decide, and writes the decision; all others read that. So every process that comes says
-the same, whichever of them was started wrongly, and a process that comes after the decision learns
-that it is one too many. A group of P ranks makes O(P) requests of its store, and while they wait
-some thousands a second, however many they are.
+Each process appends a `Member` to a list in the store: its rank, world size, versions, backend, and
+an error, if it cannot take part. Rank 0 reads the list until `judge` can decide, and writes the
+decision, which all others read. So every process raises the same error, whichever of them was
+started wrongly. A process that comes after the decision learns that it is one too many. If two
+processes say that they are rank 0, the first one decides; if rank 0 cannot take part, and another
+process hosts the store in its place, that one decides. P ranks make O(P) requests of the store, and
+while they wait some thousands a second, whatever P is.
 
-Each check is a round of its own in the store, which rank 0 begins. A store may outlive processes,
-as torchrun's does when hosts join or leave, and a file that a crashed run has left; then rank 0
-sends those away who wait in an earlier round, and they come to the new one.
+Each check is a round of its own in the store, which rank 0 begins. A store may outlive processes:
+torchrun's does when hosts join or leave, and a crashed run leaves its file. Then rank 0 ends the
+earlier round, and the processes that wait in it come to the new one.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from .launchers import Launch
 from .rendezvous import Place, Rendezvous
 
 _log = logging.getLogger("weft")
-_LINGER = 5.0  # seconds in which the others may fetch an error from a store that this process hosts
-_GRACE = 10.0  # seconds in which torchrun's agents start their workers again, one after another
-_FRESH = 30.0  # seconds in which an error is one of this attempt, on clocks that differ a little
+_LINGER = 5.0  # seconds in which the others can read an error from a store that this process hosts
+_GRACE = 10.0  # seconds in which torchrun's agents restart their workers, one after another
+_FRESH = 30.0  # an error that is no older, in seconds, is one of this attempt; clocks may differ
 _LATE = 2.0  # seconds after the deadline in which rank 0 may still say who is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a process says when it comes.
+    """What a process writes when it comes.
 
     Attributes:
-        rank: its number, or -1 if it does not know.
-        size: how many it thinks there are, or 0.
-        backend: what it asked for, or None.
-        able: which backends its devices would choose, best first.
+        rank: its rank, or -1 if it does not know it.
+        size: its world size, or 0 if it does not know it.
+        backend: the argument of `init`, or None.
+        able: the backends that its devices can use, best first.
         address: where it would listen.
-        machine: tells network stacks apart; empty if this process cannot tell its own.
+        machine: names its machine and network namespace; empty if they are unknown.
         host: its host's name, for messages.
-        pid: its number on that host.
-        weft: the version.
-        torch: the version, without what it was built for.
+        pid: its process number on that host.
+        weft: the version of weft.
+        torch: the version of torch, without the build's suffix.
         error: why it cannot take part, or empty.
     """
 
@@ -78,7 +78,7 @@ class Member:
     def mine(
         cls, rank: int, size: int, store: dist.Store, backend: str | None = None, error: str = ""
     ) -> Member:
-        """That of this process, for those at that store."""
+        """The member that this process writes to that store."""
         from .. import __version__  # here: tests pretend to be of another version
 
         address = ""
@@ -113,9 +113,9 @@ class Decision:
     Attributes:
         backend: its name.
         error: what every rank raises, or empty.
-        missing: the lowest rank that did not come, if that is what is wrong.
-        came: the arrivals that were counted, from 1.
-        over: another rank 0 has begun a new round.
+        missing: the lowest rank that did not come, if ranks are missing.
+        came: how many arrivals were counted.
+        over: whether this round ended because another rank 0 has begun a new one.
         when: it was decided, in seconds since 1970.
     """
 
@@ -128,7 +128,7 @@ class Decision:
 
 
 def judge(members: Sequence[Member]) -> Decision | None:
-    """Decide from those who have come so far, or None if more must come first.
+    """Decide from the members that have come so far; None if more must come first.
 
     Example:
         >>> judge([Member(0, 2)]) is None
@@ -152,13 +152,13 @@ def judge(members: Sequence[Member]) -> Decision | None:
 def meet(
     place: Place, launch: Launch, backend: str | None, deadline: float, error: str = ""
 ) -> tuple[Rendezvous, Decision, dist.Store]:
-    """Come to a place, and be checked there; collective.
+    """Open the store of a place, and check the membership there; collective.
 
     Args:
         place: where the ranks meet.
-        launch: which of them this process is.
-        backend: what it was asked for.
-        deadline: as `time.monotonic` tells it.
+        launch: how this process was launched.
+        backend: the argument of `init`.
+        deadline: by `time.monotonic`.
         error: why this process cannot take part, if so.
 
     Returns:
@@ -171,7 +171,7 @@ def meet(
         meeting = rendezvous.come(place, launch, deadline)
         mine = Member.mine(launch.rank, launch.size, meeting.store, backend, error)
         return meeting, *check(meeting, mine, deadline)
-    except WeftError:  # all that came have heard it there
+    except WeftError:  # every process that came raises it
         raise
     except BaseException:
         rendezvous.forget(place)
@@ -179,15 +179,15 @@ def meet(
 
 
 def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision, dist.Store]:
-    """Say what this process is, and wait for what is decided; collective.
+    """Write what this process is, and wait for the decision; collective.
 
     Args:
-        meeting: of all ranks; it notes the round.
-        mine: what this process says.
-        deadline: when to give up, as `time.monotonic` tells it.
+        meeting: of all ranks; its `round` is updated.
+        mine: what this process writes.
+        deadline: when to give up, by `time.monotonic`.
 
     Returns:
-        The decision, and a store for what follows, in a space of this round's own.
+        The decision, and a store for what follows, whose keys belong to this round alone.
 
     Raises:
         WeftError: the processes do not fit together; every rank raises the same.
@@ -197,7 +197,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     stands_in = meeting.hosts and mine.rank != 0 and bool(mine.error)  # for rank 0, to say why
     newcomer, hint = meeting.round == 0, ""
     store, arrival, decision = meeting.store, 0, Decision(over=True)
-    # where another rank 0 hosts, that has begun the first round
+    # if another rank 0 hosts the store, it has begun the first round
     if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
         _begin(store)
     while decision.over:
@@ -206,8 +206,8 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
         arrival, decision = _attend(space, mine, deadline, meeting, stands_in or mine.rank == 0)
         doubts = stands_in or (newcomer and arrival > decision.came)
         if meeting.lasts and doubts and not decision.over:
-            # it was of processes that are gone, or an error of this attempt that was decided before
-            # this process came: then rank 0 begins no other
+            # the decision is one of processes that are gone; or it is an error of this attempt,
+            # made before this process came: then rank 0 begins no other round
             until = min(deadline, time.monotonic() + _GRACE)
             fresh = decision.error and time.time() - decision.when < _FRESH
             if not decision.error:
@@ -230,7 +230,7 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
 
 
 def _alike(members: Sequence[Member]) -> str:
-    """What is wrong, though not all may have come yet; empty if nothing is."""
+    """An error that can be seen before all have come; empty if there is none."""
     for each in members:
         if each.error:
             return f"{each.name}: {each.error}"
@@ -249,7 +249,7 @@ def _alike(members: Sequence[Member]) -> str:
 
 
 def _fitting(members: Sequence[Member]) -> str:
-    """What is wrong with all ranks, in their order; empty if nothing is."""
+    """An error among all ranks, which are in order; empty if there is none."""
     for what, of, remedy in (
         ("weft version", lambda m: m.weft, "install the same everywhere"),
         ("torch version", lambda m: m.torch, "install the same everywhere"),
@@ -258,7 +258,7 @@ def _fitting(members: Sequence[Member]) -> str:
         if text := _differ(members, what, of, remedy):
             return text
     lost = [m for m in members if m.address and is_loopback(m.address)]
-    # who cannot tell its machine is with those whose host has that name
+    # a member with an unknown machine counts as on the machine of others with its host name
     machines = {m.host: m.machine for m in members if m.machine}
     if lost and len({m.machine or machines.get(m.host, m.host) for m in members}) > 1:
         blind = [m.rank for m in members if not m.machine]
@@ -288,7 +288,7 @@ def _fitting(members: Sequence[Member]) -> str:
 
 
 def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object], then: str) -> str:
-    """In what the ranks differ, or nothing."""
+    """The error if members differ in what `of` returns, or nothing."""
     found: dict[object, list[int]] = {}
     for each in members:
         found.setdefault(of(each), []).append(each.rank)
@@ -297,7 +297,7 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
 
 
 def _machine() -> str:
-    """This machine and the network that its processes see; empty if they are hidden."""
+    """The name of this machine and of its network namespace; empty if they are unknown."""
     name, network = here()
     if network or not sys.platform.startswith("linux"):
         return f"{name} {network}"
@@ -312,7 +312,7 @@ def _machine() -> str:
 
 
 def _begin(store: dist.Store) -> None:
-    """Begin a round, and send those away who are in an earlier one."""
+    """Begin a round, and end the one before."""
     number = store.add("weft/round", 1)
     store.set(f"weft/begun{number}", "yes")
     over = json.dumps(asdict(Decision(over=True)))
@@ -320,9 +320,9 @@ def _begin(store: dist.Store) -> None:
 
 
 def _next_round(meeting: Rendezvous, mine: Member, deadline: float) -> int:
-    """The latest round, once one has begun after the last that this process was in.
+    """Wait for a round after the last one of this process; the number of the latest.
 
-    If none has in time, it is the next, in which those are counted who have come without rank 0.
+    If none begins in time, it is the next number: there the processes without rank 0 are counted.
     """
     following, store = meeting.round + 1, meeting.store
     late = mine.rank, lambda: f"rank 0 did not come to {meeting.where} so far"
@@ -333,7 +333,7 @@ def _next_round(meeting: Rendezvous, mine: Member, deadline: float) -> int:
 def _attend(
     store: dist.Store, mine: Member, deadline: float, meeting: Rendezvous, judges: bool
 ) -> tuple[int, Decision]:
-    """The number of this process among those who came to a round, and what is decided in it."""
+    """Take part in a round: the number of this process in order of arrival, and the decision."""
     arrival = store.add("arrived", 1)
     store.set(f"member{arrival}", json.dumps(asdict(mine)))
 
@@ -345,7 +345,7 @@ def _attend(
 
     if not judges or store.add("judge", 1) != 1:
         if not has(store, "decision", deadline + _LATE, mine.size, (mine.rank, late)):
-            # whoever says there that it is rank 0 has not decided, so it is gone
+            # a rank 0 that came and did not decide is gone
             others = [each for each in _read(store) if each.rank != 0]
             return arrival, _incomplete(others, mine, meeting.where)
         decision = Decision(**json.loads(store.get("decision")))
@@ -356,14 +356,14 @@ def _attend(
     found: Decision | None = None
     for _ in pauses(deadline, 0.001, 0.02, (mine.rank, late)):
         members += _read(store, after=len(members))
-        # in the order of arrival, so that who came too late is not counted
+        # in order of arrival, so that a process that is one too many is not counted
         starts = (members[: count + 1] for count in range(len(members)))
         found = next(filter(None, map(judge, starts)), None)
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
     if found is None:
         found = _incomplete(members, mine, meeting.where)
-    elif found.error:  # all of these hear it
+    elif found.error:  # all that came raise it
         found = replace(found, came=len(members))
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
     found = Decision(**json.loads(store.get("decision")))
@@ -373,7 +373,7 @@ def _attend(
 
 
 def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
-    """The members that are there, but for the first ones."""
+    """The members in the list, without the first `after`."""
     found: list[Member] = []
     while store.check([key := f"member{after + len(found) + 1}"]):
         each = json.loads(store.get(key))
@@ -384,7 +384,7 @@ def _read(store: dist.Store, *, after: int = 0) -> list[Member]:
 def _incomplete(
     members: Sequence[Member], mine: Member, where: str, when: str = "in time"
 ) -> Decision:
-    """Say who has not come."""
+    """The decision that names the ranks that have not come."""
     late = sorted(set(range(mine.size)) - {each.rank for each in members}) or [0]
     hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
     return Decision(
@@ -397,13 +397,13 @@ def _incomplete(
 
 
 def _linger(store: dist.Store, mine: Member, members: list[Member], *, whole: bool) -> None:
-    """Keep a store that ends with this process until the others know, but not for long.
+    """Keep a store that ends with this process until the others have read the error.
 
     Args:
         store: of this round.
-        mine: what this process said, which may not know how many there are.
-        members: who have come.
-        whole: whether those are waited for who have not come yet.
+        mine: what this process wrote; it may not know the world size.
+        members: the members that have come.
+        whole: whether to wait for ranks that have not come yet, too.
     """
     for _ in pauses(time.monotonic() + _LINGER, last=0.02):
         members += _read(store, after=len(members))

@@ -1,4 +1,4 @@
-"""What became of each rank of a run, and how it is told to whoever started it."""
+"""How the program of each rank of a run ended, and how the run's starter learns of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Outcome:
         rank: which.
         value: what it returned, if it did.
         error: what it raised, if it did.
-        trace: the traceback of that, as text; for ranks in other processes.
-        died: how its process ended, if it did without an answer.
-        hangs: that it did not end in time, and where it was, if so.
+        trace: the traceback of that as text, for ranks in other processes.
+        died: how its process ended, if it ended without an answer.
+        hangs: if it did not end in time, that and where it was.
     """
 
     rank: int
@@ -49,10 +49,10 @@ class Outcome:
             return cls(rank, error=error, trace=trace)
 
     def packed(self) -> bytes:
-        """It, as another process can read it.
+        """Pickle it for another process; an outcome that cannot be pickled becomes an error.
 
-        Plain pickle: multiprocessing's own would pass tensors as shared memory of a process that
-        may be about to end.
+        Plain pickle is used: multiprocessing's own would pass tensors in shared memory of a process
+        that is about to end.
         """
         try:
             told = pickle.dumps(self)
@@ -79,7 +79,7 @@ class _Remote(Exception):
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Whether a rank raised that on another's account; a process group's do not say on whose."""
+    """Whether a rank raised this because another rank failed."""
     return isinstance(error, WireError) or is_of_group(error)
 
 
@@ -88,11 +88,10 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
 
     Raises:
         RankFailure: a process died, or ranks hang; it says which and where.
-        BaseException: what a rank raised. Of several, the one that caused the others: whatever is
-            no WireError and no process group's comes first, and a death before those, which it
-            causes.
+        BaseException: what a rank raised. Of several errors, the one that caused the others: first
+            any that is no WireError and no process group's error, then a death.
 
-    Notes say which rank it was, and what became of the others.
+    Notes on the error say which rank raised it, and how the others ended.
     """
     __tracebackhide__ = True
     size = len(outcomes)
@@ -124,7 +123,7 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
 
 
 def place(thread: threading.Thread) -> str:
-    """That a thread gives no answer, and where it is: its stack from the rank's program on."""
+    """A clause: the thread gave no answer, and its stack from the rank's program on."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "has just ended"

@@ -1,8 +1,8 @@
-"""What the server of processes does once for all ranks, as the last that it imports.
+"""The last import of the server that ranks are forked from (`local`): work done once for all ranks.
 
-Each rank would import the library that machine code is loaded with; and the first full collection
-of garbage would look through all that was imported, and so copy it, which processes share as long
-as nobody writes to it.
+It imports the library that loads machine code, which else each rank would import. And it freezes
+the garbage collector: a full collection in a rank would write to all imported objects, and so copy
+pages that processes share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `init` would go by, found without starting anything: for `weft doctor`, and for programs."""
+"""What `init` would find, without starting anything: for `weft doctor`, and for programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Preview:
 
     Attributes:
         launcher: who launched it, and as which rank of how many.
-        rank: that rank; 0 where it is not known.
+        rank: that rank; 0 if it is not known.
         meeting: where the ranks meet; empty if it is alone.
         address: where the other ranks would reach this one.
-        interface: the name of the network interface that has it; empty if none does.
-        shared: bytes of memory that a rank can share with the others of its host; 0: none.
-        backends: for each backend that `init` knows, what torch.distributed is told, or why it is
-            not here.
-        errors: what is wrong with the launch or the interface, by these names.
+        interface: the network interface with that address; empty if there is none.
+        shared: bytes of memory that a rank can share with others of its host; 0: none.
+        backends: for each backend that `init` knows, what torch.distributed calls it, or why it is
+            not available.
+        errors: what is wrong with the "launch" or the "interface".
     """
 
     launcher: str = ""
@@ -40,7 +40,7 @@ class Preview:
 
 
 def look_ahead(rendezvous: str | None = None) -> Preview:
-    """What `weft.init(rendezvous=rendezvous)` would go by here; raises nothing.
+    """What `weft.init(rendezvous=rendezvous)` would find here; raises nothing.
 
     Example:
         >>> look_ahead().backends["gloo"]

@@ -1,11 +1,16 @@
-"""Where the ranks of a launch meet: torch's own stores, and what leads there.
+"""Where the ranks of a launch meet: the stores of torch, and how ranks find them.
 
-A place is given (`rendezvous=`, or MASTER_ADDR and MASTER_PORT in the environment) or follows from
-the launcher. `tcp://` and `env://` are a TCPStore that rank 0 hosts, or torchrun has hosted;
-`file://` is a FileStore in a folder that all ranks see, and so is the place of ranks that mpirun
-or srun started on one host. srun's tasks on several hosts take a port that follows from the job's
-name, on the first of them; mpirun's ranks are told over MPI where rank 0 is. A new kind of place is
-a class with `where` and `open`.
+A place is given (`rendezvous=`, or MASTER_ADDR and MASTER_PORT in the environment), or follows from
+the launcher:
+
+* `tcp://` and `env://`: a TCPStore, which rank 0 or torchrun hosts.
+* `file://`: a FileStore in a folder that all ranks see. Ranks that mpirun or srun started on one
+  host meet in such a file, too.
+* srun's tasks on several hosts: a TCPStore on the first host, at a port computed from the job's
+  name.
+* mpirun's ranks on several hosts: a TCPStore, whose address rank 0 tells over MPI.
+
+To add a kind of place, write a class with `where` and `open`.
 """
 
 from __future__ import annotations
@@ -40,10 +45,10 @@ from .launchers import Launch
 
 LOOPBACK = "127.0.0.1"
 _NAME = "weft-rendezvous"  # of the file, where a folder was given
-_FILE_BEGINS = struct.pack("=i", 9) + b"refcount/"  # what torch writes first, piece by piece
-_SETTLED = 30.0  # seconds after which a folder that is not there is taken for a mistake
-_LOWEST, _BEYOND = 10000, 32768  # between the reserved ports and those of Linux's outgoing calls
-_SIGN = "weft/meets here"  # tells a store of weft's from another program's
+_FILE_BEGINS = struct.pack("=i", 9) + b"refcount/"  # the first bytes of torch's file
+_SETTLED = 30.0  # seconds after which a missing folder is an error
+_LOWEST, _BEYOND = 10000, 32768  # ports above the reserved ones, and below Linux's outgoing ones
+_SIGN = "weft/meets here"  # a key that marks weft's stores
 _SHORT = 2.0  # seconds in which a store that is there answers
 _LATE = 0.5  # seconds after a timeout in which torch itself may report it
 
@@ -57,10 +62,9 @@ class Rendezvous:
     Attributes:
         store: that store.
         where: the place, for messages.
-        hosts: whether the others depend on this process there: the store ends with it, or soon
-            after.
-        lasts: whether the store may outlive processes, and hold what earlier ones said.
-        round: of those that this process has been in there, the last.
+        hosts: whether the store ends with this process, or soon after.
+        lasts: whether the store may outlive processes, and have keys of earlier ones.
+        round: the last membership round of this process there (`membership`).
     """
 
     store: dist.Store
@@ -74,9 +78,9 @@ class Rendezvous:
 
 
 def host(address: str = "") -> tuple[dist.TCPStore, int]:
-    """A store that listens on one address of this machine, and its port.
+    """Start a store that listens on one address of this machine; the store and its port.
 
-    It ends when nobody holds it any more.
+    It ends when the last reference to it goes.
 
     Args:
         address: where it listens; empty: where other machines are likely to find this one.
@@ -131,7 +135,7 @@ def connect(name: str, port: int, timeout: float, late: Late = None) -> dist.TCP
         except RuntimeError as error:
             made.append(error)
 
-    # a thread, since torch waits for the first answer without any timeout
+    # in a thread, since torch waits for the first answer without a timeout
     thread = threading.Thread(target=attach, name="weft-store", daemon=True)
     thread.start()
     thread.join(limit + _LATE)
@@ -218,7 +222,7 @@ class Tcp:
 class File:
     """A FileStore in a folder that all ranks see.
 
-    The last process that uses it takes the file away. One that a crashed run has left is used
+    The last process that uses the file removes it. A file that a crashed run has left is used
     again: rank 0 begins a new round in it, as in the store of torchrun.
     """
 
@@ -247,10 +251,10 @@ class File:
         raise WeftError(f"{who}{self.path} cannot be used for a rendezvous: {why}")
 
     def _opened(self) -> dist.FileStore | None:
-        """The store; None if the last of an earlier run has just taken the file away.
+        """Open the store; None if the last process of an earlier run has just removed the file.
 
         Raises:
-            WeftError: the file is not this user's alone, or none of a FileStore.
+            WeftError: another user owns the file or may write to it, or it is no FileStore.
             OSError: it cannot be used.
         """
         with contextlib.suppress(FileExistsError):
@@ -284,7 +288,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """Wherever rank 0 says over MPI."""
+    """A store at the address that rank 0 tells over MPI."""
 
     where: str = "the address that rank 0 told over MPI"
 
@@ -370,15 +374,15 @@ def place(
 
 
 def come(where: Place, launch: Launch, deadline: float) -> Rendezvous:
-    """Come to a place.
+    """Open the store of a place, or find the one that this process has opened before.
 
-    A process keeps its store, and finds it again: rank 0 may host it, and when it starts its next
-    group the others may be asking already.
+    A process keeps its stores: rank 0 may host one, and when it starts its next group, other ranks
+    may already wait at that store.
 
     Args:
         where: the place.
-        launch: which rank this process is.
-        deadline: as `time.monotonic` tells it.
+        launch: how this process was launched.
+        deadline: by `time.monotonic`.
 
     Raises:
         WeftError: it cannot be used, or rank 0 cannot host it there.
@@ -391,7 +395,7 @@ def come(where: Place, launch: Launch, deadline: float) -> Rendezvous:
 
 
 def forget(where: Place | None = None) -> None:
-    """Let go of the store of a place, where meeting has failed, or of all."""
+    """Drop the store of a place, where a meeting has failed; None: all stores."""
     if where is not None:
         _kept.pop((where.where, os.getpid()), None)
         return
@@ -425,7 +429,7 @@ def _environment(launch: Launch, env: Mapping[str, str]) -> Tcp:
 
 
 def _of_job(name: str, job: str) -> Tcp:
-    """At a port that follows from the job's name, among keys that do."""
+    """A store at a port that is computed from the job's name, which also prefixes the keys."""
     space = f"weft {os.getuid()} {job}"
     number = int.from_bytes(hashlib.sha256(space.encode()).digest()[:4], "big")
     port = _LOWEST + number % (_BEYOND - _LOWEST)
@@ -433,7 +437,7 @@ def _of_job(name: str, job: str) -> Tcp:
 
 
 def _path(url: str, launch: Launch) -> Path:
-    """The file; in a folder, one for each job that has a name, which all of its hosts know."""
+    """The file that a URL names; in a folder, one for each job whose name all its hosts know."""
     found = urllib.parse.urlsplit(url)
     path = urllib.parse.unquote(found.path)
     if found.netloc not in ("", "localhost") or not path.startswith("/") or path == "/":
@@ -442,7 +446,7 @@ def _path(url: str, launch: Launch) -> Path:
         )
     if not path.endswith("/") and not Path(path).is_dir():
         return Path(path)
-    # others call the job by what started it on that host, or have no name at all
+    # other launchers name the job after a process of one host, or not at all
     known = launch.job and (launch.kind == "srun" or "@" in launch.job)
     digest = hashlib.sha256(launch.job.encode()).hexdigest()[:12]
     return Path(path) / (f"{_NAME}-{digest}" if known else _NAME)
@@ -461,10 +465,10 @@ def is_here(name: str) -> bool:
 
 
 def _only_address(name: str) -> str:
-    """The one address that all ranks mean by this host's name; empty: there may be several.
+    """The single address that all ranks mean by this host's name; empty: it is not certain.
 
-    A host may know itself by its loopback, and Kubernetes' rank 0 is `localhost` to itself alone,
-    which whoever names an interface knows.
+    A host may resolve its own name to the loopback. On Kubernetes `localhost` may be rank 0's own
+    name for itself only; a user who has that names an interface.
     """
     there = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     first, *more = sorted({str(each[4][0]) for each in there})
@@ -476,9 +480,9 @@ def _only_address(name: str) -> str:
 
 
 def _address() -> str:
-    """By which others find this host.
+    """The address by which others reach this host.
 
-    An interface that is named and not there keeps nobody from meeting: all shall hear of it.
+    If a named interface does not exist, ranks still meet, so that all of them raise that error.
     """
     try:
         return own_address()
@@ -509,10 +513,10 @@ def private() -> Path:
 
 
 def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
-    """Address and port of a store that rank 0 hosts, as a file tells them to the others.
+    """Address and port of a store that rank 0 hosts; the others read them from a file.
 
-    The others wait until a store at the address has the sign that the file tells, so what an
-    earlier run has left there is not believed.
+    They wait until the store at that address has the random sign that the file names. So the file
+    of an earlier run is not used.
 
     Args:
         rank: this one's; -1 for another than 0.

@@ -21,13 +21,13 @@ from torch import Tensor
 from ..agree import is_direct
 from ..devices import is_capturing, on_host
 from ..errors import entry
-from ..sparse.request import op_name, wrong_wire_dtype
+from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
 from ..wire.base import as_bytes, fresh, wire_for
 from .differentiable import Linear, applied
 from .opening import Mode, opened
-from .rounding import narrowed, travelling
+from .rounding import narrowed
 from .staging import IN_A_GRAPH
 
 _NAME = "all_reduce"
@@ -91,14 +91,7 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
         return IN_A_GRAPH
     if op == "prod" and tensor.requires_grad and torch.is_grad_enabled():
         return "op prod has no gradient here, and the tensor requires one: detach() it"
-    if error := wrong_wire_dtype(wire_dtype):
-        return error
-    if wire_dtype is not None and not tensor.is_floating_point():
-        return (
-            f"wire_dtype is {wire_dtype}, which is for floating point, and the tensor is "
-            f"{tensor.dtype}: leave it None"
-        )
-    return dense.refuses(str(op), tensor.dtype)
+    return wrong_wire_dtype(wire_dtype, tensor.dtype) or dense.refuses(op, tensor.dtype)
 
 
 @dataclass

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..sparse.request import travelling
 from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed, wire_for
-from .rounding import narrow, travelling
+from .rounding import narrow
 
 _ALONE = 1 << 20  # bytes of a tensor that travels from where it is
 _BUCKET = 8 << 20  # bytes of tensors that travel together

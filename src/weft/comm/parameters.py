@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from ..chain import Chain
 from ..devices import on_host
 from ..errors import entry
-from ..sparse.request import root_in
+from ..sparse.request import root_in, wrong_root
 from ..wire import default
 from ..wire.base import Pending, Wire, as_bytes, peers, plain
 from .buckets import in_buckets
@@ -66,8 +66,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: Any = None) 
     wire = default.resolve(group)
     found, manifest, error = of_module(module, buffers=True)
     root = root_in(group_src, wire.size)
-    if error is None and (root < 0 or isinstance(group_src, bool)):
-        error = f"group_src is {group_src!r}: pass a rank of the group, 0 to {wire.size - 1}"
+    error = error or wrong_root("group_src", root, group_src, wire.size)
 
     def job() -> None:
         with record_function("weft::sync_params"), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What travels in fewer bits than it has: which numbers do, and how they are rounded, once."""
+"""Rounding of values that are sent in fewer bits: to nearest even, once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from torch import Tensor
 from .. import kernels
 
 
-def travelling(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which numbers travel: their own if that is no wider, or not of real numbers."""
-    if wire_dtype is None or not dtype.is_floating_point or dtype.itemsize <= wire_dtype.itemsize:
-        return dtype
-    return wire_dtype
-
-
 def narrow(values: Tensor, out: Tensor) -> None:
     """Write values (1-D) to `out`, rounded to nearest even where its dtype is narrower."""
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:
@@ -26,7 +19,7 @@ def narrow(values: Tensor, out: Tensor) -> None:
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a dtype that is no wider; gradients pass, as those of `Tensor.to` do."""
+    """Values in a dtype that is no wider; differentiable, as `Tensor.to` is."""
     if values.dtype is torch.float64 and dtype is not torch.float64:
         result: Tensor = _Narrowed.apply(values, dtype)  # type: ignore[no-untyped-call]  # torch's
         return result

@@ -40,7 +40,7 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16)
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
 _NO_OP = object()  # the op of a call that reduces nothing
-_SAID = (int, float, str, type(None))  # types whose repr errors show; another's may raise
+_SAID = (int, bool, float, str, type(None))  # types whose repr errors show; another's may raise
 _LONGEST = 160  # bytes that the name of a caller's function may have
 
 
@@ -200,13 +200,6 @@ class Request:
         """Whether the call runs a function of the caller's, which may raise."""
         return callable(self.out) or not self.op.builtin
 
-    def travelling(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which values of dtype `own` are sent."""
-        # values that are no wider than `rounded` are not rounded
-        if self.rounded is None or own.itemsize <= self.rounded.itemsize:
-            return own
-        return self.rounded
-
     def take_out(self, out: object) -> None:
         """Check `out`."""
         if out is None or callable(out):
@@ -222,11 +215,7 @@ class Request:
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
         self.fields[name] = root
-        if root < 0:
-            said = repr(given) if type(given) in _SAID else f"a {type(given).__name__}"
-            self.error = self.error or (
-                f"{name} is {said}: pass a rank of the group, 0 to {size - 1}"
-            )
+        self.error = self.error or wrong_root(name, root, given, size)
 
     def _take_ends(self, low: int, high: int) -> None:
         self.lowest, self.highest = low, high
@@ -247,12 +236,9 @@ class Request:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""
         if "op" in self.fields and (reason := self.op.refuses(own)):
             raise WeftError(reason)
-        if self.rounded is not None and not own.is_floating_point:
-            raise WeftError(
-                f"wire_dtype is {self.rounded}, which is for floating point, and the values are "
-                f"{own}: leave it None"
-            )
-        self.dtype = self.travelling(own)
+        if error := wrong_wire_dtype(self.rounded, own):
+            raise WeftError(error)
+        self.dtype = travelling(own, self.rounded)
 
 
 def _fields(rows: Rows) -> dict[str, object]:
@@ -335,11 +321,26 @@ def readable(given: Rows) -> Rows:
     return Rows(indices, plain(values.detach()), given.height)
 
 
-def wrong_wire_dtype(dtype: object) -> str | None:
-    """What is wrong with a `wire_dtype`, in a sentence, or None."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in WIRE_DTYPES):
+def wrong_wire_dtype(dtype: object, own: torch.dtype | None = None) -> str | None:
+    """What is wrong with a `wire_dtype`, for values of dtype `own` if that is known; or None."""
+    if dtype is None:
         return None
-    return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
+    if not isinstance(dtype, torch.dtype) or dtype not in WIRE_DTYPES:
+        return f"wire_dtype is {dtype}: pass {' or '.join(map(str, WIRE_DTYPES))}, or None"
+    if own is None or own.is_floating_point:
+        return None
+    said = f"wire_dtype is {dtype}, which is for floating point, and the values are {own}"
+    return f"{said}: leave it None"
+
+
+def travelling(own: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which values of dtype `own` are sent: `wire_dtype`, if it has fewer bits.
+
+    Values that are not floating point are sent as they are.
+    """
+    if wire_dtype is None or not own.is_floating_point or own.itemsize <= wire_dtype.itemsize:
+        return own
+    return wire_dtype
 
 
 def outside(low: int, high: int, height: int | None) -> str | None:
@@ -357,7 +358,13 @@ def root_in(given: Any, size: int) -> int:
         root = operator.index(given)
     except Exception:  # an object of the caller's may raise anything
         return -1
-    return root if 0 <= root < size else -1
+    return root if 0 <= root < size and not isinstance(given, bool) else -1
+
+
+def wrong_root(name: str, root: int, given: object, size: int) -> str | None:
+    """What is wrong with an argument that `root_in` made `root` of, or None."""
+    said = repr(given) if type(given) in _SAID else f"a {type(given).__name__}"
+    return f"{name} is {said}: pass a rank of the group, 0 to {size - 1}" if root < 0 else None
 
 
 def op_name(op: object) -> object:

@@ -31,7 +31,7 @@ from .header import Header, combined
 from .local_rows import LocalRows
 from .record import Record
 from .registry import find
-from .request import Request
+from .request import Request, travelling
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _learn(agreement: Agreement, request: Request, call: Call, *, moves: bool) -
         call.row_shape = agreement.field("row shape", shape_in)
     if moves:
         call.index, own = (agreement.field(f"{of} dtype", dtype_in) for of in ("index", "value"))
-        call.dtype = request.travelling(own)
+        call.dtype = travelling(own, request.rounded)
         call.wide = None if call.dtype == own else own
         height = agreement.fields["height"]
         call.height = agreement.field("height", int) if height.isdigit() else None

@@ -24,7 +24,7 @@ from ...devices import Aside
 from ...errors import entry
 from ...rows import Rows
 from ...wire import default
-from ...wire.base import Wire, all_gather_bytes
+from ...wire.base import all_gather_bytes
 from ..choice import ALONE, EAGER
 from ..record import recording, started
 from ..request import Request
@@ -83,29 +83,22 @@ def sparse_all_gather(
     """
     wire = default.resolve(group)
     request = Request.to_move(rows, out, wire_dtype)
-
-    def job() -> Any:
-        result, counts = gather_now(wire, request, _NAME)
-        return (result, torch.tensor(counts)) if return_counts else result
-
-    return started(wire, _NAME, Aside(request.device, job), async_op)
-
-
-def gather_now(wire: Wire, request: Request, name: str) -> tuple[Any, list[int]]:
-    """One call whose turn on the wire it is: the result in the form asked for; rows of each."""
     counts: list[int] = []
 
     def schedule(opening: Opened) -> tuple[str, Rows]:
         counts.extend(_counts(opening))
         return joined(opening, counts)
 
-    with recording(wire, name) as note:
-        done = performed(wire, request, name, schedule, moves=True)
-    done.noted(note)
-    result = request.restore(done.rows)
-    if isinstance(result, torch.Tensor):
-        result._coalesced_(False)  # duplicates stay
-    return result, counts
+    def job() -> Any:
+        with recording(wire, _NAME) as note:
+            done = performed(wire, request, _NAME, schedule, moves=True)
+        done.noted(note)
+        result = request.restore(done.rows)
+        if isinstance(result, torch.Tensor):
+            result._coalesced_(False)  # duplicates stay
+        return (result, torch.tensor(counts)) if return_counts else result
+
+    return started(wire, _NAME, Aside(request.device, job), async_op)
 
 
 def _counts(opening: Opened) -> list[int]:
@@ -118,8 +111,7 @@ def _counts(opening: Opened) -> list[int]:
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
-    """All ranks' rows behind each other: those of the opening exchange, or round the ring, first
-    the indices, then the values."""
+    """All ranks' rows one after the other, if the opening exchange did not carry them by a ring."""
     call, own = opening.call, opening.own
     wire, part = call.wire, parts(counts)
     result = call.result(sum(counts))
