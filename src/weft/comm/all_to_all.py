@@ -1,8 +1,8 @@
 """`all_to_all`: a tensor from each rank to each, of any sizes, which nobody needs to know before.
 
-In the opening exchange every rank tells every other what it is going to send it, and sends it along
-if it is small: one round. All others go straight from where they are to where they belong, between
-every two ranks at once.
+In the opening exchange every rank tells each other rank the shape of its tensor, and sends the
+tensor along if it is small: one round. Larger tensors are sent from their own memory and received
+in the result's, between all pairs of ranks at once.
 
 The adjoint of sending tensors is sending their gradients back: the same collective again.
 """
@@ -27,10 +27,10 @@ from .differentiable import Linear, applied
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
 
-_EAGER = 128 << 10  # bytes of a tensor that rather goes along with its shape than in a second round
-_DIMS = 64  # as many as torch's tensors may have
-_CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape, and of a tensor that goes along with it
-_ALIGNED = 16  # bytes, to a multiple of which it is filled up, so that any dtype may follow
+_EAGER = 128 << 10  # bytes of a tensor, at most, that is sent along with its shape
+_DIMS = 64  # dimensions that a tensor of torch may have
+_CAP = 8 + 8 * _DIMS + 8 + _EAGER  # bytes of a shape and the tensor that is sent along
+_ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 
 
 @entry
@@ -97,10 +97,10 @@ def check_round(round_bytes: object) -> str | None:
 
 @dataclass
 class Scatter(Linear):
-    """One tensor for each rank on its way; its own adjoint.
+    """The collective: a tensor to each rank. It is its own adjoint.
 
     Attributes:
-        fields: what must be equal on all ranks, beside the dtype.
+        fields: values that must be equal on all ranks, beside the dtype.
         limit: bytes of a round, or None.
     """
 
@@ -116,10 +116,10 @@ class Scatter(Linear):
         fields = dict(self.fields)
         if self.error is None:
             fields |= {"dtype": like.dtype, "device": over._carries}
-        # what all others send along comes to no more than a round, either
+        # the tensors of all others that are sent along fit in a round, too
         eager = _EAGER if limit == NO_LIMIT else min(_EAGER, limit // (2 * wire.size))
         if not on_host(like):
-            eager = -1  # not even those without elements, so that all take part in what follows
+            eager = -1  # nothing is sent along, not even empty tensors: all ranks must exchange
         told = [b""] * wire.size if self.error else [_stated(each, eager) for each in tensors]
         told[wire.rank] = b""
         private = [[each] for each in told] if is_direct(wire) else None
@@ -157,11 +157,11 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
 
 
 def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
-    """A tensor in memory of its own, and whether its bytes came along with its shape.
+    """Read what `_stated` made: a new tensor, and whether it has its elements already.
 
     Raises:
-        ValueError, struct.error: there is none.
-        RuntimeError, MemoryError: there is no memory for one of that shape.
+        ValueError, struct.error: the bytes are invalid.
+        RuntimeError, MemoryError: there is no memory for a tensor of that shape.
     """
     along, dims = struct.unpack_from("<?B", raw)
     shape, end = struct.unpack_from(f"<{dims}q", raw, 8), 8 + 8 * dims
@@ -176,7 +176,7 @@ def _read(raw: memoryview, like: Tensor) -> tuple[Tensor, bool]:
 
 
 def _told(wire: Wire, told: Sequence[bytes]) -> list[memoryview]:
-    """What each rank tells this one, where that is not in its statement."""
+    """Exchange shapes and small tensors, if they did not fit in direct statements."""
     sends = [(p, torch.frombuffer(bytearray(told[p]), dtype=torch.uint8)) for p in peers(wire)]
     pending = wire.post(sends, [(peer, _CAP) for peer in peers(wire)], SMALL)
     heard = [memoryview(each) for each in told]

@@ -1,8 +1,8 @@
-"""`barrier`: everybody waits for everybody, and whoever waits too long is told for whom.
+"""`barrier`: every rank waits until all have come; a rank that waits too long learns for whom.
 
-A barrier that times out breaks nothing. The rank stays entered: the others can still come, and
-when they do, they find everybody there and go on. So the rank calls `barrier` again to wait on, or
-goes on to its next call, which waits for its turn behind the barrier.
+A barrier that times out breaks nothing. The rank has still entered it: the other ranks can come
+later, and go on then. The rank may call `barrier` again to wait on, or make its next call, which
+takes its turn after the barrier.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
 
 
 _left: weakref.WeakKeyDictionary[Wire, _Entered] = weakref.WeakKeyDictionary()
-# = barriers that this rank gave up waiting for
+# = barriers that this rank has entered, and whose wait timed out
 
 
 class _Entered:
@@ -100,7 +100,7 @@ class _Entered:
         """Take the turn."""
         wire = self._wire
         with record_function("weft::barrier"):
-            if not is_direct(wire):  # statements are combined there, and tell not who made them
+            if not is_direct(wire):  # combined statements do not tell which ranks have come
                 nothing = torch.empty(0, dtype=torch.uint8)
                 self._awaited = wire.post(
                     [(peer, nothing) for peer in peers(wire)],

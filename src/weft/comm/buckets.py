@@ -1,9 +1,9 @@
-"""Tensors in buckets: many small ones travel as one, in the dtype they travel in.
+"""Tensors in buckets: many small tensors are sent as one.
 
-What is large and travels as it is, goes out and comes in where it lies. All else is copied into
-workspace, which is where it is rounded if it travels in another dtype than its own, and what comes
-of it is copied back. A bucket is filled while the one before it is under way. What is larger than a
-bucket is cut: so workspace is that of two buckets.
+A large tensor that is sent in its own dtype is sent from its own memory, and received there. All
+others are copied into workspace, which rounds those that are sent in another dtype, and the result
+is copied back. A bucket is filled while the one before it is on the wire. A tensor larger than a
+bucket is cut. So the workspace is two buckets.
 
 Li et al., "PyTorch Distributed: experiences on accelerating data parallel training" (VLDB 2020),
 section 3.2, has buckets.
@@ -22,9 +22,9 @@ from ..sparse.request import travelling
 from ..wire.base import Lease, Pending, Wire, flattened, is_plain, plain, typed, wire_for
 from .rounding import narrow
 
-_ALONE = 1 << 20  # bytes of a tensor that travels from where it is
-_BUCKET = 8 << 20  # bytes of tensors that travel together
-_UNDER_WAY = 2  # buckets: while the last chunks of one travel, the first of the next do
+_ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
+_BUCKET = 8 << 20  # bytes of a bucket
+_UNDER_WAY = 2  # buckets at once: the next begins while the last chunks of one are on the wire
 
 
 def reduce_dense(
@@ -33,10 +33,10 @@ def reduce_dense(
     """Reduce gradients over all ranks, in place; collective.
 
     Args:
-        wire: among whom.
-        gradients: of the same shapes and dtypes on every rank; they can be written.
+        wire: the ranks that take part.
+        gradients: of the same shapes and dtypes on every rank; they are written.
         op: "sum" or "avg".
-        wire_dtype: what wider floating-point numbers are rounded to, this rank's and the result.
+        wire_dtype: the dtype that wider floating-point numbers, and their sums, are rounded to.
     """
     in_buckets(wire, gradients, lambda over, flat: over.dense_all_reduce(flat, op), wire_dtype)
 
@@ -50,15 +50,15 @@ def in_buckets(
     given: bool = True,
     taken: bool = True,
 ) -> None:
-    """Do something with tensors, in place, that all ranks do; collective.
+    """Run a collective on tensors, in place, bucket by bucket; collective.
 
     Args:
-        wire: among whom.
-        tensors: of the same shapes and dtypes on every rank; they can be written.
-        start: starts it, for 1-D memory of several of them, and the wire for that.
-        wire_dtype: what wider floating-point numbers are rounded to.
-        given: whether it needs what the tensors are on this rank.
-        taken: whether they are to be what comes of it.
+        wire: the ranks that take part.
+        tensors: of the same shapes and dtypes on every rank; they are written.
+        start: starts the collective, given a wire and the 1-D memory of a bucket.
+        wire_dtype: the dtype that wider floating-point numbers are rounded to.
+        given: whether the collective reads this rank's tensors.
+        taken: whether the result is copied to this rank's tensors.
     """
     under_way: deque[_UnderWay] = deque()
     for bucket in _planned(tensors, wire_dtype):
@@ -71,14 +71,14 @@ def in_buckets(
 
 @dataclass(slots=True)
 class _Bucket:
-    """Pieces of tensors of one kind of device that travel in one dtype, as one.
+    """Pieces of tensors that are sent together: of one dtype, and on one kind of device.
 
     Attributes:
-        dtype: that they travel in.
+        dtype: in which they are sent.
         pieces: 1-D, in order.
-        copies: tensors whose elements do not lie one after the other, of which the last piece is
-            in here, and the copies that the pieces are of.
-        count: how many elements the pieces have.
+        copies: the tensors that are not plain and whose last piece is here, each with its plain
+            copy, which the pieces are cut from.
+        count: elements of all pieces.
     """
 
     dtype: torch.dtype
@@ -87,13 +87,13 @@ class _Bucket:
     count: int = 0
 
     def add(self, piece: Tensor) -> None:
-        """Take in a piece."""
+        """Add a piece."""
         self.pieces.append(piece)
         self.count += len(piece)
 
 
 def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Iterator[_Bucket]:
-    """What travels together. That depends on nothing but shapes, dtypes and kinds of devices."""
+    """The buckets; they depend only on shapes, dtypes and kinds of devices, alike on all ranks."""
     filling: dict[tuple[torch.dtype, str], _Bucket] = {}
     for tensor in (each for each in tensors if each.numel()):
         dtype = travelling(tensor.dtype, wire_dtype)
@@ -115,7 +115,7 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
 
 
 class _UnderWay:
-    """A bucket, with which something is done."""
+    """A bucket on the wire."""
 
     _lease: Lease | None = None
 
@@ -134,12 +134,12 @@ class _UnderWay:
         self._pending = start(over, self._flat)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the pieces are in workspace, and the pieces."""
+        """The pieces, each with its place in the workspace before it."""
         pieces = self._bucket.pieces
         return zip(self._flat.split_with_sizes([*map(len, pieces)]), pieces, strict=True)
 
     def end(self, taken: bool) -> None:
-        """Wait for what comes of it, and bring that to where it belongs."""
+        """Wait for the result and, if `taken`, copy it to the tensors."""
         self._pending.wait()
         if self._lease is not None:
             for place, piece in self._places() if taken else ():

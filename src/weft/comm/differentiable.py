@@ -1,11 +1,11 @@
 """Linear collectives as autograd sees them: the backward of one is its adjoint, another of them.
 
-Whether a call is recorded is decided by all ranks together: where one rank's tensors require a
-gradient, the results of all ranks do, so that backward runs everywhere. A rank whose own tensors
-require none would otherwise leave the others waiting.
+All ranks together decide whether a call is recorded: if one rank's tensors require a gradient, the
+results of all ranks do, so that backward runs everywhere. Else a rank whose own tensors require
+none would leave the others waiting.
 
-The adjoint states which call it is the backward of. Ranks whose graphs run in different orders are
-told so, instead of mixing up gradients of the same size.
+The fingerprint of an adjoint says which call it is the backward of. So ranks whose graphs run in
+different orders raise an error, instead of mixing up gradients of the same size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linear(ABC):
 
     @abstractmethod
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        """Do it, for plain tensors and in a call whose turn it is, without autograd.
+        """Run the collective on plain tensors, without autograd, inside the call's turn.
 
         Returns:
             The results, and whether some rank records gradients.
@@ -51,10 +51,10 @@ class Linear(ABC):
 
     @abstractmethod
     def adjoint(self, name: str) -> Linear:
-        """What takes the gradients of the results and gives those of the tensors, by that name."""
+        """The collective that makes the tensors' gradients of the results', with this name."""
 
     def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients of the tensors, of those of the results; differentiable, after `run`."""
+        """The tensors' gradients, from the results' gradients; differentiable. After `run`."""
         adjoint = self.adjoint(f"{self._kind} backward of call {self.number}")
         for gradient in gradients:
             if not has_elements(gradient):
@@ -87,7 +87,7 @@ def applied(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Applied(torch.autograd.Function):
-    """What was done already, as a node of the graph."""
+    """The node in autograd's graph of a collective that has run already."""
 
     @staticmethod
     def forward(

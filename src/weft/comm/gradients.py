@@ -1,8 +1,8 @@
 """`sync_grads`: every rank gets the sum or the average of the gradients of all.
 
-Parameters are matched by name. First all ranks state which of them have a gradient, and whether it
-is sparse; one that a rank has none for counts as zero there. Then dense gradients are reduced in a
-few large `buckets` and sparse ones in one `sparse_all_reduce`.
+Parameters are matched by name. First all ranks state which of their parameters have a gradient, and
+whether it is sparse. On a rank without a gradient it counts as zero. Then dense gradients are
+reduced in a few large `buckets`, and sparse ones in one `sparse_all_reduce`.
 
 `sync_entries` does that for any of a module's parameters; `overlap` calls it while backward runs.
 """
@@ -34,8 +34,8 @@ NAME = "sync_grads"
 
 _DENSE = 1
 _SPARSE_DIMS = 7
-"""What a rank states of a gradient: this if it is dense, `1 << d` if d dimensions of it are sparse,
-at most so many. What ranks state differently of one gradient is reduced as a dense one."""
+"""A rank states `_DENSE` of a dense gradient, and `1 << d` of one with d sparse dimensions, at most
+`_SPARSE_DIMS`. If ranks state different kinds of one gradient, it is reduced as a dense one."""
 
 _DESCRIBED = r"a (?:(\w+) )?parameter of torch\.(\w+) of shape (\([\d, ]*\))"
 
@@ -109,12 +109,12 @@ def sync_grads(
 
 
 overlapping: WeakKeyDictionary[torch.nn.Module, Callable[..., None]] = WeakKeyDictionary()
-"""The modules whose gradients are reduced while backward runs, and what `sync_grads` does then:
-takes the wire, `average`, `wire_dtype`, and what else is wrong, or None."""
+"""The modules of `overlap_grads`, each with the function that `sync_grads` calls for it: it takes
+the wire, `average`, `wire_dtype`, and `error`, which is what else is wrong, or None."""
 
 
 def finish_of(module: torch.nn.Module) -> Callable[..., None] | None:
-    """What `sync_grads` does if the gradients of some parameters of a module overlap, else None."""
+    """The function in `overlapping` for a module with parameters of such a module, else None."""
     own = {id(parameter) for parameter in module.parameters()} if overlapping else set()
     for other in [reference() for reference in overlapping.keyrefs()]:  # ranks may be threads
         finish = None if other is None else overlapping.get(other)
@@ -137,8 +137,8 @@ class Synchronised:
 
     Attributes:
         wire, average, wire_dtype: as they were given.
-        of: by name, sorted; those that are the same come once, under the first name.
-        manifest: what they are.
+        of: the parameters by name, sorted; a shared one comes once, under its first name.
+        manifest: their descriptions.
         error: what is wrong with the arguments, or None.
     """
 
@@ -155,13 +155,13 @@ class Synchronised:
     def reduce(
         self, names: Sequence[str], *, first: int | None = None, ready: bool = False
     ) -> bool:
-        """Reduce the gradients of some parameters; collective, in a call whose turn it is.
+        """Reduce the gradients of some parameters; collective, inside a call's turn.
 
         Args:
-            names: which, the same on every rank, but where ranks have different parameters.
-            first: where given, the first so many of the names are reduced if some rank is ready for
-                them, and all of them if none is.
-            ready: whether this rank is.
+            names: the parameters; the same on every rank, unless ranks have different ones.
+            first: None: reduce all. Else, if some rank is ready, reduce only this many of the
+                names, the first; if no rank is ready, reduce all.
+            ready: whether this rank has the gradients of the first names.
 
         Returns:
             Whether some rank was ready.
@@ -196,7 +196,7 @@ class Synchronised:
         return some_ready
 
     def _told(self) -> tuple[Manifest, dict[str, int]]:
-        """What the parameters of all ranks are, and which gradients they have; collective.
+        """The combined manifest of all ranks, and the kinds of their gradients; collective.
 
         Raises:
             WeftError: one of them is not the same on all ranks that have it.
@@ -204,14 +204,14 @@ class Synchronised:
         mine, kept = self._states(list(self.of))[0], "; gradients are as they were"
         said = told_by_all(self.wire, NAME, self.manifest, mine, missing=False, kept=kept)
         described = {name: text for manifest, _ in said for name, text in manifest.items()}
-        # what is the same as another, on all ranks that have it, is reduced under that name
+        # a parameter that is the same as another, on all ranks that have it, is left out
         states = {n: 0 for n in sorted(described) if ", the same as " not in described[n]}
         for name, state in (pair for _, theirs in said for pair in theirs.items()):
             states[name] |= state
         return described, states
 
     def _states(self, names: Sequence[str]) -> tuple[dict[str, int], str | None]:
-        """For each name which gradient this rank has; and what is wrong with the first."""
+        """The kind of this rank's gradient for each name; and the first error, or None."""
         gradients = {name: self._gradient(name) for name in names}
         here = {name: each for name, each in gradients.items() if each is not None}
         dtypes = {each.dtype for each in here.values()}
@@ -224,7 +224,7 @@ class Synchronised:
         return self.of[name].grad if name in self.of else None
 
     def _reduce_sparse(self, names: Mapping[str, int], described: Manifest) -> None:
-        """Reduce sparse gradients, each of so many sparse dimensions on every rank that has one."""
+        """Reduce sparse gradients, given by name the number of their sparse dimensions."""
         calls: dict[tuple[torch.dtype | None, str], dict[str, Tensor]] = {}
         for name, dims in names.items():
             table = self._gradient(name)
@@ -244,7 +244,7 @@ class Synchronised:
                     self.of[name].grad = result
 
     def _like(self, name: str, described: Manifest) -> Tensor:
-        """A tensor of a parameter's dtype and shape: of another rank's where there is none here."""
+        """A tensor with a parameter's dtype and shape; another rank's, if this rank lacks it."""
         if name in self.of:
             return self.of[name]
         said = re.match(_DESCRIBED, described[name])
@@ -253,7 +253,7 @@ class Synchronised:
         return torch.empty(shape_in(shape), dtype=getattr(torch, dtype), device=device or "cpu")
 
     def _dense(self, name: str, described: Manifest) -> Tensor:
-        """What of a dense gradient is on this rank: made where there is none."""
+        """This rank's dense gradient, or its shard; zeros, if there is none."""
         if name not in self.of:
             return torch.zeros_like(self._like(name, described))
         parameter = self.of[name]
@@ -268,7 +268,7 @@ class Synchronised:
 
 
 def without_rows(like: Tensor, dims: int = 1) -> Tensor:
-    """A gradient of a tensor in which nothing is, so many of its dimensions being sparse."""
+    """A sparse gradient without entries, with `dims` sparse dimensions."""
     return torch.sparse_coo_tensor(
         torch.empty((dims, 0), dtype=torch.int64, device=like.device),
         like.new_empty((0, *like.shape[dims:])),
@@ -292,12 +292,12 @@ def _wrong(name: str, gradient: Tensor, parameter: Tensor, refused: str | None) 
 
 
 def _named(error: str, names: Sequence[str]) -> str:
-    """An error about a list of tables, which has their numbers, with the names that they have."""
+    """An error about a list of tables, with the parameters' names in place of table numbers."""
     return re.sub(r"\btable (\d+)\b", lambda m: f"the gradient of {names[int(m[1])]!r}", error)
 
 
 def _state(gradient: Tensor | None) -> int:
-    """What a rank states of a gradient; one that sparse calls do not take is a dense one."""
+    """What a rank states of a gradient; a sparse one that sparse calls refuse counts as dense."""
     if gradient is None:
         return 0
     if gradient.layout != torch.sparse_coo or gradient.dtype not in DTYPES:

@@ -1,7 +1,7 @@
-"""The tensors of a module by name, and what ranks say to each other of where they differ.
+"""The tensors of a module by name, and how ranks find where their modules differ.
 
-Ranks compare digests of their *manifests*; only where those differ do they exchange the manifests
-themselves, so that every rank knows, and says, what the first difference is.
+Ranks compare digests of their *manifests*. Only if digests differ, they exchange the manifests, so
+that every rank raises the same error, which names the first difference.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .opening import Mode
 from .staging import unsendable
 
 Manifest = dict[str, str]
-"""What each tensor is, in words, by name."""
+"""A description in words of each tensor, by name."""
 
 
 def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Manifest, str | None]:
     """The tensors of a module, its manifest, and why it cannot be synchronised, or None.
 
-    In the order of their names. Tensors that are the same memory come once, under the first.
+    Both are in the order of names. Tensors in the same memory come once, under the first name.
     """
     if not isinstance(module, nn.Module):
         return {}, {}, f"module is a {type(module).__name__}: pass a torch.nn.Module"
@@ -46,7 +46,7 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         place = local(tensor)
         if error := unsendable(f"{kind} {name!r}", place):
             return {}, {}, error
-        # what has no memory is told apart by itself; `place` is gone after this round
+        # empty tensors are told apart by identity: of the owner, since `place` is freed
         memory = place.device, place.data_ptr(), place.dtype, place.shape, place.stride()
         key = memory if place.numel() else id(tensor)
         where = "" if on_host(place) else f"{place.device.type} "
@@ -92,9 +92,9 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tenso
 
 
 def _overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """The tensors that begin within the memory of another, and that one.
+    """The names of tensors that begin inside the memory of another, each with the other's name.
 
-    What is written into such a one is in both; where other ranks hold them apart it is not.
+    Writing to one of them changes both. On a rank where the two are separate it would not.
     """
     extents = [
         (str(place.device), *extent(place), name)
@@ -102,7 +102,7 @@ def _overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         if (place := local(owner)).numel()
     ]
     last = None
-    # of those that begin alike the longest first: it is the one that holds the others
+    # of tensors with the same start, the longest first: it contains the others
     for device, start, end, name in sorted(extents, key=lambda e: (e[0], e[1], -e[2], e[3])):
         if last is not None and last[0] == device and start < last[1]:
             yield name, last[2]
@@ -111,7 +111,7 @@ def _overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def expanded_dims(tensor: Tensor) -> list[int]:
-    """The dimensions along which elements share memory, so that torch does not write it."""
+    """The dimensions along which elements share memory: torch refuses to write to such tensors."""
     if tensor.is_contiguous():
         return []
     steps = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
@@ -119,14 +119,14 @@ def expanded_dims(tensor: Tensor) -> list[int]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor is on this rank, without its history: a DTensor's shard, else all of it."""
+    """The part of a tensor on this rank, detached: a DTensor's shard, else the whole tensor."""
     plain: Any = tensor.detach()
     here: Tensor = plain.to_local() if _is_dtensor(plain) else plain
     return here
 
 
 def shard_of(tensor: Tensor) -> str:
-    """Which part of a DTensor is here, as a clause; nothing for what is whole."""
+    """A clause that says which shard of a DTensor is here; empty for a whole tensor."""
     if not _is_dtensor(tensor):
         return ""
     spec: Any = tensor
@@ -159,14 +159,13 @@ def told_by_all(
     missing: bool = True,
     kept: str = "",
 ) -> list[tuple[Manifest, dict[str, int]]]:
-    """The manifests of all ranks, and a number for some of the names; collective, in a call whose
-    turn it is.
+    """Exchange manifests, and a number for some of their names; collective, inside a call's turn.
 
     Args:
         wire, name: of the call.
-        manifest, states: what this rank tells.
-        missing: whether a name that some ranks do not have is a difference.
-        kept: what is as it was, where they differ; a clause.
+        manifest, states: this rank's.
+        missing: whether it is a difference if a rank lacks a name.
+        kept: the end of the error, which says that nothing was changed.
 
     Raises:
         WeftError: something is not the same on all ranks; the same text on each.
@@ -181,14 +180,14 @@ def told_by_all(
 
 
 def _read(text: Tensor) -> tuple[Manifest, dict[str, int]]:
-    """What a rank told. Raises an Exception where no rank tells that."""
+    """Read a rank's manifest and numbers. Raises any Exception if they are invalid."""
     manifest, states = json.loads(bytes(text.numpy()))
     known = {name: states[name] | 0 for name in states if name in manifest}
     return {name: str(said) for name, said in manifest.items()}, known
 
 
 def _difference(manifests: Sequence[Manifest], missing: bool) -> str | None:
-    """How manifests first differ, in a sentence that is the same on every rank, or None."""
+    """The first difference of the manifests, in a sentence, or None."""
     names = dict.fromkeys(name for manifest in manifests for name in manifest)
     for name in names:
         base = next(rank for rank, manifest in enumerate(manifests) if name in manifest)

@@ -1,10 +1,10 @@
-"""How every call here opens: all ranks state what they were asked, and learn three more things.
+"""The opening exchange of every call in this room.
 
-Beside the fingerprint and the error of `weft.agree`, a statement says whether this rank's tensors
-record gradients, whether it is under `torch.no_grad()`, how much it may move at once, and the
-digest of something that may differ. All that combines by minima, however many ranks there are; what
-a call states besides (a mask, a small payload) is heard from each rank where statements are direct,
-and else combined bit by bit, by "or".
+Beside the fingerprint and the error of `weft.agree`, a rank states whether its tensors record
+gradients, whether it is under `torch.no_grad()`, a limit of bytes to move at once, and a digest of
+something that may differ. These combine by minima, however many ranks there are. A call may add
+bytes of its own (a mask, a small payload): if statements are direct, each rank gets those of every
+rank; else they are combined by bitwise "or".
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ROOM = BODY - _SAID.size
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How autograd stood where the call was made.
+    """The state of autograd where the call was made.
 
     Attributes:
-        records: a tensor of the call requires a gradient, and one would be recorded.
-        enabled: gradients are recorded at all.
+        records: whether this call would be recorded: a tensor requires a gradient.
+        enabled: whether gradients are recorded at all.
     """
 
     records: bool = False
@@ -54,15 +54,14 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What all ranks said.
+    """The combined statements of all ranks.
 
     Attributes:
         number: of the call, among those of the group.
-        records: whether some rank records gradients, so that all take part in backward.
-        limit: the smallest of the limits.
-        equal: whether all digests are.
-        private: what each rank said to this one alone, in rank order, its own not included; valid
-            inside of `opened`.
+        records: whether some rank records gradients; then all take part in backward.
+        limit: the smallest limit.
+        equal: whether all digests are equal.
+        private: what each other rank said to this one alone, in rank order; valid inside `opened`.
     """
 
     number: int
@@ -73,12 +72,12 @@ class Opening:
     _agreement: Agreement
 
     def own(self, nbytes: int) -> list[memoryview]:
-        """What each rank stated of its own, in so many bytes, in rank order; where statements are
-        not direct, one for all, combined. Valid inside of `opened`."""
+        """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
+        all combined. Valid inside `opened`."""
         return self._agreement.read(_own, nbytes)
 
     def mask(self, nbytes: int) -> list[int]:
-        """The bits of what all stated of their own, in so many bytes."""
+        """The call's own bytes of all ranks, combined by bitwise "or"."""
         said = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
         return cast(list[int], np.bitwise_or.reduce(said).tolist())
 
@@ -100,16 +99,16 @@ def opened(
     """Agree on a call; collective.
 
     Args:
-        wire: among whom.
+        wire: the ranks that take part.
         name: of the call.
-        fields: what must be equal on all ranks; None where this rank does not know.
-        error: what this rank's caller did wrong.
-        mode: of a call that is differentiable, else None.
-        limit: what this rank may move at once, in units of the call's.
+        fields: values that must be equal on all ranks; None: this rank does not know the value.
+        error: what is wrong with this rank's arguments.
+        mode: of a differentiable call, else None.
+        limit: how much this rank may move at once, in the call's units.
         digest: an int64 to be compared with the others'.
-        own: at most `ROOM` bytes.
-        private: what to say to each rank, in rank order, with the rest at most `ROOM` bytes; only
-            where statements are direct.
+        own: bytes of the call's own, at most `ROOM`.
+        private: what to say to each rank, in rank order; with `own` at most `ROOM` bytes. Only if
+            statements are direct.
         watch: as for `agree`.
 
     Raises:
@@ -146,7 +145,7 @@ def opened(
 
 
 def _numbers(body: memoryview) -> tuple[int, ...]:
-    """The numbers that a body begins with. Raises ValueError where it does not."""
+    """The numbers at the start of a body. Raises ValueError if they are invalid."""
     numbers = _SAID.unpack_from(body)
     if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
         raise ValueError(f"it says {numbers}")
@@ -154,7 +153,7 @@ def _numbers(body: memoryview) -> tuple[int, ...]:
 
 
 def _own(body: memoryview, nbytes: int) -> memoryview:
-    """What stands behind the numbers. Raises ValueError where that is not so many bytes."""
+    """The bytes after the numbers. Raises ValueError if they are not `nbytes`."""
     if len(body) != _SAID.size + nbytes:
         raise ValueError(f"{len(body)} bytes for {_SAID.size + nbytes}")
     return body[_SAID.size :]

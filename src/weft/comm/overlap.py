@@ -1,10 +1,10 @@
 """`overlap_grads`: gradients are reduced while backward still runs.
 
-Parameters are put into buckets, the last first, since backward comes to those first. A bucket may
-start as soon as all its gradients are there, but always in the same order on every rank: whatever
-their batches used, ranks meet in the same bucket. `sync_grads` then does what is left. A rank that
-is there already takes part in every bucket that another one starts, with zeros for the gradients
-that it does not have, until all of them are there; then they reduce the rest together.
+Parameters are put into buckets, the last parameters first, since backward reaches them first. A
+bucket starts when all its gradients are there, and buckets start in the same order on every rank,
+whatever parameters a rank's batch used. `sync_grads` does the rest. A rank that is in `sync_grads`
+takes part in every bucket that another rank starts, with zeros for gradients that it does not have.
+When all ranks are in `sync_grads`, they reduce the remaining buckets together.
 
 Li et al., "PyTorch Distributed: experiences on accelerating data parallel training" (VLDB 2020),
 section 3.2, has buckets and their order.
@@ -86,7 +86,7 @@ def overlap_grads(
 
 
 class Overlap:
-    """The gradients of one module on their way while backward runs; made by `overlap_grads`."""
+    """Reduces the gradients of one module while backward runs; made by `overlap_grads`."""
 
     def __init__(self, synchronised: Synchronised, module: nn.Module, bucket_bytes: int) -> None:
         self._synchronised, self._worker = synchronised, synchronised.wire.worker
@@ -110,7 +110,7 @@ class Overlap:
         overlapping[module] = self._finish
 
     def remove(self) -> None:
-        """Let backward alone again; `weft.sync_grads` then does all of it. Twice is fine."""
+        """Remove the hooks; `weft.sync_grads` then does all of it. Twice is fine."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -141,7 +141,7 @@ class Overlap:
             self._paused = before
 
     def _agreed_order(self, module: nn.Module, bucket_bytes: object) -> list[str]:
-        """The last parameters first, where all modules have them in one order; else by name."""
+        """The parameters, last first if all modules have the same order; else sorted by name."""
         known = self._synchronised
         error = known.error or wrong_bytes("bucket_bytes", bucket_bytes)
         if error is None and finish_of(module) is not None:
@@ -188,7 +188,7 @@ class Overlap:
         return seen
 
     def _start_ready(self) -> None:
-        """Start the buckets whose turn it is and whose gradients are all there."""
+        """Start the next buckets, as far as all their gradients are there."""
         while (bucket := len(self._works)) < len(self._buckets) and not self._missing[bucket]:
             places = {self._synchronised.of[name].device for name in self._from(bucket)}
             devices = [place for place in places if place.type != "cpu"] or [torch.device("cpu")]
@@ -198,7 +198,7 @@ class Overlap:
             self._works.append(self._worker.submit(NAME, job))
 
     def _from(self, bucket: int) -> list[str]:
-        """The parameters of a bucket and of those behind it."""
+        """The parameters of a bucket and of all later ones."""
         return list(chain.from_iterable(self._buckets[bucket:]))
 
     def _step(self, bucket: int, *, ready: bool) -> Callable[[], _Step]:
@@ -214,7 +214,7 @@ class Overlap:
         return job
 
     def _is_replaced(self) -> bool:
-        """Whether some of the module's parameters are not those whose gradients are seen."""
+        """Whether the module has other parameters than those with hooks."""
         module = self._module()
         there = dict(parameters(module)) if module else {}
         known = self._synchronised
@@ -225,7 +225,7 @@ class Overlap:
     def _finish(
         self, wire: Wire, average: bool, wire_dtype: torch.dtype | None, *, error: str | None = None
     ) -> None:
-        """What `sync_grads` does with this module; all that has begun ends, whatever is wrong."""
+        """`sync_grads` of this module; buckets that began are completed, whatever is wrong."""
         failure: WeftError | None = None
         try:
             error = error or self._changed

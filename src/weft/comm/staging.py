@@ -30,7 +30,7 @@ def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
 
 
 def unsendable(name: str, tensor: object) -> str | None:
-    """Why what a caller passed under that name is no tensor that can be sent, or None."""
+    """Why an argument, called `name`, is no tensor that can be sent, or None."""
     if not isinstance(tensor, Tensor):
         return f"{name} is a {type(tensor).__name__}: pass a tensor, empty if need be"
     if not has_elements(tensor):
@@ -43,7 +43,7 @@ def unsendable(name: str, tensor: object) -> str | None:
 
 
 def wrong_bytes(name: str, count: object) -> str | None:
-    """What is wrong with what a caller passed under that name, or None."""
+    """What is wrong with an argument, called `name`, that is to be a number of bytes, or None."""
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return None
     return f"{name} is {count!r}: pass a positive number of bytes"
@@ -55,11 +55,11 @@ def moved(
     """Send tensors to peers and receive others; collective.
 
     Args:
-        wire: among whom, for tensors where these are. On an accelerator all ranks take part in
-            every round.
-        outgoing: by peer, contiguous; what one rank sends another is as large as what that one
-            receives. Empty tensors are not sent.
-        incoming: by peer, contiguous, to be filled.
+        wire: the wire for the device of the tensors. On an accelerator all ranks take part in every
+            round.
+        outgoing: what to send, by peer; contiguous, and as large as the tensor that the peer
+            receives into. Empty tensors are not sent.
+        incoming: the tensors to receive into, by peer; contiguous.
         rounds: how many, the same on every rank.
     """
     after = [peer for peer in peers(wire) if peer in outgoing]
@@ -75,7 +75,7 @@ def moved(
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:
-    """What of a tensor goes in one of so many rounds; both ends cut alike."""
+    """The part of a tensor that is sent in one of the rounds; both ends cut alike."""
     flat = tensor.view(-1)
     total = flat.numel()
     return flat[total * number // rounds : total * (number + 1) // rounds]
