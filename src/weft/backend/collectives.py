@@ -25,7 +25,7 @@ from ..sparse.api import job_of
 from ..wire import dense
 from ..wire.base import Wire, flattened, is_plain, plain, typed
 
-_SAID = 200  # characters of sizes that are compared as they are; more of them by a digest
+_SAID = 200  # characters of sizes that ranks compare as text; longer ones by a digest
 
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
@@ -55,10 +55,10 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor
         tensor if op in ("sum", "avg") or not _in_range(tensor) else tensor.coalesce()
         for tensor in tensors
     ]
-    alone = len(given) == 1  # without the exchange that opens a list
+    alone = len(given) == 1  # a list would need one more exchange
     done = job_of(wire, given[0] if alone else given, op, "auto", None).run()
     for tensor, result in zip(tensors, [done] if alone else done, strict=True):
-        tensor.data = result  # the caller's takes over the memory of the result
+        tensor.data = result  # the caller's tensor now has the memory of the result
     return tensors
 
 
@@ -113,10 +113,9 @@ def scatter(wire: Wire, out: Tensor, ins: list[Tensor], root: int) -> list[Tenso
 
 
 def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
-    """`ins[p]` of every rank to rank p, which puts it into `outs` at the sender's place.
+    """`ins[p]` of every rank to rank p, which receives it into `outs` at the sender's place.
 
-    Sizes may be any. Among up to 16 ranks each checks that all outputs are as large as what is
-    going to arrive in them.
+    Tensors may have any sizes. Up to 16 ranks check that each output has the size of its input.
     """
     any_size: list[int | None] = [None] * wire.size
     error = _reason([*ins, *outs])
@@ -153,9 +152,9 @@ def all_to_all_single(
 
 
 def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
-    """The parts of a tensor; none, or empty ones, where the sizes are not its own.
+    """The parts of a tensor; no parts, or empty ones, if the sizes do not add up to the tensor.
 
-    Those do not go with what is sent or received, so that every rank is told.
+    Then the opening exchange finds an error, which every rank raises.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
@@ -166,23 +165,23 @@ def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
 def _open(
     wire: Wire, call: str, fields: Mapping[str, object], error: str | None, own: bytes = b""
 ) -> list[bytes]:
-    """The opening exchange; what each rank says of its own, where statements are direct."""
+    """The opening exchange; if statements are direct, the call's own bytes of each rank."""
     with record_function(f"weft::{call}"), opened(wire, call, fields, error, own=own) as said:
         return [bytes(each) for each in said.own(len(own))]
 
 
 def _own(wire: Wire, tensor: Tensor) -> list[int | None]:
-    """How large of a tensor for each rank this rank's must be."""
+    """The required sizes of a tensor for each rank: this rank's only."""
     return [tensor.numel() if rank == wire.rank else None for rank in range(wire.size)]
 
 
 def _all(wire: Wire, root: int, tensor: Tensor) -> list[int | None]:
-    """How large the tensors for each rank must be, which the root alone has."""
+    """The required sizes of the tensors for each rank, which only the root has."""
     return [tensor.numel()] * wire.size if wire.rank == root else []
 
 
 def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) -> str | None:
-    """Why these are not the tensors that are wanted, of so many elements each, or None."""
+    """The error if there is not one tensor for each count, with that many elements; or None."""
     if len(parts) != len(counts):
         return (
             f"{len(parts)} {what}s were given, and {len(counts)} are wanted: pass one for each "
@@ -203,7 +202,7 @@ def _at(root: int, tensor: Tensor, size: int) -> Parts:
 
 
 def _exchange(wire: Wire, gives: Parts, takes: Parts) -> None:
-    """`gives[p]` to each rank p, and into `takes[p]` what p gives; both know what is empty."""
+    """Send `gives[p]` to each rank p, and receive `takes[p]` from it; nothing for empty tensors."""
     flats = {id(each): _flat(each) for each in gives if each is not None and each.numel()}
     outgoing = {p: flats[id(each)] for p, each in enumerate(gives) if id(each) in flats}
     wanted = {p: each for p, each in enumerate(takes) if each is not None and each.numel()}
@@ -232,7 +231,7 @@ def _reduce_parts(wire: Wire, out: Tensor, parts: Sequence[Tensor], op: str) -> 
 
 
 def _unequal(size: int, said: Sequence[bytes]) -> str | None:
-    """Where an output is not as large as what arrives in it; alike on every rank."""
+    """The error if an output is not as large as its input; the same on every rank."""
     counts = [struct.unpack(f"<{2 * size}q", each) for each in said]
     for source, target in itertools.product(range(size), repeat=2):
         sends, takes = counts[source][target], counts[target][size + source]
@@ -267,14 +266,14 @@ def _said(tensors: Sequence[Tensor]) -> dict[str, object]:
 
 
 def _in_range(tensor: Tensor) -> bool:
-    """Whether all indices are of the tensor: `coalesce` writes where others point to."""
+    """Whether all indices are valid: `coalesce` would write out of bounds for others."""
     sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
     indices = tensor._indices()
     return bool(((indices >= 0) & (indices < sizes)).all())
 
 
 def _sum(op: str) -> str:
-    """An average is a sum that is divided at the end."""
+    """The op to reduce with: an average is a sum that `_mean` divides at the end."""
     return "sum" if op == "avg" else op
 
 

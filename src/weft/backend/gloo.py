@@ -36,8 +36,8 @@ class WeftGroup(PythonGroup):
     def getBackendName(self) -> str:  # C++ asks by this name
         return "weft"
 
-    # C++ could find gloo by itself, but would keep the GIL while it starts the call, and gloo's
-    # threads take it with the lock held that starting needs: a deadlock, now and then.
+    # C++ could call gloo by itself, but would hold the GIL while it starts the call. gloo's threads
+    # take the GIL while they hold a lock that starting needs: a deadlock, now and then.
 
     def send(self, *args: Any) -> Any:
         return self._gloo.send(*args)

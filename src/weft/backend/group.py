@@ -1,9 +1,9 @@
 """A process group written in Python, whose collectives go over a wire of weft's.
 
-C++ and torch.distributed's functions give its methods lists and an options object; who calls a
-method himself may give one tensor and a ReduceOp, as the overloads of
-`torch.distributed.ProcessGroup` have it. Collectives take turns in the queue of the group's wire,
-on the worker's thread unless the caller is going to wait anyway.
+C++ and torch.distributed's functions pass lists and an options object to its methods. A direct
+caller may pass one tensor and a ReduceOp, as to the overloads of `torch.distributed.ProcessGroup`.
+Collectives take turns in the queue of the group's wire: on the worker's thread, or on the caller's
+if that is going to wait anyway.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from ..wire.base import Wire
 from . import collectives
 from .work import Collective
 
-# To mypy it is Any: its stubs are those of the C++ class, whose overloads a method written in
-# Python serves all at once, and whose constructor takes a store, which that of a Python group
-# does not.
+# Any for mypy: the stubs are of the C++ class. One Python method serves several overloads there,
+# and the constructor of a Python group takes no store.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
@@ -50,7 +49,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         given, op = listed(tensors), op_of(opts)
         if all(tensor.layout == torch.strided for tensor in given):
             return self._start(opts, collectives.all_reduce, (given, op))
-        kernels.prepare()  # the machine code is made here: nobody's deadline runs yet
+        kernels.prepare()  # compile here, before the deadline of any wait begins
         return self._start(opts, collectives.sparse_all_reduce, (given, op))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
@@ -118,8 +117,8 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     ) -> Collective:
         """Run a collective when its turn has come, once for each of these arguments.
 
-        A caller who is going to wait anyway (`asyncOp` of its options is False) runs it himself,
-        which saves two hand-overs between threads; then what it raises is raised here.
+        A caller that is going to wait anyway (`asyncOp` of its options is False) runs it in its own
+        thread, which saves two switches between threads; errors are then raised here.
         """
         wire = self.wire
 

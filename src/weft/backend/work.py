@@ -34,7 +34,7 @@ class Collective(_Work):
         self._work, self._tensors = work, list(tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; no time is torch's word for no limit of one's own.
+        """Wait until it has ended; a timeout of 0 means no limit, as in torch.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.

@@ -24,7 +24,7 @@ from ..errors import entry
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
 from ..tensors import has_elements, lacking
 from ..wire import default, dense
-from ..wire.base import as_bytes, fresh, wire_for
+from ..wire.base import fresh, memory_of, wire_for
 from .differentiable import Linear, applied
 from .opening import Mode, opened
 from .rounding import narrowed
@@ -131,7 +131,7 @@ class _Reduction(Linear):
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
             fields |= {"dtype": self.said, "shape": tuple(given.shape), "device": over._carries}
-        own = as_bytes(given).numpy().data if eager else b""
+        own = memory_of(given) if eager else b""
         place = fresh(tuple(given.shape), given.dtype, given.device)
         with opened(wire, self.name, fields, self.error, mode=mode, own=own) as said:
             self.number = said.number

@@ -22,7 +22,7 @@ from ..agree import is_direct
 from ..devices import on_host
 from ..errors import entry
 from ..wire import default
-from ..wire.base import SMALL, Wire, as_bytes, decoded, fresh, peers, wire_for
+from ..wire.base import SMALL, Wire, decoded, fresh, memory_of, peers, wire_for
 from .differentiable import Linear, applied
 from .opening import NO_LIMIT, Mode, opened
 from .staging import moved, unsendable, wrong_bytes
@@ -152,7 +152,7 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
     """A tensor's shape, with its bytes if they are few."""
     along = tensor.nbytes <= eager
     shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
-    payload = as_bytes(tensor).numpy().data if along else b""
+    payload = memory_of(tensor) if along else b""
     return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 

@@ -26,7 +26,7 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
-from ..wire.base import as_bytes, typed
+from ..wire.base import as_bytes, memory_of, typed
 from . import sketch
 
 POINTS = 128
@@ -142,7 +142,7 @@ class Header(NamedTuple):
         if self.rows is not None:
             indices, values = (each.contiguous() for each in (self.rows.indices, self.rows.values))
             sizes, gap = (-1, indices.itemsize), bytes(-indices.nbytes % _GRAIN)
-            parts = as_bytes(indices).numpy().data, gap, as_bytes(values).numpy().data
+            parts = memory_of(indices), gap, memory_of(values)
         raw = bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
         return torch.frombuffer(raw, dtype=torch.uint8)
 

@@ -1,8 +1,8 @@
-"""For tests: tensors of the CPU go the way of those on an accelerator, by exchanges that must meet.
+"""For tests: CPU tensors go by the exchanges of accelerators, which are checked.
 
-A schedule for accelerators must have all ranks take part in the same exchanges, and each await as
-many bytes as the others send it (`wire.device`). NCCL hangs where one does not. Here the ranks tell
-each other what they are about to send and to await, and each raises where that does not meet.
+In a schedule for accelerators all ranks must take part in the same exchanges, and each must expect
+as many bytes as the others send it (`wire.device`); else NCCL hangs. Here ranks first tell each
+other how many bytes they send and expect, and raise if these differ.
 """
 
 from __future__ import annotations

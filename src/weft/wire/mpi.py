@@ -1,11 +1,11 @@
 """Messages through MPI, by mpi4py, for the wire over a process group (`torchdist`).
 
-Best where MPI knows a faster way between ranks than TCP: a fabric between hosts. Only `Isend`,
-`Irecv` and `Testsome` are used, on one duplicate of `COMM_WORLD`: no call of MPI's blocks. One
-thread looks what is through, and sleeps in between instead of burning a core. Groups are told apart
-by tags: each rank gives every wire of its own two numbers, from its `context` on, which are the
-tags of what peers send to it there. MPI matches by receiver, sender and tag, so nobody has to agree
-on anything, and making a group is no collective of MPI's.
+Use it if MPI has a faster way between ranks than TCP, such as a fabric between hosts. Only `Isend`,
+`Irecv` and `Testsome` are used, on one duplicate of `COMM_WORLD`, so no call of MPI blocks. One
+thread polls for complete messages, and sleeps in between instead of keeping a core busy. Groups
+differ by tags: each rank gives each of its wires two numbers, `context` and the next one, and peers
+use them as tags of messages to this rank. MPI matches by receiver, sender and tag. So ranks need
+not agree on tags, and making a group is no collective of MPI.
 
 Source: MPI: A Message-Passing Interface Standard, version 3.1, chapters 3 and 12.
 """
@@ -31,13 +31,13 @@ from ..errors import WeftError, WireError
 from .store import told
 from .torchdist import Links
 
-_YIELDS = 30  # looks with nothing but a yield between them, before a wait sleeps
+_YIELDS = 30  # polls with only a yield between them, before a wait sleeps
 _NAP = (2e-5, 5e-4)  # seconds of the shortest sleep of a wait, and of the longest at its start
 _LONG_NAP = 5e-3  # seconds of the longest sleep of a wait that has lasted for seconds
 _TEXT = 4096  # bytes of what `World.broadcast` carries
 
 
-_turn = threading.RLock()  # of whoever calls MPI: its thread level may be only SERIALIZED
+_turn = threading.RLock()  # held in each call of MPI, whose thread level may be only SERIALIZED
 
 
 class World:
@@ -88,7 +88,7 @@ class World:
         return posted
 
     def _look(self) -> None:
-        """The thread that looks what is through: MPI moves messages while somebody calls it."""
+        """The thread that polls: MPI moves messages only while it is called."""
         naps = _naps()
         while not self.mpi.Is_finalized():
             moved = self._complete()
@@ -98,7 +98,7 @@ class World:
             self._stir.wait(next(naps) if self._posted else None)
 
     def _complete(self) -> bool:
-        """Complete what is through since the last look; whether anything is."""
+        """Complete the messages that MPI has moved since the last poll; whether there are any."""
         error = None
         with _turn:
             try:
@@ -119,7 +119,7 @@ class World:
         if not self.mpi.Is_finalized():
             with _turn:
                 request = self.mpi.COMM_WORLD.Ibarrier()
-            if _came(request, self.patience):  # a rank that died does not, and MPI would wait
+            if _came(request, self.patience):  # not if a rank died, for which MPI would wait
                 with _turn:
                     self.mpi.Finalize()
 
@@ -198,7 +198,7 @@ def load() -> Any:
 
 
 def _came(request: Any, patience: float) -> bool:
-    """Whether a request is through within so many seconds, which are slept away."""
+    """Wait for a request, mostly asleep; whether it was complete within so many seconds."""
     until = time.monotonic() + patience
     for nap in _naps():
         with _turn:
@@ -221,8 +221,8 @@ def _await(request: Any, timeout: float, rank: int, missing: str) -> None:
 def _naps() -> Iterator[float]:
     """The pauses of one wait: yields, then sleeps in proportion to how long it has lasted.
 
-    Short ones first, since messages move only while somebody looks; a wait for a rank that is late
-    by seconds costs next to nothing.
+    They are short at first, since messages move only in a poll. A wait for a rank that is seconds
+    late costs next to nothing.
     """
     began = time.monotonic()
     yield from itertools.repeat(0.0, _YIELDS)

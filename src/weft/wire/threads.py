@@ -1,10 +1,9 @@
 """Ranks as threads of one process: for tests, and for trying things without starting anything.
 
-Nothing is sent anywhere; a message is one copy from the sender's tensor into the receiver's. In
-exchange this wire is strict where real transports are silent: memory that a rank must not read
-holds garbage, a tensor that is changed while it is being sent is noticed, and so is who writes to
-received bytes that are only his to read; ranks that all wait for each other are told so at once,
-and the first rank that fails wakes all others.
+A message is one copy from the sender's tensor into the receiver's. This wire finds errors that real
+transports do not: memory that a rank must not read holds garbage; it raises if a tensor changes
+while it is being sent, and if a rank writes to received bytes that it may only read. A deadlock
+raises at once, and the first rank that fails wakes all others.
 
 Source of the idea: gloo's own tests run their ranks as threads over an in-memory store.
 """
@@ -62,11 +61,11 @@ def group(
 
 
 class _Exchange(Exchange):
-    """Messages under way, of which is noticed who writes where he must not.
+    """The messages of one post, checked for memory that must not change.
 
     Attributes:
-        sent: each peer, with what goes to it and a copy of that.
-        leases: the memory of what was received anywhere.
+        sent: for each send the peer, the bytes, and a copy of them.
+        leases: the memory of receives without a tensor.
     """
 
     wire: ThreadWire
