@@ -22,10 +22,14 @@ DRAWS = {
 }
 
 
+def combine(lower, upper):
+    return Header.together([lower, upper])
+
+
 def headers_of(name, ranks):
     parts = [DRAWS[name](torch.Generator().manual_seed(rank)).unique() for rank in range(ranks)]
     return parts, functools.reduce(
-        Header.combine, [Header.of(part, rank) for rank, part in enumerate(parts)]
+        combine, [Header.of(part, rank) for rank, part in enumerate(parts)]
     )
 
 
@@ -49,7 +53,7 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
         Header.of(torch.tensor(sorted(set(part)), dtype=torch.int64), rank)
         for rank, part in enumerate(parts)
     ]
-    whole = functools.reduce(Header.combine, headers)
+    whole = functools.reduce(combine, headers)
     again = Header.unpack(whole.pack().numpy().data)
     assert again.pack().tolist() == whole.pack().tolist()
     found = cuts(whole, len(parts))
@@ -67,16 +71,16 @@ def test_the_union_is_estimated(name):
     parts, header = headers_of(name, 4)
     true = torch.cat(parts).unique().numel()
     assert header.union(None) == pytest.approx(true, rel=0.25)
-    same = functools.reduce(Header.combine, [Header.of(parts[0], rank) for rank in range(4)])
+    same = functools.reduce(combine, [Header.of(parts[0], rank) for rank in range(4)])
     assert same.union(None) == parts[0].numel()
 
 
 def test_combining_is_the_same_in_any_tree():
     parts, _ = headers_of("zipf", 8)
     single = [Header.of(part, rank) for rank, part in enumerate(parts)]
-    line = functools.reduce(Header.combine, single)
-    pairs = [a.combine(b) for a, b in zip(single[::2], single[1::2], strict=True)]
-    tree = pairs[0].combine(pairs[1]).combine(pairs[2].combine(pairs[3]))
+    line = functools.reduce(combine, single)
+    pairs = [combine(a, b) for a, b in zip(single[::2], single[1::2], strict=True)]
+    tree = combine(combine(*pairs[:2]), combine(*pairs[2:]))
     assert tree.total == line.total
     assert tree.sketch.tolist() == line.sketch.tolist()
     assert tree.union(None) == line.union(None)

@@ -26,7 +26,7 @@ from .. import kernels
 from ..agree import BODY
 from ..kernels import Survey
 from ..rows import Rows
-from ..wire.base import as_bytes, memory_of, typed
+from ..wire.base import memory_of, typed
 from . import sketch
 
 POINTS = 128
@@ -194,10 +194,6 @@ class Header(NamedTuple):
                 raise ValueError(f"its points do not stand for {total} rows")
         return header._replace(sketch=longs[:sampled], points=places, weights=weights)
 
-    def combine(self, other: Header) -> Header:
-        """The combined header; the other's ranks are higher than this one's."""
-        return Header.together([self, other])
-
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
         """Combine headers, in the order of their ranks.
@@ -254,9 +250,8 @@ class Header(NamedTuple):
 
 
 def combined(lower: Tensor, upper: Tensor) -> Tensor:
-    """`Header.combine` of headers as bytes, for `agree`."""
-    first, second = (Header.unpack(each.numpy().data) for each in (lower, upper))
-    return first.combine(second).pack()
+    """`Header.together` of two headers as bytes, for `agree`."""
+    return Header.together([Header.unpack(each.numpy().data) for each in (lower, upper)]).pack()
 
 
 def shares(count: int) -> Longs:
@@ -267,10 +262,10 @@ def shares(count: int) -> Longs:
 
 def _digest(indices: Tensor) -> bytes:
     """The digest of sorted, unique indices, as int32 if all fit: equal sets have equal digests."""
-    raw = as_bytes(indices.int() if last(indices) < 2**31 else indices)
+    raw = memory_of(indices.int() if last(indices) < 2**31 else indices)
     if len(raw) > _DIGESTED:
         return _NONE
-    return hashlib.sha256(raw.numpy().data).digest()[:16]  # processors have instructions for it
+    return hashlib.sha256(raw).digest()[:16]  # processors have instructions for it
 
 
 def last(indices: Tensor) -> int:
