@@ -40,6 +40,7 @@ import random
 import shlex
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -64,6 +65,8 @@ SIZES = (0, 1, 100, 5000, 20_000, 40_000, 70_000, 140_000, 300_000)  # both side
 HALF = (torch.float16, torch.bfloat16)
 MIB = 1 << 20
 SPARE_MIB = 32
+M_ARENA_MAX = -8  # of mallopt(3)
+HELD = 10  # programs whose results live on while others run
 LOOKING = threading.Lock()  # to look opens files
 
 Step = tuple[str, dict[str, Any]]
@@ -564,15 +567,19 @@ def ran(wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], name: str, drawn
 def programs(wire: weft.Wire, name: str, several: Sequence[Drawn]) -> tuple[Told, Kept]:
     """Run programs on one rank; what the last three kept comes along."""
     calls, states = 0, []
-    kept: Kept = []
+    held: deque[Kept] = deque()  # of the last programs, oldest first
     with groups_on(wire) as groups:
         for number, each in enumerate(several):
             if number in (len(several) // 4, len(several) - 3):
-                kept.clear()
+                held.clear()
                 states.append(State.now([wire, *filter(None, groups.values())]))
             program = ran(wire, groups, name, each)
             calls += program.calls
-            kept += program.kept
+            held.append(program.kept)
+            if len(held) > HELD:
+                for result, was in held.popleft():
+                    same(result, was)
+    kept = [pair for each in held for pair in each]
     return Told(len(several), calls, states[0], states[-1]), kept
 
 
@@ -640,6 +647,8 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
     several = [drawn(first + number, int(size)) for number in range(count)]
     os.environ["WEFT_KEEP"] = "0"
     if wire == "threads":
+        # One heap: else each thread has its own, and keeps its gaps when their results are gone.
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
         return [told for told, _ in run(int(size), programs, name, several, limit=limit)]
     env = {"WEFT_TRANSPORT": "torch"} if wire == "torch" else {}
     return processes(int(size), whole, name, several, env=env, timeout=limit)
