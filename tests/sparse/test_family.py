@@ -12,7 +12,7 @@ import weft
 from weft.devices import on_host
 from weft.sparse import last_call
 from weft.sparse.link import set_link
-from weft.testing import expected, spmd
+from weft.testing import expected, run, spmd
 from weft.wire.link import Link
 
 SIZES = (1, 2, 3, 7)
@@ -199,6 +199,23 @@ def test_the_rows_of_one_on_all(wire, kind):
         assert result.is_coalesced() == form.is_coalesced()
         assert torch.equal(result._values(), form._values())
         assert result.shape == form.shape
+
+
+def test_duplicates_are_moved_though_another_thread_has_torch_check_tensors(monkeypatch):
+    made = torch.sparse_coo_tensor
+
+    def checked(*args, **options):  # as the flag does that torch sets for all threads
+        return made(*args, **(options | {"check_invariants": True}))
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", checked)
+    coo = torch.sparse_coo_tensor([[3, 3, 1]], torch.ones(3, 2), (5, 2))
+
+    def program(wire):
+        return weft.sparse_all_gather(coo), weft.sparse_broadcast(coo, 0)
+
+    for gathered, sent in run(2, program):
+        assert gathered._indices().tolist() == [[3, 3, 1] * 2]
+        assert sent._indices().tolist() == [[3, 3, 1]]
 
 
 @spmd(20, on=THREADS)

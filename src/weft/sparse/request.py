@@ -269,7 +269,9 @@ def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         heights, rows = given.shape[: given.sparse_dim()], Rows.from_coo(given.detach())
 
         def form(rows: Rows) -> Tensor:
-            return rows.to_coo(heights + rows.row_shape, canonical=True)
+            # marked afterwards, which checks nothing: rows that are only moved have duplicates, and
+            # `check_invariants=True` in another thread holds in this one too
+            return rows.to_coo(heights + rows.row_shape)._coalesced_(True)
 
     elif isinstance(given, Rows):
         rows, form = given, lambda found: replace(found, height=given.height)
