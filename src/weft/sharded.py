@@ -136,6 +136,30 @@ class ShardedTable(Cut):
     def _wire(self) -> Wire:
         return default.resolve(self._group)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # being there at all, it makes fully_shard call register_parameter
+        if name == "weight" and not isinstance(value, nn.Parameter):
+            raise self._cut_twice()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:  # FullyShardedDataParallel's, parametrizations'
+        if name == "weight":
+            raise self._cut_twice()
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; raises WeftError for a DTensor, as of fully_shard and distribute_module."""
+        if hasattr(param, "to_local"):
+            raise self._cut_twice()
+        super().register_parameter(name, param)
+
+    def _cut_twice(self) -> WeftError:
+        return WeftError(
+            f"the weight of {self} is this rank's rows, which nothing else may cut, replace or "
+            "compute: pass ignored_params={table.weight} to fully_shard, ignored_states="
+            "[table.weight] to FullyShardedDataParallel, and leave the table out elsewhere"
+        )
+
     def reset_parameters(self) -> None:
         """Draw the weight anew, as torch's tables do: from the normal distribution, padding zero.
 
@@ -276,9 +300,7 @@ class ShardedEmbedding(ShardedTable):
         padding, scales = self._padding(indices), self.scale_grad_by_freq
 
         def output(rows: Tensor) -> Tensor:
-            if not len(rows):
-                return rows.view(*place.shape, self.embedding_dim)
-            return functional.embedding(place, rows, padding, scale_grad_by_freq=scales)
+            return functional.embedding(place, _some(rows), padding, scale_grad_by_freq=scales)
 
         return indices, output
 
@@ -337,11 +359,9 @@ class ShardedEmbeddingBag(ShardedTable):
         padding = self._padding(indices)
 
         def output(rows: Tensor, weights: Tensor | None = per_sample_weights) -> Tensor:
-            if not len(rows):  # torch wants a table to have some
-                rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             return functional.embedding_bag(
                 place,
-                rows,
+                _some(rows),
                 offsets,
                 scale_grad_by_freq=self.scale_grad_by_freq,
                 mode=self.mode,
@@ -358,6 +378,14 @@ class ShardedEmbeddingBag(ShardedTable):
         return indices, output
 
     extra_repr = nn.EmbeddingBag.extra_repr
+
+
+def _some(rows: Tensor) -> Tensor:
+    """Rows of which there is at least one, as torch wants a table to have.
+
+    So all ranks record the same operations, in which `torch.utils.checkpoint` finds where to stop.
+    """
+    return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
 
 
 _KINDS: dict[type, type[ShardedTable]] = {
@@ -422,6 +450,12 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
         made = each._rank, len(each._bounds) - 1
         if each._wire() is not wire or made != (wire.rank, wire.size):
             raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
+        if error := unsendable("the weight", each.weight):
+            raise WeftError(error)
+        rows = each._bounds[wire.rank + 1] - each.first, each.embedding_dim
+        if each.weight.shape != rows:
+            shape = tuple(each.weight.shape)
+            raise WeftError(f"the weight has shape {shape}: it must have {rows}, this rank's rows")
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:

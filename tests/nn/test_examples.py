@@ -115,3 +115,27 @@ def test_cut_word_vectors_pass_alone(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", words.argparse.__file__])
     words.main()
     assert capsys.readouterr().out.endswith("apart\nPASSED\n")
+
+
+def test_a_table_of_pages_that_are_not_written_trains(load, monkeypatch, capsys):
+    example = load("sharded_words/large.py")
+    whole = torch.nn.EmbeddingBag(1001, example.DIM, mode="sum", dtype=torch.bfloat16)
+    update, alone = torch.optim.SGD([torch.nn.init.zeros_(whole.weight)], lr=0.1), []
+    for step in range(5):
+        draws = (example.batch(1001, 64, rank, step) for rank in (0, 1))
+        ids, labels = (torch.cat(each) for each in zip(*draws, strict=True))
+        scores = whole(ids).sum(1, dtype=torch.float32)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        alone.append(loss.item())
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        found = run(2, lambda wire: example.train(wire, rows=1001, bags=64, steps=3))
+        monkeypatch.setattr(sys, "argv", ["large.py", "--gib", "0.001", "--steps", "1"])
+        example.main()
+    losses = torch.tensor([each["losses"] for each in found]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(alone), rtol=5e-3, atol=0)
+    assert [each["shard"] for each in found] == [501 * 128, 500 * 128]
+    assert all(1 <= each["sent"] / each["computed"] < 1.1 for each in found)
+    assert capsys.readouterr().out.startswith("8,388 rows of 64 in bfloat16, 1 ranks: a shard of ")

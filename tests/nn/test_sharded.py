@@ -16,9 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import random_unstructured
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import sharded
@@ -391,6 +395,39 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path, ranks):
     alike(loaded, [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)])
 
 
+def test_a_weight_of_other_rows_is_an_error_on_all():
+    def program(wire):
+        table = weft.nn.ShardedEmbedding(9, DIM)
+        rows = table.weight.data
+        if wire.rank == 1:
+            table.weight.data = torch.zeros(9, DIM)
+        with pytest.raises(weft.WeftError) as caught:
+            table(ONE)
+        table.weight.data = rows
+        assert torch.equal(table(ONE), table.to_dense()[3:4])
+        return str(caught.value)
+
+    text = "rank 1: the weight has shape (9, 3): it must have (4, 3), this rank's rows"
+    assert run(2, program) == [text] * 2
+
+
+def test_recomputed_rows_are_fetched_by_ranks_without_input_too():
+    def program(wire):
+        table = weft.nn.ShardedEmbedding.from_pretrained(drawn(0, 9, DIM), freeze=False)
+        dense = torch.ones(2, DIM, requires_grad=True)
+        sums = checkpoint(
+            lambda ids, dense: dense.square().sum() + table(ids).sum(),
+            torch.tensor([1, 8, 1])[: 0 if wire.rank else None],
+            dense,
+            use_reentrant=False,
+        )
+        sums.backward()
+        return table.weight.grad.to_dense()[:, 0].tolist(), dense.grad.tolist()
+
+    twos = [[2.0] * DIM] * 2
+    assert run(2, program) == [([0, 1, 0, 0, 0], twos), ([0, 0, 0, 0.5], twos)]
+
+
 def wrap():
     """Whether shards stay what they are, whatever takes the model."""
     with weft.init():
@@ -402,6 +439,15 @@ def wrap():
         with pytest.raises(weft.WeftError, match=r"would overwrite the shard '0.0.weight'"):
             DistributedDataParallel(nn.Sequential(model))
         DistributedDataParallel(model)
+        for wrapper in (
+            fully_shard,
+            functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+            functools.partial(distribute_module, device_mesh=DeviceMesh("cpu", [0, 1])),
+            lambda model: weight_norm(model[0]),
+            lambda model: random_unstructured(model[0], "weight", 1),
+        ):
+            with pytest.raises(weft.WeftError, match=r"of ShardedEmbedding\(4, 3.*ignored_params="):
+                wrapper(copy.deepcopy(model))
         copied = copy.deepcopy(model)
         weft.sync_params(copied)
         weft.overlap_grads(copied)

@@ -134,7 +134,8 @@ def _shards(parameters: object) -> dict[Tensor, Wire]:
 
 def _norm_over(wire: Wire, norms: Sequence[Tensor], p: float) -> Tensor:
     """The p-norm of what the ranks have the norms of; collective."""
-    own = torch.stack([norm.cpu().double() for norm in norms]) if norms else torch.zeros(1).double()
+    here = [norm.to(norms[0].device) for norm in norms] or [torch.zeros(())]
+    own = torch.stack(here).cpu().double()  # all in one copy
     if math.isinf(p):
         return all_reduce(own.amax(), "max", wire).float()
     return all_reduce((own**p).sum(), "sum", wire).pow(1 / p).float()
