@@ -206,10 +206,15 @@ class ShardedTable(Cut):
         """The distinct indices that a caller gave, sorted, and where each of them is in those.
 
         Raises:
-            WeftError: they are none of this table's.
+            WeftError: they are none of this table's, or its weight is not this rank's rows.
         """
-        if error := unsendable("the input", given):
-            raise WeftError(error)
+        for name, each in (("the weight", self.weight), ("the input", given)):
+            if error := unsendable(name, each):
+                raise WeftError(error)
+        shape = tuple(self.weight.shape)
+        rows = self._bounds[self._rank + 1] - self.first, self.embedding_dim
+        if shape != rows:
+            raise WeftError(f"the weight has shape {shape}: it must have {rows}, this rank's rows")
         if given.dtype not in (torch.int32, torch.int64):
             raise WeftError(f"the input is {given.dtype}: indices must be int32 or int64")
         if given.device != self.weight.device:
@@ -450,12 +455,6 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
         made = each._rank, len(each._bounds) - 1
         if each._wire() is not wire or made != (wire.rank, wire.size):
             raise WeftError(f"a table of rank {made[0]} of {made[1]} is asked in another group")
-        if error := unsendable("the weight", each.weight):
-            raise WeftError(error)
-        rows = each._bounds[wire.rank + 1] - each.first, each.embedding_dim
-        if each.weight.shape != rows:
-            shape = tuple(each.weight.shape)
-            raise WeftError(f"the weight has shape {shape}: it must have {rows}, this rank's rows")
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import random_unstructured
 from torch.utils.checkpoint import checkpoint
 
@@ -443,7 +442,6 @@ def wrap():
             fully_shard,
             functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
             functools.partial(distribute_module, device_mesh=DeviceMesh("cpu", [0, 1])),
-            lambda model: weight_norm(model[0]),
             lambda model: random_unstructured(model[0], "weight", 1),
         ):
             with pytest.raises(weft.WeftError, match=r"of ShardedEmbedding\(4, 3.*ignored_params="):
