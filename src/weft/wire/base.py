@@ -42,6 +42,7 @@ from .failure.verdict import NAMED, differing, names
 from .hosts import Hosts, hosts_of
 from .link import MERGE, Link
 from .memory import Lease, Pool, fresh, typed
+from .store import has, pauses
 from .worker import Work, Worker
 
 __all__ = [  # what other rooms need of files beside this one
@@ -54,10 +55,12 @@ __all__ = [  # what other rooms need of files beside this one
     "Work",
     "differing",
     "fresh",
+    "has",
     "has_elements",
     "hosts_of",
     "lacking",
     "names",
+    "pauses",
     "typed",
 ]
 
