@@ -236,7 +236,9 @@ def test_who_disagrees_is_named_and_nothing_changes(wire):
     given = torch.ones(2, dtype=torch.bfloat16 if wire.rank else torch.float32)
     with pytest.raises(weft.WeftError, match="differ in dtype"):  # the same bytes, though
         weft.all_reduce(given, wire_dtype=None if wire.rank else torch.bfloat16)
-    with pytest.raises(weft.WeftError, match=r"rank 0: wire_dtype is .* and the values are torch.i"):
+    with pytest.raises(
+        weft.WeftError, match=r"rank 0: wire_dtype is .* and the values are torch.i"
+    ):
         weft.all_reduce(torch.ones(2).int(), wire_dtype=None if wire.rank else torch.float16)
     assert torch.equal(module.weight.grad, before)
     weft.sync_grads(module, wire_dtype=torch.bfloat16)
