@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.bootstrap import init as module
 from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
 from weft.errors import WeftError, WireError
+from weft.testing import processes
 from weft.wire import default, process_group
 
 QUICK = {"OMP_NUM_THREADS": "1"}
@@ -366,3 +368,15 @@ def forking() -> list[int]:
                 os._exit(0)
             os.waitpid(child, 0)
         return rows_of()
+
+
+def started_by_a_thread():
+    thread = threading.Thread(target=weft.init)
+    thread.start()
+    thread.join()
+    with weft.init():
+        return weft.all_reduce(torch.ones(1)).item()
+
+
+def test_a_group_that_another_thread_started_is_the_default_of_who_asks_for_it():
+    assert processes(1, started_by_a_thread) == [1.0]

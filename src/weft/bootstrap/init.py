@@ -185,6 +185,7 @@ def _start(asked: _Asked, env: Mapping[str, str]) -> Wire:
     if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.group:
             _check_same(_running.wire, _running.url, asked)
+            default.set(_running.wire)  # another thread may have started it, for itself alone
             return _running.wire
         shutdown()  # the program destroyed the group: what is left of it is of no use
     made, url = not dist.is_initialized(), asked.rendezvous
