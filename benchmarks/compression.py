@@ -327,23 +327,24 @@ def spread(values: list[float], form: str) -> str:
 def table(arguments: argparse.Namespace) -> None:
     """Print what was found."""
     times = {path.stem: json.loads(path.read_text()) for path in arguments.folder.glob("*bit.json")}
-    losses: dict[str, list[list[tuple[int, float]]]] = {}
+    losses: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for name in CONTENDERS:
-        of_seeds = [arguments.folder / f"{file_of(name, seed)}.json" for seed in range(10)]
-        noted = [json.loads(path.read_text()) for path in of_seeds if path.exists()]
-        losses[name] = [each for each in noted if each[-1][0] == arguments.steps]
-    dense = statistics.mean(noted[-1][1] for noted in losses[next(iter(CONTENDERS))])
-    target = arguments.target or round(1.01 * dense, 2)
+        of = {seed: arguments.folder / f"{file_of(name, seed)}.json" for seed in range(10)}
+        noted = {seed: json.loads(path.read_text()) for seed, path in of.items() if path.exists()}
+        losses[name] = {seed: n for seed, n in noted.items() if n[-1][0] == arguments.steps}
+    dense = {seed: noted[-1][1] for seed, noted in losses[next(iter(CONTENDERS))].items()}
+    target = arguments.target or round(1.01 * statistics.mean(dense.values()), 2)
     columns = ["way", "loss", "of dense's", f"steps to {target}"]
     columns += [f"{what}, {link}" for link in sorted(times) for what in ("KB", "ms", "minutes")]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, of_seeds in losses.items():
         if not of_seeds:
             continue
-        ends = [noted[-1][1] for noted in of_seeds]
-        needed = [steps for noted in of_seeds if (steps := steps_to(noted, target))]
+        ends = [noted[-1][1] for noted in of_seeds.values()]
+        more = [100 * (noted[-1][1] / dense[seed] - 1) for seed, noted in of_seeds.items()]
+        needed = [steps for noted in of_seeds.values() if (steps := steps_to(noted, target))]
         came = len(needed) == len(of_seeds)
-        row = [name, spread(ends, ".3f"), f"{100 * (statistics.mean(ends) / dense - 1):+.1f} %"]
+        row = [name, spread(ends, ".3f"), f"{spread(more, '+.1f')} %"]
         row += [spread(needed, ",.0f") if came else "never"]
         for link in sorted(times):
             found = times[link].get(name)
@@ -353,7 +354,7 @@ def table(arguments: argparse.Namespace) -> None:
         print(f"| {' | '.join(row)} |")
     if arguments.curves:
         for name, of_seeds in losses.items():
-            for noted in of_seeds:
+            for noted in of_seeds.values():
                 print(name, *(f"{step}:{loss:.3f}" for step, loss in noted))
 
 
