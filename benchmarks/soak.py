@@ -88,9 +88,10 @@ class State:
     @classmethod
     def now(cls, wires: Sequence[weft.Wire]) -> State:
         """While nobody has results, and these wires are at rest."""
-        weft.barrier(group=wires[0])  # ranks may be threads of one process
+        weft.barrier(group=wires[0])
         for wire in wires:
             wire.memory.drain()
+        weft.barrier(group=wires[0])  # ranks may be threads of one process
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         with LOOKING:
