@@ -39,6 +39,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # A failure in a test is mended in weft.
 os.environ.setdefault("WEFT_TRACEBACK", "1")
 
+# A process that crashes says where.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 pytest.register_assert_rewrite("weft.testing.contract")
 
 import torch  # noqa: E402  # after the line above, which must come before weft.testing is imported
