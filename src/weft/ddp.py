@@ -322,6 +322,7 @@ def register(
     state.wire  # noqa: B018  # connects here, where all ranks are, and not in the first backward
     ddp_model.register_comm_hook(state, hook)
     keep_tables_used(ddp_model.module)
+    # torch's forward hooks do not see what a forward raises
     ddp_model.forward = _Forward(state, ddp_model)  # type: ignore[method-assign]
     return state
 

@@ -114,7 +114,7 @@ class Request:
         request = Request(op=self.op, algorithm=self.algorithm, rounded=self.rounded)
         request.error = self.error
         with request:
-            given, request.restore = unwrapped(rows)
+            given, request.restore = unwrapped(rows, combined="op" in self.fields)
             request.rows = readable(given)
             request.fields = _fields(request.rows) | self.fields
             request._take_dtype(request.rows.values.dtype)
@@ -251,8 +251,12 @@ def _fields(rows: Rows) -> dict[str, object]:
     }
 
 
-def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
+def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], Any]]:
     """The rows in an argument, and the function that converts a result to the same form.
+
+    Args:
+        given: the argument.
+        combined: whether the rows of results are sorted and unique.
 
     Raises:
         WeftError: the argument has none of the accepted forms.
@@ -269,9 +273,9 @@ def unwrapped(given: object) -> tuple[Rows, Callable[[Rows], Any]]:
         heights, rows = given.shape[: given.sparse_dim()], Rows.from_coo(given.detach())
 
         def form(rows: Rows) -> Tensor:
-            # marked afterwards, which checks nothing: rows that are only moved have duplicates, and
-            # `check_invariants=True` in another thread holds in this one too
-            return rows.to_coo(heights + rows.row_shape)._coalesced_(True)
+            # Duplicates must not be marked as coalesced, not even for a moment: while another
+            # thread passes `check_invariants=True`, torch checks the tensors of all threads.
+            return rows.to_coo(heights + rows.row_shape, canonical=combined)
 
     elif isinstance(given, Rows):
         rows, form = given, lambda found: replace(found, height=given.height)

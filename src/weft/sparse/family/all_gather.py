@@ -94,8 +94,6 @@ def sparse_all_gather(
             done = performed(wire, request, _NAME, schedule, moves=True)
         done.noted(note)
         result = request.restore(done.rows)
-        if isinstance(result, torch.Tensor):
-            result._coalesced_(False)  # duplicates stay
         return (result, torch.tensor(counts)) if return_counts else result
 
     return started(wire, _NAME, Aside(request.device, job), async_op)
