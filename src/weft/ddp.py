@@ -158,18 +158,25 @@ class State:
 
 
 class TopK(State):
-    """Gradients of which a share is sent: the state of `topk_hook`, one for each model.
+    """The state of `topk_hook`, which sends the largest entries of gradients; one for each model.
 
-    Of each parameter's gradient a rank sends the entries that are largest in magnitude. What it
-    does not send it keeps, and adds to the gradient of the next step (error feedback), so that
-    nothing is lost, only late. Ranks' entries are added by `weft.sparse_all_reduce`: what several
-    ranks pick travels once on its way back. Every rank gets the same bits. An entry that no rank
-    sent has a gradient of zero.
+    Each rank adds a parameter's gradient to the parameter's residual, which it keeps. It sends the
+    fraction `density` of the entries of this sum, those of the largest magnitude, and keeps the
+    others as the new residual (error feedback). `weft.sparse_all_reduce` averages what the ranks
+    sent: an entry is the sum of what ranks sent of it, divided by the number of all ranks; an entry
+    that no rank sent is zero. Every rank gets the same bits.
 
-    Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to 3.3.
+    The constructor raises nothing. What is wrong with the settings is raised on every rank at the
+    first use, from `backward()` or `weft.sync_sparsified`.
+
+    Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), sections 3.1 to
+    3.3.
 
     Attributes:
-        calls: records of the last sparse calls, one for each bucket of a step.
+        calls: records (`weft.sparse.Record`) of the last sparse calls, oldest first, at most 256:
+            one for each bucket of dense gradients in a step, and those of tables with sparse
+            gradients.
+        sparsifier: the settings, and what this rank keeps.
 
     Example:
         >>> import torch, weft
@@ -196,26 +203,30 @@ class TopK(State):
         group: Wire | dist.ProcessGroup | None = None,
         algorithm: str = "auto",
     ) -> None:
-        """All but `group` is the same on every rank, which is compared at the first use.
+        """All but `group` must be the same on every rank; weft compares it.
 
         Args:
-            density: the share of a parameter's entries that are sent, above 0; 1 sends them all.
-                Rounded up to whole entries; fewer are sent where fewer are not zero.
-            error_feedback: whether what is not sent is kept. Without it gradients are biased, and
-                training suffers.
-            momentum: of momentum correction, from 0, below 1: residuals are of velocities, and
-                those of entries that were sent begin anew (factor masking). Then the optimizer is
-                plain SGD, without a momentum of its own.
-            warmup_steps: in how many steps the density falls from 0.25 to `density`, by the same
-                factor in each.
+            density: the fraction of a parameter's entries that a rank sends, above 0. The number of
+                entries is rounded up. Entries that are zero are not sent. With 1 the parameter is
+                sent whole.
+            error_feedback: whether a rank keeps what it does not send. Without it gradients are
+                biased, and the loss becomes worse.
+            momentum: the factor of momentum correction, from 0, below 1; 0: none. The residual then
+                accumulates velocities instead of gradients, and the velocity of an entry that was
+                sent becomes zero (factor masking). Use SGD without a momentum of its own. It needs
+                `error_feedback`.
+            warmup_steps: the number of steps in which the density falls from 0.25 to `density`, by
+                the same factor from step to step; 0: none. It changes nothing if `density` is 0.25
+                or more.
             min_numel: parameters of fewer entries, such as biases and norms, are sent whole.
-            chunk: None, or of how many entries, in the order of memory, the selection is: of each
-                chunk the same share is sent, as in SparseLoCo (arXiv 2508.15706), which has 4096.
-            wire_dtype: None, or `torch.bfloat16` or `torch.float16`, in which wider floating-point
-                numbers are sent. What that rounds off this rank's entries is kept, too; what
-                rounding the mean takes off is not.
+            chunk: None, or a number of entries: the selection is then made in each run of so many
+                consecutive entries of the flattened gradient, the same number in each, as in
+                SparseLoCo (arXiv 2508.15706), which has 4096.
+            wire_dtype: None, or `torch.bfloat16` or `torch.float16`: entries of wider dtypes are
+                sent in this dtype. The residual keeps the rounding error of what this rank sends,
+                but not that of the mean, which is rounded, too.
             group: the model's process group, or a Wire; None: torch.distributed's default group.
-            algorithm: of `weft.sparse_all_reduce`.
+            algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
         """
         super().__init__(group, algorithm, wire_dtype)
         self.sparsifier = Sparsifier(
@@ -223,23 +234,36 @@ class TopK(State):
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What this rank keeps from step to step, for a checkpoint: each rank's is its own.
+        """Return what this rank keeps from step to step, for a checkpoint. Each rank has its own.
 
         Returns:
-            Dicts "residual", "velocity" and "steps", each by parameter: named by dtype and number,
-            from the model's last parameter back, or as `weft.sync_sparsified` was given them.
-            Tensors are 1-D, in the order of memory, in float32 at least; not copies.
+            Three dicts, "residual", "velocity" (with `momentum`) and "steps" (how often a parameter
+            was reduced, an int). Their keys name the parameters: by dtype and number, counted from
+            the model's last parameter back ("float32 -1"), or as `weft.sync_sparsified` was given
+            them. Tensors are 1-D, as long as the flattened gradient, in float32 or, for float64, in
+            float64. They are not copies: the next step changes them.
         """
         return self.sparsifier.state_dict()
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Go on from this rank's `state_dict()`, of the same model on as many ranks; copies it.
+        """Continue from what `state_dict()` returned on this rank, of the same model; copy it.
 
-        To be called before the first backward.
+        Call it before the first backward, with as many ranks as it was saved on.
 
         Raises:
-            WeftError: `state` is something else. Later, from `backward()`, on every rank: it is of
-                another model.
+            WeftError: `state` is not what `state_dict()` returns; raised on this rank alone. Later,
+                on every rank, from `backward()`: a residual has not as many entries as its
+                parameter.
+
+        Example:
+            >>> import torch, weft
+            >>> with weft.init():
+            ...     state = weft.ddp.TopK(0.5, min_numel=1)
+            ...     weft.sync_sparsified({"w": torch.tensor([1.0, 8.0])}, state)
+            ...     again = weft.ddp.TopK(0.5, min_numel=1)
+            ...     again.load_state_dict(state.state_dict())
+            >>> again.state_dict()
+            {'residual': {'w': tensor([1., 0.])}, 'velocity': {}, 'steps': {'w': 1}}
         """
         self.sparsifier.load_state_dict(state)
 
@@ -434,15 +458,18 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def topk_hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:
-    """`model.register_comm_hook(weft.ddp.TopK(density), weft.ddp.topk_hook)`: sparsified gradients.
+    """The communication hook that sends sparsified gradients; `TopK` has an example.
 
-    Sparse gradients and errors are treated as `hook` does. After a `WeftError` the residuals are as
-    they were before the step.
+    Use it as `ddp_model.register_comm_hook(weft.ddp.TopK(density), weft.ddp.topk_hook)`, on every
+    rank, before the first backward. Gradients that are sparse tensors are sent whole. A model with
+    tables that a batch may leave unused needs `keep_tables_used(model)` too. If a reduction raises
+    a `WeftError`, its residuals become what they were before the step, up to rounding.
 
     Raises:
-        WeftError: from `backward()`: settings are wrong or differ between ranks, or what was loaded
-            is of another model; the same text on every rank.
-        WireError: from `backward()`: a peer or a link failed.
+        WeftError: from `backward()`: settings are wrong or differ between ranks, or a residual that
+            was loaded is of another model; the same text on every rank. The next step works, but
+            for wrong settings.
+        WireError: from `backward()`: a peer or a link failed; names the culprit. The group is lost.
     """
     return hook(state, bucket)
 

@@ -1,19 +1,24 @@
-"""Embedding tables that are cut by rows over the ranks of a group, so that each holds a P-th.
+"""Embedding tables that are cut by rows over the ranks of a group: each rank holds a P-th.
 
-Rank r holds the rows from `r * ceil(V / P)` on, `ceil(V / P)` of them or what is left: the cut of
-`torch.chunk`, which is also that of a DTensor with `Shard(0)`, so a checkpoint of
-torch.distributed's takes the shards as they are.
+P is the number of ranks and V the number of rows. Rank r holds the rows from `r * ceil(V / P)` up
+to, not including, `(r + 1) * ceil(V / P)`, as far as the table has them; the last ranks may hold
+fewer rows or none. `torch.chunk` and a DTensor with `Shard(0)` cut in the same way, so
+torch.distributed.checkpoint saves and loads the shards as DTensors.
 
-A lookup asks the owner of each row for it once: ranks exchange the indices that they want, then the
-rows, for any number of tables at once. Backward sends the gradients of these rows back by the same
-lists, so no index travels again, and their owner adds them in rank order: the gradient of its shard
-is a sparse tensor with each row once, for an optimizer that knows of no ranks. All arithmetic on
-rows that have come is torch's own.
+A lookup takes two exchanges, whatever the number of tables. In the first, each rank sends to the
+owner of each row that it needs the index of that row, once. In the second, the owners send the
+rows. Backward takes one exchange: it sends the gradients of the rows back to their owners, in the
+order of the index lists of forward, so it sends no indices. The owner adds what the ranks sent, in
+rank order. The gradient of a shard is a sparse tensor that has each row once (or a dense one: see
+`sparse`), so an optimizer treats the shard as it treats any parameter. torch itself computes the
+output from the rows that a rank received (`functional.embedding`, `functional.embedding_bag`).
 
-Row-wise sharding as in Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training
-of Deep Learning Recommendation Models" (ISCA'22), section 4.2.3; no row is on two ranks.
+Source: row-wise parallelism in Mudigere et al., "Software-Hardware Co-design for Fast and Scalable
+Training of Deep Learning Recommendation Models" (ISCA'22). There the owners add up the rows of each
+bag that they hold and send these partial sums (a reduce-scatter); here they send the rows.
 
-`weft.nn` has the public names. They are made here since what serves them lies above `weft.nn`.
+Users find the public names in `weft.nn`. The code is here, because it imports `weft.comm`, which
+`weft.nn` may not import.
 """
 
 from __future__ import annotations
@@ -48,19 +53,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 _Asked = tuple[Tensor, Callable[[Tensor], Tensor]]
-"""What a rank wants of one table: indices of rows, sorted, each once; and what makes its output of
-these rows."""
+"""What a rank needs of one table: the indices of the rows, sorted, each once; and the function that
+computes the table's output from these rows."""
 
 
 class ShardedTable(Cut):
-    """What `ShardedEmbedding` and `ShardedEmbeddingBag` have in common.
+    """The common base of `ShardedEmbedding` and `ShardedEmbeddingBag`.
 
     Attributes:
-        weight: the rows of this rank, `[rows, embedding_dim]`.
-        first: the number of the first of them.
+        weight: the rows of this rank, `[rows of this rank, embedding_dim]`.
+        first: the index, in the whole table, of this rank's first row; `num_embeddings` on a rank
+            without rows.
     """
 
-    _kind: Any  # of torch's
+    _kind: Any  # the class of torch that this one stands for
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
@@ -88,7 +94,7 @@ class ShardedTable(Cut):
         self.reset_parameters()
 
     def _cut(self, table: Any, average: bool, group: Any) -> None:
-        """Become this rank's part of a table of torch's."""
+        """Take the settings of a table of torch's, and copy this rank's rows of it."""
         vars(self).update({name: getattr(table, name) for name in table.__constants__})
         self.average, self._group = average, group
         wire, total = self._wire(), self.num_embeddings
@@ -121,14 +127,28 @@ class ShardedTable(Cut):
         group: Any = None,
         **options: Any,
     ) -> Self:
-        """A table with given rows, of which each rank copies its own; nothing is sent.
+        """Make a table of given rows: each rank copies its own rows of them. No row is sent.
 
         Args:
-            embeddings: the whole table `[num_embeddings, embedding_dim]`, the same on every rank;
-                of one that is mapped from a file (`torch.from_file`) no more than that is read.
-            freeze: the weight requires no gradient.
+            embeddings: the whole table, `[num_embeddings, embedding_dim]`, the same on every rank.
+                Each rank reads its own rows only, so the tensor may be mapped from a file that is
+                larger than memory (`torch.from_file`).
+            freeze: whether the weight requires no gradient.
             sparse, average, group: as for the class.
-            options: others of the class, by name.
+            options: other arguments of the class, by name, but for `device` and `dtype`: the
+                weight has those of `embeddings`.
+
+        Raises:
+            AssertionError, ValueError, TypeError: from torch, where its class refuses an argument.
+            WeftError: there is no such group; raised on this rank alone.
+
+        Example:
+            >>> import torch, weft
+            >>> with weft.init():
+            ...     whole = torch.arange(6.0).view(3, 2)
+            ...     weft.nn.ShardedEmbedding.from_pretrained(whole)(torch.tensor([2, 0]))
+            tensor([[4., 5.],
+                    [0., 1.]])
         """
         table = cls._kind.from_pretrained(embeddings, freeze, sparse=sparse, **options)
         return cls._of(table, average, group)
@@ -137,7 +157,7 @@ class ShardedTable(Cut):
         return default.resolve(self._group)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # being there at all, it makes fully_shard call register_parameter
+        # a module with a __setattr__ of its own makes fully_shard call register_parameter
         if name == "weight" and not isinstance(value, nn.Parameter):
             raise self._cut_twice()
         super().__setattr__(name, value)
@@ -148,7 +168,10 @@ class ShardedTable(Cut):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; raises WeftError for a DTensor, as of fully_shard and distribute_module."""
+        """As torch's, but raises WeftError for a DTensor, which would cut the rows again.
+
+        fully_shard and distribute_module register the DTensors that they make by this method.
+        """
         if hasattr(param, "to_local"):
             raise self._cut_twice()
         super().register_parameter(name, param)
@@ -161,11 +184,12 @@ class ShardedTable(Cut):
         )
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, as torch's tables do: from the normal distribution, padding zero.
+        """Draw the weight again from the standard normal distribution; set the padding row to zero.
 
-        Each rank draws from a generator of its own, seeded by a number of torch's default generator
-        and by the rank: ranks of one seed have different rows. What is drawn depends on how many
-        ranks there are.
+        torch's tables do the same. Each rank takes one number from torch's default generator on the
+        CPU and adds its rank to it: this seeds the generator from which it draws its rows. So ranks
+        with equal seeds draw different rows, and a table over another number of ranks has other
+        rows. A weight on the meta device stays as it is.
         """
         seed = int(torch.randint(1 << 62, (), device="cpu")) + self._rank
         with torch.no_grad():
@@ -176,37 +200,62 @@ class ShardedTable(Cut):
                 self.weight[own].zero_()
 
     def as_dtensor(self, rows: Tensor | None = None) -> Tensor:
-        """This rank's rows of something that has a row for each of the table, as a DTensor.
+        """Return this rank's rows of a tensor with a row for each row of the table, as a DTensor.
 
-        For checkpoints of what an optimizer keeps of the weight, such as Adagrad's `sum`. It shares
-        its memory, so `torch.distributed.checkpoint.load` fills it in place. Nothing is sent.
+        It serves checkpoints of an optimizer's state, such as Adagrad's `sum`. The DTensor shares
+        the memory of `rows`, so `torch.distributed.checkpoint.load` fills `rows` in place. Nothing
+        is sent.
 
         Args:
-            rows: `[rows of this rank, ...]`; None: the weight.
+            rows: `[rows of this rank, ...]`, any dtype, on the device of the weight; None: the
+                weight.
 
         Returns:
-            A DTensor `[num_embeddings, ...]` placed `Shard(0)` over the group; the rows themselves
-            where torch.distributed has no such group, as in a program of threads.
+            A DTensor `[num_embeddings, ...]` with the placement `Shard(0)` over the group. Where
+            torch.distributed has no such group (ranks that are threads, a program that runs
+            alone), `rows` itself, detached.
+
+        Example:
+            >>> import torch, weft
+            >>> with weft.init():  # alone: torch.distributed has no group
+            ...     table = weft.nn.ShardedEmbedding(5, 2)
+            ...     table.as_dtensor(torch.zeros(5)).shape
+            torch.Size([5])
         """
         own = self.weight if rows is None else rows
         return as_shard(own.detach(), self.num_embeddings, self._wire())
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
-        """The whole table `[num_embeddings, embedding_dim]`, on every rank; collective.
+        """Return the whole table, `[num_embeddings, embedding_dim]`, on every rank. Collective.
+
+        The result is a new tensor, with the dtype and device of the weight; not differentiable.
 
         Raises:
+            WeftError: the tables of the ranks differ; the same text on every rank, naming a rank.
+                The next call works.
             WireError: a peer or a link failed; names the culprit. The group is lost.
+
+        Example:
+            >>> import torch, weft
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     whole = torch.arange(5).view(5, 1)
+            ...     table = weft.nn.ShardedEmbedding.from_pretrained(whole.double())
+            ...     return table.first, len(table.weight), table.to_dense().flatten().tolist()
+            >>> run(2, program)
+            [(0, 3, [0.0, 1.0, 2.0, 3.0, 4.0]), (3, 2, [0.0, 1.0, 2.0, 3.0, 4.0])]
         """
         wire = self._wire()
         scatter = Scatter(wire, "to_dense", fields={"tables": _described([self])})
         return torch.cat(applied(scatter, [self.weight.detach()] * wire.size))
 
     def _distinct(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct indices that a caller gave, sorted, and where each of them is in those.
+        """The distinct indices that a caller gave, sorted; and for each given one its place there.
 
         Raises:
-            WeftError: they are none of this table's, or its weight is not this rank's rows.
+            WeftError: an index is not of this table, the input cannot be sent, or the weight does
+                not have the shape of this rank's rows.
         """
         for name, each in (("the weight", self.weight), ("the input", given)):
             if error := unsendable(name, each):
@@ -236,7 +285,7 @@ class ShardedTable(Cut):
         return found, place.view(given.shape)
 
     def _padding(self, indices: Tensor) -> int | None:
-        """Where in sorted indices the padding is, if it is."""
+        """The place of `padding_idx` in sorted indices, or None if it is not among them."""
         if self.padding_idx is None:
             return None
         own = indices.new_tensor([self.padding_idx, self.padding_idx + 1])
@@ -245,7 +294,7 @@ class ShardedTable(Cut):
 
     @property
     def _what(self) -> str:
-        """What must be the same on all ranks."""
+        """A description of what must be equal on all ranks."""
         kind = "averaged" if self.average else "summed"
         most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
         size = f"{self.num_embeddings} x {self.embedding_dim}"
@@ -253,33 +302,39 @@ class ShardedTable(Cut):
 
 
 class ShardedEmbedding(ShardedTable):
-    """`torch.nn.Embedding`, whose rows are cut over the ranks of a group.
+    """`torch.nn.Embedding` whose rows are cut over the ranks of a group.
 
-    All ranks call it together, each with its own indices, also with none; if the weight of some
-    rank requires a gradient, all must run backward, through all outputs of a call or through none.
-    Then `weight.grad` is the gradient of this rank's rows: what it is for a replicated table under
-    DistributedDataParallel, for any optimizer that works row by row.
+    All ranks call it together, each with its own indices; a rank may have none. If the weight
+    requires a gradient, every rank must run backward through the output, or none may.
+
+    After backward, `weight.grad` has the rows of this rank of the gradient that a whole copy of the
+    table on every rank would have under DistributedDataParallel (`average=True`). So an optimizer
+    that updates each row from the gradient of that row alone gives the same weights.
 
     Args:
-        num_embeddings, embedding_dim: rows of the table, and numbers in each; over all ranks.
-        padding_idx, max_norm, norm_type, scale_grad_by_freq: as for `torch.nn.Embedding`; a
-            frequency is that in the input of one rank.
-        sparse: the gradient of the weight is a sparse tensor, each row once: for `torch.optim.SGD`,
-            `Adagrad` and `SparseAdam`. False: a dense one, for all others.
-        device, dtype: of the weight.
-        average: gradients are divided by the number of ranks, as DistributedDataParallel does;
-            False: they are summed.
+        num_embeddings, embedding_dim: the rows of the whole table, and the numbers in a row.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq: as for `torch.nn.Embedding`. The
+            frequency of an index is counted in the input of one rank. With `max_norm`, each owner
+            renormalises, in forward and in place, the rows that some rank asked for.
+        sparse: True (the default): the gradient of the weight is a sparse COO tensor that has each
+            row once, as `torch.optim.SGD`, `Adagrad` and `SparseAdam` take it. False: it is dense,
+            as the other optimizers need it.
+        device, dtype: of the weight, by default torch's default ones.
+        average: True (the default): the sum of the ranks' gradients is divided by the number of
+            ranks, as DistributedDataParallel does. False: it is not.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
 
     Attributes:
-        weight: the rows of this rank, `[rows, embedding_dim]`; drawn at random as torch's are,
-            otherwise on each rank.
-        first: the number of the first of them.
+        weight: the rows of this rank, `[rows of this rank, embedding_dim]`, drawn from the standard
+            normal distribution (`reset_parameters`).
+        first: the index, in the whole table, of this rank's first row.
 
     Raises:
-        WeftError: some rank's input is wrong, or tables differ; the same text on every rank, naming
-            the rank. The next call works.
+        WeftError: from a call, `to_dense` and backward: the input of some rank is wrong, or the
+            ranks' tables differ; the same text on every rank, naming a rank. The next call works.
+            From the constructor: there is no such group; raised on this rank alone.
         WireError: a peer or a link failed; names the culprit. The group is lost.
+        AssertionError, TypeError: from the constructor, by torch, which refuses an argument.
 
     Example:
         >>> import torch, weft
@@ -297,7 +352,14 @@ class ShardedEmbedding(ShardedTable):
     _kind = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows with these indices: `[*input.shape, embedding_dim]`; collective."""
+        """Return the rows with these indices. Collective, differentiable.
+
+        Args:
+            input: indices in the whole table, int32 or int64, of any shape, on the weight's device.
+
+        Returns:
+            `[*input.shape, embedding_dim]`, with the dtype and on the device of the weight.
+        """
         return sharded_lookup([self], [input])[0]
 
     def _asked(self, input: Tensor) -> _Asked:
@@ -313,14 +375,14 @@ class ShardedEmbedding(ShardedTable):
 
 
 class ShardedEmbeddingBag(ShardedTable):
-    """`torch.nn.EmbeddingBag`, whose rows are cut over the ranks of a group.
+    """`torch.nn.EmbeddingBag` whose rows are cut over the ranks of a group.
 
-    As `ShardedEmbedding`, in all that is not said here.
+    What is not said here is as for `ShardedEmbedding`, its errors included.
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq: as there.
-        mode: what becomes of the rows of a bag: "sum", "mean" or "max".
-        sparse: as there; also for "max".
+        mode: how the rows of a bag become one: "sum", "mean" (the default) or "max".
+        sparse: as there. Unlike torch's, it also serves the mode "max".
         include_last_offset, padding_idx: as for `torch.nn.EmbeddingBag`.
         device, dtype, average, group: as there.
 
@@ -345,12 +407,18 @@ class ShardedEmbeddingBag(ShardedTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """One row for each bag, `[bags, embedding_dim]`; collective.
+        """Return one row for each bag. Collective, differentiable.
 
         Args:
-            input: int32 or int64: `[bags, n]`, or 1-D with offsets.
-            offsets: where each bag begins, and with `include_last_offset` where the last one ends.
-            per_sample_weights: of the shape of the input, for the mode "sum"; differentiable.
+            input: indices in the whole table, int32 or int64, on the device of the weight:
+                `[bags, n]`, or 1-D with `offsets`.
+            offsets: for a 1-D input, the place in it where each bag begins, `[bags]`; with
+                `include_last_offset` also the place where the last bag ends, `[bags + 1]`.
+            per_sample_weights: factors of the rows, with the shape of `input` and the dtype of the
+                weight, for the mode "sum" only; differentiable.
+
+        Returns:
+            `[bags, embedding_dim]`, with the dtype and on the device of the weight.
         """
         return sharded_lookup([self], [(input, offsets, per_sample_weights)])[0]
 
@@ -375,7 +443,8 @@ class ShardedEmbeddingBag(ShardedTable):
                 padding_idx=padding,
             )
 
-        try:  # with rows of one number: what torch refuses must be known before ranks meet
+        # on rows of one number: what torch refuses must be known before ranks exchange anything
+        try:
             weights = None if per_sample_weights is None else per_sample_weights.detach()
             output(self.weight.new_zeros(max(1, len(indices)), 1), weights)
         except Exception as error:
@@ -386,9 +455,10 @@ class ShardedEmbeddingBag(ShardedTable):
 
 
 def _some(rows: Tensor) -> Tensor:
-    """Rows of which there is at least one, as torch wants a table to have.
+    """These rows, or one row of zeros if there are none: torch refuses a table without rows.
 
-    So all ranks record the same operations, in which `torch.utils.checkpoint` finds where to stop.
+    So a rank without input records the same operations as the others. `torch.utils.checkpoint`
+    counts them to find where recomputation may stop.
     """
     return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
 
@@ -403,18 +473,25 @@ _KINDS: dict[type, type[ShardedTable]] = {
 def sharded_lookup(
     tables: Sequence[ShardedTable], inputs: Sequence[Tensor | tuple[Any, ...]]
 ) -> list[Tensor]:
-    """The outputs of several sharded tables, for the messages of one; differentiable, collective.
+    """Call several sharded tables at once, with the messages of one call. Collective.
+
+    The outputs are differentiable. Each backward pass through one or more of them is one collective
+    call for all tables, so every rank must run as many passes. Which outputs a rank's loss uses may
+    differ between ranks: the rank sends gradients of zero for the others.
 
     Args:
-        tables: of one group, dtype and device, the same on every rank; one may be there twice.
-        inputs: for each what it is called with: a tensor, or a tuple of arguments.
+        tables: sharded tables of one group, one dtype and one device, the same on every rank. A
+            table may be in the list twice.
+        inputs: for each table the argument of its call: a tensor, or a tuple of arguments.
 
     Returns:
-        What each would have returned. A rank that uses some of them only still gets, and gives,
-        the gradients of all.
+        For each table the output of its call.
 
     Raises:
-        WeftError, WireError: as the tables do.
+        WeftError: as for the tables; or the tables do not fit together, or are not as many as the
+            inputs. An error about a list that is empty, or that has something else than a sharded
+            table, is raised on this rank alone.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft
@@ -445,7 +522,7 @@ def sharded_lookup(
 
 
 def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire) -> None:
-    """Raises WeftError where tables cannot be asked together, or not by this rank."""
+    """Raise WeftError if these tables cannot be called together, or not by this rank."""
     if len(inputs) != len(tables):
         raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
     kinds = dict.fromkeys(f"{each.weight.dtype} on {each.weight.device}" for each in tables)
@@ -458,7 +535,7 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], wire: Wire)
 
 
 def _described(tables: Sequence[ShardedTable]) -> str:
-    """What tables are, for the fingerprint of a call."""
+    """A description of tables, which the ranks compare when a call opens."""
     text = "; ".join(table._what for table in tables)
     return summed_up(text, _SPELLED, f"{len(tables)} tables, the first {tables[0]._what}")
 
@@ -466,10 +543,10 @@ def _described(tables: Sequence[ShardedTable]) -> str:
 def _fetched(
     wire: Wire, tables: Sequence[ShardedTable], wanted: Sequence[Tensor], error: str | None
 ) -> list[Tensor]:
-    """The rows of each table that this rank wants, `[u, embedding_dim]`; collective.
+    """The rows of each table that this rank needs, `[u, embedding_dim]`. Collective.
 
-    Two exchanges: who wants what, and the rows. A message holds the parts of all tables, one behind
-    the other.
+    It takes two exchanges: of indices, and of rows. A message holds the parts of all tables, one
+    after the other.
     """
     fields: dict[str, object] = {"tables": _described(tables)}
     messages, counts = [torch.empty(0, dtype=torch.int64)] * wire.size, [[0]]
@@ -477,7 +554,7 @@ def _fetched(
         messages, counts = _questions(wire, tables, wanted)
     scatter = Scatter(wire, f"{_NAME} (indices)", error, fields=fields)
     heard = applied(scatter, messages)
-    # a table's rows that a rank wants, by rank and table
+    # how many rows each rank needs of each table that are here, by rank and table
     given = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
     runs = []
     for rank, message in enumerate(heard):
@@ -499,8 +576,11 @@ def _fetched(
 def _questions(
     wire: Wire, tables: Sequence[ShardedTable], wanted: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """For each rank how many rows of each table are wanted of it, and which, as it counts them; and
-    those numbers again, for the host."""
+    """The message to each rank, and the counts in it as integers on the host.
+
+    A message has, for each table, how many of the rank's rows are needed; then their indices, each
+    counted from the rank's first row.
+    """
     device = tables[0].weight.device
     ends = [
         torch.searchsorted(indices, indices.new_tensor(table._bounds))
@@ -523,7 +603,10 @@ def _questions(
 
 
 class _Owned(torch.autograd.Function):
-    """What each rank asked for of the rows that are here; its adjoint adds up what comes back."""
+    """Takes the rows that each rank asked for out of this rank's shards.
+
+    Backward adds up the gradients that the ranks send back.
+    """
 
     @staticmethod
     def forward(
@@ -564,7 +647,7 @@ class _Owned(torch.autograd.Function):
 
 
 def _gradient(table: ShardedTable, runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The gradient of a table's rows that are here, of what all ranks sent, in rank order."""
+    """The gradient of this rank's shard: what all ranks sent, added in rank order."""
     indices, sums = kernels.merge(runs, OPS["sum"])
     values = torch.empty_like(sums, dtype=table.weight.dtype)
     kernels.finish(sums, values, len(runs) if table.average else 1)
@@ -577,24 +660,27 @@ def _gradient(table: ShardedTable, runs: Sequence[tuple[Tensor, Tensor]]) -> Ten
 def shard_embeddings(
     module: M, min_rows: int = 100_000, *, average: bool = True, group: Any = None
 ) -> M:
-    """Cut the large tables of a model over the ranks; nothing is sent.
+    """Replace the large embedding tables of a model by sharded ones. No row is sent.
 
-    To be called on the whole model, the same on every rank, before an optimizer is made and before
-    DistributedDataParallel or FSDP2 takes it. It replaces each `torch.nn.Embedding` and
-    `EmbeddingBag` of at least so many rows, no subclasses, by a sharded one with the same rows and
-    arguments (`sparse`, too: False means dense gradients of the shard). It also marks all sharded
-    tables of the model, those that were there already, as none of DistributedDataParallel's.
+    Call it on the whole model, with the same weights on every rank. Call it before you make an
+    optimizer, and before DistributedDataParallel or FSDP2 wraps the model. It replaces each
+    `torch.nn.Embedding` and `torch.nn.EmbeddingBag`, but no subclass of them, that has `min_rows`
+    rows or more. The sharded table has the same rows and arguments, `sparse` included: with
+    `sparse=False` the gradient of the shard is dense. The call also lists all sharded tables of the
+    model, those that it already had included, among the parameters that DistributedDataParallel
+    ignores.
 
     Args:
         module: the model.
-        min_rows: smaller tables stay as they are.
+        min_rows: tables of fewer rows stay as they are.
         average, group: as for `ShardedEmbedding`.
 
     Returns:
-        The model itself; a new module where the model is such a table.
+        The model itself; or, if the model is such a table, a new module.
 
     Raises:
-        WeftError: the weight of such a table is another parameter, too.
+        WeftError: the weight of such a table is also another parameter of the model (tied weights),
+            or there is no such group; raised on this rank alone. The model is as it was.
 
     Example:
         >>> import torch, weft
@@ -634,16 +720,16 @@ def shard_embeddings(
 
 
 def _weights(module: nn.Module) -> list[str]:
-    """The names of the shards in a module."""
+    """The names of the weights of a module's sharded tables."""
     parts = module.named_modules()
     return [f"{name}.weight".lstrip(".") for name, part in parts if isinstance(part, ShardedTable)]
 
 
 def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
-    """Raises where DistributedDataParallel would give all ranks the shards of rank 0.
+    """Raise WeftError where DistributedDataParallel would overwrite all shards by rank 0's.
 
-    torch calls it when a module becomes a part of another, which is before
-    DistributedDataParallel sends anything.
+    torch calls it when a module becomes a part of another. DistributedDataParallel takes a model as
+    its part before it sends anything.
     """
     if isinstance(parent, DistributedDataParallel) and module is not None:
         marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -659,13 +745,13 @@ register_module_module_registration_hook(_guard)
 
 
 def _with_shard(module: ShardedTable, state: dict[str, Any], prefix: str, _: object) -> None:
-    """The state of a table has its weight as a DTensor."""
+    """Put the weight into a state dict as a DTensor."""
     if isinstance(state.get(f"{prefix}weight"), Tensor):
         state[f"{prefix}weight"] = module.as_dtensor()
 
 
 def _with_rows(module: ShardedTable, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Of a DTensor, or of a whole table, the rows of this rank are loaded."""
+    """Take this rank's rows of the weight in a state dict: of a DTensor, or of a whole table."""
     given: Any = state.get(f"{prefix}weight")
     if hasattr(given, "to_local"):
         state[f"{prefix}weight"] = given.to_local()

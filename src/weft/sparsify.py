@@ -1,18 +1,18 @@
-"""Sparsified means: ranks send the largest entries of their tensors and keep the rest for later.
+"""Sparsified means: each rank sends the largest entries of its tensors and keeps the others.
 
-What is kept is the *residual*: it is added to the tensor of the next step, so nothing is lost, only
-late (error feedback). Here are the selection, the residuals and `sync_sparsified`; `weft.ddp.TopK`
-has them under DistributedDataParallel.
+What a rank keeps of a tensor is its *residual*. The rank adds it to the tensor of the next step, so
+nothing is lost, but sent later (error feedback). This file has the selection, the residuals and
+`sync_sparsified`; `weft.ddp.TopK` uses them for the gradients of DistributedDataParallel.
 
-The selection is by tensor, not by bucket: it does not depend on how DistributedDataParallel
-packs gradients, which changes after the first step. It takes no sort of the tensor: a threshold is
-estimated from a sample, low enough to let a few more entries through than are wanted, and the exact
-selection is made among those.
+Entries are selected in each tensor by itself, not in a bucket. So the selection does not depend on
+how DistributedDataParallel packs gradients into buckets, which changes after the first step.
+Without `chunk`, the selection does not sort the tensor: it estimates a threshold from a sample, so
+low that somewhat more entries pass it than are needed, and selects exactly among those.
 
-Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887): sections 3.1 to 3.3 have
-error feedback, momentum correction with factor masking, and warm-up of the density; section 5 the
-threshold from a sample. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo"
-(2025, arXiv 2508.15706), has selection in chunks.
+Sources: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887): sections 3.1 to 3.3
+have error feedback, momentum correction with factor masking, and warm-up of the density; section 5
+has the threshold from a sample. Sarfi et al., "Communication efficient LLM pre-training with
+SparseLoCo" (2025, arXiv 2508.15706), has selection in chunks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from .wire.base import Wire, flattened, plain
 _NAME = "sync_sparsified"
 _WARMUP = 0.25  # the density that warm-up begins with
 _SPELLED = 500  # characters of what all ranks compare of tensors; above, a digest
-_SAMPLED = 64  # entries of a sample that are above its threshold, about
-_AIMS = (1.5, 5.0)  # how many more than wanted a threshold is to let through; then all are taken
+_SAMPLED = 64  # about so many entries of a sample reach its threshold
+# A threshold aims at this multiple of the entries that are needed; the second is tried if too few
+# pass the first. If too few pass that one, too, all entries that are not zero are candidates.
+_AIMS = (1.5, 5.0)
 _GOLDEN = 0.6180339887498949
 
 
@@ -53,22 +55,27 @@ _GOLDEN = 0.6180339887498949
 def sync_sparsified(
     tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any, density: float | None = None
 ) -> None:
-    """Replace tensors by the mean over all ranks of the largest entries of each, in place.
+    """Replace each tensor by the mean of the ranks' largest entries, in place. Collective.
 
-    For training loops that exchange differences of weights every so many steps (local SGD, DiLoCo,
-    SparseLoCo), or gradients without DistributedDataParallel. Collective.
+    It serves training loops without DistributedDataParallel. Some exchange changes of weights every
+    so many steps (local SGD, DiLoCo, SparseLoCo), others gradients. `weft.ddp.TopK` says what is
+    sent and what is kept.
 
     Args:
-        tensors: by name, or in order; the same dtypes and shapes on every rank. Floating-point ones
-            of `state`'s `min_numel` entries or more are sparsified, the others averaged whole.
-        state: a `weft.ddp.TopK`, the same in each call: it holds what was not sent yet.
-        density: in place of the state's, for this call; the same on every rank.
+        tensors: a list, or a dict by name, with the same names, dtypes and shapes on every rank.
+            They are real or complex floating-point tensors of 16 bits a number or more. Real ones
+            of the state's `min_numel` entries or more are sparsified, the others are averaged
+            whole. A DTensor is treated as this rank's part of it.
+        state: a `weft.ddp.TopK`, the same one in each call: it keeps the residuals by name (of a
+            list: "0", "1", ...), and its group is that of the call.
+        density: used in this call in place of the state's, in warm-up, too; the same on every rank.
 
     Every rank gets the same bits. An entry that no rank sent is zero.
 
     Raises:
-        WeftError: tensors, states or densities differ or are wrong; the same text on every rank.
-            Tensors and residuals are as they were, and the next call works.
+        WeftError: tensors, states or densities differ between ranks or are wrong; the same text on
+            every rank, naming a rank. The tensors are as they were, the residuals too, up to
+            rounding. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -113,7 +120,7 @@ def sync_sparsified(
 
 
 def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
-    """Tensors by name, and what is wrong with them, or None."""
+    """The tensors of a caller by name, and what is wrong with them, or None."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Mapping | Sequence):
         return {}, f"tensors is a {type(tensors).__name__}: pass a list, or a dict by name"
     pairs = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
@@ -135,7 +142,7 @@ def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:
-    """What all ranks compare of tensors."""
+    """A description of tensors, which the ranks compare."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     what = (f"{n!r} {str(t.dtype)[6:]} {tuple(t.shape)}" for n, t in tensors.items())
     text = ", ".join(what) or "none"
@@ -143,16 +150,17 @@ def _described(tensors: Mapping[str, Tensor]) -> str:
 
 
 _Picked = tuple[Tensor | None, Tensor, Tensor]
-"""Where the entries of a tensor are that are sent (None: all), what they are, and what is sent."""
+"""Of the entries of a tensor that are sent: their places (None: all entries are sent), their
+values, and the values as they are sent, which rounding may have changed."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of a tensor from step to step: 1-D, in at least float32; None where nothing is.
+    """What is kept of a tensor from step to step.
 
     Attributes:
-        residual: what was not sent.
-        velocity: of momentum correction.
+        residual: what was not sent, 1-D, in float32 or wider; None without error feedback.
+        velocity: of momentum correction, likewise; None without momentum.
         steps: how often the tensor was reduced.
     """
 
@@ -161,7 +169,7 @@ class _Kept:
     steps: int = 0
 
     def added(self, flat: Tensor, momentum: float) -> Tensor:
-        """All that there is to send, this step's included; not to be written."""
+        """Add this step's tensor to what is kept. The caller must not write to the sum returned."""
         total = flat
         if self.velocity is not None:
             total = self.velocity.mul_(momentum).add_(flat)
@@ -170,9 +178,15 @@ class _Kept:
         return total
 
     def sent(self, where: Tensor | None, values: Tensor, sent: Tensor) -> None:
-        """These entries (None: all) had these values, and were sent as those.
+        """Take what was sent out of what is kept.
 
-        What is infinite or not a number is kept nowhere: all ranks have seen it.
+        Entries that are infinite or not a number become zero here: they were sent, so every rank
+        has seen them.
+
+        Args:
+            where: the places of what was sent; None: all entries.
+            values: the values there.
+            sent: the values as they were sent.
         """
         kept = [each for each in (self.residual, self.velocity) if each is not None]
         if self.residual is not None and where is None:
@@ -186,7 +200,7 @@ class _Kept:
                 each.nan_to_num_(0, 0, 0)
 
     def undone(self, flat: Tensor, momentum: float) -> None:
-        """What was added last is not sent: as before, to rounding."""
+        """Undo the last `added`, up to rounding: nothing of it was sent."""
         if self.residual is not None:
             self.residual.sub_(flat if self.velocity is None else self.velocity).nan_to_num_(
                 0, 0, 0
@@ -198,7 +212,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class Sparsifier:
-    """Settings, as `weft.ddp.TopK` describes them, and what is kept from step to step."""
+    """The settings of a `weft.ddp.TopK`, described there, and what is kept from step to step."""
 
     density: float
     error_feedback: bool
@@ -211,10 +225,10 @@ class Sparsifier:
     _names: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_names": {}}  # of the parameters of this process
+        return vars(self) | {"_names": {}}  # these are of the parameters of this process
 
     def settings(self) -> tuple[dict[str, str], str | None]:
-        """What must be equal on all ranks, and what is wrong with it, or None."""
+        """The settings, which must be equal on all ranks; and what is wrong with them, or None."""
         said = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
         return said, _wrong_density(self.density) or self._wrong_setting()
 
@@ -234,10 +248,11 @@ class Sparsifier:
         return None
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Names of a bucket's parameters: by dtype, and number from the model's last one back.
+        """The names of a bucket's parameters: dtype, and number from the model's last one back.
 
-        In a first backward DistributedDataParallel's buckets hold the parameters from the last to
-        the first, but forwards in each: so this numbering does not depend on where they are cut.
+        In the first backward the buckets of DistributedDataParallel come from the last parameters
+        to the first; in each bucket the parameters are in the model's order. Numbering them from
+        the end of each bucket gives numbers that do not depend on where the buckets are cut.
         """
         for parameter in reversed(parameters):
             known = self._names.get(id(parameter))
@@ -248,7 +263,7 @@ class Sparsifier:
         return [self._names[id(parameter)][1] for parameter in parameters]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What is kept, by kind and tensor."""
+        """What is kept, by kind and name of the tensor: see `weft.ddp.TopK.state_dict`."""
         kept = self._kept.items()
         return {
             "residual": {n: each.residual for n, each in kept if each.residual is not None},
@@ -257,7 +272,11 @@ class Sparsifier:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave; it is copied."""
+        """Continue from what `state_dict` returned, and copy it.
+
+        Raises:
+            WeftError: it is something else.
+        """
         kinds = {"residual": Tensor, "velocity": Tensor, "steps": int}
         if (
             not isinstance(state, Mapping)
@@ -286,18 +305,21 @@ class Sparsifier:
         error: str | None = None,
         said: str | None = None,
     ) -> Record | None:
-        """Replace tensors by the mean of what the ranks send; collective, in a call's turn.
+        """Replace tensors by the mean of what the ranks send. Collective; runs on the worker.
 
         Args:
-            wire: among whom.
+            wire: of the ranks that take part.
             tensors: by name; 1-D, contiguous, of one dtype, on one device.
             algorithm: of `weft.sparse_all_reduce`.
-            density: in place of the one that is set.
-            error: what this rank's caller did wrong, or what `wrong` says.
-            said: what to compare with the other ranks, where there is more than these tensors.
+            density: used in place of the setting.
+            error: what is wrong with this rank's call, or None; raised on every rank.
+            said: the description that ranks compare; None: that of these tensors.
 
         Returns:
             The record of the sparse call.
+
+        Raises:
+            WeftError: as `sync_sparsified`.
         """
         asked = self.density if density is None else density
         error = error or _wrong_density(asked)
@@ -305,7 +327,7 @@ class Sparsifier:
         few = [name for name, flat in parts.items() if self._is_sparsified(flat, asked)]
         starts = [0, *accumulate(parts[name].numel() for name in few)]
         picked = [] if error else [self._picked(name, parts[name], density) for name in few]
-        # opens the call of all these tensors, also where none of them is sparsified
+        # the sparse call takes place even if no tensor is sparsified: it compares the ranks
         like = parts[few[0]] if few else torch.empty(0)
         index = torch.int32 if starts[-1] < 2**31 else torch.int64
         places = [where for where, _, _ in picked if where is not None]
@@ -336,17 +358,21 @@ class Sparsifier:
         whole = [name for name in parts if name not in few]
         for name in whole:
             all_of_it = self._picked(name, parts[name], None, whole=True)
-            parts[name].copy_(all_of_it[2])  # which may be the velocity, from which NaN goes next
+            # copied before sent(), which takes NaN out of the velocity: it may be the same memory
+            parts[name].copy_(all_of_it[2])
             self._kept[name].sent(*all_of_it)
         reduce_dense(wire, [parts[name] for name in whole], "avg", self.wire_dtype)
         return last_call(wire)
 
     def _is_sparsified(self, flat: Tensor, density: float) -> bool:
-        """Whether not all of a tensor is sent: by settings and shape alone, alike on all ranks."""
+        """Whether only a part of a tensor is sent.
+
+        It depends on dtype, shape and settings alone, which are equal on all ranks.
+        """
         return flat.is_floating_point() and flat.numel() >= self.min_numel and density < 1
 
     def wrong(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """What is wrong with what is kept of tensors, which may have been loaded, or None."""
+        """What is wrong with what is kept of these tensors, or None: it may have been loaded."""
         for name, tensor in tensors.items():
             kept = self._kept.get(name) or _Kept()
             for each in (kept.residual, kept.velocity):
@@ -361,7 +387,7 @@ class Sparsifier:
     def _picked(
         self, name: str, flat: Tensor, density: float | None, *, whole: bool = False
     ) -> _Picked:
-        """What of a tensor, this step's included, is sent."""
+        """Add a step's tensor to what is kept of it, and select what is sent."""
         kept = self._kept.setdefault(name, _Kept())
         sends = travelling(flat.dtype, self.wire_dtype)
         wide = torch.promote_types(flat.dtype, torch.float32)
@@ -378,14 +404,19 @@ class Sparsifier:
         return where, values, narrowed(values, sends).to(flat.dtype)
 
     def _density_at(self, step: int) -> float:
-        """The density of a step: in warm-up it falls by the same factor in each."""
+        """The density of a step, counted from 0: in warm-up it falls by the same factor in each."""
         first = max(self.density, _WARMUP)
         done = 1.0 if step >= self.warmup_steps else step / self.warmup_steps
         return float(first * (self.density / first) ** done)
 
 
 def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
-    """Where the entries of a tensor are that are sent, ascending; none of them is zero.
+    """The places of the entries of a 1-D tensor that are sent, ascending; none of them is zero.
+
+    Args:
+        values: the tensor.
+        density: the fraction of entries, rounded up to whole ones.
+        chunk: None, or the number of entries of a chunk; the fraction is then of each chunk.
 
     Example:
         >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, None)
@@ -393,7 +424,7 @@ def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
         >>> _selected(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3, 3)
         tensor([1, 5])
     """
-    # NaN is as large as infinity: it is sent, so that every rank sees it
+    # NaN counts as infinity: it is sent, so that every rank sees it
     size = values.abs().nan_to_num_(math.inf, math.inf)
     if chunk is None or chunk >= len(size):
         return _largest(size, math.ceil(density * len(size)))
@@ -405,9 +436,9 @@ def _selected(values: Tensor, density: float, chunk: int | None) -> Tensor:
 
 
 def _largest(size: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of numbers from zero are, ascending; zeros are left out.
+    """The places of the `count` largest of numbers that are not negative, ascending, without zeros.
 
-    Of equal ones the first are taken, so that the same numbers give the same places everywhere.
+    Of equal numbers the first are taken, so the result does not depend on torch's `topk`.
     """
     for limit in (*(_estimate(size, aim * count) for aim in _AIMS), 0.0):
         where = (size >= limit if limit else size > 0).nonzero().view(-1)
@@ -424,12 +455,12 @@ def _largest(size: Tensor, count: int) -> Tensor:
 
 
 def _estimate(size: Tensor, count: float) -> float:
-    """A limit that about so many of the numbers reach, from a sample of them."""
+    """A threshold that about `count` of the numbers reach, estimated from a sample of them."""
     total = len(size)
     most = min(total, math.ceil(_SAMPLED * total / count))
     sample = size
     if 4 * most < total:
-        # far apart, whatever the shape that the numbers are of
+        # a golden-ratio step spreads the sample, whatever the rows and columns of the tensor are
         step = int(total * _GOLDEN)
         while math.gcd(step, total) > 1:
             step += 1
