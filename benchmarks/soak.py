@@ -568,19 +568,17 @@ def ran(wire: weft.Wire, groups: Mapping[tuple[int, ...], Any], name: str, drawn
 def programs(wire: weft.Wire, name: str, several: Sequence[Drawn]) -> tuple[Told, Kept]:
     """Run programs on one rank; what the last three kept comes along."""
     calls, states = 0, []
-    held: deque[Kept] = deque()  # of the last programs, oldest first
+    held: deque[Program] = deque()  # the last ones, oldest first; no variable has what they kept
     with groups_on(wire) as groups:
         for number, each in enumerate(several):
             if number in (len(several) // 4, len(several) - 3):
                 held.clear()
                 states.append(State.now([wire, *filter(None, groups.values())]))
-            program = ran(wire, groups, name, each)
-            calls += program.calls
-            held.append(program.kept)
+            held.append(ran(wire, groups, name, each))
+            calls += held[-1].calls
             if len(held) > HELD:
-                for result, was in held.popleft():
-                    same(result, was)
-    kept = [pair for each in held for pair in each]
+                held.popleft().look()
+    kept = [pair for program in held for pair in program.kept]
     return Told(len(several), calls, states[0], states[-1]), kept
 
 
