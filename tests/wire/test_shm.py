@@ -221,6 +221,16 @@ def test_a_tensor_for_several_is_copied_once():
     run(3, same_to_all, on="processes")
 
 
+def closes_while_it_waits():
+    with weft.init() as wire:
+        wire.post((), [(1 - wire.rank, wire.lease(100_000).tensor)])
+    return [each for each in open("/proc/self/maps") if "/memfd:weft" in each]
+
+
+def test_a_receive_that_never_came_keeps_no_segment_of_a_closed_wire():
+    assert processes(2, closes_while_it_waits) == [[], []]
+
+
 def sums_while_pages_are_locked(when):
     """The last rank has all its memory locked from those calls on, until the next but one."""
     libc, kept = ctypes.CDLL(None, use_errno=True), []

@@ -444,3 +444,15 @@ class Connection:
                 if send.block is not None:
                     send.block.read()
             self._unread.clear()
+
+    def close(self) -> None:
+        """Close the socket, and let go of the memory of all messages under way.
+
+        A closed wire may be referenced for long, and messages may lie in its segment.
+        """
+        self.sock.close()
+        self.segment = self._into = self._coming = None
+        for by_channel in (self._receives, self._arrived, self._sends, self._unread):
+            by_channel.clear()
+        for messages in (self._ready, self._parts, self._leaving):
+            messages.clear()

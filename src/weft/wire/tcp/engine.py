@@ -253,5 +253,4 @@ class Engine(processes.Engine):
         if self.segment is not None:
             self.segment.close()
         for connection in self.connections.values():
-            connection.sock.close()
-            connection.segment = None
+            connection.close()
