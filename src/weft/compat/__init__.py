@@ -1,5 +1,6 @@
-"""Faces of other libraries: their names and their argument order, over weft's own calls.
+"""The interfaces of other libraries, under their names and with their argument order.
 
-No algorithm lives here. A program that was written for one of these libraries keeps its calls;
-a new one is better served by `weft.sparse_all_reduce`.
+They call weft's own functions; no algorithm is here. A program that was written for oneCCL
+(`oneccl`), DistDL (`distdl`) or SAR (`sar`) keeps its calls. A new program should call weft's own
+functions.
 """

@@ -1,7 +1,7 @@
-"""What all faces do with their arguments: groups, integers, memory to write to, and what is wrong.
+"""Checks of arguments that all compatible interfaces share: groups, integers, memory to write to.
 
-A face checks what weft's own calls cannot know of. What is wrong there on one rank is raised on
-all, as by weft's calls.
+They check what weft's own calls cannot see. An argument that is wrong on one rank raises the same
+error on all ranks, as in weft's own calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Integers = NDArray[np.int64]
 
 
 def wire_of(group: Any = None) -> weft.Wire:
-    """The wire of what `group=` of weft's calls takes; None: of the default group."""
+    """The wire of a `group=` argument of weft's calls; None: of the default group."""
     return weft.Partition(1, group=group).wire
 
 
@@ -34,7 +34,7 @@ def default() -> weft.Wire | None:
 
 
 def tell(error: Exception, group: Any = None) -> NoReturn:
-    """Raise on all ranks what is wrong on this one, while the others make the call."""
+    """Raise an error of this rank on all ranks of the group; the others are in the call."""
 
     def fail() -> NoReturn:
         raise error
@@ -44,7 +44,7 @@ def tell(error: Exception, group: Any = None) -> NoReturn:
 
 
 def integer(given: object) -> int | None:
-    """An integer of any kind, such as NumPy's or a bool, as Python's; None of anything else."""
+    """An integer of any type, such as NumPy's or a bool, as an int; None for anything else."""
     try:
         return int(operator.index(given))  # type: ignore[arg-type]  # whatever is none raises
     except TypeError:
@@ -52,12 +52,12 @@ def integer(given: object) -> int | None:
 
 
 def integers(given: ArrayLike) -> Integers:
-    """One integer or several, as NumPy takes them, as an array of at least one dimension."""
+    """One integer or several as an int64 array of at least one dimension."""
     return np.atleast_1d(np.asarray(given, dtype=np.int64))
 
 
 def unfit(tensor: Tensor, *, write: bool = True) -> str | None:
-    """Why a tensor of the caller's cannot be filled, or at least read, or None."""
+    """Why a tensor of the caller's cannot be read or, with `write`, written; None if it can."""
     if not has_elements(tensor):
         return f"{lacking(tensor)}: pass a strided tensor with data"
     if not write:

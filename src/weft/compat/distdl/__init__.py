@@ -1,13 +1,12 @@
 """DistDL's partitions and data movement layers, under their names.
 
-A script that was written for DistDL runs by changing its imports: every name is here, whatever
-module of DistDL's it was in, and `nn`, `slicing`, `tensor_decomposition`, `mixins` are modules for
-scripts that name those. Neither MPI nor mpi4py is needed; weft is started by the first partition,
-under whatever launched the processes.
+A script that was written for DistDL runs if it changes its imports. Every name is here, whatever
+module of DistDL's it comes from. `nn`, `slicing`, `tensor_decomposition` and `mixins` are modules,
+for scripts that name those. Neither MPI nor mpi4py is needed. The first partition starts weft,
+which finds the ranks by the launcher's environment (torchrun, mpirun, srun).
 
-The sources are DistDL's manual, versions 0.5 and 0.6 (Hewett and Grady, "A linear algebraic
-approach to model parallelism in deep learning", arXiv:2006.03108), and what its layers were seen to
-do.
+Sources: DistDL's manual, versions 0.5 and 0.6; Hewett and Grady, "A linear algebraic approach to
+model parallelism in deep learning" (arXiv 2006.03108); and what DistDL's layers do when they run.
 """
 
 from . import backend as backend

@@ -1,6 +1,6 @@
-"""`distdl.backends.backend`: what layers of a script ask of `self._distdl_backend`.
+"""`distdl.backends.backend`: what the layers of a script take from `self._distdl_backend`.
 
-Partitions, and buffers that several layers share. weft's own layers need no buffers of a script's.
+It has partitions, and buffers that several layers share. weft's own layers do not use the buffers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["BufferManager", "CartesianPartition", "ExpandableBuffer", "Partition
 
 
 class ExpandableBuffer:
-    """Memory that grows when a larger view of it is asked for; all views begin at its start.
+    """An array that grows when a larger view of it is needed. All views begin at its start.
 
     Args:
-        dtype: of its elements.
-        initial_capacity: how many of them there are at first.
+        dtype: of the elements; a NumPy dtype.
+        initial_capacity: the number of elements at first.
 
     Attributes:
-        dtype: as it was given.
-        capacity: elements that there are.
-        raw_buffer: all of them, an array of one dimension; another one once it has grown.
-        views: the view of each shape that was asked for.
+        dtype: as given.
+        capacity: the number of elements.
+        raw_buffer: the array, 1-D; a new one when the buffer has grown.
+        views: the views, by shape.
 
     Example:
         >>> buffer = ExpandableBuffer(np.float32)
@@ -43,7 +43,7 @@ class ExpandableBuffer:
         self.views: dict[tuple[int, ...], NDArray[Any]] = {}
 
     def expand(self, new_capacity: int) -> None:
-        """Hold at least so many elements; what was there stays there, in new views."""
+        """Grow to at least so many elements. The content is copied; all views are new."""
         if new_capacity <= self.capacity:
             return
         grown = np.empty(new_capacity, self.dtype)
@@ -52,11 +52,11 @@ class ExpandableBuffer:
         self.views = {shape: self._view(shape) for shape in self.views}
 
     def allocate_view(self, view_shape: Sequence[int]) -> None:
-        """Have a view of that shape."""
+        """Make the view of this shape."""
         self.get_view(view_shape)
 
     def get_view(self, view_shape: Sequence[int]) -> NDArray[Any]:
-        """The view of that shape; the same one until the buffer grows."""
+        """Return the view of this shape; the same one until the buffer grows."""
         shape = tuple(view_shape)
         if shape not in self.views:
             self.expand(math.prod(shape))
@@ -68,10 +68,16 @@ class ExpandableBuffer:
 
 
 class BufferManager:
-    """Buffers that are handed out again and again, by dtype.
+    """Buffers by dtype, which several layers share.
 
     Attributes:
-        buffers_map: all of them, by the dtype that they were asked for with.
+        buffers_map: the buffers, by the dtype of the request.
+
+    Example:
+        >>> manager = BufferManager()
+        >>> one, other = manager.request_buffers(2, np.float32)
+        >>> manager.request_buffers(1, np.float32)[0] is one
+        True
     """
 
     def __init__(self) -> None:
@@ -80,12 +86,12 @@ class BufferManager:
     def request_buffers(
         self, n_buffers: int, dtype: DTypeLike, **options: Any
     ) -> list[ExpandableBuffer]:
-        """The first so many buffers of a dtype; those that are not there are made.
+        """Return the first `n_buffers` buffers of a dtype; make those that do not exist.
 
         Args:
-            n_buffers: how many.
+            n_buffers: the number of buffers.
             dtype: of their elements.
-            options: of `ExpandableBuffer`, for those that are made.
+            options: arguments of `ExpandableBuffer` for those that are made.
         """
         held = self.buffers_map.setdefault(dtype, [])
         held += [ExpandableBuffer(dtype, **options) for _ in range(n_buffers - len(held))]

@@ -1,8 +1,8 @@
-"""The communicators that scripts make their first partition of, with or without mpi4py.
+"""The communicators from which scripts make their first partition, with or without mpi4py.
 
-`MPI` stands for mpi4py's module of that name, and `Communicator` for its communicators, with the
-few methods that scripts call; over weft, so neither MPI nor mpi4py is needed. A communicator of
-mpi4py's own serves, too: `line_of` finds the ranks that its processes are.
+`MPI` takes the place of mpi4py's module of that name, and `Communicator` that of its communicators,
+with the few methods that scripts call. They work over weft and need neither MPI nor mpi4py. A
+communicator of mpi4py can be used, too: `line_of` finds which ranks its processes are.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from weft.bootstrap import connect_store, host_store, join
 from ..arguments import default, wire_of
 
 PROC_NULL = -1
-"""The rank of a worker in a partition that it is not active in, and of a neighbour beyond an edge.
-"""
+"""The rank of a process that is not in a partition, and of a neighbour beyond an edge of a grid."""
 
 Op = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """The workers of a partition, for a script that speaks to them as MPI does.
+    """The workers of a partition, with methods of MPI's communicators.
 
-    Buffers are NumPy arrays or tensors of the host; of a list such as `[array, MPI.DOUBLE]` the
-    first counts. A wait lasts at most the group's timeout.
+    A buffer is a NumPy array, a tensor on the CPU, or a list whose first element is one, such as
+    `[array, MPI.DOUBLE]`. A wait lasts at most the group's timeout.
+
+    `Barrier`, `Split`, `Allreduce`, `Reduce`, `Bcast`, `gathered` and `reduced` are collective
+    among the workers. They raise WeftError if the workers' arrays do not fit together, and
+    WireError if a peer or a link failed.
 
     Attributes:
-        line: the workers, in order; None: all ranks of the default group, once it is there.
+        line: the workers, in order, as a 1-D `weft.Partition`; None: all ranks of the default
+            group, which is started at the first use.
 
     Example:
         >>> from weft.testing import run
@@ -55,13 +59,13 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This worker's place among them; PROC_NULL if it is none of them."""
+        """This worker's number among them; PROC_NULL if this process is none of them."""
         index = self._line.index
         return PROC_NULL if index is None else index[0]
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of workers."""
         return self._line.size
 
     def Get_rank(self) -> int:
@@ -73,61 +77,62 @@ class Communicator:
         return self.size
 
     def Barrier(self) -> None:
-        """Wait until all of them are here.
+        """Wait until all workers have called it.
 
         Raises:
-            WireError: a worker failed, or did not come in time.
+            WireError: a worker failed, or did not call it in time.
         """
         line = self._line
         if line.active:
             nn.AllSumReduce(line, 0)(torch.zeros((), device="cpu"))
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:
-        """The workers that pass the same color, by their keys, then in their order."""
+        """The communicator of the workers that pass the same color, sorted by key, then by rank."""
         told = self.gathered(np.array([color, key], np.int64)).tolist()
         chosen = [(at, place) for place, (each, at) in enumerate(told) if each == color]
         return Communicator(self._line.subset([place for _, place in sorted(chosen)]))
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add) -> None:
-        """Reduce arrays of one shape, in rank order, into a buffer on every worker.
+        """Reduce arrays over the workers, in rank order, into a buffer on every worker.
 
         Args:
-            sendbuf, recvbuf: arrays of one shape; the same on all workers.
-            op: of `MPI` or of mpi4py's, or any function of two numbers.
+            sendbuf, recvbuf: of the same number of elements; `sendbuf` has the same shape and dtype
+                on all workers.
+            op: of `MPI` or mpi4py, or a function of two numbers.
         """
         _fill(recvbuf, self.reduced(_array(sendbuf), op))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Op = np.add, root: int = 0) -> None:
-        """The same, into the buffer of one worker; the others' may be None."""
+        """The same, but only the root's `recvbuf` is filled; the others' may be None."""
         found = self.reduced(_array(sendbuf), op)
         if self.rank == root:
             _fill(recvbuf, found)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Fill all workers' buffers with what is in the root's."""
+        """Fill all workers' buffers with the content of the root's."""
         _fill(buf, self._moved(buf, root, range(self.size)))
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send an array to one worker; ends when that one receives it. Tags say nothing."""
+        """Send an array to one worker, which must call `Recv`. Tags have no effect."""
         self._moved(buf, self.rank, [dest])
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
-        """Fill a buffer with what one worker sends."""
+        """Fill a buffer with the array that one worker sends. Tags have no effect."""
         _fill(buf, self._moved(buf, source, [self.rank]))
 
     def gathered(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Arrays of one shape of all workers, in their order; shape [size, ...]."""
+        """The arrays of all workers, which have one shape and dtype, in rank order: [size, ...]."""
         found: NDArray[Any] = nn.AllGather(self._line, 0)(torch.from_numpy(array[None])).numpy()
         return found
 
     def reduced(self, array: NDArray[Any], op: Op) -> NDArray[Any]:
-        """The same, reduced in their order, in the arrays' dtype."""
+        """The arrays of all workers, reduced in rank order, in the arrays' dtype."""
         each = op if isinstance(op, np.ufunc) else np.frompyfunc(op, 2, 1)
         found: NDArray[Any] = functools.reduce(each, [*self.gathered(array)])
         return found.astype(array.dtype)
 
     def _moved(self, buf: Any, source: int, targets: Sequence[int]) -> NDArray[Any]:
-        """One worker's array, on others; what those pass is not read."""
+        """The array of one worker, on other workers, whose own `buf` is not read."""
         line = self._line
         there = self.rank == source
         x = torch.from_numpy(_array(buf)) if there else nn.zero_volume_tensor()
@@ -140,12 +145,16 @@ class Communicator:
 
 
 class MPI:
-    """What scripts take from mpi4py's module of this name, without an MPI.
+    """The parts of mpi4py's module `MPI` that scripts use, without MPI.
 
     Attributes:
         COMM_WORLD: all ranks of weft's default group, which is started if there is none.
-        PROC_NULL: the rank of nobody.
+        PROC_NULL: -1, the rank of no worker.
         SUM, PROD, MIN, MAX: NumPy's functions.
+
+    Example:
+        >>> MPI.SUM([2, 3], [1, 1]), MPI.PROC_NULL
+        (array([3, 4]), -1)
     """
 
     COMM_WORLD = Communicator()
@@ -154,7 +163,7 @@ class MPI:
 
     @staticmethod
     def Wtime() -> float:
-        """Seconds since some moment in the past."""
+        """The seconds since a fixed moment in the past."""
         return time.perf_counter()
 
 
@@ -169,11 +178,11 @@ def _fill(buf: Any, found: NDArray[Any]) -> None:
 
 
 def line_of(comm: Any) -> Partition:
-    """The ranks of a communicator or a group, in order.
+    """The ranks of a communicator or a group, in order, as a 1-D partition.
 
     Args:
-        comm: None or `MPI.COMM_WORLD`: all ranks; a Communicator; whatever `group=` of weft's calls
-            takes; or a communicator of mpi4py, which is asked for its ranks: collective in it.
+        comm: None or `MPI.COMM_WORLD`: all ranks; a `Communicator`; what `group=` of weft's calls
+            takes; or a communicator of mpi4py, whose processes then exchange their ranks.
 
     Raises:
         WeftError: it is none of these, or mpi4py's COMM_NULL, or a communicator whose processes are
@@ -194,21 +203,22 @@ def line_of(comm: Any) -> Partition:
 
 
 def is_mpi(comm: Any) -> bool:
-    """Whether this speaks as the communicators of mpi4py do."""
+    """Whether this is a communicator of mpi4py, or behaves like one."""
     return hasattr(comm, "Get_rank") and hasattr(comm, "allgather")
 
 
 _TIMEOUT = 300.0  # seconds, as of a group that weft.init starts
 _PROCESS = secrets.token_hex(8)  # tells this process from all others
 _met: dict[tuple[str, ...], Wire] = {}
-"""The wires of communicators, by their processes: a script makes many of the same ones."""
+"""The wires of communicators, by their processes: a script may make many of the same processes."""
 
 
 def _line_of_mpi(comm: Any) -> Partition:
-    """The ranks that the processes of a communicator of mpi4py are; collective among them alone.
+    """The ranks of the processes of a communicator of mpi4py. Collective among these alone.
 
-    They are ranks of the default group if that is there on all of them. Else all processes of the
-    job start it, and fewer have a group of their own: the others need not come.
+    If all of them have the default group, they are ranks of it. Otherwise, a communicator of all
+    processes of the job starts the default group. A smaller one makes a group of its own, so the
+    other processes need not take part.
     """
     wire = default()
     told = comm.allgather((_PROCESS, None if wire is None else wire.rank))
@@ -231,7 +241,7 @@ def _line_of_mpi(comm: Any) -> Partition:
 
 
 def _meet(comm: Any) -> Wire:
-    """A wire between the processes of a communicator, which meet at a store of the first one's."""
+    """A wire between the processes of a communicator: its first process hosts their store."""
     store, where = None, None
     if comm.Get_rank() == 0:
         try:

@@ -1,7 +1,11 @@
-"""DistDL's partitions: faces of `weft.Partition`.
+"""DistDL's partitions, made of `weft.Partition`.
 
-Every rank knows who is in a partition, also those that are not. Making one communicates nothing,
-but for one made of a communicator of mpi4py, which is asked for its ranks.
+A partition is a set of workers, in a line or in a Cartesian grid; a worker is a rank. Every rank
+knows the workers of a partition, whether it is one of them or not. Making a partition from another
+one communicates nothing. Making the first one may: `MPIPartition()` starts weft if it was not
+started, and a communicator of mpi4py is asked for its ranks.
+
+Source: DistDL's manual, "Partitions".
 """
 
 from __future__ import annotations
@@ -23,23 +27,27 @@ _OPERATIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
 class MPIPartition:
-    """A team of workers, in a line.
+    """A set of workers in a line.
 
     Args:
-        comm: None or `MPI.COMM_WORLD`: all ranks, for which weft is started if it was not; or what
-            `group=` of weft's calls takes; or a communicator of mpi4py.
-        group, root: found from `comm`; have no effect.
-        device: what `device` is to be; None: the CPU.
-        requested_device, initialize_backend_comm: DistDL's for CuPy and NCCL; have no effect.
+        comm: None or `MPI.COMM_WORLD`: all ranks; weft is started if it was not. Or what `group=`
+            of weft's calls takes; or a communicator of mpi4py.
+        group, root: have no effect: they follow from `comm`.
+        device: the value of the attribute `device`; None: the CPU.
+        requested_device, initialize_backend_comm: DistDL's, for CuPy and NCCL; have no effect.
 
     Attributes:
-        active: whether this worker is in it.
-        rank: its place in the partition; -1 if it is not active.
-        size: how many workers there are.
-        shape: of the partition; dtype int64, shape [dim].
-        dim: how many dimensions it has: 1.
-        index: as `rank`; None if it is not active.
-        device: for a script's own tensors; layers take those on any device.
+        active: whether this process is a worker of the partition.
+        rank: this worker's number in the partition; -1 if it is not active.
+        size: the number of workers.
+        shape: the extents of the partition, an int64 array of shape [dim]; here [size].
+        dim: the number of dimensions; here 1.
+        index: the same as `rank`; None if this process is not active.
+        device: for a script's own tensors. Layers take tensors on any device.
+
+    Raises:
+        WeftError: `comm` is no such group, or this rank is not in it.
+        WireError: as `weft.init`, where that is called.
 
     Example:
         >>> from weft.testing import run
@@ -69,7 +77,7 @@ class MPIPartition:
 
     @property
     def grid(self) -> Partition:
-        """The `weft.Partition` that it is.
+        """The same partition as a `weft.Partition`.
 
         Raises:
             WeftError: it was deactivated.
@@ -106,7 +114,7 @@ class MPIPartition:
 
     @property
     def comm(self) -> Any:
-        """The communicator of mpi4py that it was made of, or one over weft; None if not active."""
+        """The communicator of mpi4py that made it, else one over weft; None if it is not active."""
         if not self.active:
             return None
         return Communicator(self._line) if self._mpi is None else self._mpi
@@ -118,27 +126,33 @@ class MPIPartition:
         return self.grid.reshape((self.size,))
 
     def deactivate(self) -> None:
-        """Be inactive from now on. Layers that were made of it still work."""
+        """Make this partition inactive on this worker. Layers that were made of it still work."""
         self._released = True
 
     def initialize_backend_comm(self) -> None:
-        """Nothing: weft has no other communicators."""
+        """Do nothing: weft needs no second communicator."""
 
     def broadcast_data(
         self, data: Any, root: int = 0, P_data: MPIPartition | None = None
     ) -> NDArray[Any] | None:
-        """Data of one worker, on all workers of this partition.
+        """Send data of one worker to all workers of this partition. Collective.
 
         Args:
-            data: an array, or what makes one; read on the root alone.
-            root: its rank in `P_data`.
-            P_data: a partition of some of these workers; None: this one.
+            data: an array, or what NumPy makes an array of; only the root's is read.
+            root: the rank, in `P_data`, of the worker that has the data.
+            P_data: a partition whose root is a worker of this one; None: this one.
 
         Returns:
             The array, of at least one dimension; None where this partition is not active.
 
         Raises:
-            WeftError: the root is none of these workers.
+            WeftError: the root is not in this partition.
+            WireError: a peer or a link failed; names the culprit. The group is lost.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(2, lambda wire: MPIPartition().broadcast_data([wire.rank + 5], root=1).tolist())
+            [[6], [6]]
         """
         source = (self if P_data is None else P_data)._line.subset([root])
         if not set(source.ranks) <= set(self.grid.ranks):
@@ -150,28 +164,52 @@ class MPIPartition:
         return found
 
     def allgather_data(self, data: Any) -> NDArray[Any]:
-        """Data of all workers on all of them, shape [size, length]; collective in the partition."""
+        """Send data of each worker to all workers of the partition. Collective.
+
+        Args:
+            data: an array, which is flattened, of the same length and dtype on every worker.
+
+        Returns:
+            The arrays in rank order, [size, length].
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(2, lambda wire: MPIPartition().allgather_data([wire.rank, 7]).tolist())
+            [[[0, 7], [1, 7]], [[0, 7], [1, 7]]]
+        """
         return Communicator(self._line).gathered(np.ravel(data))
 
     def allreduce_data(self, data: Any, op: str = "sum") -> NDArray[Any]:
-        """Arrays of all workers, of one shape, reduced by "sum", "prod", "min" or "max".
+        """Reduce arrays over all workers of the partition, in rank order. Collective.
+
+        Args:
+            data: an array, of the same shape and dtype on every worker.
+            op: "sum", "prod", "min" or "max".
+
+        Returns:
+            A new array of that shape and dtype.
 
         Raises:
             WeftError: `op` is none of these.
+
+        Example:
+            >>> from weft.testing import run
+            >>> run(3, lambda wire: MPIPartition().allreduce_data(wire.rank, "max").item())
+            [2, 2, 2]
         """
         if op not in _OPERATIONS:
             raise WeftError(f"allreduce_data: op is {op!r}: use {', '.join(_OPERATIONS)}")
         return Communicator(self._line).reduced(np.asarray(data), _OPERATIONS[op])
 
     def print_sequential(self, val: object) -> None:
-        """Print what all workers have to say, in their order, on the first."""
+        """Print `val` of all workers, in rank order, on the first worker. Collective."""
         if self.active:
             said = torch.frombuffer(bytearray(f"{val}\n".encode()), dtype=torch.uint8)
             text = bytes(nn.Gather(self._line, 0)(said).tolist()).decode()
             print(text, end="", flush=True)
 
     def __eq__(self, other: object) -> bool:
-        """Whether this worker is active in both, and they are the same grid."""
+        """Whether this worker is active in both partitions, and they are the same grid."""
         if not isinstance(other, MPIPartition):
             return NotImplemented
         return self.active and other.active and self.grid == other.grid
@@ -188,34 +226,42 @@ class MPIPartition:
         return other
 
     def create_partition_inclusive(self, ranks: Sequence[int]) -> MPIPartition:
-        """The workers with these ranks in this partition, in that order.
+        """Make the partition of the workers that have these ranks in this one, in that order.
 
         Raises:
-            WeftError: there is none of that rank, or it is named twice.
+            WeftError: a rank is not in this partition, or is there twice.
         """
         return self._made(MPIPartition, self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
 
     def create_partition_union(
         self, other: MPIPartition, initialize_backend_comm: bool = False
     ) -> MPIPartition:
-        """The workers of both, those of this partition first.
+        """Make the partition of the workers of both, those of this one first.
 
         Raises:
-            WeftError: they count in different groups.
+            WeftError: the two partitions are of different groups.
         """
         return self._made(MPIPartition, self.grid.union(other.grid))
 
     def create_cartesian_topology_partition(
         self, shape: Sequence[int], **options: Any
     ) -> MPICartesianPartition:
-        """All workers of this partition in a grid, in row-major order.
+        """Make the Cartesian grid of all workers of this partition, in row-major order.
 
         Args:
-            shape: of the grid.
-            options: those of MPI_Comm_create_cart; have no effect.
+            shape: the extents of the grid.
+            options: those of MPI_Cart_create; have no effect.
 
         Raises:
-            WeftError: the grid does not have as many cells as there are workers.
+            WeftError: the product of the extents is not the number of workers.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 2])
+            ...     return P_x.index.tolist()
+            >>> run(4, program)
+            [[0, 0], [0, 1], [1, 0], [1, 1]]
         """
         extents = [int(extent) for extent in np.ravel(shape)]
         if int(np.prod(extents)) != self.size:
@@ -232,17 +278,20 @@ class MPIPartition:
         transpose_dest: bool = False,
         initialize_backend_comm: bool = False,
     ) -> tuple[MPIPartition, MPIPartition]:
-        """This worker's teams, to send to and to receive in, where this grid broadcasts to another.
+        """Make the partitions in which this worker sends and receives when this grid broadcasts.
 
-        A team is a worker of this grid and then those of the other that it stands for.
+        Such a partition has a worker of this grid, followed by the workers of the other grid to
+        which it sends.
 
         Args:
             P_dest: the other grid.
-            transpose_src, transpose_dest: whether the shape of this one, of the other is reversed.
+            transpose_src: whether to reverse the shape of this grid before the grids are matched.
+            transpose_dest: the same for `P_dest`.
             initialize_backend_comm: has no effect.
 
         Returns:
-            P_send, P_recv: each is inactive where the worker has no such team.
+            P_send, in which this worker is the sender, and P_recv, in which it receives. Each is
+            inactive if there is no such partition for this worker.
 
         Raises:
             WeftError: the grids do not match.
@@ -257,14 +306,18 @@ class MPIPartition:
         transpose_dest: bool = False,
         initialize_backend_comm: bool = False,
     ) -> tuple[MPIPartition, MPIPartition]:
-        """The same for a sum from this grid to another, whose workers come first in their teams."""
+        """Make the same partitions for a sum from this grid to `P_dest`.
+
+        A partition has a worker of `P_dest`, followed by the workers of this grid whose tensors it
+        sums. Arguments, results and errors are those of `create_broadcast_partition_to`.
+        """
         grids = paired(P_dest, self, transpose_dest, transpose_src)
         return self._teams(*grids, self.grid.union(P_dest.grid))[::-1]
 
     def _teams(
         self, small: Partition, large: Partition, union: Partition
     ) -> tuple[MPIPartition, MPIPartition]:
-        """This worker's team as one of the small grid, and as one of the large grid."""
+        """This worker's partition as one of the small grid, and as one of the large grid."""
         layer, me, place = nn.Broadcast(small, large), union.rank, union.ranks.index
         moves = layer.plan(()).moves if union.active else ()
         first = {move.destination: move.source for move in moves}
@@ -282,12 +335,13 @@ class MPIPartition:
 
 
 class MPICartesianPartition(MPIPartition):
-    """A team of workers in a grid; made by `create_cartesian_topology_partition`.
+    """Workers in a Cartesian grid; `create_cartesian_topology_partition` makes it.
 
     Attributes:
-        shape: how many workers in each dimension; dtype int64, shape [dim].
-        dim: how many dimensions.
-        index: of this worker, dtype int64, shape [dim]; None if it is not active.
+        shape: the extents of the grid, an int64 array of shape [dim].
+        dim: the number of dimensions.
+        index: this worker's index in the grid, an int64 array of shape [dim]; None if this process
+            is not active.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -298,7 +352,7 @@ class MPICartesianPartition(MPIPartition):
         return self.cartesian_index(self.rank) if self.active else None
 
     def cartesian_index(self, rank: int) -> NDArray[np.int64]:
-        """The index of a worker, by its rank in this partition.
+        """The index, in the grid, of the worker with this rank: an int64 array of shape [dim].
 
         Raises:
             WeftError: there is no such worker.
@@ -306,9 +360,17 @@ class MPICartesianPartition(MPIPartition):
         return np.array(self.grid.cells[self.grid.subset([rank]).ranks[0]], dtype=np.int64)
 
     def neighbor_ranks(self, rank: int) -> list[tuple[int, int]]:
-        """The ranks in this partition of the workers before and after, for each dimension.
+        """The ranks of a worker's neighbours: (before, after) in each dimension.
 
-        -1 beyond the edges.
+        Beyond an edge of the grid the rank is -1.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     P_x = MPIPartition().create_cartesian_topology_partition([2, 1])
+            ...     return P_x.neighbor_ranks(0)
+            >>> run(2, program)[0]
+            [(-1, 1), (-1, -1)]
         """
         at = self.cartesian_index(rank) + 1
         ranks = np.pad(np.arange(self.size).reshape(self.shape), 1, constant_values=PROC_NULL)
@@ -318,14 +380,14 @@ class MPICartesianPartition(MPIPartition):
     def create_cartesian_subtopology_partition(
         self, remain_shape: Sequence[bool]
     ) -> MPICartesianPartition:
-        """The sub-grid through this worker, along the dimensions for which that is true."""
+        """The sub-grid through this worker along the dimensions where `remain_shape` is true."""
         dims = [dim for dim, remains in enumerate(remain_shape) if remains]
         return self._made(MPICartesianPartition, self.grid.keep(dims))
 
     def create_allreduction_partition(
         self, axes_reduce: Sequence[int], initialize_backend_comm: bool = False
     ) -> MPICartesianPartition:
-        """The sub-grid through this worker along some dimensions, of extent 1 in the others."""
+        """The sub-grid through this worker along `axes_reduce`; its other extents are 1."""
         axes = sorted(int(axis) % self.dim for axis in np.ravel(axes_reduce))
         shape = [extent if dim in axes else 1 for dim, extent in enumerate(self.grid.shape)]
         return self._made(MPICartesianPartition, self.grid.keep(axes).reshape(shape))
@@ -334,13 +396,13 @@ class MPICartesianPartition(MPIPartition):
 def paired(
     small: MPIPartition, large: MPIPartition, transpose_small: bool, transpose_large: bool
 ) -> tuple[Partition, Partition]:
-    """Two grids such that those of `weft` broadcast as DistDL's do.
+    """Two grids between which `weft.nn.Broadcast` broadcasts as DistDL does between the given ones.
 
-    A transposed grid has its shape reversed. As in DistDL, the cells of the two grids are matched
-    by their number along the dimensions whose extents agree, which is counted in row-major order,
-    but in a transposed grid in column-major order. That is its row-major order before it was
-    transposed: where several such dimensions are cut, ranks are matched in the order they stand in,
-    not at mirrored places.
+    A transposed grid has its shape reversed. DistDL matches the cells of the two grids by their
+    number along the dimensions whose extents agree. It counts them in row-major order, but in a
+    transposed grid in column-major order, which is the row-major order before the grid was
+    transposed. So, if several such dimensions are cut, ranks are matched in the order of their
+    numbers, and not cell by transposed cell.
     """
     shapes = [
         grid.shape[::-1] if turned else grid.shape
@@ -358,7 +420,10 @@ def paired(
 
 
 def _turned(grid: Partition, agree: Sequence[int]) -> Partition:
-    """A grid transposed, with its cells numbered as above; `agree` counts from the last."""
+    """The transposed grid, with its cells numbered as in `paired`.
+
+    `agree` has the dimensions whose extents agree, counted from the last.
+    """
     cells = np.arange(grid.size).reshape(grid.shape).transpose()
     dims = sorted(grid.dim - 1 - dim for dim in agree)
     first = tuple(range(len(dims)))

@@ -1,7 +1,9 @@
-"""`distdl.utilities.slicing` and `index_tricks`: how a tensor is cut along a grid, as NumPy arrays.
+"""`distdl.utilities.slicing` and `index_tricks`: how a tensor is cut along a grid, in integers.
 
-The balanced cut, the first `shape % parts` parts have one more. Shapes and
-indices are whatever NumPy makes an array of; results are arrays of dtype int64, shape [dim].
+The cut is balanced: in each dimension the first `shape % parts` parts have one element more than
+the others. Shapes and indices are anything that NumPy makes an array of, of length dim. Results are
+int64 arrays [dim] if nothing else is said. `P_shape` is the shape of the grid, `index` a cell of
+it, and `shape` the shape of the whole tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ..arguments import Integers, integers
 
 
 def compute_subshape(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
-    """The shape of the part at `index` of a grid, of a tensor of this shape.
+    """The shape of the part in the cell at `index` of a grid.
 
     Example:
         >>> compute_subshape([2, 3], [0, 2], [5, 7])
@@ -28,7 +30,7 @@ def compute_subshape(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> 
 def compute_subshape_along_axis(
     P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike, axis: ArrayLike
 ) -> Integers:
-    """The same, if the tensor is cut along some dimensions of the grid alone.
+    """The shape of the part at `index`, if the tensor is cut along the dimensions `axis` only.
 
     Example:
         >>> compute_subshape_along_axis([2, 3], [0, 2], [5, 7], 1)
@@ -42,7 +44,7 @@ def compute_subshape_along_axis(
 
 
 def compute_start_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
-    """Where the part at `index` begins in the tensor.
+    """The first index, in the whole tensor, of the part at `index`.
 
     Example:
         >>> compute_start_index([2, 3], [1, 2], [5, 7])
@@ -54,7 +56,12 @@ def compute_start_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) 
 
 
 def compute_stop_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> Integers:
-    """The first index behind that part."""
+    """The index after the last one, in the whole tensor, of the part at `index`.
+
+    Example:
+        >>> compute_stop_index([2, 3], [0, 2], [5, 7])
+        array([3, 7])
+    """
     return compute_start_index(P_shape, integers(index) + 1, shape)
 
 
@@ -64,7 +71,9 @@ def compute_intersection(
     r1_start_index: ArrayLike,
     r1_stop_index: ArrayLike,
 ) -> tuple[Integers, Integers, Integers]:
-    """Start, stop and shape of what two regions have in common; the shape is 0 where nothing.
+    """Start, stop and shape of the intersection of two boxes.
+
+    In a dimension in which they do not intersect the shape is 0.
 
     Example:
         >>> compute_intersection([0, 0], [3, 4], [2, 1], [5, 9])
@@ -76,7 +85,12 @@ def compute_intersection(
 
 
 def assemble_slices(start_index: ArrayLike, stop_index: ArrayLike) -> tuple[slice, ...]:
-    """What indexes a tensor with a region."""
+    """The slices of a box.
+
+    Example:
+        >>> assemble_slices([2, 0], [5, 3])
+        (slice(2, 5, None), slice(0, 3, None))
+    """
     return tuple(map(slice, integers(start_index).tolist(), integers(stop_index).tolist()))
 
 
@@ -87,7 +101,9 @@ def compute_partition_intersection(
     P_x_s_index: ArrayLike,
     x_shape: ArrayLike,
 ) -> tuple[slice, ...] | None:
-    """What the parts at two places of two grids have in common, seen from the first; or None.
+    """The intersection of a part of grid r and a part of grid s, as slices of the part of grid r.
+
+    None if they do not intersect. `x_shape` is the shape of the whole tensor.
 
     Example:
         >>> compute_partition_intersection([2], [1], [3], [1], [6])
@@ -107,7 +123,7 @@ def compute_subtensor_intersection_slice(
     y_start_index: ArrayLike,
     y_stop_index: ArrayLike,
 ) -> tuple[slice, ...] | None:
-    """What two regions have in common, seen from the first; None if nothing.
+    """The intersection of boxes x and y, as slices relative to the start of x; None if empty.
 
     Example:
         >>> compute_subtensor_intersection_slice([2, 0], [5, 3], [4, 1], [9, 2])
@@ -121,24 +137,39 @@ def compute_subtensor_intersection_slice(
 
 
 def compute_nd_slice_shape(slices: Sequence[slice]) -> tuple[int, ...]:
-    """The shape of a region that is given by slices."""
+    """The shape of a box, given its slices.
+
+    Example:
+        >>> compute_nd_slice_shape((slice(2, 5), slice(0, 3)))
+        (3, 3)
+    """
     return tuple(each.stop - each.start for each in slices)
 
 
 def compute_nd_slice_volume(slices: Sequence[slice]) -> int:
-    """How many elements it has."""
+    """The number of elements of a box, given its slices.
+
+    Example:
+        >>> compute_nd_slice_volume((slice(2, 5), slice(0, 3)))
+        9
+    """
     return int(np.prod(compute_nd_slice_shape(slices)))
 
 
 def range_index(shape: ArrayLike) -> Iterator[tuple[int, ...]]:
-    """The index of each cell of a grid, in row-major order."""
+    """The index of each cell of a grid, in row-major order.
+
+    Example:
+        >>> list(range_index((1, 2)))
+        [(0, 0), (0, 1)]
+    """
     yield from np.ndindex(*integers(shape).tolist())
 
 
 def filtered_range_index(
     shape: ArrayLike, filter: Sequence[int | None]
 ) -> Iterator[tuple[int, ...]]:
-    """The same for the cells whose index is as the filter's where that is not None.
+    """The index of each cell that agrees with the filter where the filter is not None.
 
     Example:
         >>> list(filtered_range_index((2, 3), (1, None)))
@@ -152,7 +183,9 @@ def filtered_range_index(
 def assemble_index_filter(
     index: Sequence[int], dims: Sequence[int], invert: bool = False
 ) -> tuple[Any, ...]:
-    """A filter that keeps an index in some dimensions; with `invert`, in all others.
+    """A filter for `filtered_range_index`: the index in the dimensions `dims`, None in the others.
+
+    With `invert` it is the index in the others, and None in `dims`.
 
     Example:
         >>> assemble_index_filter((4, 3, 2), (1,)), assemble_index_filter((4, 3, 2), (1,), True)
@@ -162,14 +195,14 @@ def assemble_index_filter(
 
 
 def get_rearrange_ordering(num_dims: int, axis: int) -> tuple[str, str]:
-    """What einops.rearrange needs to merge a dimension of workers, the first, into another.
+    """The two sides of an einops pattern that merges the first dimension, of workers, into another.
 
     Args:
-        num_dims: dimensions without that of the workers.
-        axis: the one that they go into, as the slower index.
+        num_dims: the number of dimensions without that of the workers.
+        axis: the dimension to merge it into; the workers are the slower index there.
 
     Returns:
-        The order before and after.
+        The left and the right side, for `einops.rearrange(x, f"{left} -> {right}")`.
 
     Example:
         >>> get_rearrange_ordering(3, 1)
@@ -182,16 +215,31 @@ def get_rearrange_ordering(num_dims: int, axis: int) -> tuple[str, str]:
 
 
 def worker_layout(shape: ArrayLike) -> Integers:
-    """The rank of each cell of a grid, as an array of its shape."""
+    """The rank in each cell of a grid, in row-major order: an int64 array of the grid's shape.
+
+    Example:
+        >>> worker_layout([2, 2]).tolist()
+        [[0, 1], [2, 3]]
+    """
     extents = integers(shape)
     return np.arange(extents.prod(), dtype=np.int64).reshape(extents)
 
 
 def cartesian_index_c(shape: Sequence[int], index: Sequence[int]) -> int:
-    """The number of a cell in row-major order."""
+    """The number of a cell in row-major order.
+
+    Example:
+        >>> cartesian_index_c((2, 3), (1, 0))
+        3
+    """
     return int(np.ravel_multi_index(tuple(index), tuple(shape)))
 
 
 def cartesian_index_f(shape: Sequence[int], index: Sequence[int]) -> int:
-    """The number of a cell in column-major order."""
+    """The number of a cell in column-major order.
+
+    Example:
+        >>> cartesian_index_f((2, 3), (1, 0))
+        1
+    """
     return int(np.ravel_multi_index(tuple(index), tuple(shape), order="F"))

@@ -1,7 +1,7 @@
-"""`distdl.utilities.tensor_decomposition`: the parts of a tensor on all cells of a grid.
+"""`distdl.utilities.tensor_decomposition`: the parts of a tensor in all cells of a grid.
 
-An array of *shapes* has the grid's shape and one more dimension: at each cell, the shape of its
-part.
+An array of shapes is an int64 array [*grid, dim]: at each cell of the grid it has the shape of the
+part there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .slicing import compute_subtensor_intersection_slice as compute_subtensor_i
 def compute_subtensor_shapes_balanced(
     global_tensor_structure: Any, P_tensor_shape: ArrayLike
 ) -> Integers:
-    """The shapes of the parts of a tensor that is cut evenly.
+    """The shapes of the parts of a tensor that is cut in the balanced way.
 
     Args:
-        global_tensor_structure: whatever has the tensor's `shape`.
-        P_tensor_shape: the shape of the grid.
+        global_tensor_structure: an object with the `shape` of the whole tensor.
+        P_tensor_shape: the shape of the grid, with as many dimensions as the tensor.
 
     Example:
         >>> import torch
@@ -41,15 +41,29 @@ def compute_subtensor_shapes_balanced(
 def compute_subtensor_shapes_unbalanced(
     local_tensor_structure: Any, P_in: MPIPartition, P_out: MPIPartition | None = None
 ) -> Integers | None:
-    """The shapes of the parts that the workers of a grid have; collective.
+    """The shapes of the parts that the workers of a grid have. Collective.
 
     Args:
-        local_tensor_structure: whatever has the `shape` of this worker's part.
+        local_tensor_structure: an object with the `shape` of this worker's part.
         P_in: the grid, with as many dimensions as the tensor.
-        P_out: who is told; with the first worker of `P_in` among them. None: those of `P_in`.
+        P_out: the workers that get the result; the first worker of `P_in` must be among them.
+            None: the workers of `P_in`.
 
     Returns:
-        The shapes; None on workers that are not told.
+        The shapes, [*grid, dim]; None on a worker that is in neither.
+
+    Raises:
+        WeftError: the first worker of `P_in` is not in `P_out`.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
+        ...     return compute_subtensor_shapes_unbalanced(torch.empty(wire.rank + 3), P_x).tolist()
+        >>> run(2, program)
+        [[[3], [4]], [[3], [4]]]
     """
     shapes = None
     if P_in.active:
@@ -61,7 +75,7 @@ def compute_subtensor_shapes_unbalanced(
 
 
 def compute_subtensor_stop_indices(shapes: Integers) -> Integers:
-    """For each part the first index behind it in the tensor.
+    """For each part, the index after its last one in the whole tensor: [*grid, dim].
 
     Example:
         >>> compute_subtensor_stop_indices(np.array([[2], [1], [3]])).tolist()
@@ -72,7 +86,7 @@ def compute_subtensor_stop_indices(shapes: Integers) -> Integers:
 
 
 def compute_subtensor_start_indices(shapes: Integers) -> Integers:
-    """For each part where it begins in the tensor.
+    """For each part, its first index in the whole tensor: [*grid, dim].
 
     Example:
         >>> compute_subtensor_start_indices(np.array([[2], [1], [3]])).tolist()

@@ -1,4 +1,4 @@
-"""`distdl.utilities.torch` and `distdl.functional`: tensors without elements, and descriptions."""
+"""`distdl.utilities.torch` and `distdl.functional`: zero-volume tensors, and tensor structures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def zero_volume_tensor(
     requires_grad: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """A tensor without elements, for a worker that has nothing to bring.
+    """A tensor without elements: the input of a layer on a worker that has no part of the tensor.
 
     Args:
-        b: the size of the batch; the shape is [b, 0], or [0] without it.
-        dtype, requires_grad, device: as torch's.
+        b: the batch size: the shape is [b, 0]; None: the shape is [0].
+        dtype, requires_grad, device: as for `torch.empty`.
 
     Example:
         >>> zero_volume_tensor().shape, zero_volume_tensor(4).shape
@@ -34,21 +34,34 @@ def zero_volume_tensor(
 
 
 class ZeroVolumeCorrectorFunction:
-    """A scalar in place of a loss that this worker does not have."""
+    """Replaces the loss of a worker that has no part of the output by a scalar zero."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
-        """A copy, or a zero if there are no elements: `weft.nn.functional.zero_volume_corrector`.
+        """Return a copy of a tensor with elements, else a zero: both differentiable.
+
+        It is `weft.nn.functional.zero_volume_corrector`.
 
         Example:
-            >>> ZeroVolumeCorrectorFunction.apply(zero_volume_tensor(2)).backward()
+            >>> loss = ZeroVolumeCorrectorFunction.apply(zero_volume_tensor(2, requires_grad=True))
+            >>> loss.backward()
+            >>> loss.shape
+            torch.Size([])
         """
         return nn.functional.zero_volume_corrector(input)
 
 
 @dataclass(init=False)
 class TensorStructure:
-    """Shape, dtype and requires_grad of a tensor; None where unknown."""
+    """The shape, dtype and requires_grad of a tensor; None if unknown.
+
+    Args:
+        tensor: the tensor; None: all three are unknown.
+
+    Example:
+        >>> TensorStructure(torch.zeros(2))
+        TensorStructure(shape=torch.Size([2]), dtype=torch.float32, requires_grad=False)
+    """
 
     shape: Any = None
     dtype: torch.dtype | None = None
@@ -59,13 +72,15 @@ class TensorStructure:
             self.fill_from_tensor(tensor)
 
     def fill_from_tensor(self, tensor: Tensor) -> None:
-        """Take those of a tensor."""
+        """Set them to those of a tensor."""
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.requires_grad = tensor.requires_grad
 
 
 def distdl_padding_to_torch_padding(pad: ArrayLike) -> tuple[int, ...]:
-    """Padding (before, after) for each dimension, as torch.nn.functional.pad takes it.
+    """Convert padding, (before, after) for each dimension, to what torch.nn.functional.pad takes.
+
+    torch's begins with the last dimension.
 
     Example:
         >>> distdl_padding_to_torch_padding([(1, 2), (3, 4)])

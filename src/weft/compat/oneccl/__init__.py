@@ -1,22 +1,25 @@
-"""oneCCL's `sparse_allreduce`, all three generations of it.
+"""oneCCL's `sparse_allreduce`, in the three generations of its interface.
 
-oneCCL promised "a common API for sparse collective operations" three times, each time with
-another way to hand out a result whose size nobody knows beforehand:
+Nobody knows the size of a sparse result before the call. Each generation returns it in another way:
 
-* `request`: into buffers of the caller's, which must be large enough;
+* `request`: in buffers of the caller's, which must be large enough;
 * `callback`: to a completion callback in the collective call attributes;
-* `event`: to a completion callback, or into memory from an allocation callback.
+* `event`: to a completion callback, or in memory from an allocation callback.
 
-Each module has the `sparse_allreduce` of its document, with the parameters in the document's order,
-under their names. Buffers are whatever has memory (see `buffers`), counts are elements, dtypes are
-torch's or oneCCL's names, reductions weft's names, a `torch.distributed.ReduceOp` or a function.
+Each module has the `sparse_allreduce` of its document, with the document's parameters in the same
+order and under the same names. A buffer is anything that has memory (`buffers` lists what). Counts
+are numbers of elements. A dtype is torch's, NumPy's or a name of oneCCL's. A reduction is a name of
+weft's, a `torch.distributed.ReduceOp` or a function.
 
-What all three share: what is wrong on one rank is stated to all, and every rank raises the same
-`weft.WeftError`, on the rank that erred from the call itself where that can be seen before the
-buffers are read, else from `wait()`. Every algorithm of weft serves every generation; the
-environment's `CCL_SPARSE_ALLREDUCE` chooses one, under oneCCL's names or weft's.
+If an argument is wrong on one rank, every rank raises the same `weft.WeftError`. The rank that
+passed it raises from the call itself, if the error can be seen before the buffers are read. The
+other ranks raise from `wait()`; so does this rank if the error is found later.
 
-The sources are the documents of oneCCL, beta to 2021.3, and its public headers.
+The environment variable `CCL_SPARSE_ALLREDUCE` selects the algorithm in all three generations, by
+weft's names or by oneCCL's ("ring", "mask", "allgatherv", "basic", "size").
+
+Sources: "Sparse collective operations" in oneCCL's documentation, from the first beta releases to
+2021.3, and oneCCL's public headers.
 """
 
 from . import callback, event, request

@@ -1,7 +1,8 @@
 """Collective call attributes: the fields that the first two generations share, and their effect.
 
-From "Collective Call Attributes" of oneCCL's specification and the comments of its headers. Where C
-has a pointer to write a result to, Python returns the result.
+Source: "Collective Call Attributes" in oneCCL's specification, and the comments in its headers.
+Where the C interface has a pointer for a buffer that a callback returns, the function here returns
+the buffer.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ _log = logging.getLogger("weft")
 
 
 class Status(enum.IntEnum):
-    """What a callback returns: oneCCL's codes. None, which a function without return gives, is
-    success too."""
+    """What a callback returns: oneCCL's codes. A callback that returns None succeeded, too.
+
+    Example:
+        >>> Status(2)
+        <Status.invalid_arguments: 2>
+    """
 
     success = 0
     out_of_resource = 1
@@ -39,11 +44,12 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FnContext:
-    """What callbacks are told of the call they belong to.
+    """What a callback is told about its call.
 
     Attributes:
-        match_id: as in the attributes.
-        offset: bytes from the start of the operation's values; 0, since they come in one piece.
+        match_id: that of the attributes.
+        offset: bytes from the start of the operation's values to the buffer; always 0, because weft
+            passes all values at once.
     """
 
     match_id: str = ""
@@ -52,23 +58,34 @@ class FnContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """How a call differs from the ordinary.
+    """Settings of a call. All of them are optional.
+
+    Buffers in callbacks are 1-D tensors, counts are numbers of elements, dtypes are torch's.
+    `out_count` is a tensor of one integer. It holds `in_count`, which the function must leave there
+    (in C the function writes it).
 
     Attributes:
-        prologue_fn: `(in_buf, in_count, in_dtype, context) -> out_buf`: what is reduced in place of
-            the values; as many values, of any dtype that weft reduces.
+        prologue_fn: `(in_buf, in_count, in_dtype, context) -> out_buf`. It is called with the
+            values that this rank passed. weft reduces what it returns: a tensor of as many values,
+            of any dtype that weft reduces. If that is another dtype, `epilogue_fn` must be set. It
+            cannot be used with values of uint64.
         epilogue_fn: `(in_buf, in_count, in_dtype, out_buf, out_count, out_dtype, context) ->
-            status`: makes of the result what is handed out, by filling `out_buf`.
-        reduction_fn: `(in_buf, in_count, inout_buf, out_count, dtype, context) -> status`: the
-            reduction named "custom"; adds `in_buf` into `inout_buf`, which has what came first: the
-            lower rank's. It must be associative.
-        priority: has no effect, as with oneCCL's default CCL_PRIORITY=none: the calls of a group
-            run in the order they were made. Another value than 0 is logged.
-        synchronous: whether the call returns only when it is done.
-        to_cache: has no effect: weft keeps no schedules, and its workspaces always.
-        match_id: the name of this operation, at most 128 bytes. It must be the same on every rank:
-            ranks that are in differently named calls are told so, instead of being brought in
-            order.
+            status`. It is called with the reduced values, and fills `out_buf` with the values that
+            the caller gets.
+        reduction_fn: `(in_buf, in_count, inout_buf, out_count, dtype, context) -> status`. It is
+            the reduction "custom": it combines `inout_buf`, which has the lower rank's values, with
+            `in_buf`, and leaves the result in `inout_buf`. It must be associative.
+        priority: has no effect, as under oneCCL's default CCL_PRIORITY=none: the calls of a group
+            run in the order in which they were made. A value other than 0 is logged.
+        synchronous: whether the call waits until it is done.
+        to_cache: has no effect: weft caches no schedules.
+        match_id: the name of this operation, at most 128 bytes in UTF-8. It must be the same on
+            every rank. If ranks are in calls of different names, every rank raises an error; weft
+            does not reorder calls by their names.
+
+    Example:
+        >>> Attributes(match_id="embedding", synchronous=True).context
+        FnContext(match_id='embedding', offset=0)
     """
 
     prologue_fn: Callable[..., Any] | None = None
@@ -88,11 +105,15 @@ class Attributes:
 
     @property
     def context(self) -> FnContext:
-        """What callbacks are told."""
+        """What callbacks get as `context`."""
         return FnContext(self.match_id)
 
     def check(self) -> None:
-        """Refuse what cannot be."""
+        """Check the fields.
+
+        Raises:
+            WeftError: `match_id` is no str or too long, or a function cannot be called.
+        """
         if not isinstance(self.match_id, str) or len(self.match_id.encode()) > _LONGEST:
             raise WeftError(
                 f"match_id is {self.match_id!r:.40}: pass a str of at most {_LONGEST} bytes"
@@ -101,7 +122,11 @@ class Attributes:
         check_functions({name: getattr(self, name) for name in names})
 
     def op(self, reduction: Any) -> Any:
-        """The reduction as weft takes it."""
+        """The `op=` of weft's call for a reduction.
+
+        Raises:
+            WeftError: it is "custom", and `reduction_fn` is None.
+        """
         if not (isinstance(reduction, str) and reduction == "custom"):
             return reduction
         if self.reduction_fn is None:
@@ -109,7 +134,12 @@ class Attributes:
         return _out_of_place(self.reduction_fn, self.context)
 
     def before(self, values: Tensor) -> Tensor:
-        """What is reduced in place of these values."""
+        """The values that are reduced, given the caller's: what `prologue_fn` returns.
+
+        Raises:
+            WeftError: it returned no tensor of as many values, or one of a dtype that needs an
+                `epilogue_fn`.
+        """
         if self.prologue_fn is None:
             return values
         count = values.numel()
@@ -125,7 +155,11 @@ class Attributes:
         return seen(out, count, out.dtype, "prologue_fn's out_buf")
 
     def after(self, result: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is handed out in place of these values of a result."""
+        """The values that the caller gets, given the reduced ones: what `epilogue_fn` fills.
+
+        Raises:
+            WeftError: it did not succeed, or made another number of values.
+        """
         if self.epilogue_fn is None:
             return result
         count, out = result.numel(), torch.empty_like(result, dtype=dtype)
@@ -136,14 +170,14 @@ class Attributes:
 
 
 def check_functions(given: Mapping[str, object]) -> None:
-    """Raise if one of these, by their names, is set and no function."""
+    """Raise WeftError if one of these, given by name, is neither None nor callable."""
     for name, function in given.items():
         if function is not None and not callable(function):
             raise WeftError(f"{name} is a {type(function).__name__}: pass a function, or None")
 
 
 def check_results(name: str, mode: object, callbacks: Mapping[str, object]) -> None:
-    """Raise if the attributes `name` have not one callback for the result, or no such mode."""
+    """Raise WeftError unless the attributes `name` have one callback, and a mode that exists."""
     if mode not in MODES:
         raise WeftError(f"coalesce_mode is {mode!r}: use one of {', '.join(MODES)}")
     there = {each: function for each, function in callbacks.items() if function is not None}
@@ -156,10 +190,10 @@ def check_results(name: str, mode: object, callbacks: Mapping[str, object]) -> N
 
 
 def check_status(status: object, name: str) -> None:
-    """Raise if a callback did not succeed.
+    """Check what a callback returned.
 
     Raises:
-        WeftError: the status is another than success, or none at all.
+        WeftError: it is a status other than success, or no status.
     """
     code = Status.success if status is None else integer(status)
     if code is None:  # such as the tensor that a lambda returns without meaning to
@@ -169,14 +203,14 @@ def check_status(status: object, name: str) -> None:
 
 
 def _check_made(status: object, written: Tensor, count: int, name: str) -> None:
-    """Raise if a callback failed, or made another number of values than it was given."""
+    """Raise WeftError if a callback failed, or made another number of values than it was given."""
     check_status(status, name)
     if int(written) != count:
         raise WeftError(f"{name} made {int(written)} values of {count}: make as many")
 
 
 def _out_of_place(function: Callable[..., Any], context: FnContext) -> Callable[..., Tensor]:
-    """oneCCL's kind of reduction as weft's: rows of the lower rank left, a new tensor returned."""
+    """A reduction that works in place, as weft's `op=`, which returns a new tensor."""
 
     def combine(left: Tensor, right: Tensor) -> Tensor:
         inout, count = left.clone(memory_format=torch.contiguous_format), right.numel()

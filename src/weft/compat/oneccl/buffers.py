@@ -1,19 +1,24 @@
-"""Buffers: whatever a caller has memory in, seen as a 1-D tensor of that very memory.
+"""Buffers: a caller's memory of any kind as a 1-D tensor that shares it.
 
-Nothing is copied, in either direction. A buffer is a torch tensor on any device, a NumPy array,
-anything with the buffer protocol (`bytes`, `array`, ctypes arrays) or with DLPack, or an `address`
-of host memory: an int, a `c_void_p` or a typed pointer of ctypes, whose extent a parameter of the
-call tells, or an `Address`, which tells it itself. The memory must be contiguous, of the dtype that
-was named, and long enough; `bytes`, `bytearray`, `mmap` and their memoryviews are of any dtype.
+Nothing is copied. A buffer is one of:
 
-An address is the caller's word that there is memory. What can be checked is: that it begins where
-an element may lie, and ends within the space of addresses. An exporter of DLPack 1.0 or later marks
-memory that must not be written to; torch's tensor of it is writable all the same, so the mark is
-read here (`DLManagedTensorVersioned` in `dlpack.h`).
+* a torch tensor on any device, a NumPy array, an object with the buffer protocol (`bytes`, `array`,
+  ctypes arrays) or with DLPack;
+* an address of host memory: an int, a `c_void_p` or a typed pointer of ctypes. A parameter of the
+  call says how many elements are there;
+* an `Address`, which says that itself.
 
-oneCCL's indices are of any integer type; weft's are int32 or int64, and none is negative. Narrowing
-a result back cannot fail, since every index of it was some rank's, of the same dtype. uint64 is
-seen as int64, bit by bit; `operation` sees to the numbers that are negative then.
+The memory must be contiguous, of the dtype that the call names, and long enough. `bytes`,
+`bytearray`, `mmap` and memoryviews of them hold any dtype.
+
+weft cannot check that there is memory at an address. It checks that the address is aligned for the
+dtype, and that the memory ends within the address space. An exporter of DLPack 1.0 or later marks
+read-only memory. torch imports it as a writable tensor, so this module reads the mark itself
+(`DLManagedTensorVersioned` in `dlpack.h`).
+
+oneCCL's indices have any integer type, weft's are int32 or int64 and not negative. Converting the
+result back cannot overflow, because each index of it came from some rank in the same dtype. uint64
+memory is viewed as int64; `operation` handles the indices that are negative then.
 """
 
 from __future__ import annotations
@@ -38,7 +43,11 @@ _UNTYPED = (bytes, bytearray, mmap.mmap)
 
 
 def counted(count: object, name: str) -> int:
-    """The number of elements that the parameter `name` gives."""
+    """A number of elements, which the parameter `name` gives.
+
+    Raises:
+        WeftError: it is no integer, or negative.
+    """
     number = integer(count)
     if number is None or number < 0:
         raise WeftError(f"{name} is {count!r}: pass the number of elements, from 0 up")
@@ -46,7 +55,11 @@ def counted(count: object, name: str) -> int:
 
 
 def dtype_in(buffer: Any, name: str) -> torch.dtype:
-    """The dtype that a buffer itself says it has."""
+    """The dtype of a buffer that knows its own.
+
+    Raises:
+        WeftError: it does not know it, such as an address.
+    """
     if isinstance(buffer, Address):
         return dtype_of(buffer.dtype, f"the dtype of {name}")
     if isinstance(buffer, _Pointer):
@@ -63,11 +76,14 @@ def seen(
     """The first `count` elements of a buffer, or all of them, as a 1-D tensor that shares them.
 
     Args:
-        buffer: see above; None where `count` is 0.
-        count: how many elements the call uses; None for as many as there are.
-        dtype: what they are.
-        name: what the caller knows the buffer as.
-        write: whether it is to be written to.
+        buffer: see above; None if `count` is 0.
+        count: how many elements the call uses; None: all that the buffer has.
+        dtype: of the elements.
+        name: the parameter's, for errors.
+        write: whether weft writes to it.
+
+    Raises:
+        WeftError: it is no such buffer, or too short, of another dtype, or read-only.
     """
     if buffer is None and count == 0:
         return torch.empty(0, dtype=dtype)
@@ -87,7 +103,7 @@ def seen(
 
 
 def one_integer(buffer: Any, name: str) -> Tensor | None:
-    """A buffer of one integer that a count is written to; None if the caller gave none."""
+    """A buffer of one integer, to which weft writes a count; None if the caller passed None."""
     if buffer is None:
         return None
     extent = 1 if isinstance(buffer, _Pointer) else None  # C++'s `&count`
@@ -99,7 +115,7 @@ def one_integer(buffer: Any, name: str) -> Tensor | None:
 
 
 def distinct(buffers: Mapping[str, Tensor | None]) -> None:
-    """Refuse buffers for results, by their names, that have memory in common."""
+    """Raise WeftError if two buffers for results, given by name, overlap."""
     given = [(name, buffer) for name, buffer in buffers.items() if buffer is not None]
     for (name, one), (other, another) in combinations(given, 2):
         starts = one.data_ptr(), another.data_ptr()
@@ -109,7 +125,7 @@ def distinct(buffers: Mapping[str, Tensor | None]) -> None:
 
 
 def _memory(buffer: Any, name: str, dtype: torch.dtype | None, *, write: bool = False) -> Tensor:
-    """All of a buffer that knows its extent, as a 1-D tensor; untyped memory becomes `dtype`."""
+    """All of a buffer that knows its size, as a 1-D tensor; untyped memory is viewed as `dtype`."""
     if isinstance(buffer, Address):
         if not isinstance(buffer.address, int):
             raise WeftError(f"the address of {name} is {buffer.address!r}: pass an integer")
@@ -154,7 +170,8 @@ NAMES = {name: getattr(torch, name) for name in (*_INTEGERS, *_FLOATS, "bool")} 
     "float": torch.float32,
     "double": torch.float64,
 }
-"""oneCCL's names: of its first headers (`ccl_dtype_char`) and its last (`ccl::datatype::int8`)."""
+"""The dtypes by oneCCL's names: those of its first headers (`ccl_dtype_char`) and those of its last
+(`ccl::datatype::int8`)."""
 
 
 def _named(given: object) -> torch.dtype | None:
@@ -167,12 +184,15 @@ def _named(given: object) -> torch.dtype | None:
 
 
 def is_dtype(given: object) -> bool:
-    """Whether this names a dtype: torch's, NumPy's (`numpy.int64` too), or a name of oneCCL's."""
+    """Whether this is a dtype: torch's, NumPy's (or a type such as `numpy.int64`), or a name."""
     return isinstance(given, np.dtype) or _named(given) is not None
 
 
 def dtype_of(given: object, name: str) -> torch.dtype:
-    """The dtype that the parameter `name` stands for.
+    """The torch dtype that the parameter `name` gives.
+
+    Raises:
+        WeftError: it is none.
 
     Example:
         >>> dtype_of("bfp16", "value_dtype")
@@ -185,7 +205,11 @@ def dtype_of(given: object, name: str) -> torch.dtype:
 
 
 def index_dtype_of(given: object, name: str) -> torch.dtype:
-    """The dtype of indices that the parameter `name` stands for."""
+    """The torch dtype of indices that the parameter `name` gives.
+
+    Raises:
+        WeftError: it is no integer type.
+    """
     dtype = dtype_of(given, name)
     if dtype not in [NAMES[integer] for integer in _INTEGERS]:
         served = ", ".join(_INTEGERS)
@@ -194,7 +218,7 @@ def index_dtype_of(given: object, name: str) -> torch.dtype:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which weft's own calls take such indices."""
+    """The dtype in which weft's own calls get indices of this dtype: int32 or int64."""
     return torch.int32 if dtype.itemsize < 4 or dtype == torch.int32 else torch.int64
 
 
@@ -203,12 +227,12 @@ _SPACE = 1 << 63  # bytes of addresses
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Host memory by its address: the caller answers for it, and keeps it while it is in use.
+    """Host memory, given by its address. The caller must keep it alive while a call uses it.
 
     Attributes:
-        address: where it begins; a multiple of the dtype's size.
-        count: elements in it.
-        dtype: of an element; torch's, or a name of oneCCL's.
+        address: of the first element; a multiple of the dtype's size in bytes.
+        count: the number of elements.
+        dtype: of the elements; torch's, or a name of oneCCL's.
 
     Example:
         >>> from weft.compat.oneccl.buffers import seen
@@ -224,7 +248,7 @@ class Address:
 
 
 def is_address(buffer: object) -> bool:
-    """Whether this is an address that does not say how much there is."""
+    """Whether this is an address without a size."""
     return isinstance(buffer, ctypes.c_void_p | _Pointer) or (
         isinstance(buffer, int) and not isinstance(buffer, bool)
     )
@@ -233,7 +257,7 @@ def is_address(buffer: object) -> bool:
 def _memory_at(
     where: int, count: int, dtype: torch.dtype, name: str, owner: object = None
 ) -> Tensor:
-    """So many elements at an address; they keep their owner alive."""
+    """A tensor of the `count` elements at an address; it keeps `owner` alive."""
     nbytes = count * dtype.itemsize
     if nbytes == 0:
         return torch.empty(0, dtype=dtype)
@@ -261,7 +285,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 
 def _is_read_only(buffer: Any) -> bool:
-    """Whether the exporter says that its memory is; older ones cannot.
+    """Whether a DLPack exporter marks its memory read-only; exporters before 1.0 cannot.
 
     Example:
         >>> import numpy as np
@@ -272,7 +296,7 @@ def _is_read_only(buffer: Any) -> bool:
     """
     try:
         capsule = buffer.__dlpack__(max_version=(1, 0))
-    except TypeError:  # which knows no versions
+    except TypeError:  # an exporter before 1.0
         return False
     if not _is_valid(capsule, _VERSIONED):
         return False

@@ -1,9 +1,9 @@
-"""The second generation: results go to a completion callback in the collective call attributes.
+"""The second generation: the result goes to a completion callback in the call attributes.
 
-The document: "Sparse collective operations" of oneCCL's beta releases.
+Source: "Sparse collective operations" in the documentation of oneCCL's beta releases.
 
-Best for C++ code of that time; what is new is better served by `weft.sparse_all_reduce`, which
-returns its result.
+Use it for code that was written for those releases. New code should call
+`weft.sparse_all_reduce`, which returns its result.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _NOT_GIVEN = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes(common.Attributes):
-    """Collective call attributes: those of every call, and those of this one.
+    """Collective call attributes: the common ones, and those of `sparse_allreduce`.
 
-    One callback must be set, and not both: the call checks that. Either runs on a thread of weft's,
-    before `wait()` returns, and must not call weft on the same group.
+    Exactly one of the two callbacks must be set; the call checks that. weft runs it on a thread of
+    its own, before `wait()` returns. It must not call weft on the same group.
 
     Attributes:
         sparse_allreduce_completion_fn: `(indices_buf, indices_count, indices_dtype, values_buf,
-            values_count, values_dtype, fn_ctx, user_ctx) -> status`. The buffers are 1-D tensors on
-            the device of the values that were sent. They are for the time of the callback; keep or
-            copy what is needed.
-        sparse_allreduce_completion_ctx: anything; handed on as `user_ctx`.
-        sparse_allreduce_alloc_fn: of beta07: `(indices_count, indices_dtype, values_count,
-            values_dtype, fn_ctx) -> (indices_buf, values_buf)`: is told the size of the result,
-            returns two buffers to write it to.
-        sparse_allreduce_fn_ctx: of beta07: anything, also None; handed on to either callback. If it
-            is given, a completion callback takes it in place of `fn_ctx` and `user_ctx`.
-        sparse_coalesce_mode: of beta07: as `coalesce_mode` of the third generation.
+            values_count, values_dtype, fn_ctx, user_ctx) -> status`. The buffers are 1-D tensors,
+            on the device of the values that were sent. They are temporary: copy what you keep.
+            `fn_ctx` is a `FnContext`.
+        sparse_allreduce_completion_ctx: any object; passed as `user_ctx`.
+        sparse_allreduce_alloc_fn: since beta07: `(indices_count, indices_dtype, values_count,
+            values_dtype, fn_ctx) -> (indices_buf, values_buf)`. It is told the size of the result
+            and returns two buffers, to which weft writes the result.
+        sparse_allreduce_fn_ctx: since beta07: any object, None included; passed to either callback
+            as `fn_ctx`. If it is given, the completion callback gets no `user_ctx`.
+        sparse_coalesce_mode: since beta07: the `coalesce_mode` of `event.SparseAllreduceAttr`.
     """
 
     sparse_allreduce_completion_fn: Callable[..., Any] | None = None
@@ -77,31 +77,35 @@ def sparse_allreduce(
     *,
     comm: Any = None,
 ) -> Event:
-    """Reduce the rows of all ranks and call back; returns at once. See `weft.compat.oneccl`.
+    """Reduce the rows of all ranks and call a callback with the result; return at once. Collective.
+
+    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised.
 
     Args:
-        send_ind_buf: indices, in any order, repeated or not; None if there are none.
-        send_ind_count: how many.
-        send_val_buf: values, row after row; None if there are none.
-        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
-        recv_ind_buf: ignored, and so are the other three.
+        send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
+            are none.
+        send_ind_count: the number of indices.
+        send_val_buf: the values, one row after the other; None if there are none.
+        send_val_count: the number of values: `send_ind_count` times the length of a row, which is
+            the same on every rank.
+        recv_ind_buf: ignored, as in the document.
         recv_ind_count: ignored.
         recv_val_buf: ignored.
         recv_val_count: ignored.
-        index_dtype: int8 to int64, uint8 to uint64.
-        value_dtype: whatever weft reduces.
+        index_dtype: of the indices: int8 to int64, uint8 to uint64.
+        value_dtype: of the values: any that weft reduces, and uint64.
         reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
             attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
-        attributes: the completion callback, and what is out of the ordinary.
-        comm: a communicator, or whatever weft takes as a group; None: the default group.
+        attributes: the callback, and other settings; required, although it has a default.
+        comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
 
     Returns:
-        The request: `wait()`, `test()`.
+        An `Event`, with `wait()` and `test()`.
 
     Raises:
-        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from
-            the others'; a rank's callback raised, or returned a status other than success.
-        WireError: from `wait()`: a peer or a link failed.
+        WeftError: from the call or from `wait()`, on every rank: an argument of some rank is wrong
+            or differs from the others'; a callback raised, or returned a status other than success.
+        WireError: from `wait()`: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft

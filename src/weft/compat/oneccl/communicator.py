@@ -1,10 +1,9 @@
-"""Communicators: the group of ranks that an operation is for.
+"""Communicators: the group of ranks of an operation, made as in oneCCL.
 
-oneCCL's way to a communicator: ranks that share a key-value store make one of it. A program
-that has a group already, of torch.distributed or of `weft.init`, needs none of that.
-
-Processes that are no group yet meet at a key-value store. One of them makes the main one and tells
-the others its address, by whatever means it has.
+Processes that are not yet a group make a communicator at a key-value store. One of them hosts the
+store (`create_main_kvs`) and passes its address to the others by means of its own; they connect to
+it (`create_kvs`). A program that has a group already, from torch.distributed or `weft.init`, needs
+no store.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ TIMEOUT = 300.0
 
 
 class Communicator(AbstractContextManager["Communicator"]):
-    """A group of ranks; closes what it opened when it is closed, or at the end of a `with` block.
+    """A group of ranks. At the end of a `with` block it is closed.
 
     Attributes:
-        wire: the group as the rest of weft knows it: `group=` of every call takes it.
+        wire: the group as a `weft.Wire`, which `group=` of every call of weft takes.
     """
 
     __slots__ = ("_owned", "wire")
@@ -46,18 +45,26 @@ class Communicator(AbstractContextManager["Communicator"]):
         self.close()
 
     def rank(self) -> int:
-        """This process's number in the group."""
+        """The rank of this process in the group."""
         return self.wire.rank
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.wire.size
 
     def split(self, color: int) -> Communicator:
-        """The communicator of the ranks that pass the same color, in their order; collective.
+        """Make the communicator of the ranks that pass the same color, in rank order. Collective.
 
         Raises:
-            WeftError: a rank's color is no integer of 64 bits; on every rank.
+            WeftError: a rank's color is no integer of 64 bits; the same text on every rank.
+            WireError: a peer or a link failed; names the culprit.
+
+        Example:
+            >>> from weft.testing import run
+            >>> def program(wire):
+            ...     return create_communicator().split(wire.rank % 2).size()
+            >>> run(3, program)
+            [2, 1, 2]
         """
         wire, number = self.wire, integer(color)
         if number is None or not -(2**63) <= number < 2**63:
@@ -75,7 +82,7 @@ class Communicator(AbstractContextManager["Communicator"]):
         return Communicator(wire.worker.call("split", job), owned=True)
 
     def close(self) -> None:
-        """Leave a group that was made for this communicator; any other stays as it is."""
+        """Close the group if it was made for this communicator; a default group stays open."""
         if self._owned:
             self.wire.close()
 
@@ -87,18 +94,19 @@ def create_communicator(
     *,
     timeout: float = TIMEOUT,
 ) -> Communicator:
-    """The default group, or a new one among processes that share a key-value store.
+    """Make a communicator: of the default group, or of processes that share a key-value store.
 
     Args:
-        size: how many ranks there are; None, as all three: the default group.
-        rank: which of them this is.
-        kvs: where they meet: of `create_main_kvs` or `create_kvs`, or a torch store. Communicators
-            that are made on one store one after the other do not mix.
-        timeout: seconds that meeting, and then any one wait, may last.
+        size: the number of ranks. Without `size`, `rank` and `kvs`: the default group.
+        rank: the rank of this process, from 0.
+        kvs: where the processes meet: from `create_main_kvs` or `create_kvs`, or a torch store.
+            Several communicators may be made at one store, one after the other.
+        timeout: seconds that the processes wait for each other here, and then in any one wait.
 
     Raises:
-        WeftError: some of the three are missing or cannot be, or there is no default group.
-        WireError: not all ranks came.
+        WeftError: some of the three are missing or wrong, or there is no default group; raised on
+            this rank alone.
+        WireError: not all ranks came within `timeout`.
 
     Example:
         >>> from weft.compat.oneccl.communicator import create_main_kvs
@@ -126,7 +134,11 @@ def create_communicator(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kvs:
-    """A key-value store that all ranks reach.
+    """A key-value store that all ranks can reach.
+
+    Attributes:
+        store: the torch store.
+        address: "host:port".
 
     Example:
         >>> kvs = create_main_kvs("127.0.0.1")
@@ -140,23 +152,23 @@ class Kvs:
     address: str
 
     def get_address(self) -> bytes:
-        """What `create_kvs` needs to know, in at most 256 bytes."""
+        """The address for `create_kvs` of the other processes, as bytes."""
         return self.address.encode()
 
     def get(self, key: str) -> bytes:
-        """What a key was set to; waits until it is.
+        """Return the value of a key; wait until it is set.
 
         Raises:
-            WireError: it was not within the store's timeout, or the store is gone.
+            WireError: nobody set it within the store's timeout, or the store is gone.
         """
         with _answered(f"key {key!r} has no value"):
             return bytes(self.store.get(f"user/{key}"))
 
     def set(self, key: str, data: bytes) -> None:
-        """Set a key.
+        """Set a key to bytes or a str.
 
         Raises:
-            WeftError: the data are no bytes.
+            WeftError: `data` is something else.
             WireError: the store is gone.
         """
         if not isinstance(data, bytes | bytearray | str):
@@ -168,7 +180,7 @@ class Kvs:
 
 @contextmanager
 def _answered(what: str) -> Iterator[None]:
-    """What a store does not answer in here is an error that says so."""
+    """Turn an error of the store in this block into a WireError that begins with `what`."""
     try:
         yield
     except RuntimeError as error:  # torch's store errors are
@@ -177,13 +189,14 @@ def _answered(what: str) -> Iterator[None]:
 
 
 def create_main_kvs(host: str | None = None) -> Kvs:
-    """Host a key-value store in this process, for as long as it is held.
+    """Host a key-value store in this process, for as long as the program holds the result.
 
     Args:
-        host: the address of this machine that it listens on; None: the one that leads outward.
+        host: the address of this machine at which it listens; None: the address by which other
+            hosts reach this machine.
 
     Raises:
-        WeftError: that is no address of this machine.
+        WeftError: the store cannot listen at that address.
     """
     try:
         store, port = host_store(host or "")
@@ -195,15 +208,15 @@ def create_main_kvs(host: str | None = None) -> Kvs:
 
 
 def create_kvs(address: bytes | str, *, timeout: float = TIMEOUT) -> Kvs:
-    """The store that another process hosts.
+    """Connect to the key-value store that another process hosts.
 
     Args:
-        address: what `get_address()` said there.
-        timeout: seconds in which it must answer.
+        address: what `get_address()` returned there.
+        timeout: seconds within which the store must answer.
 
     Raises:
-        WeftError: that is no address.
-        WireError: nobody answers.
+        WeftError: `address` is no address.
+        WireError: no store answered.
     """
     try:
         text = address if isinstance(address, str) else bytes(address).rstrip(b"\0").decode()

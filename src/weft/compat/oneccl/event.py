@@ -1,9 +1,10 @@
 """The third generation: a completion or an allocation callback, a communicator, an event.
 
-The document: "Sparse collective operations" of oneCCL 2021.1 to 2021.3, `ccl::preview`.
+Source: "Sparse collective operations" in the documentation of oneCCL 2021.1 to 2021.3,
+`ccl::preview`.
 
-Best of the three: an allocation callback is told the result's size and gives the memory that the
-result is written straight to. In weft's own call that is `out=`.
+Prefer it to the other two: an allocation callback is told the size of the result and returns the
+memory for it, so no buffer is too small. In weft's own call that is `out=`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SparseAllreduceAttr:
-    """Attributes of a call. One callback must be set, and not both: the call checks that.
+    """Attributes of a call. Exactly one of the two callbacks must be set; the call checks that.
+
+    weft runs the callback on a thread of its own, before `wait()` returns. It must not call weft on
+    the same group.
 
     Attributes:
-        completion_fn: `(idx_buf, idx_count, idx_dtype, val_buf, val_count, val_dtype, ctx)`: called
-            with the result, in 1-D tensors on the device of the values that were sent, on a
-            thread of weft's, before `wait()` returns. It must not call weft on the same group.
-        alloc_fn: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`: called
-            with the size of the result, returns two buffers to write it to.
-        fn_ctx: anything; handed on as `ctx`.
-        coalesce_mode: "regular": sorted indices, each once. "disable": the rows of all ranks one
-            after the other, unreduced. "keep_precision": as regular, which in weft adds half
-            precision in float32.
+        completion_fn: `(idx_buf, idx_count, idx_dtype, val_buf, val_count, val_dtype, ctx)`. It is
+            called with the result, in 1-D tensors on the device of the values that were sent. They
+            are temporary: copy what you keep.
+        alloc_fn: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`. It is
+            called with the size of the result, and returns two buffers, to which weft writes it.
+        fn_ctx: any object; passed as `ctx`.
+        coalesce_mode: "regular": the result has sorted indices, each once. "disable": it has the
+            rows of all ranks, one rank after the other, and nothing is reduced. "keep_precision":
+            the same as "regular", which in weft adds half precision in float32.
     """
 
     completion_fn: Callable[..., Any] | None = None
@@ -61,7 +65,7 @@ class SparseAllreduceAttr:
 
 
 create_sparse_allreduce_attr = SparseAllreduceAttr
-default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback: no call can do with it
+default_sparse_allreduce_attr = SparseAllreduceAttr()  # has no callback, so every call refuses it
 
 
 @overloaded(SparseAllreduceAttr)
@@ -82,32 +86,40 @@ def sparse_allreduce(
     attr: SparseAllreduceAttr = default_sparse_allreduce_attr,
     deps: Sequence[Any] = (),
 ) -> Event:
-    """Reduce the rows of all ranks; returns at once. See `weft.compat.oneccl`.
+    """Reduce the rows of all ranks and pass the result to a callback; return at once. Collective.
 
-    The typed overload is served too: without `ind_dtype` and `val_dtype`, whose places are left
-    out, the buffers' own dtypes are taken. So is the one without `stream` before `attr`.
+    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised. oneCCL's
+    overloads work, too: one leaves out `ind_dtype` and `val_dtype`, and the buffers' own dtypes
+    count; another leaves out `stream` before `attr`.
 
     Args:
-        send_ind_buf: indices, in any order, repeated or not; None if there are none.
-        send_ind_count: how many.
-        send_val_buf: values, row after row; None if there are none.
-        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
-        recv_ind_buf: unused, and so are recv_ind_count, recv_val_buf and recv_val_count.
-        ind_dtype: int8 to int64, uint8 to uint64.
-        val_dtype: whatever weft reduces.
+        send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
+            are none.
+        send_ind_count: the number of indices.
+        send_val_buf: the values, one row after the other; None if there are none.
+        send_val_count: the number of values: `send_ind_count` times the length of a row, which is
+            the same on every rank.
+        recv_ind_buf: unused, as in the document; so are `recv_ind_count`, `recv_val_buf` and
+            `recv_val_count`.
+        ind_dtype: of the indices: int8 to int64, uint8 to uint64; None: the buffer's own.
+        val_dtype: of the values: any that weft reduces, and uint64; None: the buffer's own.
         rtype: "sum", "prod", "min", "max", another of weft's, a ReduceOp, or a function as
             `weft.sparse_all_reduce` takes it.
-        comm: a communicator, or whatever weft takes as a group; None: the default group.
-        stream: a stream of an accelerator, whose work must be done before the buffers are read;
-            what the caller's current stream has queued always is.
-        attr: the callback, its context, the coalesce mode.
-        deps: what is waited for before the buffers are read: events, or what else has a `wait()`;
-            for three quarters of the group's timeout, after which all ranks are told.
+        comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
+        stream: None, or a stream of an accelerator. weft reads the buffers when the work that is
+            queued there is done. It always waits for the work in the caller's current stream.
+        attr: the callback, its context, the coalesce mode; required, although it has a default.
+        deps: events, or other objects with `wait()`, `synchronize()` or `result()`. weft reads the
+            buffers when all of them are done. If that takes more than three quarters of the group's
+            timeout, every rank raises an error.
+
+    Returns:
+        An `Event`, with `wait()` and `test()`.
 
     Raises:
-        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from the
-            others', a callback raised, or what was waited for failed.
-        WireError: from `wait()`: a peer or a link failed.
+        WeftError: from the call or from `wait()`, on every rank: an argument of some rank is wrong
+            or differs from the others', a callback raised, or one of `deps` failed.
+        WireError: from `wait()`: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft

@@ -1,18 +1,18 @@
-"""An operation: one sparse all-reduce as the face of a generation was asked for it.
+"""An operation: a sparse all-reduce with the arguments of one of the three generations.
 
-All of it takes one turn of the group's: waiting for what it depends on, weft's own call, handing
-the result out. What is wrong with it on one rank is raised on all, whether that is seen before the
-call, in it, or by the function that takes the result. Left to the faces is where a result goes.
+All of it runs in one turn on the group's worker: it waits for what it depends on, calls weft's own
+function and passes on the result. An error on one rank is raised on all: an error before the call,
+in it, or from the function that takes the result. A generation only says where the result goes.
 
-The ranks' dtypes of indices and their `match_id` are compared beforehand where weft's own call
-would not tell them apart, in one small exchange more.
+weft's own call would not notice if ranks had different index dtypes or `match_id`s. So, where these
+matter, the ranks compare them first, in one more small exchange.
 
-uint64 indices from 2^63 on have no place among weft's int64 from 0 up. Their rows are reduced in a
-call of their own, their indices less 2^63; the result comes behind that of the rows below, in the
-order of unsigned numbers.
+uint64 indices from 2^63 on do not fit weft's int64. Their rows are reduced in a call of their own,
+with 2^63 subtracted from the indices. Their result follows that of the lower rows, so the indices
+are in the order of unsigned numbers.
 
-uint64 values are int64's bits, which sum and multiply alike; where order counts, in a minimum or a
-maximum, their top bit is flipped.
+uint64 values are viewed as int64, which has the same sums and products, bit by bit. For a minimum
+or a maximum their top bit is flipped, so that int64 has the same order.
 """
 
 from __future__ import annotations
@@ -39,36 +39,37 @@ from .communicator import Communicator
 from .progress import await_all
 
 _PLAIN = Attributes()
-_SOONER = 0.75  # of the group's timeout: who waits longer than that cannot tell the others in time
+_SOONER = 0.75  # fraction of the group's timeout: after a longer wait others would time out first
 _HALF = torch.iinfo(torch.int64)
 
 Result = tuple[Tensor, Tensor]
-"""Indices and values, 1-D, of the caller's dtypes."""
+"""Indices and values, 1-D, in the caller's dtypes."""
 
 Rows = tuple[Tensor, Tensor]
-"""Indices, of a dtype of weft's, and values, as weft's calls take them."""
+"""Indices in a dtype of weft's, and values `[k, row]`, as weft's calls take them."""
 
 Place = Callable[[int, int], Result]
-"""(indices, values) -> memory for so many, 1-D, of the caller's dtypes."""
+"""(number of indices, number of values) -> memory for them, 1-D, in the caller's dtypes."""
 
 Finish = Callable[[Tensor, Tensor], Callable[[], None] | None]
-"""Takes a result. It may raise: then all ranks do. If none did, what it returned is called."""
+"""Takes a result. If it raises on one rank, all ranks raise. If it raised on none, each rank calls
+what it returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call that has nothing wrong as far as can be told without reading its buffers.
+    """A call whose arguments passed all checks that need not read its buffers.
 
     Attributes:
         sent: what this rank sends.
-        reduction: as the caller named it.
-        finish: what becomes of the result.
-        attributes: as in the document.
-        place: where the caller wants the result; None: in memory of weft's.
-        mode: one of `attributes.MODES`. weft adds half precision in float32 in any of them, so
-            "keep_precision" is "regular"; "disable" reduces nothing: the rows of all ranks, one
-            after the other.
-        after: what is waited for before the buffers are read, each with its name.
+        reduction: as the caller gave it.
+        finish: takes the result.
+        attributes: of the call.
+        place: gives the caller's memory for the result; None: weft allocates it.
+        mode: one of `attributes.MODES`. weft always adds half precision in float32, so
+            "keep_precision" is the same as "regular". "disable" reduces nothing: the result has the
+            rows of all ranks, one rank after the other.
+        after: (name, object) of what must end before the buffers are read.
     """
 
     sent: Result
@@ -81,17 +82,17 @@ class Operation:
 
     @property
     def unsigned(self) -> bool:
-        """Whether values are uint64, and weft sees them as int64."""
+        """Whether the values are uint64, which weft gets as int64."""
         return self.sent[1].dtype == torch.uint64
 
     @property
     def flip(self) -> int:
-        """The bit of such values that makes their order that of int64, where it counts."""
+        """The mask that is XORed to uint64 values so that int64 orders them alike; 0: no need."""
         ordering = "min", "max", dist.ReduceOp.MIN, dist.ReduceOp.MAX
         return _HALF.min if any(self.reduction == each for each in ordering) else 0
 
     def op(self) -> Any:
-        """The reduction as weft takes it."""
+        """The `op=` of weft's call."""
         op = self.attributes.op(self.reduction)
         named = isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType)  # which can be called, too
         if not self.unsigned or named or not callable(op):
@@ -105,7 +106,7 @@ class Operation:
         return combine
 
     def rows(self, seconds: float, after: Sequence[tuple[str, Any]]) -> Rows:
-        """What is reduced, once that may be read: waits for so long."""
+        """Wait for `after`, at most so many seconds; return the rows that are reduced."""
         await_all(after, seconds)
         indices, values = self.sent[0], self.attributes.before(self.sent[1])
         if self.unsigned:
@@ -116,11 +117,14 @@ class Operation:
 
 
 def checked(ind_buf: Any, ind_count: Any, val_buf: Any, val_count: Any, **dtypes: Any) -> Result:
-    """The sending half of a call's parameters as tensors that share the caller's memory.
+    """The send buffers of a call as tensors that share the caller's memory.
 
     Args:
         ind_buf, ind_count, val_buf, val_count: as in the documents.
-        dtypes: of indices and of values, in that order, by their names in the call.
+        dtypes: of indices and of values, in that order, by the names of these parameters.
+
+    Raises:
+        WeftError: a buffer, a count or a dtype is wrong.
     """
     rows, values = counted(ind_count, "send_ind_count"), counted(val_count, "send_val_count")
     if values % rows if rows else values:
@@ -135,17 +139,18 @@ def checked(ind_buf: Any, ind_count: Any, val_buf: Any, val_count: Any, **dtypes
 
 
 def described(indices: Tensor, values: Tensor) -> tuple[Any, ...]:
-    """A result as completion callbacks take it: each buffer with its count and its dtype."""
+    """The arguments of a completion callback: each buffer with its count and its dtype."""
     return indices, indices.numel(), indices.dtype, values, values.numel(), values.dtype
 
 
 def allocated(allocate: Callable[..., Any] | None, sent: Result, ctx: Any) -> Place | None:
-    """The place that an allocation callback gives, checked; None if there is no callback.
+    """The `place` of an operation that calls an allocation callback and checks what it returns.
 
     Args:
-        allocate: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`.
+        allocate: `(idx_count, idx_dtype, val_count, val_dtype, ctx) -> (idx_buf, val_buf)`; None:
+            the result is None, too.
         sent: what this rank sends.
-        ctx: handed on.
+        ctx: passed to the callback.
     """
     if allocate is None:
         return None
@@ -164,12 +169,12 @@ def allocated(allocate: Callable[..., Any] | None, sent: Result, ctx: Any) -> Pl
 
 
 def start(comm: Any, prepare: Callable[[], Operation]) -> Work[Result]:
-    """Start an operation among the ranks of `comm`; what `prepare` finds wrong is told to all.
+    """Start an operation among the ranks of `comm`; an error of `prepare` is raised on all ranks.
 
     Raises:
-        WeftError: this rank is not in the group, or its own call is wrong; or any rank's is, and
-            the call is synchronous.
-        WireError: as a wait does.
+        WeftError: this rank is not in the group, or its own call is wrong. If the call is
+            synchronous, also what `wait()` would raise.
+        WireError: from a synchronous call: what `wait()` would raise.
     """
     wire = comm.wire if isinstance(comm, Communicator) else wire_of(comm)
     try:
@@ -223,7 +228,7 @@ def _run(
 
 
 def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
-    """The rows, on all ranks or on none, if all name the call and its indices alike."""
+    """The rows of this rank. If one rank has an error, or ranks differ, all ranks raise it."""
     index, name = operation.sent[0].dtype, operation.attributes.match_id
     if name or index != widened(index) or operation.unsigned:
         named = f" with match_id={name!r}" if name else ""
@@ -237,20 +242,20 @@ def _agreed(wire: Wire, operation: Operation, rows: Callable[[], Rows]) -> Rows:
 
 
 def await_device(*tensors: Tensor) -> None:
-    """Wait until what was written to an accelerator has arrived."""
+    """Wait until writes to these tensors, on accelerators, are done."""
     for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
         torch.accelerator.synchronize(device)
 
 
 class _Memory:
-    """Where the result of one operation goes: to the caller's memory, if there is a place."""
+    """The memory of an operation's result: the caller's, if there is a `place`."""
 
     def __init__(self, place: Place | None) -> None:
         self._place = place
         self._taken: Result | None = None
 
     def allocate(self, count: int, row_shape: tuple[int, ...], dtypes: Any) -> Rows:
-        """The caller's memory for weft to write to; other where it is reduced in another dtype."""
+        """Memory for weft's call: the caller's where the dtype is the same, else new memory."""
         assert self._place is not None
         self._taken = self._place(count, count * math.prod(row_shape))
         indices, values = (
@@ -262,7 +267,7 @@ class _Memory:
         return indices, values.view(count, *row_shape)
 
     def fill(self, result: Result, index: torch.dtype) -> Result:
-        """The result as the caller's dtypes, in the caller's memory if there is a place."""
+        """The result in the caller's dtypes, and in the caller's memory if there is a `place`."""
         indices = result[0].view(index) if index == torch.uint64 else result[0].to(index)
         made = indices, result[1]
         if self._taken is None:
@@ -274,12 +279,12 @@ class _Memory:
 
 
 def _signed(tensor: Tensor) -> Tensor:
-    """Memory as weft writes to it: that of uint64 as int64."""
+    """A view of uint64 memory as int64; any other tensor itself."""
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
 def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> Rows:
-    """The result of uint64 indices, ascending; they are seen as int64, as those of `rows` are."""
+    """Reduce rows whose uint64 indices are viewed as int64; the result is in unsigned order."""
     indices, values = rows
     upper = indices < 0
     above, their_values = reduce((indices[upper] & _HALF.max, values[upper]))
@@ -293,7 +298,8 @@ def _reduced(wire: Wire, reduce: Callable[..., Rows], rows: Rows, out: Any) -> R
 
     lower = reduce((indices[~upper], values[~upper]), out=None if out is None else first)
     count = len(lower[0])
-    if count and lower[1].shape[1:] != their_values.shape[1:]:  # which neither call could tell
+    # neither call could compare the row shapes of the two halves
+    if count and lower[1].shape[1:] != their_values.shape[1:]:
         weft.attempt(lambda: _check_width(values, lower[1]), wire)
     parts = (above | _HALF.min, their_values)
     if out is None:
@@ -312,7 +318,7 @@ def _check_width(values: Tensor, others: Tensor) -> None:
 
 
 def _concatenated(wire: Wire, rows: Rows, wide: bool, out: Any) -> Rows:
-    """All ranks' rows in rank order; the highest bit of uint64 indices travels apart."""
+    """All ranks' rows in rank order; the top bit of uint64 indices is sent separately."""
     if not wide:
         found: Rows = weft.sparse_all_gather(rows, wire, out=out)
         return found
@@ -332,13 +338,17 @@ ONECCL = {
     "basic": "ring",
     "size": "ring",
 }
-"""weft's algorithm for each of oneCCL's."""
+"""The algorithm of weft for each name of oneCCL's."""
 
 _VARIABLE = "CCL_SPARSE_ALLREDUCE"
 
 
 def selected() -> str:
-    """What `algorithm=` of weft's call the environment asks for."""
+    """The `algorithm=` of weft's call, from the environment.
+
+    Raises:
+        WeftError: there is no algorithm of that name.
+    """
     said = os.environ.get(_VARIABLE, "").strip() or "auto"
     known = {"auto", *weft.sparse.ALGORITHMS}
     name = said if said in known else ONECCL.get(said, said)

@@ -1,7 +1,7 @@
-"""Overloads: how the third generation's call may be written, as one list of arguments.
+"""The overloads of the third generation's call, reduced to one list of arguments.
 
-oneCCL has its call with the two dtypes and, for typed buffers, without them; each with a stream
-before the attributes, and without one.
+oneCCL's call exists with the two dtypes and, for typed buffers, without them; each of these with a
+stream before the attributes, and without one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TYPED = 5  # what may follow them without dtypes: reduction, communicator, stre
 
 
 def overloaded(attributes: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Have a function of all arguments take the overloads too.
+    """A decorator that lets a function of all arguments be called by the overloads, too.
 
     Args:
-        attributes: what the argument after the stream is.
+        attributes: the class of the argument after the stream.
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
@@ -41,9 +41,10 @@ def overloaded(attributes: type) -> Callable[[Callable[..., T]], Callable[..., T
 
 
 def _is_typed(tail: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether what follows the buffers begins with the reduction.
+    """Whether the arguments after the buffers begin with the reduction, without dtypes.
 
-    A wrong dtype is a dtype all the same: its rank must get as far as telling the others.
+    An argument that is a wrong dtype must not be taken for a reduction: the function reports it to
+    all ranks.
     """
     if not 1 <= len(tail) <= _TYPED or "rtype" in named or tail[0] is None or is_dtype(tail[0]):
         return False

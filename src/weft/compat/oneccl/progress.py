@@ -1,4 +1,4 @@
-"""Progress: what a call returns at once, to wait for, to ask whether it is done, to depend on."""
+"""Events: what a call returns at once, to wait for, to test, and to make other calls depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.wire.base import Work
 
 
 class Event:
-    """Operations under way; of none, it is done.
+    """One or more operations that may still be running. An event of no operation is done.
 
     Example:
         >>> Event().test()
@@ -30,15 +30,15 @@ class Event:
         return f"<{type(self).__name__} {', '.join(map(repr, self.works)) or 'of nothing'}>"
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Wait until all of it has ended.
+        """Wait until all operations have ended.
 
         Args:
-            timeout: seconds, or a timedelta; None waits as long as the group's own deadlines allow.
+            timeout: seconds, or a timedelta; None: as long as the group's own deadlines allow.
 
         Raises:
             StillRunning: `timeout` passed first. Nothing is broken: wait again.
-            WeftError: what was wrong with the call; the same on every rank.
-            WireError: a peer or a link failed.
+            WeftError: the call was wrong on some rank; the same text on every rank.
+            WireError: a peer or a link failed; names the culprit. The group is lost.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -52,33 +52,46 @@ class Event:
             raise failed
 
     def test(self) -> bool:
-        """Whether all of it has ended, well or not."""
+        """Whether all operations have ended, with a result or with an error."""
         return all(work.is_completed() for work in self.works)
 
     def __bool__(self) -> bool:
         return self.test()
 
     def cancel(self) -> bool:
-        """Whether it was cancelled: never, since the other ranks are in it."""
+        """Return False: an operation cannot be cancelled, because the other ranks take part."""
         return False
 
 
 def compose(*events: Event) -> Event:
-    """One event of several: done when all are."""
+    """One event of several, which is done when all of them are.
+
+    Example:
+        >>> compose(Event(), Event()).test()
+        True
+    """
     return Event(*(work for event in events for work in event.works))
 
 
 def await_all(events: Sequence[tuple[str, Any]], seconds: float) -> None:
-    """Wait for whatever a call depends on, each with its name: events, works, futures, streams."""
+    """Wait for what a call depends on, given with names: events, works, futures, streams.
+
+    Args:
+        events: (name, object) of each.
+        seconds: for all of them together.
+
+    Raises:
+        WeftError: one is no such object, has failed, or has not ended in time.
+    """
     deadline = time.monotonic() + seconds
     for name, event in events:
-        # a CUDA event's wait() holds up a stream, and its synchronize() whoever calls
+        # synchronize() first: the wait() of a CUDA event blocks a stream, not the caller
         names = ("synchronize", "wait", "result")
         body = next((getattr(event, each) for each in names if hasattr(event, each)), None)
         if body is None:
             raise WeftError(f"{name} is a {type(event).__name__}: pass what can be waited for")
         ended: Future[object] = Future()
-        # a thread, since each kind has its own way to say how long, or none at all
+        # on a thread, because some of these cannot wait with a timeout
         threading.Thread(
             target=_run, args=(body, ended), name="weft dependency", daemon=True
         ).start()

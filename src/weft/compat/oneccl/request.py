@@ -1,10 +1,11 @@
-"""The first generation: results go to buffers of the caller's, and a request tracks the call.
+"""The first generation: the result goes to buffers of the caller's, and a request tracks the call.
 
-The document: "Sparse Collective Operations", of oneCCL before its first release (`iccl`).
+Source: "Sparse Collective Operations" in the documentation of oneCCL before its first release, then
+named `iccl`.
 
-Best where the result's size is known to fit. It often does not: the result holds the union of all
-ranks' indices, so buffers of the size of what is sent are enough only where the ranks' indices
-overlap, or repeat. Larger buffers are welcome, and `event` asks for as much as there is.
+Use it if you know a bound of the result's size. The result has the union of all ranks' indices, so
+it may need more memory than what one rank sends. The document asks for receive buffers of the size
+of the send buffers; here they may be larger. In `event` an allocation callback is told the size.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _COUNTS = "recv_ind_count", "recv_val_count"
 
 
 class Request(Event):
-    """One call under way.
+    """A call that may still be running: an `Event` that also knows the size of the result.
 
     Attributes:
-        recv_ind_count: elements that were written to `recv_ind_buf`; None until it is done.
-        recv_val_count: elements that were written to `recv_val_buf`; None until it is done.
+        recv_ind_count: the number of elements that weft wrote to `recv_ind_buf`; None until the
+            call has succeeded.
+        recv_val_count: the same of `recv_val_buf`.
     """
 
     __slots__ = ()
@@ -70,29 +72,38 @@ def sparse_allreduce(
     *,
     comm: Any = None,
 ) -> Request:
-    """Reduce the rows of all ranks into buffers; returns at once. See `weft.compat.oneccl`.
+    """Reduce the rows of all ranks into buffers of the caller's; return at once. Collective.
+
+    `weft.compat.oneccl` says what a buffer is, and on which rank an error is raised.
 
     Args:
-        send_ind_buf: indices, in any order, repeated or not; None if there are none.
-        send_ind_count: how many.
-        send_val_buf: values, row after row; None if there are none.
-        send_val_count: how many; the same multiple of `send_ind_count` on every rank.
-        recv_ind_buf: *out*: the reduced indices, ascending, each once. At least as large as the
-            result; an address counts as `send_ind_count` elements, an `Address` as its own.
-        recv_ind_count: *out*: how many they are; a buffer of one integer, or None.
-        recv_val_buf: *out*: the reduced values. May be `send_val_buf`.
-        recv_val_count: *out*: how many they are; a buffer of one integer, or None.
+        send_ind_buf: the indices of this rank's rows, in any order; they may repeat. None if there
+            are none.
+        send_ind_count: the number of indices.
+        send_val_buf: the values, one row after the other; None if there are none.
+        send_val_count: the number of values: `send_ind_count` times the length of a row, which is
+            the same on every rank.
+        recv_ind_buf: *out*: weft writes the indices of the result there, ascending, each once. It
+            must have room for them. An address stands for `send_ind_count` elements, an `Address`
+            for as many as it says.
+        recv_ind_count: *out*: the number of indices; a buffer of one integer, or None.
+        recv_val_buf: *out*: weft writes the reduced values there. It may be `send_val_buf`.
+        recv_val_count: *out*: the number of values; a buffer of one integer, or None.
         index_dtype: of both index buffers: int8 to int64, uint8 to uint64.
-        value_dtype: of both value buffers: whatever weft reduces.
+        value_dtype: of both value buffers: any that weft reduces, and uint64.
         reduction: "sum", "prod", "min", "max", another of weft's, a ReduceOp, "custom" with the
             attributes' `reduction_fn`, or a function as `weft.sparse_all_reduce` takes it.
-        attributes: what is out of the ordinary.
-        comm: a communicator, or whatever weft takes as a group; None: the default group.
+        attributes: settings of the call; None: the default ones.
+        comm: a `Communicator`, or what weft takes as `group=`; None: the default group.
+
+    Returns:
+        A `Request`, with `wait()`, `test()` and the two counts.
 
     Raises:
-        WeftError: here or from `wait()`, on every rank: an argument is wrong or differs from
-            the others', or a result does not fit on some rank. Then nothing was written on any.
-        WireError: from `wait()`: a peer or a link failed.
+        WeftError: from the call or from `wait()`, on every rank: an argument of some rank is wrong
+            or differs from the others', or the result does not fit into some rank's buffers. No
+            rank's buffers were written then.
+        WireError: from `wait()`: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import numpy as np, weft
@@ -138,7 +149,7 @@ def sparse_allreduce(
 def _into(
     ends: Sequence[Tensor], counts: Sequence[Tensor | None]
 ) -> Callable[[Tensor, Tensor], Callable[[], None]]:
-    """What writes a result to the caller's buffers, once it fits on every rank."""
+    """The `finish` of an operation that checks the buffers, and then writes the result to them."""
 
     def finish(*made: Tensor) -> Callable[[], None]:
         if any(end.numel() < part.numel() for end, part in zip(ends, made, strict=True)):

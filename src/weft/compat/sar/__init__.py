@@ -1,16 +1,17 @@
 """SAR's communication routines, under their names and with their arguments.
 
-SAR (Mostafa, "Sequential Aggregation and Rematerialization: Distributed Full-batch Training of
-Graph Neural Networks on Large Graphs", MLSys 2022) trains graph networks over `all_to_all` and
-`all_reduce` alone. A program that calls its communication routines runs over weft with
+SAR trains graph networks. Its only collectives are `all_to_all` and `all_reduce`. A program that
+calls its communication routines runs over weft, on every backend, gloo included, if it imports
 
 ```python
 import weft.compat.sar as sar
 ```
 
-on every backend, gloo included. Its graph classes are not here.
+SAR's graph classes are not here.
 
-The source is SAR's guide to its communication routines.
+Sources: Mostafa, "Sequential Aggregation and Rematerialization: Distributed Full-batch Training of
+Graph Neural Networks on Large Graphs" (MLSys 2022), and SAR's guide, "SAR's communication
+routines".
 """
 
 from . import comm as comm

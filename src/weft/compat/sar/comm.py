@@ -1,13 +1,13 @@
-"""SAR's module `comm`: start-up, and its ways to send tensors between ranks and to combine them.
+"""SAR's module `comm`: start-up, and the functions that send tensors between ranks and reduce them.
 
-Questions are about the default group, so they work in a program that has called `weft.init` itself,
-too; there `backend`, `master_ip` and `master_port` have no answer. Arguments go by two names:
-SAR's, which begin with an underscore, and the plain ones.
+All functions use the default group, so they also work in a program that called `weft.init` itself.
+There `backend`, `master_ip` and `master_port` raise an error. Some arguments have two names: SAR's,
+which begin with an underscore, and the same without it.
 
-As in SAR autograd does not see the collectives (`weft.exchange` and `weft.all_to_all` are
-differentiable). Every rank of the group calls them. What is sent is checked against the buffers
-that it is for before any of those is written, in one small exchange more; so every rank raises the
-same where one of them is wrong.
+Every rank of the group must call a collective. As in SAR, the collectives are not differentiable
+(`weft.exchange` and `weft.all_to_all` are). Before weft writes to a receive buffer, the ranks check
+in one more small exchange that every buffer fits what arrived. So if one does not, every rank
+raises the same error, and no buffer has changed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _R = TypeVar("_R")
 
 
 def also(**plain: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a function take arguments by other names, too: `also(rank="_rank")`.
+    """A decorator that gives arguments a second name: `also(rank="_rank")`.
 
-    Raises:
-        TypeError: when it is called with one of them under both names.
+    The decorated function raises TypeError if a call passes an argument under both names.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -55,31 +54,32 @@ def also(**plain: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 published: dict[str, int] = {}
-"""By address of rank 0: the port at which it will meet the others, as `nfs_ip_init` has found."""
+"""The port of rank 0 by its address, as `nfs_ip_init` found it."""
 
-_TIMEOUT = 300.0  # seconds that a file is waited for
+_TIMEOUT = 300.0  # seconds to wait for the file
 
 
 class SocketInfo(NamedTuple):
-    """A network interface: its name, and its address in numbers."""
+    """A network interface: its name, and its numeric address."""
 
     name: str
     ip_addr: str
 
 
 def get_socket() -> SocketInfo:
-    """The network interface that this rank would use.
+    """Return the network interface by which other hosts reach this rank.
 
-    It is the one that `WEFT_INTERFACE`, `SAR_SOCKET_NAME` or `GLOO_SOCKET_IFNAME` names, the first
-    of these that is set; else the one on the way to the host of rank 0, where the environment names
-    that (the loopback if it is named so); else one that leads to other hosts; the loopback if there
-    is none.
+    The first of `WEFT_INTERFACE`, `SAR_SOCKET_NAME` and `GLOO_SOCKET_IFNAME` that is set names it.
+    If none is set, it is one with an address that is not the loopback's; the loopback if there is
+    none. `initialize_comms` may use another one then: that on the route to rank 0's host.
 
     Raises:
-        WeftError: the one that is named is not there.
+        WeftError: the named interface is not on this host.
 
     Example:
         >>> name, address = get_socket()
+        >>> type(name), type(address)
+        (<class 'str'>, <class 'str'>)
     """
     found = look_ahead()
     if error := found.errors.get("interface"):
@@ -89,30 +89,41 @@ def get_socket() -> SocketInfo:
 
 @also(path="ip_file")
 def dump_ip_address(ip_file: str) -> str:
-    """Leave a file that leads to this process, for `get_ip_address` in the others.
+    """Write the address of this process to a file, for `get_ip_address` in the other processes.
 
     Args:
-        ip_file: its path, or that of a folder. It has mode 0600; what another run has left there
-            is not believed.
+        ip_file: the path of the file, or of a folder in which it is made; also `path`. The file has
+            mode 0600.
 
     Returns:
-        The address of this host that is in the file.
+        The address of this host in the file.
 
     Raises:
-        WeftError: it cannot be written, is another user's, or no such file.
+        WeftError: the file cannot be written, belongs to another user, or has other content.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     dump_ip_address(folder) == get_ip_address(folder)
+        True
     """
     return publish(0, ip_file, _TIMEOUT)[0]
 
 
 @also(path="ip_file")
 def get_ip_address(ip_file: str) -> str:
-    """Wait for the file of `dump_ip_address`, until the process that wrote it answers.
+    """Read the address from the file of `dump_ip_address`; wait until that process answers there.
+
+    A file that an earlier run left is not used, because nobody answers at its address.
+
+    Args:
+        ip_file: as for `dump_ip_address`; also `path`.
 
     Returns:
-        The address at which it answered.
+        The address of the other process's host.
 
     Raises:
-        WeftError: the file is another user's, or is no such file.
+        WeftError: the file belongs to another user, or has other content.
         WireError: nobody answered within 300 s.
     """
     return publish(-1, ip_file, _TIMEOUT)[0]
@@ -120,14 +131,14 @@ def get_ip_address(ip_file: str) -> str:
 
 @also(rank="_rank", path="ip_file")
 def nfs_ip_init(_rank: int, ip_file: str) -> str:
-    """Tell rank 0's address to all others through a file that all see; every rank calls it.
+    """Tell all ranks the address of rank 0 by a file on a shared file system. Every rank calls it.
 
-    Rank 0 also chooses a free port. With the address that this returns, `initialize_comms` uses
-    that port, unless it is given another one.
+    Rank 0 also chooses a free port. `initialize_comms` uses that port if it gets the address that
+    this function returned, and no other port.
 
     Args:
-        _rank: of this process; also `rank`.
-        ip_file: the path of the file, or of a folder; also `path`.
+        _rank: the rank of this process; also `rank`.
+        ip_file: the path of the file, or of a folder in which it is made; also `path`.
 
     Returns:
         The address of rank 0's host.
@@ -145,11 +156,11 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
 
 
 _PORT = 12345  # SAR's
-_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # others take tensors of the host
+_DEVICES = {"nccl": "cuda", "xccl": "xpu"}  # of all others: "cpu"
 
 
 class _Settings(NamedTuple):
-    """What `initialize_comms` was told."""
+    """The arguments of `initialize_comms`."""
 
     master_ip: str
     master_port: int
@@ -169,23 +180,24 @@ def initialize_comms(
     _comm_device: torch.device | str | None = None,
     master_port_number: int | None = None,
 ) -> None:
-    """Start weft and torch.distributed, or adopt its default group if there is one; collective.
+    """Start weft and torch.distributed, or use torch's default group if there is one. Collective.
 
     Args:
-        _rank: of this process; also `rank`.
-        _world_size: how many there are; also `world_size`.
-        master_ip_address: of the host of rank 0, by number or name.
+        _rank: the rank of this process; also `rank`.
+        _world_size: the number of ranks; also `world_size`.
+        master_ip_address: of the host of rank 0: a numeric address or a name. Ignored, as is the
+            port, if torch.distributed is initialised already.
         backend: a backend of `weft.init`: "gloo", "nccl", "ccl", "mpi" and others.
-        _comm_device: also `comm_device`. Only kept for `comm_device()`: tensors of any device are
-            sent, and results come back to where the tensors were. None: the one that follows from
-            the backend.
-        master_port_number: None: the one that rank 0 chose in `nfs_ip_init`, or 12345 if the
-            address did not come from there.
+        _comm_device: what `comm_device()` returns, and nothing else: weft sends tensors of any
+            device, and results are on the device of the tensors. None: "cuda" for "nccl", "xpu" for
+            "xccl", else "cpu". Also `comm_device`.
+        master_port_number: of rank 0. None: the port that rank 0 chose in `nfs_ip_init`, or 12345
+            if the address did not come from there.
 
     Raises:
-        WeftError: the backend is not there, the port is taken, or the processes do not fit
-            together; the same on every rank that comes.
-        WireError: not all ranks came within 300 s; it names who is missing.
+        WeftError: the backend is not available, the port is taken, or the processes contradict each
+            other.
+        WireError: not all ranks came within 300 s; it names those that did not.
 
     Example:
         >>> import weft
@@ -203,37 +215,42 @@ def initialize_comms(
 
 
 def is_initialized() -> bool:
-    """Whether there is a group, from `initialize_comms` or from `weft.init`."""
+    """Whether there is a default group, from `initialize_comms` or from `weft.init`.
+
+    Example:
+        >>> is_initialized()
+        False
+    """
     return default() is not None
 
 
 def rank() -> int:
-    """The number of this rank."""
+    """This process's rank. Raises WeftError if there is no group; so do the functions below."""
     return wire_of().rank
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return wire_of().size
 
 
 def master_ip() -> str:
-    """The address that `initialize_comms` was given."""
+    """The `master_ip_address` of `initialize_comms`; WeftError if `weft.init` made the group."""
     return _told().master_ip
 
 
 def master_port() -> int:
-    """The port at which the ranks met."""
+    """The port at which the ranks met; WeftError if `weft.init` made the group."""
     return _told().master_port
 
 
 def backend() -> str:
-    """The backend that `initialize_comms` was given."""
+    """The `backend` of `initialize_comms`; WeftError if `weft.init` made the group."""
     return _told().backend
 
 
 def comm_device() -> torch.device:
-    """The device that `initialize_comms` was given, or chose; without it, the CPU."""
+    """The device of `initialize_comms`; the CPU if `weft.init` made the group."""
     told = _settings.get(wire_of())
     return torch.device("cpu") if told is None else told.comm_device
 
@@ -249,13 +266,17 @@ def _told() -> _Settings:
 
 
 class Config:
-    """What a program sets once, on the class itself, alike on every rank.
+    """Settings, which a program sets once on the class itself, the same on every rank.
 
     Attributes:
-        max_collective_size: elements that a rank sends and receives together, at most, in one round
-            of `all_to_all`, give or take one of each tensor; 0: all in one round. Where ranks
-            differ the smallest counts.
-        disable_sr, pipeline_depth: of SAR's graph classes, which are not here; have no effect.
+        max_collective_size: the largest number of elements that a rank sends and receives together
+            in one round of a call, give or take one element of each tensor; 0: everything in one
+            round. If ranks differ, the smallest number applies.
+        disable_sr, pipeline_depth: of SAR's graph classes, which are not here; without effect.
+
+    Example:
+        >>> Config.max_collective_size
+        0
     """
 
     max_collective_size: ClassVar[int] = 0
@@ -264,10 +285,10 @@ class Config:
 
 
 def _check(name: str, place: Any, source: int, came: Tensor) -> None:
-    """See that a buffer can take what came, before any is written.
+    """Check that a receive buffer fits the tensor that arrived.
 
     Raises:
-        WeftError: it cannot.
+        WeftError: it does not.
     """
     if not isinstance(place, Tensor):
         raise WeftError(f"{name} is a {type(place).__name__}: pass a tensor to be filled")
@@ -289,17 +310,17 @@ def all_to_all(
     send_tensors: Sequence[Tensor],
     move_to_comm_device: bool = False,
 ) -> None:
-    """Send `send_tensors[i]` to rank i, and fill `recv_tensors[i]` with what it sent here.
+    """Send `send_tensors[i]` to rank i; fill `recv_tensors[i]` with what rank i sent. Collective.
 
     Args:
-        recv_tensors: one for each rank, with the dtype and as many elements as what comes, also
-            none; on any device.
-        send_tensors: one for each rank, of one dtype and on one device.
-        move_to_comm_device: without effect: tensors of any device are sent.
+        recv_tensors: a tensor for each rank, on any device, with the dtype and the number of
+            elements of what that rank sends; its shape may be another. It may have no elements.
+        send_tensors: a tensor for each rank; all of one dtype, on one device.
+        move_to_comm_device: without effect: weft sends tensors of any device.
 
     Raises:
-        WeftError: some rank's tensors are wrong, or do not fit; the same text on every rank, and
-            nothing was written on any. The next call works.
+        WeftError: some rank's tensors are wrong or do not fit; the same text on every rank, naming
+            the rank. No tensor was written on any rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -316,19 +337,19 @@ def all_to_all(
 
 
 def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """`all_to_all`, which goes in rounds by itself: see `Config.max_collective_size`."""
+    """The same as `all_to_all`, which works in rounds itself (`Config.max_collective_size`)."""
     all_to_all(recv_tensors, send_tensors)
 
 
 def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
-    """`all_to_all` in one round, whatever `Config` says; on every backend."""
+    """The same as `all_to_all`, but in one round, whatever `Config` says; on every backend."""
     _exchange(recv_tensors, send_tensors, 0)
 
 
 def _exchange(
     recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor], largest: object
 ) -> None:
-    """Fill tensors with what each rank sent here, in rounds of so many elements."""
+    """Fill tensors with what each rank sent, in rounds of at most `largest` elements."""
 
     def check(came: list[Tensor]) -> None:
         if not isinstance(recv_tensors, list | tuple) or len(recv_tensors) != len(came):
@@ -345,16 +366,28 @@ def _exchange(
 def exchange_single_tensor(
     recv_idx: int, send_idx: int, recv_tensor: Tensor, send_tensor: Tensor
 ) -> None:
-    """Send a tensor to one rank, and fill another with what comes from one; every rank calls it.
+    """Send a tensor to one rank, and fill another with what one rank sends. Collective.
+
+    Every rank must call it. Rank a's `send_idx` is b where rank b's `recv_idx` is a.
 
     Args:
-        recv_idx: the rank that sends to this one.
-        send_idx: the rank that this one sends to; either may be this one.
-        recv_tensor: with the dtype and as many elements as what comes.
-        send_tensor: of the same dtype on every rank.
+        recv_idx: the rank that sends to this one; it may be this one.
+        send_idx: the rank to which this one sends; it may be this one.
+        recv_tensor: with the dtype and the number of elements of what arrives, on any device.
+        send_tensor: of any shape, and of the same dtype on every rank.
 
     Raises:
         WeftError, WireError: as `all_to_all`.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     after, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+        ...     place = torch.empty(1)
+        ...     exchange_single_tensor(before, after, place, torch.tensor([float(wire.rank)]))
+        ...     return place.item()
+        >>> run(3, program)
+        [2.0, 0.0, 1.0]
     """
     source, to = _known("recv_idx", recv_idx), _known("send_idx", send_idx)
     if not isinstance(send_tensor, Tensor):
@@ -369,7 +402,7 @@ def exchange_single_tensor(
 
 
 def _known(name: str, given: object) -> int:
-    """The rank that an argument names."""
+    """An argument as a rank of the group; if it is none, all ranks raise WeftError."""
     found, size = integer(given), world_size()
     if found is None or not 0 <= found < size:
         tell(WeftError(f"{name} is {given!r}: pass a rank of the group, 0 to {size - 1}"))
@@ -379,19 +412,19 @@ def _known(name: str, given: object) -> int:
 def exchange_tensors(
     tensors: Sequence[Tensor], recv_sizes: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Send `tensors[i]` to rank i; what each rank sent here, in rank order.
+    """Send `tensors[i]` to rank i; return what each rank sent to this one. Collective.
 
     Args:
-        tensors: one for each rank, of one dtype and on one device; of any shapes, also empty.
-        recv_sizes: None, or the length of what comes from each rank. It is not needed: shapes
-            travel with the tensors; where it is given it is checked.
+        tensors: a tensor for each rank; all of one dtype, on one device; of any shapes, also empty.
+        recv_sizes: None, or the length (`shape[0]`) of what each rank sends. weft sends shapes with
+            the tensors, so it needs no sizes; it checks those that it gets.
 
     Returns:
-        New tensors, on the device of `tensors`.
+        New tensors in rank order, with the shapes that were sent, on the device of `tensors`.
 
     Raises:
-        WeftError: some rank's tensors are wrong, or what comes has another length; the same text on
-            every rank. The next call works.
+        WeftError: some rank's tensors are wrong, or a length differs from `recv_sizes`; the same
+            text on every rank, naming the rank. The next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -421,7 +454,7 @@ def exchange_tensors(
 def _sent(
     tensors: Sequence[Tensor], check: Callable[[list[Tensor]], None], largest: object
 ) -> list[Tensor]:
-    """What came, in rounds, once no rank's `check` has anything against what came there."""
+    """Exchange tensors in rounds; return what arrived if `check` raises on no rank."""
     most = None if isinstance(largest, bool) else integer(largest)
     if most is None or most < 0:
         tell(
@@ -439,22 +472,22 @@ def _sent(
 
 
 def _fill(place: Tensor, came: Tensor) -> None:
-    """Write what came into a buffer that is fit for it."""
+    """Write what arrived to a buffer that fits it."""
     with torch.no_grad():
         place.copy_(came.view(place.shape))
 
 
 def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -> None:
-    """Combine a tensor over all ranks, in place.
+    """Reduce a tensor over all ranks, in place. Collective.
 
     Args:
-        red_tensor: of one shape and dtype on every rank, on any device.
+        red_tensor: of the same shape and dtype on every rank, on any device.
         op: a `torch.distributed.ReduceOp`, or a name that `weft.all_reduce` takes.
-        move_to_comm_device: without effect: tensors of any device are reduced.
+        move_to_comm_device: without effect: weft reduces tensors of any device.
 
     Raises:
-        WeftError, WireError: as `weft.all_reduce`; or a rank's tensor cannot be written, and then
-            none is.
+        WeftError, WireError: as `weft.all_reduce`. WeftError also if some rank's tensor cannot be
+            written; then no rank's is.
 
     Example:
         >>> from weft.testing import run
@@ -472,10 +505,32 @@ def all_reduce(red_tensor: Tensor, op: Any, move_to_comm_device: bool = False) -
 
 
 def sync_params(model: torch.nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0's model: `weft.sync_params`."""
+    """Give every rank the parameters and buffers of rank 0's model. Collective: `weft.sync_params`.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, wire.rank + 5)
+        ...     sync_params(model)
+        ...     return model.weight.item()
+        >>> run(2, program)
+        [5.0, 5.0]
+    """
     weft.sync_params(model)
 
 
 def gather_grads(model: torch.nn.Module) -> None:
-    """Sum the gradients over all ranks, by name: `weft.sync_grads(model, average=False)`."""
+    """Sum a model's gradients over all ranks: `weft.sync_grads(model, average=False)`. Collective.
+
+    Example:
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     weight.grad = torch.tensor([wire.rank + 1.0])
+        ...     gather_grads(torch.nn.ParameterList([weight]))
+        ...     return weight.grad.item()
+        >>> run(2, program)
+        [3.0, 3.0]
+    """
     weft.sync_grads(model, average=False)

@@ -1,4 +1,4 @@
-"""SAR's communication thread: tasks that run one after the other beside the program."""
+"""SAR's communication thread: it runs tasks one after the other while the program goes on."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from weft import StillRunning
 
 from ..arguments import default
 
-_TIMEOUT = 300.0  # seconds that a result is waited for where there is no group
+_TIMEOUT = 300.0  # seconds to wait for a result if there is no group
 
 
 class CommThread:
     """A thread that runs tasks in the order in which they were submitted.
 
-    Tasks of all ranks that call the same collective must come in the same order, and so must what
-    the program itself calls meanwhile.
+    All ranks must call collectives of a group in the same order. This holds for those in tasks and
+    those that the program itself calls meanwhile, together.
 
     Attributes:
-        task_queue: what is to be run.
-        result_queue: what has ended and was not read.
+        task_queue: tasks that have not begun.
+        result_queue: results that `get_result` has not returned yet.
 
     Example:
         >>> thread = CommThread()
@@ -38,10 +38,10 @@ class CommThread:
         self._thread: threading.Thread | None = None
 
     def submit_task(self, task_id: str, task: Callable[[], Any]) -> None:
-        """Run a task when those before it have ended.
+        """Queue a task; it runs when those before it have ended. Return at once.
 
         Args:
-            task_id: its name.
+            task_id: a name for it, which has no effect.
             task: a function without arguments.
         """
         self.task_queue.put((task_id, task))
@@ -50,15 +50,15 @@ class CommThread:
             self._thread.start()
 
     def get_result(self, block: bool = True) -> Any:
-        """What the oldest task returned whose result was not read; None is no result.
+        """Return the oldest result that was not returned yet. A task that returns None has none.
 
         Args:
-            block: whether to wait for it, for as long as the group's timeout.
+            block: whether to wait for a result: at most the group's timeout, 300 s without a group.
 
         Raises:
-            queue.Empty: there is none, and `block` is False.
-            StillRunning: none came in time.
-            Exception: what the task raised.
+            queue.Empty: there is no result, and `block` is False.
+            StillRunning: there was no result in time; wait again.
+            Exception: what the task raised in place of a result.
         """
         wire = default()
         seconds = _TIMEOUT if wire is None else wire.timeout
@@ -75,11 +75,11 @@ class CommThread:
             ended: Future[Any] = Future()
             try:
                 ended.set_result(task())
-            except BaseException as error:  # for whoever asks for the result
+            except BaseException as error:  # get_result raises it
                 ended.set_exception(error)
             if ended.exception() is not None or ended.result() is not None:
                 self.result_queue.put(ended)
 
 
 comm_thread = CommThread()
-"""The one that SAR's own layers share."""
+"""The thread that SAR's own layers share."""

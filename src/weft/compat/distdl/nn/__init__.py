@@ -1,7 +1,10 @@
-"""DistDL's data movement layers, by the layers of `weft.nn`.
+"""DistDL's data movement layers, made of the layers of `weft.nn`.
 
-Each is a torch.nn.Module that takes this worker's tensor, or one without elements where it has no
-part, and returns new memory. Gradients, shapes and errors are those of `weft.nn`.
+Each is a torch.nn.Module. Its input is this worker's part of a tensor, or a tensor without elements
+on a worker that has no part. Its output is a new tensor. Gradients, shapes and errors are those of
+the layer of `weft.nn`.
+
+Source: DistDL's manual, "Data Movement Layers" (AllGather and its siblings).
 """
 
 from . import mixins as mixins
@@ -15,4 +18,4 @@ from .layers import SumReduce as SumReduce
 from .module import Module as Module
 
 DistributedTranspose = Repartition
-"""The older name."""
+"""DistDL's older name of `Repartition`."""

@@ -1,8 +1,8 @@
-"""HaloExchange as in DistDL: into margins that the caller made, of each worker's own widths.
+"""HaloExchange as in DistDL: it fills halos that the input has, with widths for each worker.
 
-That is `weft.nn.HaloExchange` of padded tensors, but that a worker knows its own widths only, so
-that they tell each other when the layer is made. Margins beyond the edges of the grid have no width
-for it: they are part of what the worker holds, and so they are kept.
+It is `weft.nn.HaloExchange` with `padded=True`. In DistDL a worker knows only its own widths, so
+the workers exchange them when the layer is made. Halos beyond the edges of the grid belong to the
+caller: the layer keeps what they hold.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from weft import WeftError, nn
 from ..partition import MPICartesianPartition
 from .module import Module
 
-_UNKNOWN, _WRONG = -1, -2  # in place of a width
+_UNKNOWN, _WRONG = -1, -2  # are sent in place of a width
 
 
 class HaloExchange(Module, nn.HaloExchange):
-    """Fills the margins of each worker's tensor with what its neighbours have next to it.
+    """Fills the halo of each worker's tensor with the adjacent elements of its neighbours.
 
-    Collective among the workers of the grid, also when it is made: they tell each other the widths.
+    Making the layer is collective among the workers of the grid: they exchange the widths. Calling
+    it is, too.
 
     Args:
         P_x: the grid, with as many dimensions as the tensor.
-        halo_shape: how wide this worker's margins are: [dim, 2], before and after.
-        recv_buffer_shape: how much of them is to be filled; None: all. What lies beyond the edges
-            of the grid belongs to the caller, and is kept.
-        send_buffer_shape: what the neighbours want of this worker; None: whatever they do.
+        halo_shape: the widths of this worker's halo, in elements: [dim, 2], before and after.
+        recv_buffer_shape: the widths that are filled, [dim, 2]; None: those of `halo_shape`. The
+            halo beyond the edges of the grid keeps what the caller put there.
+        send_buffer_shape: the widths that the neighbours receive from this worker, [dim, 2]; None:
+            not checked.
         buffer_manager: has no effect.
 
     Raises:
-        WeftError: the widths are not such an array, are negative, or what a worker sends is not
-            what its neighbour receives; when called: tensors do not fit together.
+        WeftError: the widths are no such array, or negative, or a worker's `send_buffer_shape` is
+            not what its neighbour receives. From a call: the tensors do not fit together.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch
@@ -69,7 +72,7 @@ class HaloExchange(Module, nn.HaloExchange):
 def _told(
     P_x: MPICartesianPartition, recv: Any, send: Any
 ) -> dict[tuple[int, ...], list[list[int]]]:
-    """The widths of all workers' halos, by cell; collective among them, as is what is wrong."""
+    """The widths of all workers' halos, by cell. Collective; all workers raise the same errors."""
     if not P_x.active:
         return {}
     line = P_x.grid.reshape((P_x.size,))
@@ -88,7 +91,7 @@ def _told(
         for dim, pair in enumerate(P_x.neighbor_ranks(rank)):
             for side, peer in enumerate(pair):
                 if peer < 0:
-                    recvs[rank, dim, side] = 0  # there is nobody: it is the caller's padding
+                    recvs[rank, dim, side] = 0  # no neighbour: it is the caller's padding
                     continue
                 sends = int(found[rank, 1, dim, side])
                 wanted = int(found[peer, 0, dim, 1 - side])
@@ -102,7 +105,7 @@ def _told(
 
 
 def _widths(given: Any, dim: int) -> Tensor:
-    """What was given as widths, [dim, 2]; wrong ones where they are none, as all are to be told."""
+    """The argument as widths, [dim, 2]; all `_WRONG` if it is none, so that all workers raise."""
     try:
         array = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """DistDL's layers along some axes of one grid, and from one grid to another.
 
-They are weft's, with what DistDL's take besides: axes to keep, grids to transpose, gradients to
-scale, results without elements that keep the size of the batch.
+They are those of `weft.nn` with DistDL's further arguments: axes to keep, grids to transpose, a
+divisor of gradients, and outputs without elements that keep the batch size.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from weft.plan import Plan
 
 Overlap = tuple[tuple[slice, ...] | None, tuple[int, ...] | None, int | str | None]
-"""Slices of a worker's own tensor, their shape, and who has them on the other side."""
+"""Slices of this worker's tensor, their shape, and the worker that has them on the other side."""
 
 NOTHING: Overlap = (None, None, None)
 
 
 class _Layer(Module, nn.Layer):
-    """What DistDL's layers do with a result.
+    """The common base: what DistDL's layers do with the output of weft's.
 
     Attributes:
         P_x, P_y: the grids of input and output.
-        preserve_batch: whether results without elements have the shape [batch, 0], not [0].
-        scale_backward: what gradients are divided by, as the caller said.
+        preserve_batch: whether an output without elements has the shape [batch, 0] instead of [0].
+        scale_backward: the divisor of gradients, as the caller gave it.
     """
 
     P_x: MPIPartition
@@ -43,7 +43,7 @@ class _Layer(Module, nn.Layer):
     _by: Any = None
 
     def _scale(self, P_x: MPIPartition, scale: Any) -> None:
-        """Have gradients divided: by a number, or by the number of cells along a slice."""
+        """Set the divisor of gradients: a number, or the number of workers along axes (a slice)."""
         self.scale_backward = scale
         self._by = float(np.prod(P_x.shape[scale])) if isinstance(scale, slice) else scale
 
@@ -56,19 +56,23 @@ class _Layer(Module, nn.Layer):
 
 
 class AllGather(_Layer, nn.AllGather):
-    """Gathers the parts along some axes of a grid, on all its workers.
+    """Gathers the parts of a tensor along axes of a grid, on all workers there. Collective.
+
+    Its adjoint is ReduceScatter. DistDL's manual allows a single axis; here there may be several.
 
     Args:
-        P_x: the grid.
-        axes_all_gather: its axes to gather along, any number of them; negative ones count from the
-            last.
-        axes_keep: all others; pass one of the two.
-        scale_backward: the gradient is divided by this number before it goes back; or by the number
-            of workers along the axes of a slice. The caller's own gradient is left as it is.
-        shape: of the tensor that the grid cuts, if it is cut evenly: torch.compile needs it.
+        P_x: the grid, with as many dimensions as the tensor.
+        axes_all_gather: the axes to gather along; negative ones count from the last.
+        axes_keep: all other axes. Pass one of the two.
+        scale_backward: None, or a number by which the gradient of the input is divided; or a slice
+            of axes: the number of workers along these. The gradient tensor that the caller passes
+            to backward is not changed.
+        shape: of the whole tensor, if it is cut in the balanced way. torch.compile needs it.
 
     Raises:
-        WeftError: both kinds of axes are given, or neither; or one is out of range.
+        WeftError: both kinds of axes are given, or neither; or an axis is out of range, or there
+            twice. From a call: the parts do not fit together.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch
@@ -97,9 +101,19 @@ class AllGather(_Layer, nn.AllGather):
 
 
 class ReduceScatter(_Layer, nn.ReduceScatter):
-    """Adds up the tensors along some axes of a grid, and gives each worker its part of the sum.
+    """Sums tensors along axes of a grid; each worker gets its balanced part of the sum. Collective.
 
-    Arguments as of AllGather, whose adjoint it is; the parts are balanced.
+    Its adjoint is AllGather. Arguments (but for `shape`) and errors are those of AllGather, with
+    `axes_reduce_scatter` in place of `axes_all_gather`.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
+        ...     return ReduceScatter(P_x, (0,))(torch.tensor([1, 2, 3])).tolist()
+        >>> run(2, program)
+        [[2, 4], [6]]
     """
 
     def __init__(
@@ -116,9 +130,19 @@ class ReduceScatter(_Layer, nn.ReduceScatter):
 
 
 class AllSumReduce(_Layer, nn.AllSumReduce):
-    """Adds up the tensors along some axes of a grid, on all its workers.
+    """Sums tensors along axes of a grid; each worker there gets the sum. Collective.
 
-    Arguments as of AllGather.
+    It is its own adjoint. Arguments (but for `shape`) and errors are those of AllGather, with
+    `axes_reduce` in place of `axes_all_gather`.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_x = MPIPartition().create_cartesian_topology_partition([2])
+        ...     return AllSumReduce(P_x, (0,))(torch.tensor([1, P_x.rank])).tolist()
+        >>> run(2, program)
+        [[2, 1], [2, 1]]
     """
 
     def __init__(
@@ -135,18 +159,37 @@ class AllSumReduce(_Layer, nn.AllSumReduce):
 
 
 class Broadcast(_Layer, nn.Broadcast):
-    """Copies the tensors of one grid to all workers of another that they stand for.
+    """Copies each tensor of one grid to the matching workers of another. Collective.
+
+    Its adjoint is SumReduce.
 
     Args:
-        P_x: the grid of the input; each extent is `P_y`'s, or 1. It may have fewer dimensions.
+        P_x: the grid of the input. In each dimension its extent is that of `P_y`, or 1. It may have
+            fewer dimensions; then it is padded on the left with extents of 1.
         P_y: the grid of the output.
-        transpose_src, transpose_dest: whether the shape of `P_x`, `P_y` is reversed for that.
-        preserve_batch: whether results without elements have the shape [batch, 0], not [0].
-        scale_backward: as of AllGather.
-        shape: of each tensor: torch.compile needs it.
+        transpose_src: whether to reverse the shape of `P_x` before the grids are matched.
+        transpose_dest: the same for `P_y`.
+        preserve_batch: whether an output without elements has the shape [batch, 0] instead of [0],
+            where batch is the first extent of the worker's input.
+        scale_backward: as for AllGather.
+        shape: of each worker's tensor. torch.compile needs it.
 
     Raises:
-        WeftError: the grids do not match.
+        WeftError: the grids do not match. From a call: the tensors do not fit together.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_world = MPIPartition()
+        ...     P_y = P_world.create_cartesian_topology_partition([2])
+        ...     P_x = P_world.create_partition_inclusive([0])
+        ...     P_x = P_x.create_cartesian_topology_partition([1])
+        ...     x = torch.tensor([7, 8]) if P_x.active else torch.empty(0)
+        ...     return Broadcast(P_x, P_y)(x).tolist()
+        >>> run(2, program)
+        [[7, 8], [7, 8]]
     """
 
     def __init__(
@@ -167,10 +210,23 @@ class Broadcast(_Layer, nn.Broadcast):
 
 
 class SumReduce(_Layer, nn.SumReduce):
-    """Adds up the tensors of one grid on the workers of another that stand for them.
+    """Sums the tensors of one grid on the matching workers of another. Collective.
 
-    Arguments as of Broadcast, whose adjoint it is, the other way round: each extent of `P_y` is
-    `P_x`'s, or 1.
+    Its adjoint is Broadcast. Arguments (but for `scale_backward`) and errors are those of
+    Broadcast, with the grids in the other roles: in each dimension the extent of `P_y` is that of
+    `P_x`, or 1.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_world = MPIPartition()
+        ...     P_x = P_world.create_cartesian_topology_partition([2])
+        ...     P_y = P_world.create_partition_inclusive([0])
+        ...     P_y = P_y.create_cartesian_topology_partition([1])
+        ...     return SumReduce(P_x, P_y)(torch.tensor([7, P_x.rank])).tolist()
+        >>> run(2, program)[0]
+        [14, 1]
     """
 
     def __init__(
@@ -190,22 +246,44 @@ class SumReduce(_Layer, nn.SumReduce):
 
 
 class Repartition(_Layer, nn.Repartition):
-    """Moves a tensor from one grid to another, on which it is cut evenly.
+    """Moves a tensor from one grid to another, where it is cut in the balanced way. Collective.
+
+    Its adjoint is the Repartition back.
 
     Args:
-        P_x, P_y: the grids, of the same number of dimensions; the same one evens its parts out.
-        preserve_batch: as of Broadcast.
+        P_x, P_y: the grids, with as many dimensions as the tensor. If they are the same grid, the
+            layer balances the parts.
+        preserve_batch: as for Broadcast.
         buffer_manager: has no effect.
-        shape: of the tensor that is cut, if it is cut evenly: torch.compile needs it.
+        shape: of the whole tensor, if its input is cut in the balanced way. torch.compile needs it.
 
     Attributes:
-        P_x_to_y_overlaps: of the last call, for each worker of `P_y` what went there: slices of
-            this worker's tensor, their shape, and "self" or the worker's place in the union of
-            `P_x` and `P_y`; three None if nothing went.
-        P_y_to_x_overlaps: for each worker of `P_x` what came from there: slices of the result.
+        P_x_to_y_overlaps: for each worker of `P_y`, what this worker sent to it in the last call:
+            slices of the input, their shape, and the receiver: "self", or its place in the union of
+            `P_x` and `P_y`. Three times None if it sent nothing. An empty list before the first
+            call, and on a worker outside of `P_x`.
+        P_y_to_x_overlaps: for each worker of `P_x`, what this worker received from it: the same,
+            with slices of the output.
 
     Raises:
-        WeftError: the grids have different numbers of dimensions.
+        WeftError: the grids have different numbers of dimensions. From a call: the parts do not fit
+            together.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch
+        >>> from weft.testing import run
+        >>> def program(wire):
+        ...     P_y = MPIPartition().create_cartesian_topology_partition([2])
+        ...     P_x = MPIPartition().create_partition_inclusive([1])
+        ...     P_x = P_x.create_cartesian_topology_partition([1])
+        ...     x = torch.tensor([1, 2, 3]) if P_x.active else torch.empty(0)
+        ...     layer = Repartition(P_x, P_y)
+        ...     return layer(x).tolist(), layer.P_x_to_y_overlaps
+        >>> for each in run(2, program):
+        ...     print(each)
+        ([1, 2], [])
+        ([3], [((slice(0, 2, None),), (2,), 1), ((slice(2, 3, None),), (1,), 'self')])
     """
 
     def __init__(
@@ -236,7 +314,7 @@ class Repartition(_Layer, nn.Repartition):
         return [] if plan is None else self._overlaps(plan, self.spec.partitions[0])
 
     def _overlaps(self, plan: Plan, others: Partition) -> list[Overlap]:
-        """For each of the others what this worker gets from it, by the plan."""
+        """For each worker of `others`, what this worker receives from it by the plan."""
         source, target = self.spec.partitions
         me, union = source.rank, source.union(target).ranks
         boxes = {peer: moves[0][1] for peer, moves in plan.local(me).sources.items()}
@@ -250,10 +328,10 @@ class Repartition(_Layer, nn.Repartition):
 def _axes_of(
     name: str, P_x: MPIPartition, axes: Sequence[int] | None, axes_keep: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes that a layer works along, and those that it keeps, given one of the two.
+    """The axes that a layer works along and those that it keeps, given one of the two.
 
     Raises:
-        WeftError: both are given, or neither; or one is out of range, or there twice.
+        WeftError: both are given, or neither; or an axis is out of range, or there twice.
     """
     if (axes is None) == (axes_keep is None):
         raise WeftError(
@@ -261,7 +339,7 @@ def _axes_of(
         )
     chosen: Any = axes_keep if axes is None else axes
     named = np.ravel(chosen).tolist()
-    P_x.grid.keep(named)  # which refuses what is no axis
+    P_x.grid.keep(named)  # raises if one is no axis
     given = tuple(axis % P_x.dim for axis in named)
     others = tuple(dim for dim in range(P_x.dim) if dim not in given)
     return (others, given) if axes is None else (given, others)
@@ -273,22 +351,22 @@ def _only_brings(P_x: MPIPartition, P_y: MPIPartition) -> bool:
 
 
 def _scaled(y: Tensor, by: Any) -> Tensor:
-    """A layer's result, fresh, whose gradient is divided before it goes back, in a new tensor."""
+    """A layer's output, a new tensor, whose gradient is divided by a number in backward."""
     found: Tensor
     try:
         found = _Scaled.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
-    except RuntimeError:  # torch.func and forward mode take nothing that is changed in place
+    except RuntimeError:  # torch.func and forward mode refuse what is changed in place
         found = _ScaledCopy.apply(y, by)  # type: ignore[no-untyped-call]  # torch's has no types
     return found
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is divided."""
+    """The identity; backward divides the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, by: Any) -> Tensor:
         ctx.by = by
-        ctx.mark_dirty(y)  # which is fresh: no copy is needed, and no view
+        ctx.mark_dirty(y)  # y is a new tensor, so it needs neither a copy nor a view
         return y
 
     @staticmethod
@@ -297,10 +375,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _ScaledCopy(torch.autograd.Function):
-    """The same for torch.func and forward mode.
-
-    A tangent goes forward, so it is not divided.
-    """
+    """The same for torch.func and forward mode. Forward mode divides nothing."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,10 @@
-"""`distdl.nn.mixins`: how wide the halos of a kernel are, on each worker. Integers only.
+"""`distdl.nn.mixins`: the widths of the halo that a kernel needs on each worker. Integers only.
 
-A layer that slides a kernel over a tensor, cut evenly along a grid both before and after, needs
-from its neighbours whatever its part of the output looks at beyond its part of the input.
+A convolution or pooling layer slides a kernel over a tensor that is cut along a grid, its input and
+its output. A worker needs from its neighbours the elements that its part of the output depends on
+and that are outside of its part of the input. The output is cut in the balanced way.
+
+Source: Hewett and Grady (arXiv 2006.03108), which derives the widths of halos from the kernel.
 """
 
 from __future__ import annotations
@@ -17,27 +20,43 @@ from ..tensor_decomposition import compute_subtensor_start_indices
 
 
 class ConvMixin:
-    """Which places of the input a convolution looks at."""
+    """The range of input indices on which an output index of a convolution depends.
+
+    Example:
+        >>> kernel = {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 1}
+        >>> ConvMixin()._compute_min_input_range(2, **kernel)
+        1
+        >>> ConvMixin()._compute_max_input_range(2, **kernel)
+        3
+    """
 
     def _compute_min_input_range(
         self, idx: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any
     ) -> Any:
-        """The first place of the input that the output at `idx` depends on."""
+        """The first index of the input on which the output at `idx` depends."""
         return stride * idx - padding
 
     def _compute_max_input_range(
         self, idx: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any
     ) -> Any:
-        """The last one."""
+        """The last index of the input on which the output at `idx` depends."""
         return stride * idx - padding + dilation * (kernel_size - 1)
 
 
 class PoolingMixin(ConvMixin):
-    """The same for pooling, which looks at the same places."""
+    """The same for pooling, which depends on the same range."""
 
 
 class HaloMixin:
-    """How wide the halos are; for a class that is a ConvMixin or a PoolingMixin, too."""
+    """Computes the widths of halos; for a class that is also a ConvMixin or a PoolingMixin.
+
+    Example:
+        >>> class Convolution(HaloMixin, ConvMixin): pass
+        >>> kernel, grid, index = (3, 1, 1, 1), [1, 1, 2], [0, 0, 0]
+        >>> found = Convolution()._compute_exchange_info([1, 1, 10], *kernel, True, grid, index)
+        >>> found[0].tolist()
+        [[0, 0], [0, 0], [0, 1]]
+    """
 
     def _compute_exchange_info(
         self,
@@ -51,19 +70,20 @@ class HaloMixin:
         partition_index: Any,
         subtensor_shapes: Integers | None = None,
     ) -> tuple[Integers | None, Integers | None, Integers | None, Integers | None]:
-        """What HaloExchange takes, for the worker at an index of a grid.
+        """Compute the arguments of HaloExchange for the worker at an index of a grid.
 
         Args:
-            x_global_shape: of the input.
-            kernel_size, stride, padding, dilation: of the kernel; those of fewer dimensions are
-                about the last ones.
-            partition_active: whether this worker is in the grid; four None if not.
-            partition_shape, partition_index: the grid's shape, and this worker's place.
-            subtensor_shapes: how the input is cut; None: evenly.
+            x_global_shape: the shape of the whole input, [dim].
+            kernel_size, stride, padding, dilation: of the kernel, in elements. If they have fewer
+                than dim numbers, they are of the last dimensions.
+            partition_active: whether this worker is in the grid. If not, all results are None.
+            partition_shape, partition_index: the shape of the grid, and this worker's index in it.
+            subtensor_shapes: the shapes of the input's parts, [*grid, dim]; None: balanced ones.
 
         Returns:
-            halo_shape, recv_buffer_shape, send_buffer_shape: [dim, 2], before and after; and the
-            range [start, stop] of the tensor with its halos that the kernel is to be given.
+            halo_shape, recv_buffer_shape, send_buffer_shape: widths [dim, 2], before and after; and
+            [dim, 2], the range (start, stop) of the tensor with its halo that the kernel is applied
+            to.
         """
         if not partition_active:
             return None, None, None, None
@@ -72,7 +92,7 @@ class HaloMixin:
         sizes = [_padded(each, len(extents), fill) for each, fill in given]
 
         def beyond(place: Integers) -> Integers:
-            """How much a worker needs beyond its part, [dim, 2]; negative where it has more."""
+            """The widths that a worker needs beyond its part, [dim, 2]; negative: has too much."""
             start, length = _cut(grid, place, extents, subtensor_shapes)
             low, high = self._needed(grid, place, extents, *sizes)
             found: Integers = np.stack([start - low, high - (start + length - 1)], axis=1)
@@ -93,9 +113,9 @@ class HaloMixin:
     def _needed(
         self, grid: Integers, place: Integers, extents: Integers, *sizes: Integers
     ) -> tuple[Integers, Integers]:
-        """The first and the last place of the input that the part of the output depends on.
+        """The first and the last index of the input on which a worker's part of the output depends.
 
-        `sizes` are those of the kernel: its own, stride, padding, dilation.
+        `sizes` are kernel size, stride, padding and dilation.
         """
         looks: Any = self  # also a ConvMixin
         kernel, stride, padding, dilation = sizes
@@ -114,7 +134,7 @@ def _padded(given: ArrayLike, dim: int, fill: int) -> Integers:
 def _cut(
     shape: Integers, index: Integers, extents: Integers, subtensor_shapes: Integers | None
 ) -> tuple[Integers, Integers]:
-    """Where a part begins, and its shape."""
+    """The first index of a part in the whole tensor, and its shape."""
     if subtensor_shapes is None:
         return compute_start_index(shape, index, extents), compute_subshape(shape, index, extents)
     place = tuple(index)

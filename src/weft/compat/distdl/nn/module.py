@@ -1,7 +1,4 @@
-"""DistDL's `Module`, whose subclasses set themselves up for their input, and its `set_backend`.
-
-Of what that sets, only whether modules look at every input matters here.
-"""
+"""DistDL's `Module`, whose subclasses prepare themselves for their input; and `set_backend`."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from .. import backend
 
 
 class Module(torch.nn.Module):
-    """A torch.nn.Module that sets itself up before its first call, and again for another input.
+    """A torch.nn.Module that prepares itself before its first call, and again when inputs change.
 
-    A subclass overrides `_distdl_module_setup`, which is to set `_distdl_is_setup`, and
-    `_distdl_module_teardown`, `_distdl_input_changed` as it needs. Each takes the tuple of inputs.
+    A subclass overrides `_distdl_module_setup`, which must set `_distdl_is_setup` to True. It may
+    override `_distdl_module_teardown` and `_distdl_input_changed`. Each takes the tuple of inputs.
 
     Example:
         >>> class Scale(Module):
@@ -41,7 +38,7 @@ class Module(torch.nn.Module):
             self.register_forward_pre_hook(type(self)._distdl_forward_pre_hook)
 
     def _distdl_forward_pre_hook(self, input: tuple[Any, ...]) -> None:
-        """What torch calls before `forward`."""
+        """Runs before `forward`: prepares the module if that is needed."""
         if self._distdl_module_requires_reset(input):
             if self._distdl_is_setup:
                 self._distdl_module_teardown(input)
@@ -51,14 +48,14 @@ class Module(torch.nn.Module):
         """Prepare for this input."""
 
     def _distdl_module_teardown(self, input: tuple[Any, ...]) -> None:
-        """Undo that, before the next."""
+        """Undo the preparation; called before the next one."""
 
     def _distdl_input_changed(self, input: tuple[Any, ...]) -> bool:
-        """Whether this input needs another preparation than the one before."""
+        """Whether this input needs another preparation than the last one."""
         return False
 
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
-        """Whether to prepare now."""
+        """Whether the module must be prepared for this input now."""
         return not self._distdl_is_setup or (
             self._distdl_checks and self._distdl_input_changed(input)
         )
@@ -69,12 +66,17 @@ def set_backend(
     backend_array: object = None,
     check_input_changed: bool | None = None,
 ) -> None:
-    """Say whether modules look at every input; there is one backend, for all devices.
+    """Set whether modules check every input for a change. It has no other effect.
+
+    weft has one backend, for all devices.
 
     Args:
         backend_comm, backend_array: DistDL's choices of MPI or NCCL, NumPy or CuPy; no effect.
-        check_input_changed: False: a module that is set up stays so, whatever its inputs. None: as
-            DISTDL_CHECK_INPUT_CHANGED says, 0 or 1; unset: True.
+        check_input_changed: False: a module that was prepared stays so, whatever its inputs. None:
+            False if the environment has DISTDL_CHECK_INPUT_CHANGED=0, else True.
+
+    Example:
+        >>> set_backend()
     """
     if check_input_changed is None:
         check_input_changed = os.environ.get("DISTDL_CHECK_INPUT_CHANGED") != "0"
