@@ -1,8 +1,10 @@
 """Memory that goes from rank to rank, chunk by chunk, so that every link carries it once.
 
-Each rank hears the one before it, and tells the next a chunk as soon as that is there; where ranks
-have something to add, a sum grows on its way. Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms" (JPDC 2009), section 3, has the pipeline.
+Each rank receives from the one before it, and sends a chunk to the next as soon as it is there;
+where ranks have something to add, a sum grows on its way.
+
+The linear tree of Patarasuk, Yuan and Faraj, "Techniques for pipelined broadcast on Ethernet
+switched clusters" (JPDC 2008).
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from torch import Tensor
 from .wire.base import Pending, Wire
 
 _CHANNEL = 4  # that no other room uses
-_CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest and the largest chunk
+_CHUNKS = (128 << 10, 512 << 10)  # bytes of the smallest (but for the last) and the largest chunk
 
 
 class Chain(Pending):
-    """Memory on its way along a chain of ranks; several may be under way, in the same order on all.
+    """Memory on its way along a chain of ranks.
+
+    Several may be under way at once, if all ranks made them in the same order.
 
     Args:
-        wire: among whom.
+        wire: the wire of these ranks.
         ranks: the chain, the same on each of them, this one included.
         memory: 1-D, of the same length and dtype on all; sent by the first, filled on the others.
-        own: what the first rank sends in place of what is in the memory, and what others add to
-            what came; None: nothing.
+        own: of the length and dtype of `memory`: the first rank copies it there before it sends,
+            each of the others adds it to what it received. None: nothing is added.
     """
 
     def __init__(

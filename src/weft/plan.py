@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Hint = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "sum_reduce"]
-"""The collectives that a plan may be."""
+"""The collectives that can do what a plan does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class Plan:
             `figure.savefig("plan.png")`.
 
         Raises:
-            WeftError: matplotlib is not there, or no rank has or gets anything.
+            WeftError: matplotlib is not there, or no rank has or wants a tensor.
 
         Example:
             >>> from weft.grid import Box, whole

@@ -1,7 +1,7 @@
 """Rows: the sparse values that weft moves, and the way from and to torch's sparse COO tensors.
 
 Rows say which rows of a taller tensor are there, and what they hold. They are *canonical* when
-the indices are sorted and unique; every result of weft is.
+the indices are sorted and unique, as those of every reduction's result are.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Rows:
 
         Raises:
             WeftError: the height is unknown.
+            IndexError: an index is negative, or not below the height.
         """
         if self.height is None:
             raise WeftError("rows without a height have no dense form: pass height=")
@@ -62,6 +63,9 @@ class Rows:
     @classmethod
     def from_coo(cls, tensor: Tensor) -> Rows:
         """Rows of a sparse COO tensor; several sparse dimensions become one, row-major.
+
+        Raises:
+            WeftError: the tensor has another layout.
 
         Example:
             >>> where, what = [[0, 1], [2, 0]], [5.0, 7.0]
@@ -76,7 +80,8 @@ class Rows:
         if len(heights) == 1:
             return cls(indices[0], values, heights[0])
         linear = torch.zeros_like(indices[0]) if len(indices) else indices.new_zeros(len(values))
-        # an index beyond its own dimension would be another row: one that is none says so later
+        # An index beyond its own dimension would name another row. It becomes one that is beyond
+        # the height, which the call that gets these rows refuses.
         wrong = torch.zeros_like(linear, dtype=torch.bool)
         for axis, height in zip(indices, heights, strict=True):
             linear = linear * height + axis
@@ -89,6 +94,9 @@ class Rows:
         Args:
             shape: sizes of the sparse dimensions, whose product is the height, then `row_shape`.
             canonical: the rows are known to be sorted and unique, so mark the tensor coalesced.
+
+        Raises:
+            WeftError: there is neither a height nor a shape.
         """
         if shape is None:
             if self.height is None:

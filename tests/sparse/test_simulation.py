@@ -90,3 +90,9 @@ def test_what_is_summed_in_float64_and_rounded_to_half_precision_is_reported_onc
     with meter.metered(seen.append):
         weft.kernels.reduce(values, found, weft.kernels.OPS["sum"], out)
     assert sum(seen) == values.nbytes + 2000 * 64 * 8
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("auto", 2), ("split", 1)])
+def test_where_no_algorithm_runs_the_error_says_so(name, ranks):
+    with pytest.raises(weft.WeftError, match="no algorithm ran"):
+        simulate(name, lambda _: spread(0, count=1), ranks, SLOW)

@@ -29,12 +29,12 @@ On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and
 read once, whatever they are asked, and so do `distinct` and `lie_within`; what comes after these
 does not.
 
-What serves is decided once in a process, at `weft.init` or by the first call (`jit`): machine code
-for all of it, or torch operations, where Numba is missing or fails, or where the environment says
-`WEFT_KERNELS=reference` or `WEFT_SAFE=1`. `describe` says which.
+Which of them serves on the host is decided once in a process, at `weft.init` or by the first call
+(`jit`): machine code, or torch operations for all of it, where Numba is missing or fails, or where
+the environment says `WEFT_KERNELS=reference` or `WEFT_SAFE=1`. `describe` says which.
 
-Callers have checked their arguments (`Op.refuses` for dtypes), here only what could touch foreign
-memory is checked again. No kernel is differentiable.
+Callers have checked their arguments (`Op.refuses` for dtypes); here only that is checked again
+which would read or write memory of others. No kernel is differentiable.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ def prepare() -> None:
 
 
 def describe() -> str:
-    """What serves on the CPU, in a line."""
+    """Whether machine code or torch operations serve on the CPU, in a line."""
     return f"{jit.describe()}; {torch.get_num_threads()} threads"
 
 
 def _code(tensor: Tensor) -> jit.Loops | None:
-    """The machine code for a tensor, where there is some and it may read it."""
+    """The machine code, if there is some and the tensor is on the host."""
     return jit.loops() if on_host(tensor) else None
 
 
 def _detached(values: Tensor) -> Tensor:
-    """Values that gradients do not follow."""
+    """The values without their gradient history."""
     return values.detach() if values.requires_grad else values
 
 
@@ -161,7 +161,8 @@ def reduce(
         `out`. Without `out` and `rows`, where the indices were sorted and unique, `values` itself.
 
     Raises:
-        IndexError: a number is not that of a distinct index.
+        IndexError: a number in `rows` is not that of a distinct index.
+        ValueError: there is not one row for each index, or `out` has another shape.
 
     Example:
         >>> values = torch.tensor([[1.0], [2.0], [4.0]])
@@ -224,10 +225,11 @@ def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None
     Args:
         runs: at least one; each 1-D, sorted and unique, maybe empty; all int32 or all int64.
         below: on an accelerator, also tell how many indices of the union are below each of these.
-        highest: there, no index may be above, or negative.
+        highest: on an accelerator, no index may be above this, or negative; None: any may.
 
     Raises:
-        ValueError: a run is not sorted and unique; on the host only if that was noticed.
+        ValueError: a run is not sorted and unique (on the host this is not always noticed); or on
+            an accelerator an index is negative or above `highest`.
 
     Example:
         >>> union([torch.tensor([2, 5]), torch.tensor([1, 5])])
@@ -252,6 +254,9 @@ def bitmap(indices: Tensor, places: int) -> Tensor:
 
     Returns:
         int64 `[ceil(places / 64)]`.
+
+    Raises:
+        ValueError: an index is negative, or not below `places`; only on the host.
 
     Example:
         >>> bitmap(torch.tensor([0, 2, 65]), 100)
@@ -295,6 +300,10 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         values: `[k, *row_shape]`.
         op: how to combine, `out` on the left.
         base: the place of the first row of `out`.
+
+    Raises:
+        ValueError: there is not one slot for each row, or rows of `out` have another shape.
+        IndexError: a place is not one of a row of `out`.
 
     Example:
         >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
@@ -383,6 +392,9 @@ def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Share
         total: U, the places of the union.
         weights: for each run 1 to 2**16.
 
+    Raises:
+        ValueError: a weight is not.
+
     Example:
         >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
         >>> given = shares(slots, 3, [1, 1])
@@ -425,7 +437,7 @@ def _check(weights: Sequence[int]) -> None:
 
 
 def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
-    """Of a run's rows those whose places were given to some run, as that run is to get them.
+    """The rows of a run whose places were given to the run `to`, in the order of its places.
 
     Args:
         slots: of the run.
@@ -480,6 +492,7 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
 
     Raises:
         IndexError: a place is not one of a row of `out`.
+        ValueError: there is not one place for each row, or `out` has another row shape or dtype.
 
     Example:
         >>> out = torch.zeros(3)

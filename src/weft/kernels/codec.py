@@ -6,8 +6,8 @@ one behind the other; the *unary part* of what is above them, as many zeros and 
 string of its own. Where the width is 0 the unary parts are the bitmap of the indices. The width is
 the one that is best for gaps of the block's mean whose places are random; then an index takes
 hardly more bits than its entropy: at a density of 10 % 4.8, where that is 4.69. Whatever the gaps,
-it takes hardly two bits more than the logarithm of its block's mean gap; so skewed lists are short
-too.
+it takes about two bits more, at most, than the binary logarithm of the mean distance between the
+indices of its block; so skewed lists are short too.
 
 All numbers are little-endian and bits count from the lowest: a byte for each width, zeros up to
 whole words of 64 bits; words of remainders, and a word of zeros behind them; words of unary parts.

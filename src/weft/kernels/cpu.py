@@ -1,7 +1,8 @@
 """The kernels on the CPU, by machine code: tensors become addresses, large work goes to threads.
 
-Each function takes the loops (`jit`) first, and says None or False where they do not serve what it
-is given, having done nothing: the reference does. The loops are in `loops`.
+Each function takes the machine code (`jit`) first. `distinct` and `union` return None, `reduce` and
+`combine` False, if there is no loop for their arguments: then nothing is done yet, and `reference`
+serves. The loops are in `loops`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ later, and none sees the choice change.
 
 Numba turns each loop into LLVM's language, once for all kinds of numbers; the instances, in which
 kinds and operations are constants, are optimised together and become one object file. It is kept
-in the user's cache directory under a digest of all that it was made of. One process of a host makes
-it, under a lock; the others wait, then load it, for which Numba is not imported. What is loaded is
-run, so the directory must belong to this user and be closed to others; without one, each process
-compiles for itself.
+in the user's cache directory (or `WEFT_CACHE_DIR`), under a digest of all that it was made of. One
+process of a host makes it, under a lock; the others wait, then load it, for which Numba is not
+imported. What is loaded is run, so the directory must belong to this user and be closed to others;
+without one, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def describe() -> str:
 
 
 def _forbidden() -> str:
-    """What the environment says against machine code."""
+    """The variable of the environment that forbids machine code, or nothing."""
     for name, value in (("WEFT_KERNELS", "reference"), ("WEFT_SAFE", "1")):
         if os.environ.get(name) == value:
             return f"{name}={value}"
@@ -101,7 +101,10 @@ def _choose() -> None:
 
 
 def _after_fork() -> None:
-    """In a child: where another thread was at it, its locks stay taken; so none is made here."""
+    """In a forked child: if a thread of the parent was making the loops, torch operations serve.
+
+    The locks that it held, also those of Numba, stay taken in the child.
+    """
     if _choice.lock.locked() and not _choice.known:
         _choice.reason, _choice.known = "this process was forked while they were made", True
     _choice.lock = threading.Lock()
@@ -164,7 +167,7 @@ def _private(path: Path) -> Path:
 
 
 def _file() -> Path | None:
-    """Where the machine code is kept; its name is of the loops, their compilers and the CPU."""
+    """The file of the machine code; named by a digest of the loops, their compilers and the CPU."""
     directory = cache_directory()
     if directory is None:
         return None
@@ -227,7 +230,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Keep it for processes to come, and remove what none has used for long."""
+    """Keep the data for later processes, and remove files that none has used for long."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(data).digest() + data)

@@ -6,7 +6,8 @@ integers are int64. What lies at an address is said by a *kind*, and what combin
 each loop once for all of them; `jit` makes an instance of it for the kinds and the operation that a
 call needs, in which they are constants, and LLVM removes the choice.
 
-Half precision widens to float32 when it is loaded and is rounded to nearest even when it is stored.
+Half precision widens to float32 or float64 when it is loaded; a float32 is rounded to nearest even
+when it is stored in half precision.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 DTYPES = (*_FLOATS, *_INTS, torch.bool)
-"""The dtypes of values, in the order of their numbers in a header."""
+"""The dtypes that values to be reduced may have."""
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,7 +65,7 @@ class Op:
         )
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
-        """The value that changes nothing: -0.0 for float sums, since 0.0 + -0.0 is 0.0."""
+        """The value that changes nothing: -0.0 for float sums; 0.0 would make 0.0 of a -0.0."""
         if self.name in ("sum", "avg"):
             return -0.0 if dtype.is_floating_point else 0
         if self.name == "prod":
@@ -123,4 +123,4 @@ OPS: dict[str, Op] = {
     "bor": Op("bor", torch.bitwise_or),
     "bxor": Op("bxor", torch.bitwise_xor),
 }
-"""The built-in operations by name, in the order of their numbers in a header."""
+"""The built-in operations by name."""

@@ -17,7 +17,7 @@ _WORTH = 1 << 20  # bytes for a thread to read or write: 17 µs to hand it over,
 
 
 def share(nbytes: int) -> int:
-    """Among how many threads work on so many bytes is best divided."""
+    """The number of threads among which work on so many bytes is best divided."""
     return 1 if nbytes < 2 * _WORTH else max(1, min(torch.get_num_threads(), nbytes // _WORTH))
 
 

@@ -2,13 +2,14 @@
 
 On an accelerator the host runs ahead of the device, and waits for it in `read` alone. What only the
 device knows, such as how many indices are distinct, is asked for once, when all of it is known;
-until then tensors are as long as they can be at most. So no operation here makes a result whose
-size depends on data, is indexed by a mask, or takes a number from the host's memory.
+until then tensors are as long as they can be at most. So, but for `distinct` and `unite_bitmap`,
+which are for the host, no operation here makes a result whose size depends on data, is indexed by a
+mask, or takes a number from the host's memory.
 
-What meets in one place are equal numbers, or integers that add: so the bits are the same each time.
-Floating-point sums and products are made from left to right, in the order of the input; on an
-accelerator from 0.0 on, so that a sum of -0.0 alone is 0.0. Whatever is compiled agrees with this
-file bit for bit, payloads of NaNs excepted.
+Where several numbers are scattered to one place, they are equal, or integers that are added: so the
+bits are the same each time. Floating-point sums and products are made from left to right, in the
+order of the input; on an accelerator from 0.0 on, so that a sum of several -0.0 is 0.0. The machine
+code agrees with this file bit for bit, payloads of NaNs excepted.
 """
 
 from __future__ import annotations

@@ -37,11 +37,13 @@ def sparse_all_reduce(
     Args:
         rows: a sparse COO tensor (any number of sparse dimensions), `(indices, values)`, or
             `weft.Rows`; the result has the same form and device. Indices are int32 or int64, in any
-            order; they may repeat, and there may be none. Values are `[k, *row_shape]`. A list of
-            these is several tables, of any row shapes and dtypes; the result is then a list.
-        op: "sum", "avg" (divides by the size of the group), "min", "max", "prod", "band", "bor",
-            "bxor", a `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of
-            two `[n, *row_shape]` tensors, applied row by row; `a` comes from the lower rank.
+            order; they may repeat, and there may be none. Values are `[k, *row_shape]`: float16 to
+            float64, bfloat16, int8 to int64, uint8 or bool. A list of these is several tables, of
+            any row shapes and dtypes that `op` takes; the result is then a list.
+        op: "sum", "prod" (both of numbers), "avg" (of floating point; divides by the size of the
+            group), "min", "max", "band", "bor", "bxor" (these three of integers and bool), a
+            `torch.distributed.ReduceOp`, or an associative function `(a, b) -> tensor` of two
+            `[n, *row_shape]` tensors, applied row by row; `a` comes from the lower rank.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return at once a `Work`, whose `wait()` gives the result. Do not change the input
             before `wait()` returns.
@@ -49,7 +51,8 @@ def sparse_all_reduce(
         wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
             this dtype. Each rank's sum of an index is rounded before it is sent, and the result is
             rounded, once each, to nearest even; the additions are as wide as without. Lossy:
-            docs/wire-dtype.md has the error bound. Values of two bytes are sent unchanged.
+            docs/wire-dtype.md has the error bound. Values of two bytes are sent unchanged; values
+            that are not floating point are an error.
         out: None, `(indices, values)` with room for the result, or a function
             `(count, row_shape, (index_dtype, value_dtype)) -> (indices, values)`; for a list of
             tables a list with one of these for each. It may be the memory of `rows`, which costs a
@@ -92,8 +95,8 @@ def explain(
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
     as a table: algorithm, messages, bytes, predicted time, bytes divided by the bound, and why an
     algorithm is not chosen. For a list of tables it also has the `groups`: tables of the same row
-    shape and dtype, which are reduced together. If the algorithm that was asked for can serve only
-    one group, it has what each group's call would do (`calls`).
+    shape and dtype, which are reduced together. If there are several groups, each takes a call:
+    `calls` says what each of these would do.
 
     Example:
         >>> import torch, weft

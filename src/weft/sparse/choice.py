@@ -1,8 +1,9 @@
 """The choice of an algorithm, and the table that explains it.
 
-`auto` takes the algorithm with the smallest predicted time among those that can serve the load
-within the memory a call may use. Everything it looks at came out of the combined header or was
-measured by all ranks together, so every rank chooses alike.
+`auto` takes the algorithm with the smallest predicted time among those that can serve the load, may
+pay for it (`Algorithm.pays`), and keep within the memory a call may use; if none keeps within that,
+the one that takes least. Everything it looks at came out of the combined header or was measured by
+all ranks together, so every rank chooses alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-_SPARE = 64 << 20  # bytes that a call may use beyond its result and three times its own rows
+_SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 _CODE = 8 << 20  # bytes that the first call needs besides: machine code, connections, headers
 _SORTING = 28  # bytes for each row that is sorted: keys, order, indices as given and as sent
 _CHUNK_SECONDS = 0.002  # seconds of a chunk on the link, at least: long beside a message's overhead
@@ -36,7 +37,7 @@ _STEP_SECONDS = 1e-3  # seconds of overhead of a step of a stream, on a crowded 
 _GAPS_PAY = 8  # bytes that a core merges in the time in which packing saves one byte of an index
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
-_NEAR = 1 << 24  # bytes of a chunk of each rank together, where all are on one host
+_NEAR = 1 << 24  # bytes of one chunk of every rank together, at most, if all share a host
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tables of a list that are brought together: of one row shape and dtype.
+    """Tables of a list that are reduced together: of one row shape and dtype.
 
     Attributes:
         tables: their numbers in the list.
@@ -77,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `auto` would choose, and why; prints as a table.
+    """What a call would run, and why; prints as a table.
 
     Attributes:
         chosen: name of the algorithm that would run; several, of a list, joined by " and ".
@@ -85,7 +86,7 @@ class Explanation:
         lines: for each algorithm: algorithm, messages (sent), bytes (received), milliseconds
             (predicted), of_bound (bytes, as a multiple of the bound), verdict ("chosen", or
             why not).
-        groups: of a list, the tables that are brought together; those without rows are in none.
+        groups: of a list, the tables that are reduced together; those without rows are in none.
         calls: of a list that takes several calls, what each would do; `lines` is empty then.
         device: where the rows are, and for an accelerator how they travel: "cuda (nccl)".
     """
@@ -121,12 +122,12 @@ class Explanation:
 
 
 def with_link(wire: Wire, load: Load, *, staying: bool = False) -> Load:
-    """The load with what suits the wire's link and hosts, which are found out if need be.
+    """The load with the figures of the wire's link and hosts, and what suits them; collective.
 
     Args:
-        wire: that of the CPU.
+        wire: the group's wire for CPU tensors.
         load: the sizes of the call.
-        staying: the rows stay on an accelerator, where they go in one message each, unpacked.
+        staying: the rows are on an accelerator: they are sent in one message each, unpacked.
     """
     link = link_of(wire)
     with apart(wire):
@@ -136,10 +137,10 @@ def with_link(wire: Wire, load: Load, *, staying: bool = False) -> Load:
 
 
 def fitted(load: Load, link: Link) -> Load:
-    """The load with what suits a link: how large chunks are, and how lists and numbers travel."""
+    """The load with what suits a link: the size of chunks, and whether index lists are packed."""
     smallest, largest = _CHUNKS
     if load.on_one_host:
-        # a copy at hand keeps a core as busy as a merge does: little to hide behind another chunk
+        # within a host a copy keeps a core as busy as a merge, so small chunks overlap little
         largest = max(largest, 1 << (_NEAR // load.ranks).bit_length() - 1)
     # to the nearest power, so that a link measured a little faster than it is has the same chunks
     seconds = max(_CHUNK_SECONDS, _even_chunk(load.ranks, load.bound * link.beta))
@@ -149,10 +150,11 @@ def fitted(load: Load, link: Link) -> Load:
 
 
 def _even_chunk(ranks: int, seconds: float) -> float:
-    """What a chunk of a stream should take that moves for so many seconds.
+    """The best duration of one chunk, in seconds, of a stream whose bytes take `seconds` (s).
 
-    n chunks take n + P - 1 steps till the last one is through, so a call takes s + nc + (P - 1) s/n
-    where a step costs c besides its bytes: least where s/n is the root of cs / (P - 1).
+    n chunks take n + P - 1 steps till the last one is through, so a call takes about
+    s + nc + (P - 1) s/n, where a step costs c besides its bytes: least where s/n is the root of
+    cs / (P - 1).
     """
     return math.sqrt(_STEP_SECONDS * seconds / max(1, ranks - 1))
 
@@ -184,7 +186,7 @@ def choose(load: Load, algorithm: str) -> str:
     pay = [found for found in serve if found.pays(load) is None]
     if fits := [line for line in _lines(load, pay) if not line.verdict]:
         return fits[0].algorithm
-    # so much is asked for that nothing keeps within what is allowed
+    # none keeps within the memory that is allowed
     return min(serve, key=lambda found: (round(found.cost(load).memory), found.name)).name
 
 
@@ -198,7 +200,7 @@ def explained(load: Load, algorithm: str, index: torch.dtype) -> Explanation:
     """The table of all algorithms for a load, with what would run.
 
     Args:
-        load: what all together said, fitted to the link.
+        load: the sizes of the call, `fitted` to the link.
         algorithm: that was asked for, or "auto".
         index: dtype of indices in the opening exchange.
     """

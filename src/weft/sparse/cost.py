@@ -131,7 +131,7 @@ class Load:
         low, high = max(mean, 1.0), max(2.0 * self.total, 1.0) * 1e4
         if union <= low:
             return low
-        for _ in range(36):  # to a millionth
+        for _ in range(36):  # to less than a billionth
             middle = math.sqrt(low * high)
             if middle * (1 - (1 - min(1.0, mean / middle)) ** ranks) < union:
                 low = middle
@@ -231,7 +231,7 @@ class Cost:
     slowest: Cost | None = None
 
     def __add__(self, other: Cost) -> Cost:
-        """One after the other."""
+        """One after the other; `slowest` is left out."""
         return Cost(*map(operator.add, _figures(self), _figures(other)))
 
     def seconds(self, link: Link) -> float:

@@ -5,7 +5,8 @@ the first of these that exists:
 
 * `WEFT_LINK=latency_us,gbit` in the environment, the same on every rank;
 * the link profile that `WEFT_PROFILE` names;
-* the profile that `weft tune` wrote for these hosts to the user's cache directory;
+* the profile that `weft tune` wrote for these hosts to the user's cache directory, or to
+  `WEFT_CACHE_DIR`;
 * a measurement: bytes go round the ring of ranks for a few tens of milliseconds. The next call that
   needs the figures measures again, and weft keeps the better ones: else a machine that was busy at
   start-up would seem slow as long as the group lives.
@@ -52,12 +53,12 @@ _WORK = 50e-6  # seconds of a core that a message costs, if WEFT_LINK says the o
 _ENOUGH = 0.012  # seconds of streaming after which the rate is believed
 _LARGEST = 1 << 23  # bytes
 _MEASURED = 2  # calls that measure: other work on a machine only ever slows a link down
-_EXCHANGES, _PASSES = 12, 2  # of which the quickest counts
+_EXCHANGES, _PASSES = 12, 2  # of latency, and of rate: the quickest counts
 _FIGURES = struct.Struct("<5q64s")  # steps of alpha, beta, work, carry; cores, whose
 _NAME = struct.Struct("<?255s")  # whether a profile was named; the host's name
 
 _FORMAT, _VERSION = "weft link profile", 1
-_RUNS, _ROWS, _WIDTH = 4, 20_000, 64  # of what is merged to measure a core
+_RUNS, _ROWS, _WIDTH = 4, 20_000, 64  # sizes of what is merged to measure a core
 
 _links: WeakKeyDictionary[Wire, tuple[Link, int]] = WeakKeyDictionary()
 """The figures of each wire, and how many calls are still to measure them."""
@@ -111,7 +112,7 @@ def _said(wire: Wire) -> Link | None:
 
 
 def parse(text: str) -> tuple[float, float]:
-    """Latency in seconds and seconds a byte, from what WEFT_LINK says."""
+    """Latency in seconds and seconds a byte, from what WEFT_LINK says. Raises WeftError."""
     try:
         latency, rate = (_positive(float(part)) for part in text.split(","))
     except ValueError:
@@ -172,7 +173,7 @@ def _figures(raw: bytes) -> tuple[Any, ...]:
 
 
 def _latency(wire: Wire) -> tuple[float, float]:
-    """Seconds that a small exchange with everybody takes, and a core's for a message of it."""
+    """Seconds of a small exchange with all ranks, and CPU seconds of one of its messages."""
     message, best, busy = bytes(256), math.inf, []
     for _ in range(_EXCHANGES):
         start, before = time.perf_counter(), time.process_time()

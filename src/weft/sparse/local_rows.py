@@ -1,7 +1,7 @@
 """This rank's rows, as a schedule gets them: canonical; duplicates are combined on demand.
 
 Most schedules want all of a rank's rows at once: `values`. A schedule that sends each row to one
-rank, in parts, combines the duplicates of a part while it copies the part (`take`). So no row is
+rank, in parts, calls `take` for each part, which combines duplicates while it copies. So no row is
 copied twice, and the first part can be sent earlier.
 """
 

@@ -87,7 +87,7 @@ def balanced(header: Header, ranks: int) -> list[int]:
 
 
 def spans(bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The range of each rank."""
+    """The range of each rank, given all bounds."""
     return dict(enumerate(pairwise(bounds)))
 
 

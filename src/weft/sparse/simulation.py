@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import WeftError
 from ..kernels import meter
 from ..rows import Rows
 from ..wire import simulated
@@ -20,7 +21,7 @@ from ..wire.base import Link
 from . import run
 from .cost import Cost, Load
 from .link import set_link
-from .registry import find
+from .registry import ALGORITHMS
 from .request import Request
 
 
@@ -72,7 +73,8 @@ def simulate(
         op: the reduction.
 
     Raises:
-        WeftError: the algorithm is unknown or cannot serve these rows.
+        WeftError: the algorithm is unknown or cannot serve these rows, or none ran, since there is
+            one rank, or all rows fit in the opening exchange, which "auto" then uses.
 
     Example:
         >>> link = Link(alpha=50e-6, beta=8e-9, gamma=0.35e-9, work=10e-6)
@@ -108,7 +110,9 @@ def simulate(
         if collecting:
             gc.enable()
     opened, ended, messages, nbytes, (name, *_), (load, *_) = zip(*seen, strict=True)
-    opening, cost = max(opened), find(name).cost(load)
+    if name not in ALGORITHMS:
+        raise WeftError(f"no algorithm ran ({name}): simulate more rows or ranks, or name one")
+    opening, cost = max(opened), ALGORITHMS[name].cost(load)
     return Simulation(
         name,
         opening,

@@ -2,9 +2,9 @@
 
 Every id has one hash, the same everywhere; a rank's sketch is its ids with the smallest hashes.
 Since all ranks hash alike, the smallest hashes of the union are found among the sketches alone,
-and their density tells the size of the union. Sketches of whole sets are exact; else the relative
-standard deviation is 1/sqrt(k): 6 % with 256 ids. The ids themselves travel, since the hash can
-be computed again.
+and their density tells the size of the union. Below `SIZE` ids the size is exact; else it is an
+estimate, whose relative standard deviation is 1/sqrt(k): 6 % with 256 ids. The ids themselves are
+sent, since each rank can compute their hashes.
 
 Bar-Yossef et al., "Counting distinct elements in a data stream" (RANDOM 2002), algorithm 2; Cohen
 and Kaplan, "Summarizing data using bottom-k sketches" (PODC 2007).

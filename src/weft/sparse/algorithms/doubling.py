@@ -3,13 +3,13 @@
 Fewest messages, log2 P, so best where latency rules: many ranks with tiny payloads. Each round
 carries the union of the rows seen so far, in the type of partial sums. Blocks of neighbouring
 ranks meet, the lower block always on the left, so every rank computes the same bits and an
-operation needs only be associative. Where P is no power of two, the first ranks pair up before
-and hear the answer after.
+operation needs only be associative. Where P is no power of two, pairs of the first ranks act as
+one: the odd rank of a pair sends its rows before the rounds, and gets the result after them.
 
-The last merge writes to the result.
+The last merge writes to the result, unless that has another dtype than partial sums.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
-(IJHPCA 2005), section 4.1; "SSAR_Recursive_double" of Renggli et al., "SparCML" (SC'19).
+(IJHPCA 2005), section 4; "SSAR_Recursive_double" of Renggli et al., "SparCML" (SC'19).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _made(call: Call, indices: Tensor) -> _Message:
 
 
 def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
-    """Await the rows of so many ranks from a peer."""
+    """Post the receive of the rows of so many ranks from a peer; the function waits for them."""
     load = call.load
     most = min(ranks * load.most, load.total if load.height is None else load.height)
     pending = call.wire.post((), [(peer, _extent(call, most)[1])])
@@ -158,7 +158,7 @@ def _hear(call: Call, peer: int, ranks: int) -> Callable[[], _Message]:
 def _merged(
     call: Call, lower: _Message, upper: _Message, place: Callable[[Tensor], _Place]
 ) -> _Place:
-    """The sum of two messages, whose memory goes back, where it is wanted."""
+    """The sum of two messages, in memory that `place` makes; releases the messages."""
     union = kernels.union([lower.indices, upper.indices])
     both = place(union.indices)
     for slots, part in zip(union.slots, (lower, upper), strict=True):

@@ -3,10 +3,10 @@
 Every rank gives its rows to the leader of its host, its lowest rank, which merges them. The
 leaders tell each other what they have, as ranks do when a call opens, and run the algorithm that is
 cheapest for that among themselves. Then the result goes down the chain of the host's ranks, in
-chunks, so that no rank sends it more than once. Between hosts travels one sum for each host in
-place of the rows of its ranks; everything else stays on the host. On one host the leader's merge is
-the result; where every rank has a host of its own, the cheapest algorithm runs as if it had been
-asked for.
+chunks, so that no rank sends it more than once (where links are as quick as memory, the leader
+sends it to each). Between hosts travels one sum for each host in place of the rows of its ranks;
+everything else stays on the host. On one host the leader's merge is the result; where every rank
+has a host of its own, all are leaders.
 
 Best where hosts have several ranks whose rows overlap, and the network between hosts is what
 limits.

@@ -238,7 +238,9 @@ Longs = NDArray[np.int64]
 
 
 def weights(slots: Sequence[Tensor], union: int) -> list[int]:
-    """For each rank a weight from 1 to 2**12, the same on every rank.
+    """For each rank a weight from 1 to 2**12, by which rows are given to it to sum.
+
+    The same on every rank.
 
     Args:
         slots: of each rank's rows in the union, as `kernels.union` gives them.

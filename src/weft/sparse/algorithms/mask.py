@@ -5,7 +5,7 @@ where it has none, and the wire reduces the table. No index travels with a value
 anything. Where the headers' digests say that all ranks have the same rows, the union is known.
 Else it comes either from a bitmap of all places, which is reduced too, or from the index sets
 themselves, whichever the sizes in the combined header say is less. Every row of the
-table is somebody's, so a sum of zero is a row, and min, max and prod see no row that is nobody's.
+table is some rank's, so a sum of zero is a row, and min, max and prod combine at least one value.
 
 Best where all ranks have nearly the same rows (then it moves the bound's bytes); where they have
 not, most of what it sends is neutral elements.
@@ -32,7 +32,7 @@ from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..stream import all_lists, list_messages, united
 
-_LONG = 1 << 17  # bytes of a part of a dense tensor, from which on streams share links unevenly
+_LONG = 1 << 17  # bytes of a rank's part of the tensor: longer streams share links unevenly
 
 
 def cost(load: Load) -> Cost:

@@ -3,12 +3,14 @@
 For rows that must not be combined, or not yet: samples, queues of indices, gradients that are
 clipped one rank at a time.
 Nothing is sorted and nothing combined, so rows may be of any dtype; where the caller gave a
-`wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. The
-opening exchange says how many rows each rank has, or carries them; so every length is known, and
-rows are received where they belong. They go round the ring of ranks in chunks: one stream into each
-host and one out of it.
+`wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. Few
+rows travel in the opening exchange. Else that says how many rows each rank has (above 16 ranks a
+second exchange does); so every length is known, and rows are received where they belong. They go
+round the ring of ranks in chunks: one stream into each host and one out of it. Where links are as
+quick as memory, each rank sends to all others directly.
 
-Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (JPDC 2009), section 3.
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
+(JPDC 2009), section 3.
 """
 
 from __future__ import annotations
@@ -57,14 +59,15 @@ def sparse_all_gather(
         return_counts: also return each rank's number of rows.
         wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
             this dtype, rounded once, to nearest even, also on the rank that sends them
-            (docs/wire-dtype.md).
+            (docs/wire-dtype.md). Values of two bytes or fewer are sent unchanged; values that are
+            not floating point are an error.
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
     Returns:
-        The unchanged rows of rank 0, then those of rank 1, and so on: not sorted, with duplicates
-        (a COO tensor is not coalesced). With `return_counts` a pair: these rows and an int64 tensor
-        `[size]`.
+        The rows of rank 0, unchanged but for `wire_dtype`, then those of rank 1, and so on: not
+        sorted, with duplicates (a COO tensor is not coalesced). With `return_counts` a pair: these
+        rows and an int64 tensor `[size]` on the CPU.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
@@ -109,7 +112,7 @@ def _counts(opening: Opened) -> list[int]:
 
 
 def joined(opening: Opened, counts: Sequence[int]) -> tuple[str, Rows]:
-    """All ranks' rows one after the other, if the opening exchange did not carry them by a ring."""
+    """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     call, own = opening.call, opening.own
     wire, part = call.wire, parts(counts)
     result = call.result(sum(counts))

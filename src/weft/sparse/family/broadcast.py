@@ -54,14 +54,15 @@ def sparse_broadcast(
             before `wait()` returns.
         wire_dtype: None, or `torch.bfloat16` or `torch.float16`: floating-point values are sent in
             this dtype, rounded once, to nearest even, also on the rank that sends them
-            (docs/wire-dtype.md).
+            (docs/wire-dtype.md). Values of two bytes or fewer are sent unchanged; values that are
+            not floating point are an error.
         out: memory for the result, as for `weft.sparse_all_reduce`: None, `(indices, values)` with
             room for it, or a function that allocates them.
 
     Returns:
-        On every rank the unchanged rows, not sorted, with duplicates, in the form that `group_src`
-        passed. On the other ranks they are on the device of `out`, else on the CPU or the current
-        accelerator, as the rows of `group_src` are.
+        On every rank the rows, unchanged but for `wire_dtype`, not sorted, with duplicates, in the
+        form that `group_src` passed. On the other ranks they are on the device of `out`; without
+        `out` on the CPU if those of `group_src` are, else on the current accelerator.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others', or its `out` is too
@@ -114,7 +115,7 @@ _COALESCED = "coalesced"
 
 
 def _form_of(rows: Any) -> str:
-    """In words, so that the others can give theirs the same form."""
+    """The form of the rows in words, so that the other ranks can give theirs the same."""
     if isinstance(rows, torch.Tensor):
         coalesced = f" {_COALESCED}" if rows.is_coalesced() else ""
         return f"coo|{tuple(rows.shape)}|{rows.sparse_dim()}|{coalesced}"
@@ -130,7 +131,7 @@ def _formed(rows: Rows, form: str) -> Any:
 
 
 def _listener(out: Any, wire_dtype: object) -> Request:
-    """The request of a rank that has no rows to give, and knows of them what `out` tells."""
+    """The request of a rank that receives: of dtypes and row shape it knows what `out` tells."""
     request = Request.to_move(NOTHING, None, wire_dtype)
     unknown = ("index dtype", "value dtype", "row shape", "height", "device")
     request.fields.update(dict.fromkeys(unknown))
@@ -148,7 +149,7 @@ def _listener(out: Any, wire_dtype: object) -> Request:
 def _chunk(load: Load) -> int:
     """Bytes of a chunk: small ones fill the chain sooner, large ones are fewer."""
     link = load.link
-    if load.ranks < 3 or link is None:  # all rows came in the opening exchange
+    if load.ranks < 3 or link is None:  # a chain of one link, or rows came in the opening exchange
         return load.chunk
     size = load.total * (load.row + load.index)
     best = math.sqrt(size * link.work / ((load.ranks - 2) * link.beta))

@@ -1,9 +1,9 @@
 """`sparse_reduce`: one rank gets the reduction of all ranks' rows.
 
 Few rows travel in the opening exchange. Else it is one of two schedules, whichever is predicted to
-be quicker: `direct`, where everybody sends its rows to the one rank, which merges them all; and
-`owners`, where each rank first sums a range of the indices (`reduce_to_owners`) and the one gets
-the sums, which are fewer rows where ranks overlap, and arithmetic that is shared.
+be quicker: `direct`, where all ranks send their rows to the one rank, which merges them; and
+`owners`, where each rank first sums a range of the indices (`reduce_to_owners`) and then sends the
+sums to the one rank. These are fewer rows where ranks overlap, and all ranks share the arithmetic.
 
 The tree of Rabenseifner's reduce, as in Thakur, Rabenseifner and Gropp, "Optimization of
 collective communication operations in MPICH" (IJHPCA 2005), section 4.5: a reduce-scatter, then a
@@ -117,7 +117,7 @@ def _is_direct_quicker(load: Load) -> bool:
 
 
 def _to_one(load: Load) -> Cost:
-    """What it costs that one rank owns everything: there, where it is most."""
+    """The cost of the schedule `direct`, at the rank that gets the result, which has most to do."""
     others, index = load.ranks - 1, load.index_of(load.mean)
     return Cost(
         rounds=2,
@@ -128,7 +128,7 @@ def _to_one(load: Load) -> Cost:
 
 
 def _through_owners(load: Load) -> Cost:
-    """What it costs at the rank that gets the result, where it is most."""
+    """The cost of the schedule `owners`, at the rank that gets the result, which has most to do."""
     others, share = load.ranks - 1, 1 / load.ranks
     asked, told = load.mean * share, load.union * share
     indices = [rows * load.index_of(rows * load.ranks) for rows in (asked, told)]
@@ -141,7 +141,7 @@ def _through_owners(load: Load) -> Cost:
 
 
 def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
-    """Sums of index ranges, made by all ranks, are received where they belong in the result."""
+    """The schedule `owners`: the sums are received where they belong in the result."""
     wire, me, size = call.wire, call.wire.rank, call.wire.size
     with ExitStack() as leases:
 

@@ -2,8 +2,7 @@
 
 What a table needs that is cut over the ranks: each rank is sent the gradients of its own rows and
 no others. Few rows travel in the opening exchange; else the schedule is
-`owners.reduce_to_owners`. Ranges are cut by
-`owners`, or given.
+`owners.reduce_to_owners`. The caller gives the index ranges, or `owners` cuts them.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ def _checked(ranges: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def _check_ends(bounds: tuple[int, ...], low: int, high: int) -> None:
-    """Raises WeftError where ranges do not hold the indices between these two."""
+    """Raises WeftError if the ranges do not contain the smallest and the largest index."""
     outside = low if low < bounds[0] else high
     if not bounds[0] <= outside < bounds[-1]:
         raise WeftError(
