@@ -64,25 +64,29 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Run `target(*args)` in `size` processes, the ranks, and return their results by rank.
+    """Run `target(*args)` in `size` new processes, the ranks; return their results in rank order.
+
+    The ranks have the caller's environment and working directory, and the variables that torchrun
+    sets. `OMP_NUM_THREADS`, unless it is set, is each rank's share of the cores. Their output is
+    the caller's, unless the caller redirected its own after the first launch. If a rank returns
+    without `weft.shutdown`, it is called for it.
 
     Args:
-        size: how many ranks.
-        target: a function that a new process can find: one at the top of a module.
-        args: what it is called with on every rank; they and the results are pickled.
-        on_message: called as `on_message(rank, thing)` for whatever a rank passes to `send`.
+        size: the number of ranks.
+        target: a function that a new process can import: one at the top of a module.
+        args: its arguments on every rank. They and the results are pickled.
+        on_message: called as `on_message(rank, thing)` for each `thing` that a rank passes to
+            `send`.
         timeout: seconds that all of it may take; None: no limit.
-        env: variables that the ranks have beyond the caller's own.
-
-    The ranks have the caller's environment, working directory and, as far as it was not redirected
-    since the first launch, output, and what torchrun would set; `OMP_NUM_THREADS`, unless set, is
-    each one's share of the cores. A `weft.init` that a rank leaves open is shut down for it.
+        env: environment variables of the ranks, besides the caller's own.
 
     Raises:
-        RankFailure: a rank was killed, or ended without a result, or the time was up.
-        Exception: whatever a rank raised, with notes that say which rank, where, and how the
-            others ended. If several did, the one that is no WireError, since those are echoes.
-        KeyboardInterrupt: Ctrl-C; the ranks had one too, then some seconds to finish.
+        RankFailure: a rank was killed, ended without a result, or did not end in time. It is a
+            `WireError`.
+        WeftError: `size` is below 1.
+        Exception: what a rank raised, with notes that say which rank, and how the others ended. If
+            several raised, one that is no WireError: a WireError is likely a consequence.
+        KeyboardInterrupt: Ctrl-C; the ranks got it, too, and had some seconds to end.
 
     Example:
         >>> launch(2, os.getenv, ["RANK"])
@@ -111,10 +115,19 @@ def launch(
 
 
 def send(thing: object) -> None:
-    """Pass something picklable from a rank to its launcher's `on_message`; any thread may.
+    """Send an object from a rank to the `on_message` of the `launch` that started it.
+
+    Any thread of the rank may call it. The object is pickled.
 
     Raises:
         WeftError: this process is not a rank that `launch` started.
+
+    Example:
+        >>> said = []
+        >>> launch(1, send, ["ready"], on_message=lambda rank, thing: said.append((rank, thing)))
+        [None]
+        >>> said
+        [(0, 'ready')]
     """
     if _launcher is None:
         raise WeftError("send: this process was not started by weft.bootstrap.local.launch")

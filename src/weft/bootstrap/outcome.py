@@ -15,7 +15,7 @@ from ..errors import WeftError, WireError
 
 
 class RankFailure(WireError, AssertionError):
-    """A rank did not end by itself: it hangs, or its process died."""
+    """A rank did not end by itself: it hangs, or its process died. Its `culprit` is that rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

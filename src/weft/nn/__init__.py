@@ -1,7 +1,8 @@
-"""Layers that move tensors along a grid of ranks, each with its exact adjoint.
+"""Layers that move tensors along a grid of ranks, each with its exact adjoint; sharded tables.
 
 A tensor is cut along a `weft.Partition`. Each layer is one linear map, a plan of integers; its
-transpose is the backward pass. `weft.nn.functional` has each of them as a function.
+transpose is the backward pass. `weft.nn.functional` has each of them as a function. The embedding
+tables whose rows are cut over the ranks (`ShardedEmbedding` and its siblings) use no partition.
 """
 
 import importlib as _importlib
@@ -49,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Sharded tables are made above these layers, of what is for weft's callers, too."""
+    """Import the sharded tables at their first use: `weft.sharded` may import this package."""
     if name not in __all__:
         raise AttributeError(f"module 'weft.nn' has no attribute {name!r}")
     found = globals()[name] = getattr(_importlib.import_module("..sharded", __name__), name)

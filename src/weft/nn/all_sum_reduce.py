@@ -1,8 +1,8 @@
-"""AllSumReduce: the sum over the slices of a grid, on all their ranks.
+"""AllSumReduce: the sum of the tensors of each slice of a grid, on all its ranks.
 
-Its own adjoint. Best for activations whose parts of a sum lie on different ranks, as after a
-matrix product that is cut along the inner dimension. Source: DistDL (Hewett and Grady,
-arXiv:2006.03108); there it is SumReduce followed by Broadcast.
+It is its own adjoint. Use it where each rank has an addend of an activation, as after a matrix
+product that is cut along the inner dimension. Source: DistDL (Hewett and Grady, arXiv 2006.03108),
+where it is SumReduce followed by Broadcast.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ A message holds all boxes that go from one rank to another. What lies together i
 from where it is, and received where it belongs; the rest is packed into leased workspaces. What
 stays on a rank is copied. Nothing is padded, and no zeros travel.
 
-A plan that is a well-known collective, of much data, takes a schedule of its own:
+Plans that are well-known collectives have schedules of their own:
 
-* broadcast and sum_reduce, on the host: along a chain, chunk by chunk. Every link carries the
-  tensor once, however many ranks there are; a sum grows on its way to the root.
-* all_reduce: the wire's own, and that of sum_reduce on an accelerator, if the root has an addend:
-  no rank receives as much as all others have.
+* broadcast and sum_reduce of more than 64 KiB, on the host: along a chain, chunk by chunk. Every
+  link carries the tensor once, however many ranks there are; a sum grows on its way to the root.
+* all_reduce: the wire's own. It also serves sum_reduce of more than 64 KiB on an accelerator, if
+  the root has an addend; so no rank receives as much as all others have.
 
 On an accelerator whatever else moves goes in one exchange, in which all ranks of the call take
 part, also those that neither send nor receive.
@@ -34,31 +34,31 @@ _CHANNEL = 8  # that no other room uses
 _DIRECT = 64 << 10  # bytes of a rank's tensor up to which every plan goes by direct messages
 
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""What unsigned integers are seen as: torch cannot add these, but to the same bits."""
+"""The dtypes as which unsigned integers are viewed: torch cannot add those; the bits are equal."""
 
 _WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-"""In what values of a narrow type are added up."""
+"""The dtypes in which values of narrow dtypes are added."""
 
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_BITS}
 
 
 def has_addition(dtype: torch.dtype) -> bool:
-    """Whether values of this type can be summed: numbers of more than one byte's precision.
+    """Whether values of this type can be summed: integers, floating point but float8, complex.
 
     Example:
-        >>> has_addition(torch.bfloat16), has_addition(torch.bool)
-        (True, False)
+        >>> has_addition(torch.int8), has_addition(torch.bool), has_addition(torch.float8_e5m2)
+        (True, False, False)
     """
     float8 = dtype.is_floating_point and dtype.itemsize == 1
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
 
 
 def execute(plan: Plan, x: Tensor, wire: Wire) -> Tensor:
-    """This rank's result, fresh; collective among the ranks of the plan.
+    """Carry out a plan; return this rank's result, a new tensor. Collective among its ranks.
 
     Args:
         plan: the same on all of them; ranks as the wire counts.
@@ -92,7 +92,7 @@ def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """The result of a rank that has everybody's tensor already; nothing is sent."""
+    """The result of a rank that has the tensors of all ranks already; nothing is sent."""
     local, bits = plan.local(rank), _BITS.get(dtype, dtype)
     y = _room(local, bits, torch.device("cpu"))
     for source, writes in local.writes.items():
@@ -111,9 +111,9 @@ def _room(local: Local, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _write(y: Tensor, writes: Iterable[Write], given: Tensor | Sequence[Tensor]) -> None:
-    """Put what comes from one rank into a result: its tensor, or what its moves bring.
+    """Write or add to a result what one rank sent: its whole tensor, or the values of its moves.
 
-    Ranks do so in ascending order of where it comes from: who has the same sum has the same bits.
+    Every rank does so in ascending order of the senders, so equal sums have equal bits.
     """
     for move, of, take, put, first in writes:
         value = given[take] if isinstance(given, Tensor) else given[move][of]

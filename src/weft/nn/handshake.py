@@ -1,9 +1,10 @@
-"""The handshake of every call of a layer: all that take part learn what all bring.
+"""The handshake of every call of a layer: every rank that takes part learns what all pass.
 
-Shapes, dtypes, whether gradients are needed, and what is wrong with anybody's arguments travel in
-one small message between all ranks of a group (`weft.agree`), on every call, also where `shape=`
-was told: a promise that one rank broke would otherwise be a hang. Tensors of the host of up to
-`EAGER` bytes travel in the same message, and then nothing is left to be sent.
+Each rank states the shape and dtype of its tensor, whether it needs a gradient, and what is wrong
+with its arguments (`weft.agree`). This happens in every call, also if `shape=` is given: if one
+rank passed another shape than promised, the others would hang otherwise. Tensors on the host of up
+to `EAGER` bytes are sent with the statement, if at most 16 ranks take part; if all tensors are so
+small, nothing more is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..wire.base import Wire, as_bytes, plain
 from ..wire.part import Part
 
 EAGER = 4 << 10
-"""Bytes of a tensor that may travel in the handshake."""
+"""Bytes of a tensor that may be sent in the handshake, at most."""
 
 _HEAD = struct.Struct("<IBBi")  # rank, flags, dimensions, bytes of the payload or -1
 _NEEDS, _RECORDS = 1, 2
@@ -33,13 +34,13 @@ _NEEDS, _RECORDS = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one rank brings.
+    """What one rank passes to a call.
 
     Attributes:
-        shape: of its tensor, or of the tensor whose movement is undone.
-        needs: whether a gradient of the result is asked of it.
-        records: whether it records what a gradient needs.
-        payload: the bytes of its tensor, if they are few and travelled along; writable.
+        shape: of its tensor; in backward, of the tensor that it passed to forward.
+        needs: whether its tensor needs a gradient.
+        records: whether it records gradients (`torch.is_grad_enabled`).
+        payload: the bytes of its tensor, if they were sent along; writable.
     """
 
     shape: Shape
@@ -54,7 +55,7 @@ class Statement:
         return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The tensor that travelled along. Raises ValueError if that is of another shape."""
+        """The tensor that was sent along. Raises ValueError if it has another size."""
         raw = self.payload or memoryview(b"")
         if len(raw) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for {dtype} of shape {shape}")
@@ -63,10 +64,10 @@ class Statement:
 
     @classmethod
     def unpack(cls, raw: memoryview) -> dict[int, Statement]:
-        """The statements that lie behind each other, each with its rank.
+        """Read statements that follow one another; return them by rank.
 
         Raises:
-            ValueError, struct.error: there are none.
+            ValueError, struct.error: the bytes are invalid.
         """
         found, at = dict[int, Statement](), 0
         while at < len(raw):
@@ -143,7 +144,7 @@ def among(wire: Wire, ranks: tuple[int, ...]) -> Wire:
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
-    """The bytes of a tensor of the host that is small enough to travel in the handshake."""
+    """The bytes of a tensor that is sent in the handshake; None if it is not."""
     if len(ranks) > DIRECT or x.numel() * x.element_size() > EAGER or not on_host(x):
         return None
     return as_bytes(plain(x.detach())).numpy().data

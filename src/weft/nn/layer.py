@@ -1,4 +1,4 @@
-"""The face that all layers have: torch.nn.Module around a spec."""
+"""The base class of all layers: a torch.nn.Module around a spec."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ class Layer(torch.nn.Module):
     """A movement of data as a module, without parameters.
 
     `layer(x)` is collective among the ranks that take part. Other ranks pass a tensor without
-    elements, and at once get one. The result is always new memory, on the device of the input,
-    which must be of the same kind on all ranks that take part, also for a tensor without elements.
-    The `state_dict` is empty, and the layer can be pickled.
+    elements, get one, and wait for nobody. The result is a new tensor on the device of the input.
+    The inputs of the ranks that take part must be on the same kind of device, also those without
+    elements. The `state_dict` is empty. The layer can be pickled, unless its partition is of a
+    `weft.Wire`.
 
     Attributes:
         spec: what moves where.
+
+    Raises:
+        WeftError: from a call, forward or backward: some rank's tensor or layer is wrong, or does
+            not fit the others'; the same text on every rank that takes part. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
     """
 
     def __init__(self, spec: Spec) -> None:

@@ -1,11 +1,14 @@
 """Partitions: Cartesian grids over some of the ranks of a group.
 
-A partition is integers and the group they count in; it starts nothing, and making one is no
-collective call. All ranks of the group make the same one. Those that are not in it are *inactive*:
-a layer on it costs them nothing.
+A partition is integers, and the group whose ranks they are. All ranks of the group make the same
+one. Making it sends nothing, with one exception: the first use of a ProcessGroup or a DeviceMesh
+connects its ranks, so all of them must take part in that. Ranks that are not in a partition are
+*inactive*: they take no part in the communication of a layer on it.
 
-Dimension d of the grid cuts dimension d of a tensor. Further dimensions of a tensor are not cut;
-where a tensor has fewer, the cells along the grid's further dimensions do not share it.
+Dimension d of the grid cuts dimension d of a tensor. Further dimensions of the tensor are not cut.
+If the tensor has fewer dimensions than the grid, a layer within slices of the grid (`slices`) works
+in each cell of the further dimensions by itself; what cuts a tensor along all dimensions of the
+grid, such as `boxes` and Repartition, raises an error.
 """
 
 from __future__ import annotations
@@ -38,19 +41,20 @@ class Partition:
     """A Cartesian grid over some of the ranks of a group; immutable.
 
     Args:
-        shape: how many cells it has in each dimension; an integer is a grid of one dimension.
-        ranks: the rank of each cell, in row-major order, any ranks in any order; the group's first
-            ones if None.
-        group: None | Wire | ProcessGroup | 1-D DeviceMesh: whose ranks these are.
+        shape: the number of cells in each dimension; an integer is a grid of one dimension.
+        ranks: the rank of each cell, in row-major order: any ranks of the group, in any order.
+            None: the first ranks of the group.
+        group: the group whose ranks these are: None (the default group), a Wire, a ProcessGroup,
+            or a 1-D DeviceMesh.
 
     Attributes:
-        shape: cells in each dimension.
+        shape: the number of cells in each dimension.
         ranks: the rank of each cell, in row-major order.
-        group: as it was given.
+        group: as given.
 
     Raises:
-        WeftError: a dimension is not positive, there is not one rank for each cell, a rank is
-            repeated, or the group does not have it.
+        WeftError: an extent is below 1, there is not one rank for each cell, a rank is repeated or
+            not in the group, or there is no such group; raised on this rank alone.
 
     Example:
         >>> import weft
@@ -132,7 +136,7 @@ class Partition:
 
         return mesh(device_type, self._array.tolist(), names)
 
-    # who is where
+    # ranks and cells
 
     @property
     def wire(self) -> Wire:
@@ -156,7 +160,7 @@ class Partition:
 
     @property
     def active(self) -> bool:
-        """Whether this rank has a cell."""
+        """Whether this rank is in the grid."""
         return self.rank in self.cells
 
     @property
@@ -187,7 +191,7 @@ class Partition:
         raise WeftError(f"a grid of {self.shape} has no cell {index}")
 
     def neighbour(self, dim: int, step: int = 1, *, periodic: bool = False) -> int | None:
-        """The rank so many cells further along a dimension; None beyond the edge, or if inactive.
+        """The rank `step` cells further along a dimension; None beyond the edge, or if inactive.
 
         Example:
             >>> from weft.testing import run
@@ -261,7 +265,7 @@ class Partition:
         """The grid with its dimensions in reverse order."""
         return self._like(self.shape[::-1], self._array.T.ravel().tolist())
 
-    # what is cut how
+    # how tensors are cut
 
     def lengths(self, shape: Sequence[int] | int) -> list[Shape]:
         """How a tensor of that shape is cut: the lengths of the parts, for each of its dimensions.
@@ -325,7 +329,7 @@ class Partition:
 
     @property
     def brief(self) -> str:
-        """Shape and ranks in a few words; equal for equal grids alone."""
+        """Shape and ranks in a few words, to compare grids by; more than 16 ranks as a digest."""
         shape = "x".join(map(str, self.shape)) or "1"
         if self.ranks == tuple(range(self.ranks[0], self.ranks[0] + self.size)):
             last = self.ranks[-1]

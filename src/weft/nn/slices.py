@@ -1,8 +1,9 @@
-"""What layers within the slices of one grid have in common: a slice's tensor changes its form.
+"""The common base of layers within slices of one grid: they change the form of a slice's tensor.
 
-A slice is the ranks whose cells differ in nothing but their place along `dims`. Its ranks hold one
-tensor in one of three forms: a shard each, the whole each, or the whole on the first alone. A layer
-is a `Movement` from one form to another; where all bring a whole, they are added up.
+A slice is the set of ranks whose cells differ only in their index along `dims`. Its ranks hold one
+tensor in one of three forms: each has a shard, each has a whole tensor, or the first has the whole
+tensor. A layer is a `Movement` from one form to another. If each rank passes a whole tensor, these
+are summed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .spec import (
 )
 
 Form = Literal["shards", "wholes", "first"]
-"""Who holds what of a slice's tensor."""
+"""How the ranks of a slice hold its tensor."""
 
 
 class Movement(NamedTuple):

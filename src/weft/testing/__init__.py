@@ -1,4 +1,4 @@
-"""Testing code that runs on many ranks: a test body is one rank's program.
+"""Tools to test code that runs on several ranks: the body of a test is the program of one rank.
 
 ```python
 from weft.testing import spmd
@@ -9,9 +9,11 @@ def test_sum_of_ranks(wire):
     assert total.values.item() == wire.size
 ```
 
-Here: `spmd` and `run`, which take the same body to threads and to real processes;
-`processes`, which starts new ones as a launcher would, and below it `launch` and `send`, for ranks
-that tell what they find as they go; `WireContract`, what a wire must do.
+`spmd` and `run` run a body on ranks that are threads, or processes that are kept between tests.
+`processes` starts new processes, as a launcher does. `launch` does this, too; its ranks can report
+to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
+one process. `WireContract` has the tests that a wire of your own must pass; it alone needs pytest
+to be imported. All but `spmd` and `WireContract` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ __all__ = ["RankFailure", "WireContract", "expected", "launch", "processes", "ru
 
 
 def __getattr__(name: str) -> Any:
-    if name == "WireContract":  # when it is asked for, since it is the one that needs pytest
+    if name == "WireContract":  # imported at its first use, because it imports pytest
         from .contract import WireContract
 
         return WireContract

@@ -1,4 +1,4 @@
-"""What every wire must do: a pytest class that a test of a wire inherits.
+"""The tests that every wire must pass: a pytest class, from which a test of a wire inherits.
 
 ```python
 class TestMyWire(WireContract):
@@ -9,7 +9,7 @@ class TestMyWire(WireContract):
         return ranks
 ```
 `functools.partial(weft.testing.run, on="threads")` is such a function. The bodies below are at the
-top of this module so that other processes can find them.
+top of this module, so that other processes can import them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .pace import patient
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DTYPES = (*_FLOATS, *_INTS, torch.bool)
-_SLACK = 3.0  # seconds that a busy machine may take on top of a deadline
+_SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -47,7 +47,7 @@ _CASES: list[Any] = []
 
 
 def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
-    """A body that every wire must pass, on so many ranks; what it returns is alike on all."""
+    """Register a body as a test at these sizes. It must return the same on all ranks."""
 
     def register(body: _Body) -> _Body:
         for size in sizes:
@@ -59,7 +59,7 @@ def _on(*sizes: int, **options: float) -> Callable[[_Body], _Body]:
 
 @_on(1, 2, 3, 4, 7, 8)
 def exchange(wire: Wire) -> None:
-    """Everybody sends to everybody."""
+    """Every rank sends to every other rank, in every dtype."""
     assert sorted([wire.rank, *peers(wire)]) == list(range(wire.size))
     for dtype in _DTYPES:
         sent = [(peer, _data(wire.rank, peer, dtype)) for peer in peers(wire)]
@@ -75,7 +75,7 @@ def exchange(wire: Wire) -> None:
 
 @_on(3)
 def keep_order(wire: Wire) -> None:
-    """Messages of a pair keep their order."""
+    """Messages between two ranks keep their order, in whatever order one waits for them."""
     counts = range(10)
     sent = [[_number(100 * wire.rank + 10 * i + j) for j in counts] for i in counts]
     posts = []
@@ -90,7 +90,7 @@ def keep_order(wire: Wire) -> None:
 
 @_on(2)
 def channels(wire: Wire) -> None:
-    """Channels are independent."""
+    """A message on one channel does not wait for one on another channel."""
     peer = 1 - wire.rank
     if wire.rank == 0:
         second = wire.post([(peer, _number(2))], channel=2)
@@ -106,7 +106,7 @@ def channels(wire: Wire) -> None:
 
 @_on(2)
 def shorter(wire: Wire) -> None:
-    """A message may be shorter than its receive."""
+    """A message may be shorter than the tensor or the size of its receive."""
     peer = 1 - wire.rank
     for length in (1, 5, 4095):
         sent = torch.arange(length, dtype=torch.int32) + wire.rank
@@ -136,7 +136,7 @@ def empty(wire: Wire) -> None:
 
 @_on(2)
 def leases(wire: Wire) -> None:
-    """Leased views come back."""
+    """Leased memory can be sent; views that were received stay valid until they are released."""
     peer = 1 - wire.rank
     for round in range(3):
         with wire.lease(3000) as memory:
@@ -152,7 +152,7 @@ def leases(wire: Wire) -> None:
 
 @_on(2)
 def many(wire: Wire) -> None:
-    """Many messages may be under way."""
+    """Many messages may be on the wire at once."""
     peer = 1 - wire.rank
     posts = [wire.post([(peer, _number(i))], [(peer, _number(0))]) for i in range(500)]
     assert [int(each.wait()[0]) for each in posts] == list(range(500))
@@ -160,7 +160,7 @@ def many(wire: Wire) -> None:
 
 @_on(2)
 def swap_large(wire: Wire) -> None:
-    """Large messages cross."""
+    """Two ranks may send large messages to each other at the same time."""
     peer = 1 - wire.rank
     count = 2_000_000
     sent = torch.arange(count, dtype=torch.float32) * (wire.rank + 1)
@@ -170,7 +170,7 @@ def swap_large(wire: Wire) -> None:
 
 @_on(2)
 def late(wire: Wire) -> None:
-    """A receiver may be late."""
+    """A receiver may post its receive long after the message was sent."""
     if wire.rank == 0:
         wire.post([(1, torch.arange(100_000))]).wait()
     else:
@@ -181,7 +181,7 @@ def late(wire: Wire) -> None:
 
 @_on(2)
 def mixed(wire: Wire) -> None:
-    """Of any length, asked for before they are sent and after, into tensors and anywhere."""
+    """Messages of any length, received before or after they are sent, into tensors or as views."""
     peer, lengths = 1 - wire.rank, (1, 300_000, 7, 140_000, 0, 60_000, 300_000, 2)
     for early in (True, False):
         posts = []
@@ -208,7 +208,7 @@ def mixed(wire: Wire) -> None:
 
 @_on(3)
 def traffic(wire: Wire) -> None:
-    """Traffic is counted."""
+    """The wire counts the messages and bytes that it sends, by peer."""
     wire.traffic.reset()
     sent = [(peer, torch.zeros(10 + peer)) for peer in peers(wire)]
     wire.post(sent, [(peer, 400) for peer in peers(wire)]).wait()
@@ -219,7 +219,7 @@ def traffic(wire: Wire) -> None:
 
 @_on(1, 2, 3, 8)
 def gather_small(wire: Wire) -> None:
-    """Small all gather."""
+    """`small_all_gather` gives every rank the messages of all ranks."""
     cap = 40
     for round in range(5):
         length = 1 + (wire.rank + round) % cap
@@ -235,7 +235,7 @@ def gather_small(wire: Wire) -> None:
 
 @_on(1, 2, 3, 4, 7)
 def reduce_exactly(wire: Wire) -> None:
-    """Dense all reduce of every dtype and op."""
+    """`dense_all_reduce` is exact for every dtype and op, on values that any order sums exactly."""
     for count in (0, 1, 1000, 40_000):
         for dtype in _DTYPES:
             parts = [_reducible(rank, count, dtype) for rank in range(wire.size)]
@@ -257,7 +257,7 @@ def reduce_exactly(wire: Wire) -> None:
 
 @_on(2, 3, 7)
 def reduce_floats(wire: Wire) -> list[bytes]:
-    """Dense all reduce gives all ranks the same bits."""
+    """`dense_all_reduce` of floats gives all ranks the same bits."""
     results = []
     for dtype in _FLOATS:
         parts = [
@@ -276,7 +276,7 @@ def reduce_floats(wire: Wire) -> list[bytes]:
 
 @_on(3)
 def reduce_nan(wire: Wire) -> None:
-    """Dense all reduce carries nan."""
+    """`dense_all_reduce` propagates NaN."""
     for op in ("sum", "min", "max", "prod"):
         mine = torch.tensor([1.0, float("nan") if wire.rank == 1 else 2.0, float("inf")])
         wire.dense_all_reduce(mine, op).wait()
@@ -286,7 +286,7 @@ def reduce_nan(wire: Wire) -> None:
 
 @_on(3)
 def reduce_beside_messages(wire: Wire) -> None:
-    """Reductions and messages may be under way together."""
+    """Reductions and messages may be on the wire at the same time."""
     following, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
     first = torch.full((5000,), float(wire.rank))
     second = torch.full((3,), wire.rank, dtype=torch.int64)
@@ -301,7 +301,7 @@ def reduce_beside_messages(wire: Wire) -> None:
 
 @_on(1, 2, 5)
 def parts(wire: Wire) -> None:
-    """Parts are wires of their own."""
+    """`sub` makes independent wires of some of the ranks."""
     ranks = list(range(wire.size))
     evens, twins = ranks[::-2], [wire.sub(ranks), wire.sub(ranks)]
     part = wire.sub(evens)
@@ -313,7 +313,7 @@ def parts(wire: Wire) -> None:
         assert total.item() == sum(evens)
         exchange(part)
         part.close()
-    # two wires of the same ranks, and the one they come from, do not hear each other
+    # two wires of the same ranks, and their parent, do not receive each other's messages
     wires = [wire, *(twin for twin in twins if twin is not None)]
     following, before = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
     if wire.size > 1:
@@ -330,7 +330,7 @@ def parts(wire: Wire) -> None:
 
 @_on(2, timeout=0.7)
 def deadline(wire: Wire) -> None:
-    """A wait ends at its deadline."""
+    """A wait for a rank that does nothing ends at the deadline, and names that rank."""
     if wire.rank == 1:
         time.sleep(3 * wire.timeout)
         _is_broken(wire, culprit=1)
@@ -342,7 +342,7 @@ def deadline(wire: Wire) -> None:
 
 @_on(4, timeout=0.7)
 def absent(wire: Wire) -> None:
-    """Each awaits the next; the last is asleep in its own code: none blames its neighbour."""
+    """Each rank waits for the next, the last one sleeps: all ranks name the last one."""
     last = wire.size - 1
     if wire.rank == last:
         time.sleep(2 * wire.timeout + 1)
@@ -353,7 +353,7 @@ def absent(wire: Wire) -> None:
 
 @_on(4)
 def abort(wire: Wire) -> None:
-    """An abort ends every wait, also of innocents that await each other, and names the rank."""
+    """An abort ends every wait, also those for other ranks, and names the rank that aborted."""
     others = [rank for rank in range(wire.size) if rank != 1]
     if wire.rank == 1:
         time.sleep(0.2)
@@ -367,7 +367,7 @@ def abort(wire: Wire) -> None:
 
 @_on(3)
 def abort_reduction(wire: Wire) -> None:
-    """An abort ends a reduction."""
+    """An abort ends a reduction, and names the rank that aborted."""
     if wire.rank == 2:
         time.sleep(0.2)
         wire.abort("interrupted")
@@ -379,7 +379,7 @@ def abort_reduction(wire: Wire) -> None:
 
 @_on(3)
 def left(wire: Wire) -> None:
-    """A rank that left is named."""
+    """A wait for a rank that closed its wire ends at once, and names that rank."""
     if wire.rank == 1:
         time.sleep(0.2)
         wire.close()
@@ -389,7 +389,7 @@ def left(wire: Wire) -> None:
 
 @_on(3)
 def stay(wire: Wire) -> None:
-    """Those that stay go on."""
+    """When a rank has closed its wire, the others can still send to each other."""
     if wire.rank == 2:
         wire.close()
         return
@@ -402,7 +402,7 @@ def stay(wire: Wire) -> None:
 
 @_on(2)
 def closed(wire: Wire) -> None:
-    """A closed wire says so."""
+    """A closed wire raises an error that says so; it may be closed twice."""
     exchange(wire)
     wire.close()
     wire.close()
@@ -419,7 +419,7 @@ def _breaks(
     match: str | None = None,
     at_once: bool = False,
 ) -> None:
-    """What is waited for fails on account of a rank: before the deadline, if at once."""
+    """Check that a wait raises, naming `culprit`; with `at_once`, long before the deadline."""
     began = time.monotonic()
     with pytest.raises(WireError, match=match) as caught:
         use().wait()
@@ -429,7 +429,7 @@ def _breaks(
 
 
 def _is_broken(wire: Wire, culprit: int) -> None:
-    """Every further use of a broken wire says at once what broke it."""
+    """Check that every further use of the wire raises the same error at once."""
     texts = set()
     for use in (wire.post, functools.partial(wire.dense_all_reduce, torch.ones(2), "sum")):
         began = time.monotonic()
@@ -446,19 +446,23 @@ def _number(value: int) -> Tensor:
 
 
 def _data(source: int, target: int, dtype: torch.dtype) -> Tensor:
-    """What one rank sends to another, from their numbers alone; of a length that tells them too."""
+    """What rank `source` sends to rank `target`: values and shape follow from the two numbers."""
     shape = (1 + source, 3 + target)
     return (torch.arange(shape[0] * shape[1]).view(shape) * 7 + source * 3 + target).to(dtype)
 
 
 def _reducible(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Small integers, so that every dtype reduces them exactly, in any order."""
+    """Small integers, which every dtype reduces exactly in any order."""
     numbers = (torch.arange(count) * 5 + rank * 3) % (2 if dtype is torch.bool else 3)
     return numbers.to(dtype)
 
 
 class WireContract:
-    """Inherit it, and give it the fixture `ranks`: see the module."""
+    """Inherit from it and define the fixture `ranks`, as the module's docstring shows.
+
+    Each test runs a body on new ranks. Its name says the body and the number of ranks, as in
+    `test_contract[exchange-4]`.
+    """
 
     @pytest.fixture
     def ranks(self) -> Callable[..., list[Any]]:

@@ -1,4 +1,4 @@
-"""What a sparse all-reduce must give, by the shortest way there is: for tests of algorithms."""
+"""The result of a sparse all-reduce, computed in the simplest way, for tests to compare with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ def expected(
     op: str | Callable[[Tensor, Tensor], Tensor] = "sum",
     wire_dtype: torch.dtype | None = None,
 ) -> Rows:
-    """The reduction of all ranks' rows, computed row by row in one process.
+    """Compute the reduction of all ranks' rows, row by row, in one process.
 
-    Duplicates of a rank come first, in input order, rounded once; then ranks, in rank order; half
-    precision adds in float32 and rounds at the end. This is the order that weft documents.
+    It reduces in the order that `weft.sparse_all_reduce` documents. First, a rank's duplicates are
+    reduced in input order, and the result is rounded once to the dtype of the values, or to
+    `wire_dtype` if that is narrower. Then the ranks are reduced in rank order, and the result is
+    rounded once. Half precision is summed and multiplied in float32 in between.
 
     Args:
-        parts: each rank's rows.
-        op: name of an operation, or a function of two `[1, *row_shape]` tensors.
-        wire_dtype: what a rank's rows, and the result, are rounded to, if that is narrower.
+        parts: each rank's rows, of one dtype and row shape, in rank order; at least one rank's.
+        op: the name of an operation of `weft.sparse_all_reduce`, or an associative function of two
+            `[1, *row_shape]` tensors.
+        wire_dtype: as for `weft.sparse_all_reduce`.
+
+    Returns:
+        The rows of the result: sorted indices, each once, and their values, in the dtypes and with
+        the height of the first rank's.
 
     Example:
         >>> one = Rows(torch.tensor([4, 1, 4]), torch.tensor([1.0, 2.0, 4.0]))
@@ -61,7 +68,7 @@ def expected(
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To nearest, ties to even, once: number by number, where torch would round float64 twice."""
+    """Round to nearest, ties to even, once; torch rounds float64 to 16 bits twice."""
     if values.dtype is not torch.float64 or dtype is torch.float64:
         return values.to(dtype)
     digits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
@@ -74,5 +81,5 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
         return math.copysign(round(value / unit) * unit, value)  # Python rounds ties to even
 
     numbers = [one(value) for value in values.flatten().tolist()]
-    # what is too large for the dtype is so before and after torch's own rounding
+    # the numbers fit the dtype exactly now, or overflow: torch's own rounding changes nothing else
     return torch.tensor(numbers, dtype=torch.float64).view(values.shape).to(dtype)

@@ -1,7 +1,7 @@
-"""How patient to be with this machine: the one place that deadlines of tests look at.
+"""Deadlines of tests, which grow with the load of the machine.
 
-A deadline is for what hangs. On a machine that other work keeps busy everything takes longer, and
-nothing hangs; so deadlines are as much longer as there is more to do than there are cores.
+A deadline is to find what hangs. On a machine that is busy with other work everything takes longer,
+but nothing hangs. So a deadline is multiplied by the load average over the number of cores.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 
 MOST = 4.0
-"""How many times as long a deadline may become."""
+"""The largest factor of a deadline."""
 
 
 def patient(seconds: float) -> float:
-    """A deadline of so many seconds on an idle machine, on this one now.
+    """A deadline in seconds for this machine now, given the one for an idle machine.
+
+    The factor is between 1 and `MOST`.
 
     Example:
         >>> 10.0 <= patient(10.0) <= 40.0

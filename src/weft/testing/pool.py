@@ -1,9 +1,9 @@
-"""Processes kept for a whole test run, which run one body after another over real sockets.
+"""A pool of processes that are kept for a whole test run, and run one body after the other.
 
-Starting a process and its connections takes far longer than most tests; here both are made once.
-The members are ranks as `bootstrap.local` starts them; a thread of each listens to this process,
-and a member ends when this process does or lets go of it. Ranks that stop answering are asked where
-they are, and then the whole pool is ended and started again.
+Starting a process and connecting it takes far longer than most tests, so both happen once. The
+members of the pool are ranks, started by `bootstrap.local`. A thread of each listens to this
+process; a member ends when this process ends, or closes the connection. If a rank does not answer
+in time, it is asked for its stack. Then the whole pool is ended, and the next run starts another.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .pace import patient
 from .threads import outcome_on
 
 _START = 60.0  # seconds that new processes may take to answer
-_ANSWER = 2.0  # seconds that a rank has to say where it is
-_AFTERMATH = 5.0  # seconds that the other ranks have to notice a death
+_ANSWER = 2.0  # seconds that a rank has to send its stack
+_AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
 
 _Key = tuple[str, int, float]  # what wires are kept by: transport, size, timeout
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a member is told to run, in a form that another process can load.
+    """What a member runs, in a form that another process can load.
 
-    The body is found by the file of its module, since pytest gives test modules names that cannot
-    be imported, and its place in there; `layers` decorators are taken off. The environment and the
-    filters of warnings go along, since tests set them.
+    A member finds the body by the file of its module and its qualified name, because pytest gives
+    test modules names that cannot be imported. It unwraps the function `layers` times. The
+    environment variables and the filters of warnings are sent along, because tests set them.
     """
 
     wire: str
@@ -64,7 +64,7 @@ class _Job:
     filters: list[Any]
 
     def call(self, wire: Wire) -> Any:
-        """Run the body with its arguments, in the process that is told to."""
+        """Run the body with its arguments, in a member."""
         found: Any = _loaded(self.module, self.file)
         for name in self.qualname.split("."):
             found = getattr(found, name)
@@ -90,7 +90,11 @@ def _loaded(name: str, file: str) -> types.ModuleType:
 def _job(
     key: _Key, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _Job:
-    """What rank 0 is told to run on the first wire of that key."""
+    """The job of rank 0; `run` fills in the wire, and makes those of the other ranks.
+
+    Raises:
+        WeftError: another process could not find the body, or its arguments cannot be pickled.
+    """
     module = sys.modules.get(body.__module__)
     file = getattr(module, "__file__", None)
     found: Any = module
@@ -127,7 +131,7 @@ def on_pool(
     *,
     limit: float,
 ) -> list[Outcome]:
-    """Run `body(wire, *args, **kwargs)` on processes of the pool; what became of each rank."""
+    """Run `body(wire, *args, **kwargs)` on processes of the pool; return each rank's outcome."""
     global _pool
     with _lock:
         job = _job(key, body, args, kwargs)
@@ -136,7 +140,7 @@ def on_pool(
         _pool = _pool or _Pool()
         try:
             outcomes = _pool.run(key[1], job, limit)
-        except BaseException:  # interrupted: what the members still say belongs to no later run
+        except BaseException:  # interrupted: later runs must not read the members' late answers
             _stop()
             raise
         if any(each.hangs or each.died for each in outcomes):
@@ -145,16 +149,16 @@ def on_pool(
 
 
 class _Pool:
-    """The members, in rank order: a run of some ranks uses the first ones."""
+    """The members, in rank order. A run of `size` ranks uses the first `size` members."""
 
     def __init__(self) -> None:
         self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
-        self._said: dict[int, Any] = {}  # by rank: what it has answered
+        self._said: dict[int, Any] = {}  # answers by rank
         self._broken: Counter[_Key] = Counter()  # how many wires of a key were
 
     def run(self, size: int, job: _Job, limit: float) -> list[Outcome]:
-        """Run a job on the first members, after starting those that there are not."""
+        """Run a job on the first `size` members; start those that are missing."""
         self._grow(size)
         members = self.members[:size]
         wire = f"{job.key}-{self._broken[job.key]}"
@@ -165,7 +169,7 @@ class _Pool:
             left = [member for member in members if member.alive]
             if left == members:
                 for member in left:
-                    _tell(member, None)  # where are you?
+                    _tell(member, None)  # asks for its stack
             self._hear(left, patient(_ANSWER if left == members else _AFTERMATH))
         outcomes, healthy = [], True
         for member in members:
@@ -178,7 +182,7 @@ class _Pool:
         return outcomes
 
     def _grow(self, size: int) -> None:
-        """Start the members that there are not, and wait until they take jobs."""
+        """Start the members that are missing, and wait until they are ready."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         body = pickle.dumps((_serve, (self._port,)))
         new = range(len(self.members), size)
@@ -191,7 +195,7 @@ class _Pool:
             results([each.outcome or Outcome(each.number, hangs=late) for each in members], "pool")
 
     def _hear(self, members: Sequence[Rank], seconds: float) -> bool:
-        """Wait until all of these have answered, or one has died; whether all have."""
+        """Wait until all of these have answered or one has died; return whether all have."""
 
         def have_answered() -> bool:
             return all(member.number in self._said for member in members)
@@ -243,10 +247,10 @@ def _stop() -> None:
 
 
 def _serve(port: int) -> None:
-    """What a process of the pool does: run what it is told to, until nobody tells it any more."""
+    """The program of a member: run the jobs that it receives, until the connection is closed."""
     store = rendezvous.connect(rendezvous.LOOPBACK, port, patient(_START))
     jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-    runs: list[_Job] = []  # what it has not answered yet: one
+    runs: list[_Job] = []  # the job that it has not answered yet, if any
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -255,11 +259,11 @@ def _serve(port: int) -> None:
                 if job is not None:
                     runs.append(job)
                     jobs.put(job)
-                elif runs:  # this process ends afterwards: an answer more is no harm
+                elif runs:  # the pool is ended afterwards, so a second answer does no harm
                     where = place(threading.main_thread())
                     _answer(Outcome(runs[0].rank, hangs=where), healthy=False)
         if runs:
-            os._exit(1)  # nobody wants to know how that ends
+            os._exit(1)  # nobody waits for its answer
         jobs.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -279,7 +283,7 @@ def _answer(outcome: Outcome, *, healthy: bool) -> None:
 
 
 def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Outcome:
-    """Run one rank's program; what became of it."""
+    """Run one rank's program; return its outcome."""
     made = Outcome.of(job.rank, _connected, job, store, wires)
     if made.error is not None:
         return made
@@ -292,7 +296,7 @@ def _run(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> O
 
 
 def _connected(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]) -> Wire:
-    """The wire of that name: the one that is kept, or a new one."""
+    """The wire of that name: one that was kept, or a new one."""
     name, wire = wires.pop(job.key, ("", None))
     if wire is not None and name != job.wire:
         wire.close()
@@ -306,7 +310,7 @@ def _connected(job: _Job, store: dist.Store, wires: dict[_Key, tuple[str, Wire]]
 
 
 def _is_usable(kept: tuple[str, Wire] | None) -> bool:
-    """Whether a wire can be used again: whoever raised has aborted it."""
+    """Whether a wire can be used again. A rank that raises aborts its wire."""
     try:
         if kept is not None:
             kept[1].post().wait()

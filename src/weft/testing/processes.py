@@ -1,4 +1,4 @@
-"""Fresh processes as a launcher would start them: for what cannot be tried twice in one process."""
+"""New processes, as a launcher starts them, to test what a process can do only once."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def processes(
     env: Mapping[str, str] | None = None,
     timeout: float = 50.0,
 ) -> list[T]:
-    """Run `function(*args)` in `size` new processes; their results, in rank order.
+    """Run `function(*args)` in `size` new processes; return their results in rank order.
 
-    Each has `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and the like in its environment, as under torchrun,
-    and nothing is set up yet: for tests of `weft.init`, of DistributedDataParallel, of faults. The
-    rendezvous store lives in this process, so any rank may die.
+    Each process has `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on in its environment, as under
+    torchrun, and `OMP_NUM_THREADS=1`. Neither weft nor torch.distributed is initialised. So it
+    serves tests of `weft.init`, of DistributedDataParallel and of faults. The store at which the
+    ranks meet is in the calling process, so any rank may die.
 
     Args:
-        size: how many ranks.
-        function: what each runs; a function at the top of a module.
-        args: its arguments, which are pickled.
+        size: the number of ranks.
+        function: what each rank runs; a function at the top of a module, so that it can be pickled.
+        args: its arguments. They and the results are pickled.
         env: further environment variables.
-        timeout: seconds for all of it, on an idle machine: more where it is busy.
+        timeout: seconds for all of it on an idle machine; up to four times as many on a busy one.
 
     Raises:
-        WireError: a process was killed, or has not ended in time.
+        RankFailure: a process was killed, or did not end in time. It is a `WireError`.
         Exception: what a rank raised, with a note that says which rank.
 
     Example:

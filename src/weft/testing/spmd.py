@@ -1,4 +1,4 @@
-"""`@spmd` and `run`: a test body is one rank's program."""
+"""`@spmd` and `run`: the body of a test is the program of one rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..wire.threads import group
 from .pace import patient
 from .threads import on_wires
 
-TIMEOUT = 90.0  # seconds that one wait on a wire may last: the machine may be busy
-LIMIT = 120.0  # seconds for a whole body, on an idle machine; at most: below the suite's own limit
+TIMEOUT = 90.0  # seconds that one wait on a wire may last; long, because the machine may be busy
+LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
 _TRANSPORTS = {"threads": "", "device": "", "processes": "tcp", "torch": "torch"}
@@ -32,26 +32,28 @@ def run(
     limit: float | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `body(wire, *args, **kwargs)` on `size` ranks and return their results, in rank order.
+    """Run `body(wire, *args, **kwargs)` on `size` ranks; return their results in rank order.
 
-    Inside the body `wire` is also the default wire, so `weft.sparse_all_reduce(rows)` needs no
-    group.
+    Inside the body `wire` is also the default group, so `weft.sparse_all_reduce(rows)` needs no
+    `group=`.
 
     Args:
-        size: how many ranks.
-        body: one rank's program. On processes: a function of a module, with arguments that can
-            be pickled.
-        on: "threads"; "device": the same, but tensors of the CPU go the way of those on an
-            accelerator, by exchanges that must meet; "processes", which are kept from run to run;
-            or "torch": the same, with a wire over a process group of torch's
-            (`weft.init(transport="torch")`).
+        size: the number of ranks.
+        body: the program of one rank. On "processes" and "torch" it must be a function at the top
+            of a module, and its arguments and results are pickled.
+        on: what the ranks are. "threads": threads of this process. "device": threads, but weft
+            treats CPU tensors as it treats those on an accelerator. "processes": processes, which
+            are kept for later runs. "torch": the same processes, with a wire over a process group
+            of torch's (`weft.init(transport="torch")`).
         timeout: seconds that one wait on the wire may last.
-        limit: seconds that the whole body may take; then it is reported as hanging, with the
-            place where each silent rank is. None: two minutes, more where the machine is busy.
+        limit: seconds that the whole body may take. Ranks that have not ended then are reported as
+            hanging, with their stacks. None: 120, up to four times as many on a busy machine.
 
     Raises:
-        RankFailure: a process died, or ranks hang.
-        BaseException: what a rank raised; the cause, if it made others fail too.
+        RankFailure: a process died, or ranks hang. It is a `WireError`.
+        WeftError: `on` is unknown, or the body cannot be sent to other processes.
+        BaseException: what a rank raised, with a note that says which rank. If several raised, the
+            error that caused the others.
 
     Example:
         >>> run(3, lambda wire, base: base + wire.rank, 10)
@@ -77,11 +79,18 @@ def spmd(
     timeout: float = TIMEOUT,
     limit: float | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Make a pytest test of one rank's program, run at each size on each transport.
+    """Make a pytest test of the program of one rank; pytest runs it at each size, on each of `on`.
 
-    The body takes `wire`; its other parameters are pytest's, as in any test, and are given
-    alike to every rank. On "processes" they travel to other processes, so they must be picklable.
-    See `run` for the options.
+    The first parameter of the body is `wire`. Its other parameters are fixtures and parameters of
+    pytest's, as in any test. Every rank gets the same values, which are pickled for "processes" and
+    "torch".
+
+    Args:
+        sizes: numbers of ranks.
+        on, timeout, limit: as for `run`, but `on` has several.
+
+    Raises:
+        WeftError: the first parameter of the body is not `wire`.
 
     ```python
     @pytest.mark.parametrize("op", ["sum", "max"])
@@ -89,9 +98,9 @@ def spmd(
     def test_everybody_gets_the_same(wire, op):
         ...
     ```
-    The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on: `-k processes` runs
-    those on processes. On "torch", processes whose wire is a process group of torch's, each test
-    has one of its sizes only, of up to 4 ranks.
+    The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on, so `-k processes`
+    runs those on processes. On "torch" a test runs at one of the sizes 1, 2 and 4 only, which
+    follows from its name; not at all, if it has none of these.
     """
     import pytest  # here: everything else in this package works without
 
@@ -127,6 +136,6 @@ def spmd(
 
 
 def _sample(sizes: Sequence[int], name: str) -> list[int]:
-    """One of the sizes, or none: always the same for a test of that name."""
+    """One of the sizes 1, 2 and 4 that the test has, chosen by its name; or none."""
     able = [size for size in sizes if size in (1, 2, 4)]
     return [able[zlib.crc32(name.encode()) % len(able)]] if able else []

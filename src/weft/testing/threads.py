@@ -16,7 +16,7 @@ from ..wire.base import Wire
 def outcome_on(
     wire: Wire, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Outcome:
-    """Run a body with its wire, as the default wire, too; a body that raises aborts it."""
+    """Run a body with its wire, which is also the default wire; abort the wire if it raises."""
     default.set(wire)
     outcome = Outcome.of(wire.rank, body, wire, *args, **kwargs)
     default.clear("the body has ended")
@@ -33,10 +33,10 @@ def on_wires(
     *,
     limit: float = 180.0,
 ) -> list[Outcome]:
-    """Run `body(wire, *args, **kwargs)` with each of the wires, one thread for each.
+    """Run `body(wire, *args, **kwargs)` with each of the wires, on a thread for each.
 
-    A rank whose body raises aborts its wire, so that the others end too. A rank that has not ended
-    after `limit` seconds is left behind as a daemon thread and reported as hanging.
+    If a body raises, its wire is aborted, so that the other ranks end, too. A rank that has not
+    ended after `limit` seconds is left running on its daemon thread, and reported as hanging.
     """
     outcomes: list[Outcome | None] = [None] * len(wires)
 
@@ -46,7 +46,7 @@ def on_wires(
 
     threads = [
         threading.Thread(
-            # a context of its own, in which the default wire is this rank's
+            # each thread has a context of its own, and so a default wire of its own
             target=contextvars.copy_context().run,
             args=(program, index, wire),
             name=f"rank {wire.rank}",
