@@ -8,8 +8,9 @@ raise the same text, and the next call works. Beside it a rank may tell each oth
 private, on which nothing may be decided but between those two.
 
 Up to `DIRECT` ranks send their statements directly to each other: one round. Above that,
-statements are combined pairwise, in ceil(log2 P) rounds of recursive doubling, the lower ranks
-always on the left, so that all ranks end with the same bytes.
+statements are combined pairwise, in log2 P rounds of recursive doubling (if P is no power of two,
+those of the next lower one and two more), the lower ranks always on the left, so that all ranks end
+with the same bytes.
 
 What arrives is checked before it is used: bytes that are no statement end the wire with an error
 that names the rank that sent them.
@@ -40,8 +41,9 @@ BODY = 136 << 10
 whatever it is about to call."""
 
 _FINGERPRINT = 1024  # bytes that a rank's may have
-# bytes that fingerprints and errors may have, each: room for four of the longest. Of those that
-# agree no call has more than three, by what is unknown to some; so one that differs is among them.
+# bytes that fingerprints and errors may have, each: room for four of the longest. The fingerprints
+# of a call that agree come in three forms at most, by the fields that ranks do not know: so there
+# is room for one that differs.
 _TEXT = 4608
 # magic, bytes of: groups, error, body, what is said in private; whose error
 _HEAD = struct.Struct("<4sIIIII")
@@ -63,7 +65,7 @@ Private = Sequence[bytes | memoryview]
 
 
 def summed_up(text: str, most: int, short: str) -> str:
-    """The value of a field: a text, or of one of more bytes than `most` what is short and a digest.
+    """The value of a field: the text or, if it has more than `most` bytes, `short` and a digest.
 
     Example:
         >>> summed_up("a, b", 10, "2 letters"), summed_up("a, b, c, d", 9, "4 letters")
@@ -77,7 +79,7 @@ def summed_up(text: str, most: int, short: str) -> str:
 
 @dataclass(slots=True)
 class Agreement:
-    """What came of it.
+    """The result of an opening exchange.
 
     Attributes:
         number: of the call, among those that the ranks of the wire agreed on.
@@ -112,6 +114,7 @@ class Agreement:
         """The value of a field, which some rank may have learned from others only.
 
         Raises:
+            WeftError: no rank knows the value.
             WireError: as `decoded`.
         """
         value = self.fields[name]
@@ -248,6 +251,7 @@ def agree(
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
         WireError: as every wait does; also where a peer sent something else than a statement.
+        RuntimeError: the fields or the body are larger than a statement may be.
     """
     name = wire._named(wire.rank)
     values = ((name, _UNKNOWN if value is None else str(value)) for name, value in fields.items())
@@ -284,13 +288,16 @@ def agree(
 def confess(
     wire: Wire, call: str, trouble: BaseException | None, lacking: str | None = None
 ) -> None:
-    """Tell each other what went wrong on this rank, if anything did; raises alike on all.
+    """Tell each other what went wrong on this rank, if anything did; collective.
 
     Args:
-        wire: among whom.
+        wire: the ranks that take part.
         call: name of the call.
         trouble: what was raised here.
         lacking: what else is wrong here.
+
+    Raises:
+        WeftError: something went wrong on some rank; the same text on every rank.
     """
     if isinstance(trouble, WeftError):
         name = wire._named(wire.rank)

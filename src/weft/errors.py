@@ -12,8 +12,9 @@ Error                    whatever weft raises on purpose
 A `WeftError` that is raised before anything could be sent (a group the caller is not in, use
 before `weft.init`, use after `weft.shutdown`) is raised on the calling rank alone.
 
-What users call is an `entry`: there the traceback of an error ends, whose sentence says what a user
-can mend. With WEFT_TRACEBACK=1 in the environment it goes on to where weft raised it.
+A function that users call to communicate is an `entry`: there the traceback of an error ends, whose
+text says what a user can mend. With WEFT_TRACEBACK=1 in the environment the traceback goes on to
+where weft raised the error.
 """
 
 from __future__ import annotations

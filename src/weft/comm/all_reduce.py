@@ -31,7 +31,7 @@ from .rounding import narrowed
 from .staging import IN_A_GRAPH
 
 _NAME = "all_reduce"
-_EAGER = 8 << 10  # bytes that a rank sends whole to all others in any case
+_EAGER = 8 << 10  # bytes of the largest tensor that travels in the opening exchange
 
 
 @entry
@@ -48,7 +48,7 @@ def all_reduce(
         wire_dtype: None, or `torch.bfloat16` or `torch.float16`: wider floating-point numbers are
             sent in this dtype. Each rank's tensor is rounded, and so is the result, once each, to
             nearest even; sums are made in float32. Gradients are sent so, too. Lossy:
-            docs/wire-dtype.md has the error bound.
+            docs/wire-dtype.md has the error bound. An error for other tensors.
 
     Returns:
         A new tensor, on the device of `tensor`. Ranks are added in rank order; half precision is

@@ -33,8 +33,8 @@ def barrier(timeout: float | None = None, group: Any = None) -> None:
         StillRunning: `timeout` passed; names the ranks that have not come. The wire is intact, and
             this rank is still in the barrier: if its next call on this group is `barrier`, that
             waits for the same barrier.
-        WeftError: a rank is in another call, or its timeout is not a number of seconds; every rank
-            raises it.
+        WeftError: a rank is in another call, or its timeout is not a positive number of seconds;
+            every rank raises it.
         WireError: a peer failed, or did not come before the wire's deadline; names the culprit.
 
     Example:
@@ -83,7 +83,7 @@ class _Entered:
 
     Attributes:
         work: the call.
-        calls: how many calls this rank had made when it had made this one.
+        calls: how many calls this rank had made on the wire, this one included.
     """
 
     work: Work[None]
@@ -97,7 +97,7 @@ class _Entered:
         self._awaited: Pending | None = None
 
     def run(self) -> None:
-        """Take the turn."""
+        """Wait for all ranks; run in the call's turn."""
         wire = self._wire
         with record_function("weft::barrier"):
             if not is_direct(wire):  # combined statements do not tell which ranks have come

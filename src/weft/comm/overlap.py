@@ -58,7 +58,8 @@ def overlap_grads(
         module: the same parameters, by name, dtype and shape, on every rank.
         average: as for `weft.sync_grads`.
         group: None (the default group), a Wire, a ProcessGroup, or a 1-D DeviceMesh.
-        bucket_bytes: gradients are reduced in buckets of so many bytes, or of one larger gradient.
+        bucket_bytes: a bucket is full when its gradients have at least so many bytes; its last
+            gradient may make it larger.
         wire_dtype: as for `weft.sync_grads`.
 
     Returns:

@@ -3,11 +3,11 @@
 All names, dtypes, shapes and shared tensors are compared before anything is overwritten. Then the
 bytes go in `buckets`:
 
-* of the host along a chain of ranks, in chunks, so that every link carries them once, each way at
-  most.
+* of the host along a chain of ranks, in chunks (`weft.chain`), so that each rank receives and sends
+  them at most once;
 * of an accelerator in two exchanges: each rank is sent a part, and sends that to the others, as van
   de Geijn's broadcast does; Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH" (IJHPCA 2005), section 3.2.
+  communication operations in MPICH" (IJHPCA 2005), section 4.2.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .exchanges import check_exchanges
 from .in_process import Bytes, End, Exchange, Group, InProcessWire, bytes_of, woken
 from .memory import Lease
 
-_GARBAGE = 0xA5  # what undefined bytes hold: neither 0 nor -1, NaN-free and huge in no dtype
+_GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
 
 
 def group(
