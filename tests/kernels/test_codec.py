@@ -145,6 +145,16 @@ def test_what_is_refused(served, dtype):
     assert decoded(torch.cat([wide, wide]), 0, 2**62, 2000, dtype) is None
 
 
+def test_a_list_that_changes_meanwhile_stays_in_its_memory(served):
+    indices = torch.arange(2000)
+    code = codec.index_code(indices)
+    out = torch.full((code.most + 2**15,), 7, dtype=torch.uint8)
+    indices *= 50
+    with pytest.raises(ValueError):
+        codec.encode(indices, code, out[: code.most])
+    assert torch.all(out[code.most :] == 7)
+
+
 def test_lists_too_short_to_have_gaps(served):
     packed = encoded(torch.arange(5))
     assert decoded(packed, 0, 9, 0) is None and decoded(packed, 0, 9, 1) is None

@@ -137,8 +137,10 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     address = out.data_ptr()
     words = loops[f"encode.{kind_of(indices.dtype)}"](
         *(indices.data_ptr(), len(indices)),
-        *(address, address + code.start, address + code.unary),
+        *(address, address + code.start, address + code.unary, (code.most - code.unary) // 8),
     )
+    if words < 0:
+        raise ValueError("indices changed while they were being packed: wait for their writer")
     return code.unary + 8 * words
 
 

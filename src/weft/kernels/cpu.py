@@ -35,6 +35,7 @@ _KINDS = {
 }
 _DIGIT = 11  # bits that one pass of the sort looks at; its counts then fit the first cache
 _SMALL = 1 << 16  # words of bitmap that stay in the cache
+_MOST = 1 << 25  # words of bitmap whose bits have numbers that fit an int32
 _KEPT = 1 << 22  # words of workspace that a thread keeps
 
 
@@ -144,7 +145,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
 
 def _dense(words: int, total: int, runs: int) -> bool:
     """Whether so large a bitmap is a faster way to unite than pair by pair."""
-    if runs == 1:
+    if runs == 1 or words >= _MOST:
         return False
     return words <= total or (runs > 2 and words <= min(8 * total, _SMALL))
 

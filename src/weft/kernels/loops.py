@@ -91,6 +91,7 @@ def sort(
         index = load(kind, indices, i)
         if index < low or index > high:
             return -1
+        store("i64", source, i, ((index - low) << position_bits) | i)  # read once, may it change
         for digit in range(passes):
             bin = (digit << digit_bits) + (((index - low) >> (digit * digit_bits)) & mask)
             store("i32", counts, bin, load("i32", counts, bin) + 1)
@@ -105,10 +106,7 @@ def sort(
         row = counts + 4 * (digit << digit_bits)
         shift = position_bits + digit * digit_bits
         for i in range(count):
-            if digit == 0:
-                pair = ((load(kind, indices, i) - low) << position_bits) | i
-            else:
-                pair = load("i64", source, i)
+            pair = load("i64", source, i)
             bin = (pair >> shift) & mask
             at = load("i32", row, bin)
             store("i32", row, bin, at + 1)
@@ -173,8 +171,8 @@ def mark(kind: int, table: int, runs: int, low: int, words: int, bitmap: int) ->
     """Set the bit of every index of every run; returns how many bits are set in the end.
 
     `table` has a row for each run: its address, its length, the address of its slots. A slot
-    becomes -1 where no earlier run has that index, else 0. Bit 0 is the index `low`. Returns -1
-    for an index beyond the bitmap: its run is not sorted.
+    becomes `~bit` where no earlier run has that index, else `bit`. Bit 0 is the index `low`; there
+    are at most 2**31 bits. Returns -1 for an index beyond the bitmap: its run is not sorted.
     """
     for word in range(words):
         store("i64", bitmap, word, 0)
@@ -186,7 +184,7 @@ def mark(kind: int, table: int, runs: int, low: int, words: int, bitmap: int) ->
             if at < 0 or at >= words:
                 return -1
             word = load("i64", bitmap, at)
-            store("i32", slots, i, ((word >> (bit & 63)) & 1) - 1)
+            store("i32", slots, i, bit ^ (((word >> (bit & 63)) & 1) - 1))
             store("i64", bitmap, at, word | (1 << (bit & 63)))
     ones = 0
     for word in range(words):
@@ -199,21 +197,23 @@ def place(
 ) -> int:
     """After `mark`: every slot becomes the place of its index, and the united indices go to `out`.
 
-    `ranks` is scratch, int32 per word.
+    `ranks` is scratch, int32 per word. Indices are not read again: another thread may have changed
+    them.
     """
     before = 0
     for word in range(words):
         store("i32", ranks, word, before)
         before += count_ones(load("i64", bitmap, word))
     for run in range(runs):
-        indices, slots = load("i64", table, 3 * run), load("i64", table, 3 * run + 2)
+        slots = load("i64", table, 3 * run + 2)
         for i in range(load("i64", table, 3 * run + 1)):
-            index = load(kind, indices, i)
-            bit = index - low
+            slot = load("i32", slots, i)
+            first = slot >> 63  # -1 or 0
+            bit = slot ^ first
             lower = load("i64", bitmap, bit >> 6) & ((1 << (bit & 63)) - 1)
             here = load("i32", ranks, bit >> 6) + count_ones(lower)
-            store("i32", slots, i, here ^ load("i32", slots, i))
-            store(kind, out, here, index)
+            store("i32", slots, i, here ^ first)
+            store(kind, out, here, bit + low)
     return 0
 
 
@@ -302,11 +302,14 @@ def smallest(kind: int, indices: int, count: int, hashes: int, ids: int, room: i
 # memory wait for each other.
 
 
-def encode(kind: int, indices: int, count: int, widths: int, remainders: int, unary: int) -> int:
+def encode(
+    kind: int, indices: int, count: int, widths: int, remainders: int, unary: int, most: int
+) -> int:
     """Write the gaps of `count` sorted, unique indices; returns how many words of unary parts.
 
     `widths` has a byte for each block of gaps. The remainders end with a word of zeros, which is
-    the caller's to write: only that much of it may be overwritten.
+    the caller's to write: only that much of it may be overwritten. Returns -1 where the unary parts
+    take more than `most` words: the widths are of other indices.
     """
     before = load(kind, indices, 0)
     some, filled = 0, 0  # remainders not yet whole bytes
@@ -326,6 +329,8 @@ def encode(kind: int, indices: int, count: int, widths: int, remainders: int, un
             filled &= 7
             bit += gap >> width
             while bit >= 64:
+                if words + 1 >= most:
+                    return -1
                 store("i64", unary, words, word)
                 words += 1
                 word = 0
@@ -349,17 +354,20 @@ def decode(
 ) -> int:
     """Read back what `encode` wrote: `count` indices from `first` on, none of them beyond `last`.
 
-    Reads no more than `words` of unary parts, and of remainders what the widths say, which the
-    caller has checked. Returns 0, or -1 where that is no list that was written so.
+    Reads no more than `words` of unary parts, and of remainders what lies before those. Returns 0,
+    or -1 where that is no list that was written so.
     """
     store(kind, out, 0, first)
-    index, at = first, 0
+    index, at, bits = first, 0, 8 * (unary - remainders) - 64
     base, before = 0, -1  # bits before this word of unary parts; the bit of the part before
     word = load("i64", unary, 0)
     for start in range(1, count, _BLOCK):
         width = load("u8", widths, start // _BLOCK)
+        stop = min(start + _BLOCK, count)
+        if width > _WIDEST or at + width * (stop - start) > bits:  # it may be memory of the peer's
+            return -1
         mask = (1 << width) - 1
-        for i in range(start, min(start + _BLOCK, count)):
+        for i in range(start, stop):
             while word == 0:
                 base += 64
                 if base >> 6 >= words:
