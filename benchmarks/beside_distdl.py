@@ -1,15 +1,16 @@
-"""weft.compat.distdl beside DistDL itself: layers, forward and backward, in the same processes.
+"""Time the layers of weft.compat.distdl and those of DistDL itself, forward and backward.
 
     git clone https://github.com/distdl/distdl
     mpirun -n 4 python benchmarks/beside_distdl.py distdl/src
 
-The same lines build both, so both do the same work; DistDL's messages go over MPI (extra `mpi`),
-weft's over its own wire. Outputs and gradients are compared first; then they take turns, with a
-barrier before each call. Times are medians of the slowest rank, for tensors of `--mib` MiB of
-float32 a rank, and of 256 bytes. The exit status is 1 where a layer of weft is the slower one.
+The same lines of code make the layers of both libraries, in the same processes, so both do the same
+work. DistDL sends messages over MPI (extra `mpi`), weft over its own wire. Outputs and gradients
+are compared first. Then the two take turns, with a barrier before each call. Times are medians of
+the slowest rank, for tensors of `--mib` MiB of float32 a rank, and of 256 bytes. The exit status is
+1 if a layer of weft is slower than DistDL's.
 
-DistDL's repository has version 0.5, without AllGather and ReduceScatter. What it compiles for
-interpolation moves no data and is not needed here.
+DistDL's repository has version 0.5, which lacks AllGather and ReduceScatter. Its compiled code, for
+interpolation, moves no data and is not needed here.
 """
 
 from __future__ import annotations

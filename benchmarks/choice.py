@@ -1,14 +1,16 @@
-"""Every algorithm beside what `auto` takes, in each case on each link: is the choice right?
+"""Compare the algorithm that `auto` chooses with all others, in each case on each link.
 
     python benchmarks/choice.py --docs docs/choice.md          # all, into the manual: 25 minutes
-    python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or bit by bit ...
+    python benchmarks/choice.py --link 4x1gbit --case zipf,full    # or a part of it ...
     python benchmarks/choice.py --read --docs docs/choice.md       # ... and then into the manual
 
-All algorithms take turns in one run, so noise hits all alike; links and cases are those of
-`goals.py`. The figure is `auto`'s median over the least median of all: 1.00 means that nothing was
-quicker. `dense_tail` is left out over a network where the dense tensor has more rows than all ranks
-together: there it needs 5 to 30 times as long as the best. The exit status is 0 if the figure is at
-most 1.15 in 30 of the 35 cases (six of seven, of fewer), 1 if not, 2 if something could not be run.
+All algorithms take turns in one run, so noise affects all alike. Links and cases are those of
+`goals.py`. The figure is the median time of `auto` over the least median time of all algorithms:
+1.00 means that no algorithm was faster. Over a network `dense_tail` is left out if the dense tensor
+has more rows than all ranks together: there it takes 5 to 30 times as long as the fastest.
+
+The exit status is 0 if the figure is at most 1.15 in 30 of the 35 cases (in six of seven, if there
+are fewer), 1 if not or if a result was wrong, 2 if something could not be run.
 """
 
 from __future__ import annotations

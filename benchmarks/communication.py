@@ -1,17 +1,21 @@
-"""What the communication routines cost beside what a person would write instead.
+"""Time the communication routines and what a person would write instead.
 
     python benchmarks/communication.py [--ranks 4] [--rounds 5] [--elements 25000000]
     python benchmarks/communication.py --call all_to_all --bytes 262144 --rounds 40
     tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/communication.py --call sync_grads
 
-Each table is checked first and then measured in turns in the same run: `sync_params` and
-`sync_grads` of a model of many small tensors, and of one of the same number that are larger, beside
-SAR's way (one `all_reduce` for each tensor) and gloo's fastest (one for all of them, flattened),
-gradients also in 16 bits beside what DistributedDataParallel's `bf16_compress_hook` does;
-`all_to_all` beside gloo's `all_to_all_single`, which needs to be told the sizes, and the exchange
-of sizes besides; `all_reduce` beside gloo's. `--call` chooses among them, `--bytes` the sizes of
-the last two. Times are medians over the rounds, of the slowest rank; calls of 256 KiB to 1 MiB have
-eight times as many.
+The results of all contenders are checked first; then they take turns in one run. The routines are:
+
+* `sync_params` and `sync_grads`, of a model of many small tensors, and of one of as many larger
+  tensors. The others are SAR's way (one `all_reduce` for each tensor) and the fastest way on gloo
+  (one call for all tensors, flattened). Gradients are also sent in bfloat16, as
+  DistributedDataParallel's `bf16_compress_hook` does;
+* `all_to_all`. The others are gloo's `all_to_all_single` with sizes that are known, and the same
+  with an exchange of sizes before it;
+* `all_reduce`. The other is gloo's.
+
+`--call` chooses among them. `--bytes` sets the sizes for the last two. Times are medians over the
+rounds, of the slowest rank; calls of 256 KiB to 1 MiB have eight times as many rounds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""A large dense model under DistributedDataParallel: weft's hook beside gloo, checked first.
+"""Time a large dense model under DistributedDataParallel, with weft's hook and without.
 
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/ddp.py
     python benchmarks/ddp.py [--ranks 4] [--rounds 6] [--layers 6] [--width 2048]
 
-The same perceptron (25 million parameters), weights and batches for each contender, in turns in the
-same run, on a gloo group: as DistributedDataParallel is, with what PyTorch's `bf16_compress_hook`
-does (which refuses gloo), with `weft.ddp.register`, and with that and `wire_dtype=torch.bfloat16`.
-First the gradients are checked:
-full ones against the mean in float64, rounded ones against the bound of docs/wire-dtype.md, and
-that all ranks have the same bits. `off` is how far the worst element is from the mean, as a share
-of the mean magnitude of what ranks brought for it. Times are of a step (forward and backward),
-medians of the slowest rank's, with the quickest and the slowest step.
+All contenders train the same perceptron (25 million parameters) from the same weights on the same
+batches, on a gloo group, and take turns in one run. They are: DistributedDataParallel without a
+hook; with a hook that does what PyTorch's `bf16_compress_hook` does (which itself refuses gloo);
+with `weft.ddp.register`; and with `weft.ddp.register(wire_dtype=torch.bfloat16)`.
+
+The gradients are checked first. Those in float32 are compared with the mean in float64, rounded
+ones with the error bound in docs/wire-dtype.md, and all ranks must have the same bits. `off` is the
+largest error of an element, divided by the mean magnitude of the ranks' values for it. Times are of
+a step (forward and backward): medians of the slowest rank, and the fastest and the slowest step.
 """
 
 # No postponed annotations here: DistributedDataParallel compares those of the hook with types.

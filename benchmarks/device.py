@@ -1,18 +1,19 @@
-"""The way of tensors on an accelerator, beside what a user would call instead, and its kernels.
+"""Time sparse all-reduces as on an accelerator, beside what a user would call instead; and kernels.
 
     python benchmarks/device.py                                  # 4 ranks on the CPU, over gloo
     python benchmarks/device.py --rounds 0 --kernels cuda        # the kernels on a GPU
 
-Tensors of the CPU go the way of those on an accelerator (`weft.devices.as_device`): torch's own
-operations are the kernels, and exchanges go over the process group. `weft bench` times that, beside
-`torch.distributed.all_reduce` and the padded all-gather of Horovod and DeepSpeed, when all results
-are checked. So every contender has gloo and torch's kernels, as on GPUs all have NCCL and torch's.
-*xbound*: bytes sent, over those that the average rank must receive.
+Calls: CPU tensors are treated as if they were on an accelerator (`weft.devices.as_device`). Then
+the kernels are torch's operations, and exchanges use the process group. `weft bench` times that
+beside `torch.distributed.all_reduce` and the padded all-gather of Horovod and DeepSpeed, and checks
+all results. So all contenders use gloo and torch's operations, as on GPUs all use NCCL and torch's
+operations. *xbound* is the number of bytes sent over that which the average rank must receive.
 
-Kernels: what a rank does to its own rows (`distinct`, `reduce`), and the owner of an index range to
-those of 4 ranks (`merge`), each beside `coalesce()` of the same rows. *peak*: the most memory that
-they have of a GPU beside their input, over the bytes of the values in it. The exit status is 1 if a
-result was wrong.
+Kernels: what a rank does to its own rows (`distinct`, `reduce`), and what the owner of an index
+range does to the rows of 4 ranks (`merge`), each beside `coalesce()` of the same rows. *peak* is
+the most GPU memory that they use beside their input, over the bytes of the input's values.
+
+The exit status is 1 if a result was wrong.
 """
 
 from __future__ import annotations

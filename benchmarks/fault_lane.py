@@ -1,7 +1,7 @@
-"""A lane of `faults.py`: it becomes the ranks of one cell after the other, and sees how they end.
+"""One worker process of `faults.py`: it runs cells one after the other, and reports how they end.
 
-It has imported everything once, so a rank costs a fork and what it does. Cells come on standard
-input, results go to standard output, a line of JSON each.
+For each cell it forks the ranks. It has imported all modules before, so a rank starts fast. It
+reads cells from standard input and writes results to standard output, one line of JSON each.
 """
 
 from __future__ import annotations

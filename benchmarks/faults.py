@@ -1,4 +1,4 @@
-"""One rank fails in the middle of a collective: when do the others know, and whom do they name?
+"""Let one rank fail in a collective; measure when the others raise, and whom their errors name.
 
     python benchmarks/faults.py --docs docs/errors.md         # all, into the manual: 20 minutes
     python benchmarks/faults.py --only kill,freeze,tcp,4              # two faults, a wire, 4 ranks
@@ -6,23 +6,24 @@
     python benchmarks/faults.py --read --docs docs/errors.md          # judge the last run again
 
 A cell is a fault, a collective, a wire and a number of ranks. Its ranks are processes of this
-machine that make the call again and again; to one of them, another in each cell, the fault happens.
-The wires: `shm` is weft on one host; `tcp` the same ranks as if each were on a host of its own;
-`torch` weft over a process group of torch's; `gloo` is PyTorch alone, doing the same by its own
-collectives. Links are cut where root may make network namespaces (`tools/netlab`).
+machine that make the call again and again. The fault happens to one of them, which is another in
+each cell. The wires are: `shm`, weft on one host; `tcp`, weft with each rank as if on a host of its
+own; `torch`, weft over a process group of torch's; `gloo`, PyTorch alone, with its own collectives.
+Links are cut only if root may make network namespaces (`tools/netlab`).
 
-`ddp_unused` is a step with BatchNorm and `find_unused_parameters=True`, for which
-DistributedDataParallel makes calls of its own over gloo. A rank that answers, and is elsewhere
-while the others are in such a call, cannot be named: those faults are left out for it. `topk` is a
-step of `weft.ddp.TopK`, for gloo of PyTorch's PowerSGD; `sharded` looks rows up in a table that is
-cut over the ranks, and gives their gradients back.
+`ddp_unused` is a step with BatchNorm and `find_unused_parameters=True`, in which
+DistributedDataParallel makes calls of its own over gloo. While the others are in such a call, weft
+cannot name a rank that is alive but elsewhere; so those faults are left out for it. `topk` is a
+step of `weft.ddp.TopK`, for gloo of PyTorch's PowerSGD. `sharded` looks up rows of a sharded table,
+and runs backward.
 
-`seconds` count from the fault until every live rank has raised; it must be 1 at most where a
-process ends or calls something else, and the deadline and 1 where it is only silent. A live rank
-that has not raised 6 seconds after the deadline *hangs*. A cell is *wrong* if some live rank names
-another than the culprit, and *nobody* if some names none; *unclean* if a survivor does not end by
-itself with status 0 after it has shut down, or leaves processes or files behind, or keeps sockets,
-threads or shared memory of weft's own wires. The exit status is 0 if weft has no such cell, else 1.
+`seconds` are counted from the fault until every live rank has raised. The limit is 1 if a process
+ends or calls something else, and the deadline plus 1 if it is only silent. A live rank *hangs* if
+it has not raised 6 seconds after the deadline. A cell is *wrong* if a live rank names another than
+the culprit, *nobody* if a live rank names none. It is *unclean* if a survivor does not end by
+itself with status 0 after its shutdown, leaves processes or files behind, or keeps sockets, threads
+or shared memory of weft's wires. The exit status is 0 if weft has no such cell and none above the
+limit, else 1.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One job, and what happens to one of its ranks."""
+    """One job, and the fault of one of its ranks."""
 
     fault: str
     collective: str
@@ -87,18 +88,18 @@ class Cell:
 
     @property
     def limit(self) -> float:
-        """Seconds in which all must have raised."""
+        """Seconds within which all ranks must have raised."""
         return GRACE + (0.0 if self.fault in AT_ONCE else DEADLINE)
 
     def must_raise(self) -> list[int]:
-        """The ranks that are there and are told; one that is away would be when it comes."""
+        """The ranks that must raise: all but the victim; it, too, if it is in a call itself."""
         all_of_them = self.fault in ("cut", "another call")
         return [rank for rank in range(self.ranks) if all_of_them or rank != self.victim]
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a cell; `texts` are what ranks raised, `unclean` what was not as it should."""
+    """How a cell ended. `texts` has the errors of ranks, `unclean` what was left behind."""
 
     cell: Cell
     seconds: float = 0.0
@@ -119,13 +120,13 @@ class Result:
 
 
 def named_in(text: str, rank: int) -> set[int]:
-    """The ranks that an error of a rank names, beside the one that speaks."""
+    """The ranks that the text of an error names, besides the rank that raised it."""
     found = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", text.replace(f"rank {rank}: ", ""))
     return {int(number) for each in found for number in re.findall(r"\d+", each)}
 
 
 def cells(only: str) -> list[Cell]:
-    """All, or those that have one of the words of each kind that is named."""
+    """All cells, or those that `only` selects: by fault, collective, wire and number of ranks."""
     able = os.geteuid() == 0 and shutil.which("ip") is not None
     asked = set(filter(None, only.split(",")))
     kinds = [set(FAULTS), set(COLLECTIVES), set(WIRES), {str(size) for size in SIZES}]
@@ -145,7 +146,7 @@ def cells(only: str) -> list[Cell]:
 
 
 def measure(asked: list[Cell], jobs: int) -> list[Result]:
-    """Run cells, so many at once."""
+    """Run cells, `jobs` at once."""
     waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
     for cell in asked:
         waiting.put(cell)
@@ -176,7 +177,7 @@ def measure(asked: list[Cell], jobs: int) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown, a line for each fault and wire."""
+    """The table in Markdown, with a line for each fault and wire."""
     lines = ["|fault|wire|cells|hang|wrong|nobody|unclean|seconds|", "|---|---|" + "--:|" * 6]
     for fault, wire in product(FAULTS, WIRES):
         mine = [each for each in results if each.cell.fault == fault and each.cell.wire == wire]

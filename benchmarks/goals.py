@@ -1,15 +1,17 @@
-"""Run `weft bench` as an ordinary user on every link of the project's goals: which are reached?
+"""Run `weft bench` as an ordinary user on every link of the project's goals, and judge the goals.
 
     python benchmarks/goals.py                          # all of it; an hour on a small machine
     python benchmarks/goals.py --link 4x1gbit --case uniform,wide --runs 1
     python benchmarks/goals.py --read                   # judge the files of an earlier run again
 
-The links: `one-host` is this machine, with 4 ranks, and `one-host-2` and `one-host-8` with so many;
-`PxRATE` is P virtual hosts joined by links of that rate (`tools/netlab`, which needs root and
-iproute2). Ranks run with `--unprivileged`; as root start this with
-`setpriv --bounding-set -sys_ptrace` where no virtual hosts are asked for. Each run of each link
-leaves a JSON file in `--out`. A goal is held against the median of the runs. The exit status is 0
-if all that were measured are reached, 1 if not, 2 if something could not be run.
+Links: `one-host` is this machine with 4 ranks, `one-host-2` and `one-host-8` with 2 and 8. `PxRATE`
+is P virtual hosts that are joined by links of that rate (`tools/netlab`, which needs root and
+iproute2). The ranks run with `--unprivileged`. If you are root and ask for no virtual hosts, start
+this with `setpriv --bounding-set -sys_ptrace`.
+
+Each run of each link leaves a JSON file in `--out`. A goal is compared with the median of the runs.
+The exit status is 0 if all goals that were measured are reached, 1 if not, 2 if something could not
+be run.
 """
 
 from __future__ import annotations

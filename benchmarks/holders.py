@@ -1,13 +1,16 @@
-"""What `holders` sends, counted: values against the bound, on average and at the worst rank.
+"""Count what the algorithm `holders` sends, over the bound: on average and at the worst rank.
 
     python benchmarks/holders.py
 
-The ranks are threads, so this needs no network, and a busy machine changes nothing. Prints the
-table of docs/holders.md. *average*: values sent by the average rank, as a multiple of the bound.
-*worst*: what the busiest rank sends or receives. *equally*: the same if holders were chosen
-equally often. *least*: what no schedule can do better than at the worst rank, since a rank must
-send its own rows and receive all those that others have. *indices*: bytes of index lists, as a part
-of the bound's values.
+It prints the table of docs/holders.md. The ranks are threads, so it needs no network, and the load
+of the machine changes nothing. All columns but *indices* are bytes of values over the bound:
+
+* *average*: what the average rank sends;
+* *worst*: the most that a rank sends or receives;
+* *equally*: the same, if each rank that has a row were chosen as its holder equally often;
+* *least*: the least that any schedule can reach for the worst rank. A rank must send all its rows,
+  and receive all rows that others have;
+* *indices*: bytes of the index lists, in percent of the bound.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the kernels cost beside torch's way of doing the same, and beside copying the bytes.
+"""Time the kernels beside torch's operations for the same, and beside copying the bytes.
 
-    python benchmarks/kernels.py [--threads N] [--repeat N]
+    python benchmarks/kernels.py [--threads N] [--repeat N] [--ranks N] [--dtype float32]
 
-Results are checked first. Times are the least of several runs that take turns, in milliseconds.
-*memcpy* copies the values that go in, once, into memory that is used again; *torch* is `coalesce()`
-of the COO tensor (for a merge: of all runs together).
+Results are checked first. Times are in milliseconds, the least of several runs that take turns.
+*memcpy* copies the input values once, to memory that was used before. *torch* is `coalesce()` of
+the COO tensor; for a merge, of the rows of all ranks together.
 """
 
 from __future__ import annotations

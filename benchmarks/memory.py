@@ -1,19 +1,20 @@
-"""What a call adds to the memory of its process, beside what weft promises.
+"""Measure the memory that a call adds to its process, and compare it with what weft promises.
 
     python benchmarks/memory.py [--ranks 4] [--case uniform,zipf] [--algorithm auto,split]
 
-The promise: the result, plus three times the rank's own rows (without duplicates), plus 64 MiB.
+The promise: at most the result, plus three times the rank's own rows (without duplicates), plus 64
+MiB.
 
-For each case, and each algorithm that `auto` may choose for it, fresh processes make three calls.
-What counts is the growth of the resident set: its peak during the call (VmHWM, which writing 5 to
-/proc/self/clear_refs sets back) less what it was before, at the rank where that is nearest to the
-promise:
+For each case, and each algorithm that `auto` may choose for it, new processes make three calls. The
+table has the growth of the resident set: its peak during the call (VmHWM, which writing 5 to
+/proc/self/clear_refs resets) minus its size before. It is that of the rank which comes closest to
+the promise, or exceeds it most:
 
-* cold: the first call of the process, which also loads the machine code of the kernels, measures
-  the link and connects to peers;
-* warm: all of that is there, but every workspace is fresh, as in the first call of that size;
-* again: the same call once more, on the workspaces that are kept;
-* kept: what stays in the process after the last call, when its result is gone.
+* cold: the first call of the process. It also loads the machine code of the kernels, measures the
+  link and connects to the peers;
+* warm: that is done, but all workspaces are new;
+* again: the same call once more, with the workspaces that were kept;
+* kept: what the process has more than before the first call, when the last result is gone.
 
 Linux only. The exit status is 1 if a call breaks the promise.
 """

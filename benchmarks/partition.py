@@ -1,16 +1,18 @@
-"""What the layers of weft.nn cost beside PyTorch's way of doing the same, forward and backward.
+"""Time the layers of weft.nn and PyTorch's ways of doing the same, forward and backward.
 
     python benchmarks/partition.py [--ranks 4] [--rounds 10] [--only all_gather,halo]
     tools/netlab -n 4 --rate 1gbit --raw -- python benchmarks/partition.py --link 1gbit
 
-Every rank brings `--mib` MiB of float32. The peers are `torch.distributed.nn.functional`, the
-functional collectives that DTensor uses, `all_to_all_single`, and send and receive by hand in an
-autograd function, all on the gloo group that weft was started on. Each contender is checked first,
-values and gradients; then they take turns, with a barrier before each pass, and a pass takes as
-long as its slowest rank. Times are medians; the ratio is that of the quickest peer to weft, beside
-the goal, which holds for forward and backward together. With `--link`, also the ratio of weft's
-time to what the bytes that a rank must receive take on that link. A second table has the same for
-tensors of 1 KiB, whose goal is a millisecond for forward and backward.
+The input of a rank is `--mib` MiB of float32. The peers are `torch.distributed.nn.functional`, the
+functional collectives that DTensor uses, `all_to_all_single`, and send and receive in an autograd
+function written by hand, all on the gloo group on which weft was started. The values and gradients
+of each contender are checked first. Then they take turns, with a barrier before each pass; a pass
+takes as long as its slowest rank.
+
+Times are medians. The ratio is the time of the fastest peer over weft's. Beside it is the goal, for
+forward and backward together. With `--link` there is also the ratio of weft's time to the time that
+the bytes which a rank must receive take on that link. A second table has the same for tensors of 1
+KiB, where the goal is a millisecond for forward and backward.
 """
 
 from __future__ import annotations

@@ -1,22 +1,27 @@
-"""Many small tables in one call, beside other ways of reducing as many rows.
+"""Time many small tables in one call, and other ways of reducing as many rows.
 
     python benchmarks/tables.py [--ranks 4] [--rounds 30] [--width 64]  # ranks on this machine
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/tables.py
 
-26 tables of 500 tokens each, Zipf over 1,000,000 rows of `--width` floats, as a recommender with 26
-categorical features has them. *list*: all in one call; beside *one*: one of the tables; *stacked*:
-one table with the very same rows, one table's behind the other's; *tall*: one table of 26 times as
-many tokens, in which more of them meet, so that its result is a third smaller; *26 calls*; and
-torch's 26 sparse all-reduces. Results are checked first: the list's against those of 26 calls, bit
-for bit, and against torch's. Everything takes turns in the same run; times are medians over the
-rounds, of the slowest rank.
+There are 26 tables, as in a recommender with 26 categorical features: each has 500 tokens a rank,
+Zipf-distributed over 1,000,000 rows of `--width` floats. The contenders:
 
-Beside the times is what the bytes alone need. A rank must read its own rows, and as many bytes of
-others' as the bound says that it receives; and it must write its result, and for others what they
-receive of it, which on average is as much: *read* and *written*. *copy* is the time in which all
-ranks at once, each in its own memory, copy the greater of the two from here to there: no call could
-be quicker by more than what caches save. At a width of 64 that alone takes about as long as *one*;
-the rest is arithmetic, sorting and talk.
+* *list*: all tables in one call;
+* *one*: one of the tables;
+* *stacked*: one table that has the rows of all, one table's after the other's;
+* *tall*: one table of 26 times as many tokens. More of its indices are equal, so its result is
+  smaller by a third;
+* *26 calls*: a call for each table;
+* *torch, 26 calls*: a sparse `torch.distributed.all_reduce` for each table.
+
+Results are checked first: those of the list must equal those of 26 calls bit for bit, and torch's.
+All contenders take turns in one run. Times are medians over the rounds, of the slowest rank.
+
+*read* and *written* are the bytes that a rank must move in memory. It reads its own rows and what
+it must receive of others' by the bound. It writes its result and, on average, as many bytes for
+others as it receives. *copy* is the time in which all ranks at once, each in its own memory, copy
+the larger of the two numbers of bytes. No call can be faster than that, but for what the caches
+save.
 """
 
 from __future__ import annotations

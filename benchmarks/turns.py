@@ -1,4 +1,4 @@
-"""How contenders are timed side by side on a wire, and on which ranks: what benchmarks share."""
+"""What benchmarks share: they start ranks, and time contenders in turns on a wire."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def on_ranks(
     arguments: argparse.Namespace,
     show: Callable[[T, int], None],
 ) -> None:
-    """Run one rank's program on those that a launcher started, else on `arguments.ranks` here.
+    """Run a program on the ranks that a launcher started, else on `arguments.ranks` new processes.
 
     Args:
-        rank: the program.
-        arguments: that it takes.
-        show: is given what rank 0 returns, and the number of ranks, once.
+        rank: the program of one rank.
+        arguments: its argument.
+        show: called once, with what rank 0 returned and the number of ranks.
     """
     if "RANK" in os.environ:
         found = rank(arguments)
@@ -45,18 +45,20 @@ def turns(
     warmup: int = 1,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each contender in each round, of the slowest rank; they take turns.
+    """Time contenders in turns; return the seconds of a call in each round, by contender.
+
+    A time is that of the slowest rank. Before each turn there is a barrier.
 
     Args:
-        wire: among whom; it also serves as the barrier before each turn.
-        rounds: that count.
-        contenders: by name.
-        warmup: rounds before those, which do not.
-        calls: made in one turn, and timed together.
+        wire: of the ranks that take part. Every rank calls this function.
+        rounds: the number of rounds that count.
+        contenders: what is called, by name; the same names on every rank.
+        warmup: the number of rounds before those, which do not count.
+        calls: the number of calls in one turn, whose mean time counts.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + warmup):
-        # drawn anew, the same on all ranks: what one leaves in caches is paid for by the next
+        # in random order, the same on all ranks: a contender pays for the caches of the one before
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contender = contenders[name]
             wire.dense_all_reduce(torch.zeros(1), "sum").wait()

@@ -1,12 +1,15 @@
-"""What the process-group wire costs beside torch.distributed's way of doing the same.
+"""Time the wire of a process group, and torch.distributed's calls for the same.
 
     python benchmarks/wire.py [--ranks 4] [--rounds 20]     # ranks on this machine
     tools/netlab -n 4 --rate 1gbit -- python benchmarks/wire.py
 
-Three tables, each checked first, each as a ratio of times measured in turns in the same run:
-small exchanges each to each beside `all_gather`, exchanges of 8 MiB between neighbours by size of
-chunk beside one piece, and dense all-reduces beside `dist.all_reduce` on a gloo group. Times are
-medians over the rounds, of the slowest rank.
+It prints three tables. The contenders of each check their results and take turns in one run:
+
+* small messages from each rank to each other rank, beside `all_gather`;
+* 8 MiB to a neighbour, in chunks of several sizes, beside one piece;
+* dense all-reduces, beside `torch.distributed.all_reduce` on a gloo group.
+
+Times are medians over the rounds, of the slowest rank.
 """
 
 from __future__ import annotations

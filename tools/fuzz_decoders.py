@@ -1,13 +1,15 @@
-"""Decoders under fire: what a peer's bytes say is read, or refused with an error that names it.
+"""Fuzz the decoders: bytes from a peer are read, or refused with an error that names the peer.
 
     python tools/fuzz_decoders.py [--executions 100000] [--seed 0] [--first 0]
 
-Valid bytes are flipped, cut off, overwritten, or replaced by random ones. Most executions hand them
-to a decoder that reads by addresses or keeps a state; they lie at the end of a page behind which
-nothing may be touched. The others replay a whole call, as one rank hears it, with some messages of
-its peers spoilt. One child process has machine code, another the reference kernels, both memory
-that is filled when it is freed (`MALLOC_PERTURB_`). What goes wrong is told with the number of its
-execution, which `--first` tries again.
+An execution takes valid bytes and flips some, cuts them off, overwrites them, or replaces them by
+random ones. Most executions pass the bytes to a decoder that reads by addresses or keeps a state.
+The bytes end at a page boundary, and the next page is protected. The other executions replay a
+whole call on one rank, with recorded messages of its peers, some of which are changed.
+
+There are two child processes, one with the compiled kernels, one with the reference kernels. Both
+fill memory when it is freed (`MALLOC_PERTURB_`). A failure is reported with the number of its
+execution; `--first` begins there again.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ REFUSED = (ValueError, TypeError, struct.error, OverflowError, RecursionError)
 
 
 class Guarded:
-    """Memory behind which nothing may be touched."""
+    """Memory that ends at a protected page: access beyond its end ends the process."""
 
     def __init__(self, nbytes):
         self.pages, self.nbytes = mmap.mmap(-1, nbytes + mmap.PAGESIZE), nbytes

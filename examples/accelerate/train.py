@@ -1,7 +1,8 @@
-"""A model with a sparse table, trained under Accelerate, over weft: on any number of processes.
+"""Train a model with a sparse table under Accelerate over weft, on any number of processes.
 
-Eight words of a text, averaged, tell the next one. The table's gradients are sparse, and clipped.
-What comes out is compared with one process that has all the data, dense gradients and no weft.
+The model predicts the next word of a text from the mean of the eight words before it. The gradients
+of its table are sparse; all gradients are clipped. The trained weights are compared with those of
+one process that has all the data, dense gradients and no weft.
 """
 
 from __future__ import annotations

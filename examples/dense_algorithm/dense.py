@@ -1,11 +1,11 @@
 """An algorithm of one's own: make the rows a dense tensor and all-reduce that.
 
-Beside the values travels a mark of which rows are there: a sum of zero is a row, and min, max and
-prod need to tell a missing row from a zero. Missing rows hold the neutral element (-0.0 for sums),
-so that every row that is there has exactly the bits its own values give.
+With the values it sends marks of the rows that are present. A sum of zero is a row, and min, max
+and prod must tell a missing row from a row of zeros. Missing rows hold the neutral element (-0.0
+for sums), so each row of the result has exactly the bits of its values' reduction.
 
-weft has `mask`, which does the same without the rows that are nobody's: so this one is quickest
-nowhere, and is an example. It is what frameworks do whose sparse gradients are made dense.
+It is an example of an algorithm, and it is the fastest nowhere: weft's `mask` does the same without
+the rows that no rank has. Frameworks that make sparse gradients dense do what it does.
 
     python examples/dense_algorithm/dense.py
 """
@@ -17,7 +17,7 @@ from weft import kernels
 
 
 def cost(load):
-    """A ring all-reduce of the marks, and one of the table: 2 (P - 1) / P of their bytes."""
+    """Two ring all-reduces, of the marks and of the table: 2 (P - 1) / P of their bytes."""
     steps, nbytes = 2 * (load.ranks - 1), load.height * (load.partial + 1)
     return weft.sparse.Cost(
         rounds=2 * steps,
@@ -29,7 +29,7 @@ def cost(load):
 
 
 def applies(load):
-    """None, or why it cannot serve a load."""
+    """Why the algorithm cannot serve a call, or None."""
     if load.in_order:
         return "op is a function, which has no neutral element"
     if load.height > max(1 << 20, 64 * load.total):
@@ -39,7 +39,7 @@ def applies(load):
 
 @weft.algorithm(cost=cost, applies=applies)
 def dense(rows, call):
-    """One rank's program: its canonical rows in, the canonical sum out."""
+    """One rank's program: it takes this rank's canonical rows and returns the canonical sum."""
     wire, height, indices = call.wire, call.load.height, rows.indices.long()
 
     there = torch.zeros(height, dtype=torch.uint8)

@@ -1,15 +1,15 @@
-"""FSDP2 for the dense part of a model, weft for its embedding table: two ways.
+"""Train a model whose dense part is FSDP2's, and whose embedding table is weft's, in two ways.
 
-FSDP2 (`fully_shard`) cannot carry sparse gradients, so the table is none of its parameters:
+FSDP2 (`fully_shard`) cannot reduce sparse gradients, so the table is not one of its parameters:
 
-* cut: the table is a `weft.nn.ShardedEmbeddingBag`, whose rows are on all ranks, each once;
+* cut: the table is a `weft.nn.ShardedEmbeddingBag`; each of its rows is on one rank;
 * replicated: every rank has the whole table, and `weft.sync_grads` averages its sparse gradients.
 
-Both must have the losses of one process. The first writes a checkpoint in its middle, with which
-half of the ranks go on, to the same losses again.
+Both must have the losses of one process, to rounding. The first also writes a checkpoint in the
+middle of the training. Half of the ranks load it and continue, and must have the same losses.
 
-The model guesses the next word of Python's own source (of the package `email`) from the eight
-before it.
+The model predicts the next word of Python's own source (of the package `email`) from the eight
+words before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDS = 64  # that are told apart: all others are the last of these
 
 
 def text() -> Tensor:
-    """The words as numbers, the most frequent word is 0."""
+    """The words as numbers; the most frequent word is 0."""
     corpus = read([Path(email.__file__).parent], min_count=1, ranks=1)
     return torch.from_numpy(corpus.tokens).long()
 
@@ -68,7 +68,7 @@ class Training:
         )
 
     def train(self, tokens: Tensor, first: int, end: int) -> Tensor:
-        """Steps from `first` to `end`; their losses, averaged over the ranks."""
+        """Train steps `first` up to `end`; return their losses, averaged over the ranks."""
         rank, ranks = (0, 1) if self.mesh is None else (self.mesh.get_rank(), self.mesh.size())
         losses = []
         for step in range(first, end):

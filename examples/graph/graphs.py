@@ -1,8 +1,8 @@
-"""Real graphs of this machine, and a cut of a graph into parts with few edges between them.
+"""Real graphs that are on this machine, and a way to cut a graph into parts with few edges between.
 
-A node has a class, which is to be learned, and features that do not contain it: how often each
-group of three letters is in its name, by a hash, and how many neighbours it has. Edges have no
-direction here.
+A node has a class, which a model learns to predict, and features: how often each group of three
+letters is in its name, by a hash, and its number of neighbours. The features do not contain the
+class. Edges have no direction.
 """
 
 from __future__ import annotations

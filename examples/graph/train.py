@@ -1,13 +1,14 @@
-"""A graph network on a real graph that is cut over the ranks; it learns the same as in one process.
+"""Train a graph network on a real graph that is cut over the ranks; compare it with one process.
 
 The model is GraphSAGE (Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large
-Graphs", NIPS 2017, algorithm 1 with the mean of all neighbours) with two layers, trained on every
-node in every step. Each rank holds its own nodes. What it needs of others' is asked for once, by
-`weft.all_to_all`; their hidden states come by `weft.exchange` in every forward, and its adjoint
-takes the gradients back and adds them up. Gradients of the weights are summed by `weft.sync_grads`.
+Graphs", NIPS 2017, algorithm 1, with the mean of all neighbours) with two layers. Every step uses
+all training nodes. Each rank has its own nodes. Once, at the start, each rank tells the others by
+`weft.all_to_all` which of their nodes it needs. In every forward `weft.exchange` sends the hidden
+states of these nodes; its adjoint sends the gradients back and adds them. `weft.sync_grads` sums
+the gradients of the weights.
 
-The loss is the mean over all nodes that are trained on, whichever rank has them: so it does not
-depend on the cut, and one process that trains alone on the whole graph must have the same.
+The loss is the mean over all training nodes of all ranks. So it does not depend on the cut, and one
+process that trains on the whole graph must have the same losses, to rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOLERANCE = 1e-3  # sums are added in another order, and each step starts from t
 
 @dataclass(frozen=True)
 class Data:
-    """A graph as the ranks hold it: nodes are numbered part by part.
+    """A graph that is cut over the ranks: nodes are numbered part by part.
 
     Attributes:
         bounds: rank r has the nodes from `bounds[r]` to `bounds[r + 1]`.
@@ -67,7 +68,7 @@ class Data:
         return cls(bounds, ordered.edges, *ordered.neighbours(), features, ordered.labels, trained)
 
     def crossing(self) -> npt.NDArray[np.bool_]:
-        """Of each edge whether its ends are on different ranks."""
+        """For each edge, whether its ends are on different ranks."""
         ends = np.searchsorted(self.bounds, self.edges, side="right")
         crossing: npt.NDArray[np.bool_] = ends[:, 0] != ends[:, 1]
         return crossing
@@ -95,14 +96,17 @@ class Part:
         self.total = int(data.trained.sum())
 
     def mean(self, own: Tensor) -> Tensor:
-        """Of each node's neighbours, wherever they are; zero where there are none."""
+        """The mean of the states of each node's neighbours on all ranks; zero if it has none.
+
+        It sends the states that other ranks need.
+        """
         remote = [] if self.alone else weft.exchange(own, self.to)
         states = torch.cat([own, *remote])
         return functional.embedding_bag(self.near, states, self.begins, mode="mean")
 
 
 class Sage(nn.Module):
-    """Two layers; the same first weights everywhere."""
+    """GraphSAGE with two layers; all ranks begin with the same weights."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -123,7 +127,7 @@ class Sage(nn.Module):
 
 
 def train(part: Part, classes: int) -> tuple[list[float], int, float]:
-    """Train; this rank's part of each loss, held-out nodes that are right, seconds of a step."""
+    """Train; return this rank's part of each loss, correct held-out nodes, seconds of a step."""
     model = Sage(part.features.shape[1], classes)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     near = part.mean(part.features)  # features never change, so they come once
@@ -146,7 +150,7 @@ def train(part: Part, classes: int) -> tuple[list[float], int, float]:
 
 
 def compare(data: Data, wire: weft.Wire) -> dict[str, Any]:
-    """Train on all ranks, then on rank 0 alone; what came of it, on rank 0.
+    """Train on all ranks, then on rank 0 alone; return the results on rank 0.
 
     Raises:
         SystemExit: the losses differ by more than rounding.

@@ -1,11 +1,12 @@
-"""A convolution network on images that are cut in a 2 x 2 grid, equal to the whole one.
+"""A convolution network on images that are cut in a 2 x 2 grid, equal to the whole network.
 
-Each rank holds a quarter of every image and of everything computed from it. Before a convolution,
-HaloExchange brings the margin that the kernel reaches into, and the rank convolves without padding.
-The weights live on the first rank alone: Broadcast copies them to the others, and its adjoint adds
-up their gradients. So does SumReduce, the other way round, for the mean over all pixels.
+Each rank has a quarter of every image, and of everything that is computed from it. Before a
+convolution, HaloExchange brings the adjacent pixels that the kernel needs, and the rank convolves
+without padding. The weights are on the first rank only: Broadcast copies them to the others, and
+its adjoint sums their gradients. SumReduce sums the ranks' parts of the mean over all pixels; its
+adjoint copies the gradient to them.
 
-The task: which letter an image shows, in the fonts that come with matplotlib.
+The task is to tell which letter an image shows, in the fonts of matplotlib.
 """
 
 from __future__ import annotations

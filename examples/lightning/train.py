@@ -1,7 +1,8 @@
-"""A model with a sparse table, trained by Lightning on two processes, over weft.
+"""Train a model with a sparse table by Lightning over weft, on two processes.
 
-Eight words of a text, averaged, tell the next one. The table's gradients are sparse, and clipped.
-What comes out is compared with one process that has all the data, dense gradients and no weft.
+The model predicts the next word of a text from the mean of the eight words before it. The gradients
+of its table are sparse; all gradients are clipped. The trained weights are compared with those of
+one process that has all the data, dense gradients and no weft.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RATE, MOST = 1.0, 0.25  # of learning; norm of the gradients
 
 
 class WeftStrategy(DDPStrategy):
-    """DistributedDataParallel over weft, also on the CPU, where `ddp_comm_hook` has no effect."""
+    """DistributedDataParallel over weft, also on the CPU, where `ddp_comm_hook` does nothing."""
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -51,7 +52,7 @@ class NextWord(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """The Trainer's own fails on sparse gradients, in torch."""
+        """Clip with weft: the Trainer's own way fails on sparse gradients, in torch."""
         if gradient_clip_val is not None:
             self.norms.append(float(weft.clip_grad_norm_(self.parameters(), gradient_clip_val)))
 

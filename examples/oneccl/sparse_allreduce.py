@@ -1,8 +1,9 @@
 """oneCCL's example of sparse_allreduce, in its three generations.
 
-Every rank sends COUNT_I - rank rows of VDIM_SIZE values; indices are drawn from 0 to RANGE, so
-they repeat on a rank and between ranks. What must come out is added up in a loop, over all ranks'
-rows, and compared: the same indices, each once and ascending, and the same values, on every rank.
+Every rank sends COUNT_I - rank rows of VDIM_SIZE values. Indices are drawn from 0 up to RANGE, so
+they repeat on a rank and between ranks. The expected result is added up in a loop over all ranks'
+rows. Every rank compares its result with that: the same indices, each once and ascending, and the
+same values.
 
     python sparse_allreduce.py
     torchrun --nproc-per-node 4 sparse_allreduce.py
@@ -70,7 +71,7 @@ def prep_data(comm: event.Communicator, itype: str, vtype: str, reduction: str) 
 
 
 def run_request(data: Data, itype: str, vtype: str, reduction: str) -> None:
-    """The first: results go to buffers of the caller's."""
+    """The first generation: the result goes to buffers of the caller's."""
     recv_ibuf = torch.empty(RANGE + 1, dtype=data.send_ibuf.dtype)
     recv_vbuf = torch.empty((RANGE + 1) * VDIM_SIZE, dtype=data.send_vbuf.dtype)
     recv_icount, recv_vcount = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -86,7 +87,7 @@ def run_request(data: Data, itype: str, vtype: str, reduction: str) -> None:
 
 @dataclass
 class Received:
-    """What a callback puts where `main` finds it: the `void*` of C++."""
+    """Where a callback puts the result for its caller: the `void*` of C++."""
 
     ibuf: Tensor = field(default_factory=lambda: torch.empty(0))
     vbuf: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -110,7 +111,7 @@ def completion(
 
 
 def run_callback(data: Data, itype: str, vtype: str, reduction: str) -> None:
-    """The second: results go to a callback."""
+    """The second generation: the result goes to a callback."""
     received = Received()
     attributes = callback.Attributes(
         match_id="sparse",
@@ -166,7 +167,7 @@ def run_event(data: Data, comm: event.Communicator, itype: str, vtype: str, redu
 
 
 def test_all(comm: event.Communicator) -> int:
-    """Every combination; returns how many there were."""
+    """Run every combination; return their number."""
     combinations = [(itype, vtype, "sum") for itype in INDEX_TYPES for vtype in VALUE_TYPES]
     combinations += [("int64", vtype, "max") for vtype in VALUE_TYPES]
     for itype, vtype, reduction in combinations:

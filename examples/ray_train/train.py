@@ -1,10 +1,10 @@
-"""Ray Train's workers, with weft for the gradients: the losses of one process, to rounding.
+"""Train under Ray Train with weft for the gradients; the losses must be those of one process.
 
-Ray starts the workers and torch.distributed in them; `weft.init` uses that group, and
-`weft.ddp.register` sums the gradients of the table as the sparse tensors that they are.
+Ray starts the workers, and torch.distributed in them. `weft.init` uses that group, and
+`weft.ddp.register` sums the gradients of the table as sparse tensors.
 
-The model guesses the next word of Python's own source (of the package `email`) from the eight
-before it.
+The model predicts the next word of Python's own source (of the package `email`) from the eight
+words before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = 64  # that are told apart: all others are the last of these
 
 
 def text() -> Tensor:
-    """The words as numbers, the most frequent word is 0."""
+    """The words as numbers; the most frequent word is 0."""
     corpus = read([Path(email.__file__).parent], min_count=1, ranks=1)
     return torch.from_numpy(corpus.tokens).long()
 
@@ -66,7 +66,7 @@ def train(model: nn.Module, tokens: Tensor, rank: int, ranks: int) -> list[float
 
 
 def worker() -> dict[str, Any]:
-    """What Ray runs in each worker."""
+    """The program that Ray runs in each worker."""
     with weft.init() as wire:  # the group that Ray has set up
         tokens = text()
         model = DistributedDataParallel(network(tokens))

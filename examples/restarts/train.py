@@ -1,16 +1,16 @@
-"""A rank dies, torchrun starts all of them again, and training goes on from a checkpoint.
+"""A rank dies, torchrun restarts all ranks, and training continues from a checkpoint.
 
-On the first attempt one rank kills itself. The others get weft's `WireError`, which names it, and
-end; torchrun restarts the job. At the end all losses must be, bit for bit, those of a run without
-a fault, which is made last.
+In the first attempt one rank kills itself. The others raise weft's `WireError`, which names that
+rank, and end. torchrun restarts the job. At the end the program trains again without a fault: all
+losses must be equal, bit for bit.
 
-The model guesses the next word of Python's own source (of the package `email`) from the eight
-before it. Its table is cut over the ranks, its dense part is DistributedDataParallel's with
+The model predicts the next word of Python's own source (of the package `email`) from the eight
+words before it. Its table is cut over the ranks. Its dense part is in DistributedDataParallel, with
 compressed gradients (`weft.ddp.TopK`). So a checkpoint has
 
-* the model: the same on all ranks, but for the table, of which each writes its rows;
-* what the optimizer keeps, likewise;
-* what each rank has not sent yet: its own, in a file of its own.
+* the model, which is the same on all ranks, but for the table, of which each rank writes its rows;
+* the state of the optimizer, likewise;
+* the residuals of each rank, in a file for each rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def text() -> Tensor:
-    """The words as numbers, the most frequent word is 0."""
+    """The words as numbers; the most frequent word is 0."""
     corpus = read([Path(email.__file__).parent], min_count=1, ranks=1)
     return torch.from_numpy(corpus.tokens).long()
 
@@ -54,7 +54,7 @@ def batch(tokens: Tensor, step: int, rank: int, ranks: int) -> tuple[Tensor, Ten
 
 
 class Training:
-    """The model, what trains it, and how far it is."""
+    """The model, its optimizer, and the number of steps done."""
 
     def __init__(self, words: int) -> None:
         torch.manual_seed(0)
@@ -102,7 +102,10 @@ class Training:
 
 
 def train(wire: weft.Wire, tokens: Tensor, folder: Path | None) -> Training:
-    """All steps; with a folder from the last checkpoint there, with the fault on the first try."""
+    """Train all steps; return the training, which has their losses.
+
+    With a folder it continues from the last checkpoint there; the first attempt has the fault.
+    """
     job = Training(int(tokens.max()) + 1)
     if folder is not None and ATTEMPT > 0:
         job.load(folder, wire)

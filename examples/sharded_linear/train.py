@@ -1,11 +1,12 @@
-"""A stack of linear layers, sharded over all ranks, that learns the same as in one process.
+"""Train a stack of linear layers that are sharded over all ranks; compare it with one process.
 
-Each rank keeps its rows of every weight, of every gradient, and of the optimizer's state: a P-th of
-them. AllGather puts a weight together where it is needed; its adjoint, a reduce-scatter, hands each
-rank the sum of all ranks' gradients of the rows that it keeps. So training needs no line about
-gradients, and any optimizer that works element by element works on shards.
+Each rank has a P-th of the rows of every weight, of its gradient, and of the optimizer's state.
+AllGather makes the whole weight where it is needed. Its adjoint, ReduceScatter, gives each rank the
+sum of all ranks' gradients of the rows that it has. So the training has no code for gradients, and
+any optimizer that works element by element works on shards.
 
-The task: the next character of Python's own source, from the eight before it.
+The task is to predict the next character of Python's own source from the eight characters before
+it. Losses and weights must be those of one process, to rounding.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ STEPS = 12
 
 
 class ShardedLinear(nn.Module):
-    """Like the `torch.nn.Linear` it is made of, but each rank keeps its rows of it only.
+    """A `torch.nn.Linear` of which each rank has some rows.
 
     Args:
-        partition: a grid of one dimension: the ranks that share the layer.
-        whole: the layer, the same on all of them.
-        regather: whether to forget the gathered weight after forward, and to gather it again for
-            backward: less memory for more communication.
+        partition: a grid of one dimension, of the ranks that share the layer.
+        whole: the layer, with the same weights on all of these ranks.
+        regather: whether to free the gathered weight after forward and gather it again in backward,
+            which needs less memory and more communication.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ def stack(linear: Sequence[nn.Module]) -> nn.Sequential:
 
 
 def layers() -> list[nn.Linear]:
-    """The layers as they are before training, whoever makes them."""
+    """The layers before training, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for inputs, outputs in pairwise(WIDTHS):
@@ -80,7 +81,7 @@ def layers() -> list[nn.Linear]:
 
 
 def sharded(partition: weft.Partition, *, regather: bool = False) -> nn.Sequential:
-    """The model in parts."""
+    """The sharded model."""
     return stack([ShardedLinear(partition, each, regather=regather) for each in layers()])
 
 
@@ -90,7 +91,7 @@ def whole() -> nn.Sequential:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """(what comes before, what comes next) of each step: one-hot characters, and a character."""
+    """The batch of each step: the characters before, one-hot, and the next character."""
     with open(argparse.__file__, encoding="utf-8") as source:
         text = [CHARACTERS.index(each) for each in source.read() if each in CHARACTERS]
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +106,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def train(model: nn.Module, share: slice) -> list[float]:
-    """Train on a share of each batch; returns that share's part of the loss at each step."""
+    """Train on a share of each batch; return the share's part of the loss in each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for before, after in batches():
@@ -119,7 +120,7 @@ def train(model: nn.Module, share: slice) -> list[float]:
 
 
 def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, float]:
-    """Train both; returns loss and memory, and how far the trained weights are apart.
+    """Train both models; return loss, memory, and the largest difference of losses and weights.
 
     Raises:
         SystemExit: they differ by more than rounding.
@@ -142,7 +143,7 @@ def compare(partition: weft.Partition, *, regather: bool = False) -> dict[str, f
 
 
 def picture(partition: weft.Partition, path: str) -> None:
-    """Draw who holds what of the first weight, and what comes of it in forward."""
+    """Draw the shards of the first weight, and what AllGather makes of them."""
     layer = weft.nn.AllGather(partition, 0)
     plan = layer.plan((WIDTHS[1], WIDTHS[0]))
     plan.draw("the first weight: its shards, and what AllGather makes of them").savefig(path)

@@ -1,8 +1,8 @@
-"""A table of 20 GiB over all ranks, of which a rank's memory holds the rows that were trained.
+"""Train a table of 20 GiB over all ranks, on a machine that need not have this memory.
 
-The memory of the table is never filled: a page of it is taken when a row in it is first written. So
-what a step sends, and how long it takes, is measured at the true size on a machine that is too
-small for it; the memory of a whole table is computed.
+The memory of the table is mapped, but not filled: the system takes a page when a row in it is first
+written. So the bytes that a step sends and the time that it takes are measured at the true size.
+The memory that the whole table would need is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ def batch(rows: int, bags: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
-    """Losses of this rank; bytes that a rank sends in a step, measured and computed; and time."""
+    """Train; return this rank's losses, and bytes and time of a step.
+
+    Returns:
+        "losses": of each step; "shard": bytes of this rank's rows; "sent", "computed": bytes that a
+        rank sends in a step, measured and computed; "resident": bytes of memory of a rank; "ms":
+        milliseconds of a step.
+    """
     table = weft.nn.ShardedEmbeddingBag(rows, DIM, mode="sum", dtype=torch.bfloat16, device="meta")
     pages = mmap.mmap(-1, table.weight.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of zeros
     rows_here = torch.frombuffer(pages, dtype=torch.bfloat16).view(-1, DIM)
@@ -66,7 +72,7 @@ def train(wire: weft.Wire, rows: int, bags: int, steps: int) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process's own memory that are there (Linux)."""
+    """Resident bytes of this process's own memory (Linux)."""
     with open("/proc/self/status") as lines:
         found = {name: value for name, _, value in (line.partition(":") for line in lines)}
     return int(found["RssAnon"].split()[0]) << 10

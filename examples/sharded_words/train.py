@@ -1,12 +1,13 @@
-"""Word vectors whose tables are cut over the ranks, beside the same training with whole tables.
+"""Train word vectors with tables that are cut over the ranks, and with whole tables.
 
-Skip-gram with negative sampling, as `weft demo` trains it, on the same batches: each rank draws its
-own, so the gradients of all are averaged. Four ways:
+It is the training of `weft demo`, skip-gram with negative sampling, on the same batches. Each rank
+draws a batch of its own, so the gradients of the ranks are averaged. There are four ways, which
+must have the same losses:
 
-* replicated: every rank holds both tables, `weft.sync_grads` averages their sparse gradients;
-* sharded: `weft.nn.shard_embeddings`, and no line about gradients;
-* shuffled: the same, with words that are numbered at random, not by frequency;
-* by hand: what one writes with `torch.distributed.all_to_all_single` instead.
+* replicated: every rank has both tables, and `weft.sync_grads` averages their sparse gradients;
+* sharded: `weft.nn.shard_embeddings` cuts the tables; the training needs no code for gradients;
+* shuffled: the same, with words numbered at random instead of by frequency;
+* by hand: the code that one would write with `torch.distributed.all_to_all_single`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WAYS = ("replicated", "sharded", "shuffled", "by hand")
 
 
 class ByHand(nn.Module):
-    """Rows by three `all_to_all_single`, their gradients by one: nothing is checked."""
+    """A sharded table by hand: three `all_to_all_single` in forward, one in backward; no checks."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -77,7 +78,13 @@ class _Rows(torch.autograd.Function):
 
 
 def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
-    """Train one way; losses, averaged over the ranks, and what a rank keeps, sends and takes."""
+    """Train one way; return losses (means over the ranks), memory, bytes sent and time.
+
+    Returns:
+        "losses": of each step; "kept": MiB of weights and optimizer state of this rank; "sent" and
+        "most": MiB that a rank sends in a step, the mean and the maximum over the ranks; "ms":
+        milliseconds of a step.
+    """
     model: nn.Module = SkipGram(text["words"], DIM, seed=0, kept=None)
     numbers = torch.arange(text["words"])
     if way == "shuffled":  # alike on every rank
@@ -120,7 +127,7 @@ def train(wire: weft.Wire, way: str, text: dict[str, Any]) -> dict[str, Any]:
 def compare(
     wire: weft.Wire, paths: Sequence[Path] = (), ways: Sequence[str] = WAYS
 ) -> dict[str, dict[str, Any]]:
-    """Train all ways.
+    """Train in each way; return the results by way.
 
     Raises:
         SystemExit: their losses differ by more than rounding.
