@@ -1,12 +1,13 @@
-"""AllGather and ReduceScatter: along some dimensions of a grid, shards become the whole, and back.
+"""AllGather and ReduceScatter: shards become the whole tensor along some dimensions, and back.
 
-In each slice of the grid along `dims`, the ranks' shards make up one tensor. AllGather gives it to
-all of them. Its adjoint, ReduceScatter, adds up the tensors of all of them and gives each its
-part.
+In each slice of the grid along `dims` the ranks' shards make up one tensor. AllGather gives it to
+all of these ranks. Its adjoint, ReduceScatter, sums the tensors of these ranks and gives each of
+them its part of the sum.
 
-Best for weights that are sharded to save memory: gathered before they are used, and their gradients
-summed and scattered. Source: DistDL (Hewett and Grady, "A linear algebraic approach to model
-parallelism in deep learning", arXiv:2006.03108), there along one dimension.
+Use them for weights that are sharded to save memory: AllGather gathers a weight before it is used;
+its backward sums and scatters the gradient. Source: DistDL's manual, "AllGather Layer", and Hewett
+and Grady, "A linear algebraic approach to model parallelism in deep learning" (arXiv 2006.03108).
+DistDL's works along one dimension, these along several.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from .slices import CuttingLayer, Movement, SliceLayer
 class AllGather(SliceLayer):
     """Gathers the shards along some dimensions of a grid, on all ranks.
 
-    Input: the rank's shard; any lengths, also 0, that fit together. Output: the whole along
-    `dims`. Adjoint: ReduceScatter.
+    Input: this rank's shard, of any dtype. Shards may have any lengths, 0 included, that fit
+    together: in a dimension of `dims`, ranks at the same index of the grid have equal lengths; in
+    another dimension, all ranks of a slice have. Output: the whole tensor along `dims`. Adjoint:
+    ReduceScatter.
 
     Args:
         partition: the grid.
-        dims: which of its dimensions to gather along; negative ones count from its last.
-        shape: the shape of the tensor that the grid cuts, if it is known and cut evenly; checked
-            against what the ranks bring, and needed under torch.compile.
+        dims: the dimensions of the grid to gather along; negative ones count from its last.
+        shape: None, or the shape of the tensor that the grid cuts in the balanced way; checked
+            against the ranks' shards, and needed under torch.compile.
 
     Raises:
-        WeftError: a dim is out of range or repeated; when called: shards do not fit together.
+        WeftError: a dim is out of range or repeated. From a call: the shards do not fit together.
 
     Example:
         >>> import torch, weft
@@ -43,20 +46,22 @@ class AllGather(SliceLayer):
 
 
 class ReduceScatter(CuttingLayer):
-    """Adds up the tensors of a slice of a grid, and gives each of its ranks a part of the sum.
+    """Sums the tensors of each slice of a grid, and gives each of its ranks a part of the sum.
 
-    Input: the whole along `dims`, of the same shape on all ranks of a slice. Output: the rank's
-    part; sums of float16 and bfloat16 are accumulated in float32. Adjoint: AllGather.
+    Input: a tensor that is whole along `dims`, of the same shape on all ranks of a slice: integers,
+    floating point (but float8) or complex. Output: this rank's part of the sum; float16 and
+    bfloat16 are added in float32 and rounded once. Adjoint: AllGather.
 
     Args:
         partition: the grid.
-        dims: which of its dimensions to scatter along; negative ones count from its last.
-        shape: the shape of the tensor that the grid cuts, if it is known; checked.
-        lengths: for each dimension the lengths of the parts, or None: balanced.
+        dims: the dimensions of the grid to scatter along; negative ones count from its last.
+        shape: None, or the shape of the tensor that the grid cuts; checked.
+        lengths: for each dimension of the tensor the lengths of its parts, or None: balanced ones.
+            None: all are balanced.
 
     Raises:
-        WeftError: a dim is out of range or repeated; when called: shapes differ, or the dtype
-            has no addition.
+        WeftError: a dim is out of range or repeated. From a call: shapes differ in a slice, lengths
+            do not fit, or the dtype has no addition.
 
     Example:
         >>> import torch, weft

@@ -11,19 +11,21 @@ from .slices import Movement, SliceLayer
 
 
 class AllSumReduce(SliceLayer):
-    """Adds up the tensors of each slice of a grid, and gives the sum to all its ranks.
+    """Sums the tensors of each slice of a grid, and gives the sum to all its ranks.
 
-    Input: a tensor of the same shape on all ranks of a slice. Output: their sum, bit for bit the
-    same on all of them; float16 and bfloat16 are accumulated in float32. Its own adjoint.
+    Input: a tensor of the same shape on all ranks of a slice: integers, floating point (but float8)
+    or complex. Output: their sum, with the same bits on all of them; float16 and bfloat16 are added
+    in float32 and rounded once. It is its own adjoint.
 
     Args:
         partition: the grid.
-        dims: which of its dimensions to add up along; negative ones count from its last.
-        shape: the shape of the tensor that the grid cuts along the others, if known; checked.
+        dims: the dimensions of the grid to sum along; negative ones count from its last.
+        shape: None, or the shape of the tensor that the grid cuts along its other dimensions;
+            checked.
 
     Raises:
-        WeftError: a dim is out of range or repeated; when called: shapes differ, or the dtype
-            has no addition.
+        WeftError: a dim is out of range or repeated. From a call: shapes differ in a slice, or the
+            dtype has no addition.
 
     Example:
         >>> import torch, weft

@@ -1,9 +1,9 @@
-"""AllToAll: along one dimension of a grid, another dimension of the tensor becomes the one cut.
+"""AllToAll: the ranks of a slice hold parts of a tensor along another dimension than before.
 
-In each slice of the grid, ranks hold parts along one dimension of a tensor; afterwards they hold
-parts along another. Its adjoint is the way back. Best between layers that each need a whole
-dimension, such as attention heads and sequence (Jacobs et al., "DeepSpeed Ulysses",
-arXiv:2309.14509).
+Before it, the ranks of each slice of the grid hold the parts of a tensor along one dimension; after
+it, along another. Its adjoint is the reverse movement. Use it between layers that need different
+dimensions whole, such as the sequence and the attention heads. Source: Jacobs et al., "DeepSpeed
+Ulysses" (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -84,22 +84,23 @@ class AllToAllSpec(SliceSpec):
 class AllToAll(Layer):
     """Within each slice of a grid, gathers one dimension of the tensor and cuts another.
 
-    Input: the rank's part along dimension `dims[0]`, of any lengths that fit together. Output: all
-    of that dimension, and the rank's part along `dims[1]`. Adjoint: the reverse movement.
+    Input: this rank's part along dimension `dims[0]`, of any dtype, and of any lengths that fit
+    together. Output: the whole of that dimension, and this rank's part along `dims[1]`. Adjoint:
+    the reverse movement.
 
     Args:
         partition: the grid.
         dims: the dimension of the tensor that is gathered, and the one that is cut; negative ones
             count from the tensor's last.
-        along: the dimension of the grid whose ranks exchange; None: `dims[0]`; if that is negative
-            it counts from the last dimension of the grid.
-        shape: the shape of the tensor of a slice, if it is known and cut evenly; checked, and
-            needed under torch.compile.
-        lengths: the lengths of the parts along `dims[1]`, or None: balanced.
+        along: the dimension of the grid whose ranks exchange. None: `dims[0]`; a negative one
+            counts from the last dimension of the grid.
+        shape: None, or the shape of a slice's tensor, which is cut in the balanced way; checked,
+            and needed under torch.compile.
+        lengths: the lengths of the parts along `dims[1]`; None: balanced ones.
 
     Raises:
-        WeftError: dims are not two different ones, or the grid has no such dimension; when called:
-            shards do not fit together.
+        WeftError: `dims` are not two different dimensions, or the grid has no dimension `along`.
+            From a call: the parts do not fit together, or `lengths` do not fit.
 
     Example:
         >>> import torch, weft

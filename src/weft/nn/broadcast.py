@@ -1,9 +1,9 @@
-"""Broadcast and SumReduce: from some cells of a grid to more of them, and back.
+"""Broadcast and SumReduce: from a small grid to a large one, and back.
 
-Broadcast copies the tensor of each rank of a source grid to all ranks of the target grid that
-stand for it, as NumPy broadcasts arrays: a dimension of extent 1 stands for all places of the
-target's. Its adjoint, SumReduce, adds up what those ranks have. The ranks of the two grids may be
-the same, some of the same, or others.
+Broadcast copies the tensor of each rank of a source grid to the matching ranks of a target grid.
+The grids match as NumPy broadcasts arrays: a cell in a dimension of extent 1 matches all cells of
+the other grid there. Its adjoint, SumReduce, sums the tensors of the matching ranks. The two grids
+may have the same ranks, some in common, or none.
 
 Source: DistDL (Hewett and Grady, arXiv:2006.03108).
 """
@@ -24,7 +24,7 @@ from .spec import Spec, checked_shape, fitting
 
 
 def copies(small: Partition, large: Partition) -> Mapping[int, list[int]]:
-    """For each rank of the small grid the ranks of the large one that it stands for."""
+    """For each rank of the small grid, the matching ranks of the large one."""
     found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
     for rank, cell in large.cells.items():
         places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
@@ -69,7 +69,7 @@ class BroadcastSpec(Spec):
 
     @functools.cached_property
     def copies(self) -> Mapping[int, list[int]]:
-        """For each rank of the small grid the ranks of the large one that it stands for."""
+        """For each rank of the small grid, the matching ranks of the large one."""
         return copies(self.source, self.target)
 
     def _connected(self) -> Iterable[Sequence[int]]:
@@ -133,19 +133,21 @@ class _BetweenGrids(Layer):
 
 
 class Broadcast(_BetweenGrids):
-    """Copies tensors from the cells of a grid to more cells.
+    """Copies the tensor of each rank of a grid to the matching ranks of a larger grid.
 
-    Input: a tensor on each rank of the source, none elsewhere (`zero_volume_tensor()`). Output: a
-    copy on each rank of the target, none elsewhere. Adjoint: SumReduce.
+    Input: a tensor of any dtype on each rank of the source; on other ranks a tensor without
+    elements (`zero_volume_tensor()`). Output: a copy on each rank of the target; on other ranks a
+    tensor without elements. Adjoint: SumReduce.
 
     Args:
-        partition: the source grid; or the only one, if `target` names dimensions.
-        target: the grid to copy to, each of whose dimensions is the source's or stands where the
-            source has 1; or dimensions of `partition`, along which its first cells are the source.
-        shape: the shape of the tensors, if it is known; checked, and needed under torch.compile.
+        partition: the source grid; or the target grid, if `target` names dimensions.
+        target: the target grid. Each extent of the source is 1, or that of the target in the same
+            dimension, counted from the last. Or dimensions of `partition`: then the source is the
+            cells that are first along these.
+        shape: None, or the shape of each tensor; checked, and needed under torch.compile.
 
     Raises:
-        WeftError: the grids do not match.
+        WeftError: the grids do not match. From a call: a tensor is not of `shape`.
 
     Example:
         >>> import torch, weft
@@ -162,20 +164,22 @@ class Broadcast(_BetweenGrids):
 
 
 class SumReduce(_BetweenGrids):
-    """Adds up the tensors of the cells of a grid on fewer cells.
+    """Sums the tensors of the matching ranks of a grid on the ranks of a smaller grid.
 
-    Input: a tensor on each rank of the source, of the same shape wherever they are added up.
-    Output: the sums on the ranks of the target, nothing elsewhere. float16 and bfloat16 are
-    accumulated in float32. Adjoint: Broadcast.
+    Input: a tensor on each rank of the source (integers, floating point but float8, or complex);
+    those that are summed have the same shape. Output: the sums on the ranks of the target; on other
+    ranks a tensor without elements. float16 and bfloat16 are added in float32 and rounded once.
+    Adjoint: Broadcast.
 
     Args:
-        partition: the source grid; or the only one, if `target` names dimensions.
-        target: the grid to add up on, each of whose dimensions is the source's or 1; or dimensions
-            of `partition`, along which its first cells are the target.
-        shape: the shape of the tensors, if it is known; checked, and needed under torch.compile.
+        partition: the source grid.
+        target: the target grid. Each of its extents is 1, or that of the source in the same
+            dimension, counted from the last. Or dimensions of `partition`: then the target is the
+            cells that are first along these.
+        shape: None, or the shape of each tensor; checked, and needed under torch.compile.
 
     Raises:
-        WeftError: the grids do not match; when called: shapes differ, or the dtype has no addition.
+        WeftError: the grids do not match. From a call: shapes differ, or the dtype has no addition.
 
     Example:
         >>> import torch, weft

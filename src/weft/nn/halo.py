@@ -1,13 +1,13 @@
-"""HaloExchange: every rank's shard grown by margins, which its neighbours fill.
+"""HaloExchange: every rank's shard with margins, which hold the adjacent values of its neighbours.
 
-The plan asks for overlapping boxes, so its adjoint adds what the neighbours computed for a margin
-to where that came from. All neighbours are asked at once, those across corners too. Where
-there is no neighbour, the boundary says what the margin holds: zeros, the tensor from its other end
-("periodic"), or its mirror image ("reflect", which does not repeat the edge); in the plan, the
-last two are further pieces that lie in the same place.
+The boxes that the ranks receive overlap. So the adjoint adds the gradient of a margin to that of
+the elements from which the margin was copied. A rank receives from all neighbours at once, also
+from those across corners. At the edge of the tensor `boundary` says what the margin holds: zeros,
+the values at the other end of the tensor ("periodic"), or its mirror image ("reflect", which does
+not repeat the edge). In the plan the last two are further images of the same elements.
 
-Best before a convolution or a stencil: with the margin in place, each rank computes its part
-without padding. Source: Hewett and Grady, arXiv:2006.03108, section on the halo exchange.
+Use it before a convolution or a stencil: each rank then computes its part without padding. Source:
+Hewett and Grady (arXiv 2006.03108), on the halo exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .partition import Partition, are_grids
 from .spec import Spec, checked_shape, evenly, fitting, shards
 
 Boundary = Literal["zero", "periodic", "reflect"]
-"""What lies beyond the edge of the tensor."""
+"""What margins at the edges of the tensor hold."""
 
 
 Widths = tuple[tuple[int, int], ...]
@@ -39,9 +39,9 @@ class HaloSpec(Spec):
 
     Attributes:
         partition: the grid.
-        width: of each rank's margins, in the order of the grid's cells.
-        boundary: what lies beyond the edges.
-        padded: whether tensors have their margins already.
+        width: the widths of each rank's margins, in the order of the grid's cells.
+        boundary: what margins at the edges of the tensor hold.
+        padded: whether the input has the margins already.
     """
 
     partition: Partition
@@ -112,7 +112,7 @@ class HaloSpec(Spec):
         return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
 
     def _within(self, rank: int, shape: Shape) -> Shape:
-        """The shape of what lies between a tensor's margins, if it has any.
+        """The shape of a rank's tensor without its margins, if it has any.
 
         Raises:
             WeftError: they are wider than the tensor.
@@ -130,7 +130,7 @@ class HaloSpec(Spec):
     def _images(
         self, start: int, stop: int, extent: int, width: tuple[int, int]
     ) -> list[tuple[int, int, int]]:
-        """Where a range of the tensor is seen: (start, stop, where it begins in the shard)."""
+        """The images of a range of the tensor: (start, stop, first index in the shard) of each."""
         found = [(start, stop, 0)]
         before, after = width
         if self.boundary == "periodic":
@@ -145,7 +145,7 @@ class HaloSpec(Spec):
         return found
 
     def _check(self, lengths: Sequence[Shape], widths: Mapping[int, Widths]) -> None:
-        """See that each margin is filled by the next rank alone.
+        """Check that one neighbour can fill each margin.
 
         Raises:
             WeftError: a margin is wider than that rank's shard.
@@ -172,29 +172,31 @@ class HaloSpec(Spec):
 
 
 class HaloExchange(Layer):
-    """Adds to every shard margins with the adjacent values of the whole tensor.
+    """Adds margins to every shard, with the adjacent values of the whole tensor.
 
-    Input: the rank's shard, of any lengths that fit together. Output: the shard with its margins,
-    `before + length + after` in each dimension, also at the edges of the tensor. Adjoint: adds the
-    margins to where they came from.
+    Input: this rank's shard, of any dtype, and of any lengths that fit together. Output: the shard
+    with its margins: `before + length + after` in each dimension, also at the edges of the tensor.
+    Adjoint: adds the gradients of the margins to those of the elements they are copies of.
 
-    If margins differ between ranks, as a kernel with a stride needs, pass a function of the rank's
+    If the widths differ between ranks, as a kernel with a stride needs it, pass a function of the
     cell as `width`.
 
     Args:
         partition: the grid.
-        width: of the margins. An integer, for each dimension that the grid cuts; or for each
-            dimension of the grid an integer or a pair (before, after); or a function that returns
-            these for a cell of the grid, which every rank calls for all cells.
-        boundary: what lies beyond the edges: "zero", "periodic" or "reflect".
-        shape: the shape of the tensor, if it is known and cut evenly; checked.
-        padded: whether the input already has room for the margins: their content is ignored, and
-            the result, of the same shape, has them filled.
+        width: the widths of the margins, in elements. An integer: that of each dimension in which
+            the grid has more than one cell; the other dimensions get no margin. A sequence: for
+            each dimension of the grid an integer or a pair (before, after). A function that returns
+            such a sequence, or an integer, for a cell of the grid: every rank calls it for all
+            cells.
+        boundary: what margins at the edges of the tensor hold: "zero", "periodic" or "reflect".
+        shape: None, or the shape of the whole tensor, cut in the balanced way; checked.
+        padded: whether the input has the margins already. Then their content is ignored, and the
+            output, of the same shape, has them filled.
 
     Raises:
-        WeftError: the width is negative or not one for each dimension, or the boundary is unknown;
-            when called: shards do not fit together, a margin is wider than the shard next to it,
-            or widths differ between ranks.
+        WeftError: a width is negative or missing, or the boundary is unknown. From a call: the
+            shards do not fit together, a margin is wider than the shard that fills it, or the
+            ranks' layers have different widths.
 
     Example:
         >>> import torch, weft

@@ -1,8 +1,8 @@
 """Repartition: from any cut of a tensor to any other.
 
-Its adjoint is the repartition the other way. The two grids may be on the same ranks, some of the
-same, or others; the union of them takes part. Source: DistDL's "distributed transpose" (Hewett and
-Grady, arXiv:2006.03108).
+Its adjoint is the repartition back. The two grids may have the same ranks, some in common, or none;
+all ranks of both take part. Source: DistDL's "distributed transpose" (Hewett and Grady, arXiv
+2006.03108).
 """
 
 from __future__ import annotations
@@ -50,20 +50,23 @@ class RepartitionSpec(Spec):
 
 
 class Repartition(Layer):
-    """Moves a tensor from one cut to another.
+    """Moves a tensor from the cut of one grid to that of another.
 
-    Input: the shard of the source grid, of any lengths that fit together; nothing on other ranks.
-    Output: the shard of the target grid; nothing on other ranks. Adjoint: the reverse movement.
+    Input: this rank's shard on the source grid, of any dtype, and of any lengths that fit together;
+    on other ranks a tensor without elements. Output: this rank's shard on the target grid; on other
+    ranks a tensor without elements. Adjoint: the reverse movement.
 
     Args:
-        source: the grid that cuts the tensor now.
-        target: the grid that is to cut it.
-        shape: the shape of the tensor, if it is known and cut evenly; checked, and needed under
-            torch.compile.
-        lengths: for each dimension the lengths of the target's parts, or None: balanced.
+        source: the grid that cuts the input.
+        target: the grid that cuts the output.
+        shape: None, or the shape of the whole tensor, which the source cuts in the balanced way;
+            checked, and needed under torch.compile.
+        lengths: for each dimension the lengths of the target's parts, or None: balanced ones. None:
+            all are balanced.
 
     Raises:
-        WeftError: the grids are of different groups; when called: shards do not fit together.
+        WeftError: the grids are of different groups. From a call: the shards do not fit together,
+            or `lengths` do not fit.
 
     Example:
         >>> import torch, weft

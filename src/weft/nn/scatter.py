@@ -1,7 +1,8 @@
-"""Scatter and Gather: between the first rank of each slice of a grid and all of its ranks.
+"""Scatter and Gather: between the first rank of each slice of a grid and all its ranks.
 
-Scatter cuts the tensor of the first rank and gives each rank its part; Gather puts the parts
-together there. Each is the other's adjoint.
+Scatter cuts the tensor of the first rank and gives each rank its part. Gather puts the parts
+together on the first rank. Each is the other's adjoint. They are MPI's collectives of these names
+(MPI 3.1, chapter 5), along the dimensions of a grid.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from .slices import CuttingLayer, Movement, SliceLayer
 
 
 class Scatter(CuttingLayer):
-    """Cuts the tensor of the first rank of each slice, and gives each rank its part.
+    """Cuts the tensor of the first rank of each slice, and gives each rank of the slice its part.
 
-    Input: the whole along `dims` on the ranks that are first along them, nothing elsewhere.
-    Output: each rank's part. Adjoint: Gather.
+    Input: a tensor of any dtype, whole along `dims`, on the ranks that are first along `dims`; on
+    other ranks a tensor without elements. Output: this rank's part. Adjoint: Gather.
 
     Args:
         partition: the grid.
-        dims: which of its dimensions to scatter along; negative ones count from its last.
-        shape: the shape of the tensor that the grid cuts, if it is known; checked, and needed under
+        dims: the dimensions of the grid to scatter along; negative ones count from its last.
+        shape: None, or the shape of the tensor that the grid cuts; checked, and needed under
             torch.compile.
-        lengths: for each dimension the lengths of the parts, or None: balanced.
+        lengths: for each dimension of the tensor the lengths of its parts, or None: balanced ones.
+            None: all are balanced.
 
     Raises:
-        WeftError: a dim is out of range or repeated; when called: the lengths do not fit.
+        WeftError: a dim is out of range or repeated. From a call: `lengths` do not fit.
 
     Example:
         >>> import torch, weft
@@ -41,17 +43,18 @@ class Scatter(CuttingLayer):
 class Gather(SliceLayer):
     """Puts the shards of each slice together on its first rank.
 
-    Input: each rank's shard; any lengths, also 0, that fit together. Output: the whole along
-    `dims` on the ranks that are first along them, nothing elsewhere. Adjoint: Scatter.
+    Input: this rank's shard, of any dtype, and of any lengths, 0 included, that fit together.
+    Output: on the ranks that are first along `dims` the whole tensor along these; on other ranks a
+    tensor without elements. Adjoint: Scatter.
 
     Args:
         partition: the grid.
-        dims: which of its dimensions to gather along; negative ones count from its last.
-        shape: the shape of the tensor that the grid cuts, if it is known and cut evenly; checked,
-            and needed under torch.compile.
+        dims: the dimensions of the grid to gather along; negative ones count from its last.
+        shape: None, or the shape of the tensor that the grid cuts in the balanced way; checked, and
+            needed under torch.compile.
 
     Raises:
-        WeftError: a dim is out of range or repeated; when called: shards do not fit together.
+        WeftError: a dim is out of range or repeated. From a call: the shards do not fit together.
 
     Example:
         >>> import torch, weft

@@ -14,7 +14,7 @@ def zero_volume_tensor(
 ) -> Tensor:
     """A tensor of shape `[0]`: the input of a layer on a rank that has no part of the tensor.
 
-    Layers ignore its dtype.
+    Layers ignore its dtype, but not in code that torch.compile has compiled.
 
     Args:
         dtype, device, requires_grad: as for `torch.empty`.
