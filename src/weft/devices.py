@@ -103,7 +103,7 @@ class Aside(Generic[T]):
     """
 
     def __init__(self, device: torch.device, job: Callable[[], T]) -> None:
-        """To be made where the caller is: what its stream does by now comes first."""
+        """Made in the caller's thread: the job follows what is in the caller's stream by now."""
         self._device, self._job = device, job
         self.accelerators = accelerators(device)
         if self.accelerators:

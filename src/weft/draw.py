@@ -28,7 +28,7 @@ Colours = Mapping[int, tuple[float, float, float, float]]
 _FLAT, _TALL = 0.15, 1.5  # the shapes of tensors that are drawn as they are, height by width
 
 MOST = 16
-"""Ranks that are drawn; of the others there is a number."""
+"""Frames of a side, at most; the picture says how many ranks it leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Boxes, balanced cuts and Cartesian indices: pure integers.
 
-What is known of a tensor that is cut along a grid without knowing who holds which part, and without
-any tensor. Everything counts from 0, ranges exclude their end, and cells are in row-major order.
+The geometry of a tensor that is cut along a grid; there is no tensor here, and no rank. Everything
+counts from 0, ranges exclude their end, and cells are in row-major order.
 
 The balanced cut of n into p parts gives each of the first `n % p` parts one more: the rule of MPI
 libraries and of DistDL. (`torch.chunk` cuts 10 into 3, 3, 3, 1; this one into 3, 3, 2, 2.)
@@ -66,7 +66,7 @@ class Box:
         )
 
     def __sub__(self, other: Box) -> list[Box]:
-        """What another leaves of the box: boxes that have nothing in common.
+        """The parts of the box that are outside another: boxes that have nothing in common.
 
         Example:
             >>> Box((0, 0), (3, 4)) - Box((1, 0), (3, 2))

@@ -321,7 +321,7 @@ def _tile(parts: list[Box], everything: Box) -> bool:
 
 
 def _without(found: list[Box], others: Iterable[Box]) -> list[Box]:
-    """What others leave of some boxes."""
+    """The parts of some boxes that are outside all others."""
     for other in others:
         found = [left for each in found for left in each - other]
     return found

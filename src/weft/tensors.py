@@ -54,7 +54,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def lacking(tensor: Tensor) -> str:
-    """What one is that has no elements, for messages.
+    """What a tensor without elements is, for error messages.
 
     Example:
         >>> import torch

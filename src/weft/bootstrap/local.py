@@ -73,7 +73,8 @@ def launch(
 
     Args:
         size: the number of ranks.
-        target: a function that a new process can import: one at the top of a module.
+        target: a function that a new process can import: one at the top of a module. A script calls
+            `launch` below `if __name__ == "__main__":`, since new processes import it.
         args: its arguments on every rank. They and the results are pickled.
         on_message: called as `on_message(rank, thing)` for each `thing` that a rank passes to
             `send`.

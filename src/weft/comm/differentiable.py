@@ -51,7 +51,7 @@ class Linear(ABC):
 
     @abstractmethod
     def adjoint(self, name: str) -> Linear:
-        """The collective that makes the tensors' gradients of the results', with this name."""
+        """The collective, of this name, that makes the tensors' gradients from the results'."""
 
     def undone(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors' gradients, from the results' gradients; differentiable. After `run`."""

@@ -225,12 +225,12 @@ def deal(code: Loops, slots: Tensor, shares: Shares) -> list[Tensor]:
 
 @functools.cache
 def _values_key(src: torch.dtype, dst: torch.dtype, name: str) -> str:
-    """The kinds and the operation of instances for these, if there are any."""
+    """The part of an instance's name that says kinds and operation."""
     return f"{kind_of(src)}.{kind_of(dst)}.{'sum' if OPS[name].mean else name}"
 
 
 def _loop(code: Loops, name: str, values: Tensor, out: Tensor, op: Op) -> Loop | None:
-    """What reduces or combines rows of these; its first argument is how many numbers a row has."""
+    """The loop for these, with the numbers of a row filled in; None if there is none."""
     if not (op.builtin and out.is_contiguous()):
         return None
     key = _values_key(values.dtype, out.dtype, op.name)

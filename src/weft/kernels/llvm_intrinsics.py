@@ -54,7 +54,7 @@ def _word(typing: Callable[..., Any]) -> Any:
 def _chosen(
     builder: Any, names: Sequence[str], codes: dict[str, int], code: Any, case: Callable[[str], Any]
 ) -> Any:
-    """What the case of one name gives: of the only one, or of that which has this number."""
+    """The result of `case(name)` for the name whose number is `code`; if there is one name, its."""
     if len(names) == 1:
         return case(names[0])
     end, other = (builder.append_basic_block(name) for name in ("end", "other"))

@@ -130,7 +130,7 @@ def unpack(
     order: int,
     starts: int,
 ) -> int:
-    """Take apart what `sort` left: the distinct indices, the order, and where segments start.
+    """Split the pairs that `sort` left: the distinct indices, the order, and where segments start.
 
     `starts` may be 0 if there are no duplicates.
     """
@@ -418,7 +418,7 @@ def aim(words: int, total: int, keys: int) -> int:
 
 
 def choose(slots: int, count: int, weight: int, run: int, words: int, keys: int) -> int:
-    """The run takes its weight off its places' targets, and has those that fall below 0."""
+    """Subtract the run's weight from its places' targets; it is given those that fall below 0."""
     for i in range(count):
         slot = load("i32", slots, i)
         place = slot ^ (slot >> 63)
@@ -480,10 +480,11 @@ def pick(
     rows: int,
     slots_there: int,
 ) -> int:
-    """Of a run's places those given to `to`: `rows`, where in the run; `slots_there`, where there.
+    """Find the rows of a run whose places were given to the run `to`; returns how many.
 
-    `alone` says how many places of this run nobody else has and so stand first: 0 in other runs.
-    Returns how many were found.
+    Writes their positions in the run to `rows`, and their slots, counted among the places of `to`,
+    to `slots_there`. `alone` is how many places no other run has, which come first; 0 if `to` is
+    another run.
     """
     single, shared = 0, alone
     for i in range(count):

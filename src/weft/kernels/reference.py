@@ -193,7 +193,7 @@ def _described(given: Tensor, points: int, sample: int) -> tuple[Tensor, Distinc
 
 
 def _surveyed(given: Tensor, padded: Distinct, told: list[int], points: int) -> Survey:
-    """What `_described` found, when the host was told."""
+    """The survey of a table, from `_described` and the numbers that the host has read."""
     if not told:
         return Survey(padded, 0, -1, [], [], _digest(0, 0))
     falls, count, most, low, high, *digest = told[:7]

@@ -32,7 +32,7 @@ class Algorithm:
         run: the schedule.
         cost: what it costs for a load.
         applies: None, or why it cannot serve a load.
-        pays: None, or why `auto` leaves it where it could serve.
+        pays: None, or why `auto` does not choose it for a load that it can serve.
     """
 
     name: str
@@ -68,9 +68,9 @@ def algorithm(
         applies: None, or in a few words why the algorithm cannot serve such a load, which is the
             error of a call that asks for it by name; by default it serves all.
         pays: None, or why `auto` should leave it, though it could serve.
-        stays: it serves tensors of accelerators, too: it makes tensors on `call.device`, reads
-            none of their elements on the host, and every rank waits for as many posts as the
-            others, having posted both ends of what they bring (`wire.device`).
+        stays: whether it serves tensors of accelerators, too: it makes tensors on `call.device`,
+            reads none of their elements on the host, and both ends of a message are posted before
+            any rank waits, so that all ranks take part in the same exchanges (`wire.device`).
 
     The schedule is given:
 
