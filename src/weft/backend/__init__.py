@@ -1,7 +1,7 @@
 """weft and MPI as backends of torch.distributed.
 
-`import weft` registers both, which starts nothing: their groups live in `gloo` and `mpi` and are
-loaded with the first group. `collectives` has what runs over a wire, `work` what
+`import weft` registers both, which starts nothing. The first group of a backend imports its module,
+`gloo` or `mpi`. `collectives` has the collectives over a wire, `work` the objects that
 torch.distributed waits for.
 """
 
@@ -14,14 +14,15 @@ import torch.distributed as dist
 __all__ = ["MPI", "WEFT", "register"]
 
 WEFT = "weft"
-"""All collectives over a wire of weft's, sparse and uneven ones too; messages over gloo."""
+"""The name of the backend with all collectives over a wire of weft's, also sparse and uneven ones,
+and messages over gloo."""
 
 MPI = "weft_mpi"
-"""All collectives over MPI. Not "mpi": init_process_group has that name for its own, built in."""
+"""The name of the backend with all collectives over MPI. "mpi" is torch's own backend."""
 
 
 def register() -> None:
-    """Make the backends known to `torch.distributed.init_process_group`. Twice is fine."""
+    """Register the backends with `torch.distributed`. It may be called more than once."""
     if not dist.is_available():  # a torch built without it
         return
     for name, create in ((WEFT, _weft), (MPI, _mpi)):

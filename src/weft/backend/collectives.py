@@ -1,9 +1,10 @@
-"""The collectives of torch.distributed over a wire: on CPU tensors of any dtype, uneven ones too.
+"""The collectives of torch.distributed over a wire, on CPU tensors, also of different sizes.
 
-Each opens with the exchange of `agree`: every rank learns what every rank was asked for, so wrong
-or differing arguments raise the same error on all of them and the next call works. Then messages go
-directly from rank to rank. Reductions add in rank order, so every rank that gets a number gets the
-same bits.
+They take any dtype; a reduction must be defined for it. Each begins with an opening exchange
+(`agree`), in which every rank learns what every other rank was asked for. So wrong or differing
+arguments raise the same WeftError on all ranks, and the next call works. Then messages go directly
+from rank to rank. Reductions add in rank order, so all ranks that get the result have the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ..sparse.api import job_of
 from ..wire import dense
 from ..wire.base import Wire, flattened, is_plain, plain, typed
 
-_SAID = 200  # characters of sizes that ranks compare as text; longer ones by a digest
+_SAID = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
 Parts = Sequence[Tensor | None]
 """A tensor, or nothing, for each rank."""
 
 
 def barrier(wire: Wire) -> list[Tensor]:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have called it."""
     _open(wire, "barrier", {}, None)
     return []
 
@@ -63,7 +64,7 @@ def sparse_all_reduce(wire: Wire, tensors: list[Tensor], op: str) -> list[Tensor
 
 
 def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
-    """Every rank's tensor to every rank; `outs` may differ in size, alike on every rank."""
+    """Send every rank's tensor to every rank. `outs` may differ in size, but not between ranks."""
     error = _reason([mine, *outs]) or _misfit("output", outs, _own(wire, mine))
     _open(wire, "all_gather", _said(outs), error)
     _exchange(wire, [mine] * wire.size, outs)
@@ -71,7 +72,7 @@ def all_gather(wire: Wire, outs: list[Tensor], mine: Tensor) -> list[Tensor]:
 
 
 def reduce_scatter(wire: Wire, out: Tensor, ins: list[Tensor], op: str) -> list[Tensor]:
-    """Reduce the ranks' `ins[p]` on rank p; they may differ in size, alike on every rank."""
+    """Reduce the ranks' `ins[p]` on rank p. They may differ in size, but not between ranks."""
     error = _reason([out, *ins], op) or _misfit("input", ins, _own(wire, out))
     _open(wire, "reduce_scatter", {"op": op, **_said(ins)}, error)
     _reduce_parts(wire, out, ins, op)
@@ -88,7 +89,7 @@ def reduce(wire: Wire, tensor: Tensor, root: int, op: str) -> list[Tensor]:
 
 
 def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
-    """One rank's tensor to all, in place."""
+    """Send one rank's tensor to all ranks, in place."""
     _open(wire, "broadcast", {"root": root, **_said([tensor])}, _reason([tensor]))
     flat = _flat(tensor)
     ScatterAllGather(wire, root, flat).wait()
@@ -97,7 +98,7 @@ def broadcast(wire: Wire, tensor: Tensor, root: int) -> list[Tensor]:
 
 
 def gather(wire: Wire, outs: list[Tensor], mine: Tensor, root: int) -> list[Tensor]:
-    """Every rank's tensor to one rank; `outs` is empty on the others."""
+    """Send every rank's tensor to one rank; `outs` is empty on the others."""
     error = _reason([mine, *outs]) or _misfit("output", outs, _all(wire, root, mine))
     _open(wire, "gather", {"root": root, **_said([mine])}, error)
     _exchange(wire, _at(root, mine, wire.size), outs)
@@ -105,7 +106,7 @@ def gather(wire: Wire, outs: list[Tensor], mine: Tensor, root: int) -> list[Tens
 
 
 def scatter(wire: Wire, out: Tensor, ins: list[Tensor], root: int) -> list[Tensor]:
-    """A tensor from one rank to each; `ins` is empty on the others."""
+    """Send a tensor from one rank to each rank; `ins` is empty on the others."""
     error = _reason([out, *ins]) or _misfit("input", ins, _all(wire, root, out))
     _open(wire, "scatter", {"root": root, **_said([out])}, error)
     _exchange(wire, ins, _at(root, out, wire.size))
@@ -113,9 +114,10 @@ def scatter(wire: Wire, out: Tensor, ins: list[Tensor], root: int) -> list[Tenso
 
 
 def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
-    """`ins[p]` of every rank to rank p, which receives it into `outs` at the sender's place.
+    """Send every rank's `ins[p]` to rank p, which receives it in `outs[q]` from rank q.
 
-    Tensors may have any sizes. Up to 16 ranks check that each output has the size of its input.
+    Tensors may have any sizes. If there are at most 16 ranks, they check that each output has the
+    size of its input.
     """
     any_size: list[int | None] = [None] * wire.size
     error = _reason([*ins, *outs])
@@ -124,14 +126,14 @@ def all_to_all(wire: Wire, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor
     counts = struct.pack(f"<{len(ins) + len(outs)}q", *(each.numel() for each in (*ins, *outs)))
     shown = counts if is_direct(wire) and error is None else b""
     said = _open(wire, "all_to_all", {"dtype": ", ".join(dtypes)}, error, shown)
-    if shown and (wrong := _unequal(wire.size, said)):  # so say all, and nobody sends anything
+    if shown and (wrong := _unequal(wire.size, said)):  # every rank finds the same
         raise WeftError(wrong)
     _exchange(wire, ins, outs)
     return outs
 
 
 def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
-    """Every rank's tensor to every rank, one after the other in one tensor."""
+    """Send every rank's tensor to every rank, where they follow one another in one tensor."""
     place = _place(out)
     all_gather(wire, _split(place, [], wire.size), mine)
     _put(place, out)
@@ -139,22 +141,22 @@ def all_gather_single(wire: Wire, out: Tensor, mine: Tensor) -> list[Tensor]:
 
 
 def reduce_scatter_single(wire: Wire, out: Tensor, mine: Tensor, op: str) -> list[Tensor]:
-    """Reduce each equal part of the ranks' tensors on one rank."""
+    """Cut the ranks' tensors into equal parts, and reduce part p on rank p."""
     return reduce_scatter(wire, out, _split(_flat(mine), [], wire.size), op)
 
 
 def all_to_all_single(
     wire: Wire, out: Tensor, mine: Tensor, out_sizes: list[int], in_sizes: list[int]
 ) -> list[Tensor]:
-    """Parts of one tensor, cut along its first dimension, to each rank; no sizes are equal ones."""
+    """Send a part of one tensor to each rank, cut along dimension 0; no sizes: equal parts."""
     all_to_all(wire, _split(out, out_sizes, wire.size), _split(mine, in_sizes, wire.size))
     return [out]
 
 
 def _split(tensor: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
-    """The parts of a tensor; no parts, or empty ones, if the sizes do not add up to the tensor.
+    """The parts of a tensor. If the sizes do not fit it, there are no parts, or empty ones.
 
-    Then the opening exchange finds an error, which every rank raises.
+    The opening exchange then finds an error, which every rank raises.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
@@ -197,7 +199,7 @@ def _misfit(what: str, parts: Sequence[Tensor], counts: Sequence[int | None]) ->
 
 
 def _at(root: int, tensor: Tensor, size: int) -> Parts:
-    """That tensor for the root, and nothing for the others."""
+    """The tensor in the root's place, None in the others'."""
     return [tensor if rank == root else None for rank in range(size)]
 
 

@@ -1,8 +1,8 @@
 """Backend "weft": every collective over a wire of weft's, messages over gloo.
 
-So a collective gives the same everywhere, on tensors of every dtype, sparse and uneven ones too,
-and its errors are the same on every rank. `send` and `recv` go to a gloo group inside, which also
-receives from whoever sends.
+Collectives take sparse tensors (`all_reduce`) and tensors of different sizes, and raise the same
+errors on every rank: see `collectives`. `send` and `recv` use a gloo group that this group has; so
+`recv` without a source works.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .space import unused
 
 
 class WeftGroup(PythonGroup):
-    """One rank's end of a group of backend "weft".
+    """A group of backend "weft", on one rank.
 
     Attributes:
-        space: the store in which its ranks meet, and no group before it has.
+        space: the part of the store in which its ranks meet; no earlier group has used it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -2,8 +2,8 @@
 
 C++ and torch.distributed's functions pass lists and an options object to its methods. A direct
 caller may pass one tensor and a ReduceOp, as to the overloads of `torch.distributed.ProcessGroup`.
-Collectives take turns in the queue of the group's wire: on the worker's thread, or on the caller's
-if that is going to wait anyway.
+The group's wire runs collectives one after the other: on its worker's thread, or on the caller's
+thread if the call is synchronous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
-    """One rank's end of a group, with every collective; messages are its subclasses' own."""
+    """A group, on one rank, with every collective. Subclasses have `send` and `recv`."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -36,9 +36,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
 
     @property
     def wire(self) -> Wire:
-        """The group's wire, that of `weft.sparse_all_reduce(group=...)` too.
+        """The group's wire, which `group=` of weft's calls uses, too.
 
-        The first call that needs it makes it, collectively.
+        The first call that needs it makes it. That is collective.
         """
         if self._wire is None or self._wire.closed:
             self._wire = process_group.of_group(self)
@@ -107,7 +107,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     alltoall_base = all_to_all_single
 
     def shutdown(self) -> None:
-        """Leave: the peers learn that this is no death. Twice is fine."""
+        """Close the wire, so that the peers know that this rank did not die. Twice is fine."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
@@ -115,10 +115,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     def _start(
         self, opts: Any, collective: Callable[..., list[Tensor]], *calls: tuple[Any, ...]
     ) -> Collective:
-        """Run a collective when its turn has come, once for each of these arguments.
+        """Run a collective, once for each of these arguments, when its turn has come.
 
-        A caller that is going to wait anyway (`asyncOp` of its options is False) runs it in its own
-        thread, which saves two switches between threads; errors are then raised here.
+        If the call is synchronous (`asyncOp` of the options is False), the caller's thread runs it.
+        This saves two switches between threads. Errors are then raised here.
         """
         wire = self.wire
 
@@ -136,18 +136,18 @@ def listed(tensors: Any) -> list[Tensor]:
 
 
 def op_of(options: Any) -> str:
-    """weft's name of the reduction; a sum if nothing is said."""
+    """weft's name of the reduction in the options; "sum" without options."""
     return "sum" if options is None else str(op_name(getattr(options, "reduceOp", options)))
 
 
 def _nested(tensors: Any) -> list[list[Tensor]]:
-    """A list of tensors or a list of such lists, as the latter; None is one of no tensors."""
+    """A list of tensors, or a list of such lists, as the latter; None as a list of no tensors."""
     if not tensors or isinstance(tensors[0], Tensor):
         return [list(tensors or ())]
     return [list(each) for each in tensors]
 
 
 def _root_of(options: Any) -> int:
-    """The rank that a rooted collective starts or ends at."""
+    """The root of a collective, from its options."""
     root: int = options if isinstance(options, int) else options.rootRank
     return root

@@ -1,7 +1,7 @@
 """Backend "weft_mpi": every collective of torch.distributed over MPI, on CPU tensors of any dtype.
 
-What `weft.init(backend="mpi")` sets up. Messages of `send` and `recv` have a wire of their own, on
-which many may be under way.
+`weft.init(backend="mpi")` uses it. `send` and `recv` have a wire of their own, on which many
+messages may be pending.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRANSPORT = process_group.Transport("mpi", mpi.join)
 
 
 class MpiGroup(PythonGroup):
-    """One rank's end of a group of backend "weft_mpi".
+    """A group of backend "weft_mpi", on one rank.
 
     Attributes:
         timeout: seconds that any one wait may last.
@@ -34,7 +34,7 @@ class MpiGroup(PythonGroup):
         super().__init__(rank, size)
         self.timeout = timeout.total_seconds()
         self._name = self._described = ""
-        # made here, where all ranks are: a message concerns two of them only
+        # made here, where all ranks take part: later messages concern two of them only
         self._messages = process_group.connect(
             store, rank, size, self.timeout, name="messages", transport=TRANSPORT
         )
@@ -42,7 +42,7 @@ class MpiGroup(PythonGroup):
     def getBackendName(self) -> str:  # C++ asks by this name
         return "weft_mpi"
 
-    # What torch otherwise asks the backends inside a group, and here there are none inside.
+    # torch asks the backends inside a group for these; this group has none inside
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -85,7 +85,7 @@ class MpiGroup(PythonGroup):
         )
 
     def abort(self) -> None:
-        """Break the group: every rank's waits end and say so."""
+        """Break the group: all waits of every rank end with an error."""
         for wire in (self._wire, self._messages):
             if wire is not None:
                 wire.abort("its process group was aborted")

@@ -1,7 +1,7 @@
-"""What a caller of torch.distributed waits for: weft's calls with the face of its `Work`.
+"""Subclasses of torch.distributed's `Work`, for weft's calls: what a caller waits for.
 
-C++ reads these too (DistributedDataParallel, functional collectives), through `wait` and
-`get_future` alone.
+C++ code uses them, too (DistributedDataParallel, functional collectives), by `wait` and
+`get_future` only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Work(dist.Work):
 
 
 class Collective(_Work):
-    """A collective in the queue of a wire's worker, or one that is done: then `work` is None."""
+    """A collective in the queue of a wire's worker; or one that is done, if `work` is None."""
 
     def __init__(self, work: Work[list[Tensor]] | None, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Collective(_Work):
 
 
 class Posted(_Work):
-    """A message of `send` or `recv` under way; it is through once it was waited for."""
+    """A message of `send` or `recv`. It counts as completed when `wait` has returned."""
 
     def __init__(
         self, pending: Pending, source: int, tensors: Sequence[tuple[Tensor, Tensor]]
@@ -73,7 +73,7 @@ class Posted(_Work):
         self._done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is through, as long as the wire's deadline allows.
+        """Wait until it is done, at most until the wire's deadline; `timeout` has no effect.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.

@@ -1,13 +1,15 @@
-"""The layers in autograd: forward, backward, and backward of that.
+"""The layers in autograd: forward, backward, and derivatives of any order.
 
-What a layer does is linear, so its derivative is itself and its adjoint is the plan's transpose.
-Both are calls again, each with a handshake, so all ranks know in every pass what all bring.
+A layer is a linear map, so its derivative is the map itself, and its adjoint is the transpose of
+the plan. Both are calls again, each with a handshake, so in every pass all ranks know what all
+ranks pass.
 
-If anybody needs a gradient, every rank that takes part gets a result that requires one, so that
-backward runs on all of them: a rank whose own tensor needs none hangs its result on an anchor.
+If the tensor of one rank requires a gradient, the outputs of all ranks that take part do, so that
+backward runs on all of them. On a rank whose own input requires none, the output depends on a
+scalar that does (the anchor).
 
-torch.compile goes by `compiled` instead: Dynamo refuses a Function with a jvp of its own, and a
-custom operator has none.
+torch.compile uses `compiled` instead: Dynamo refuses an autograd.Function with a jvp, and a custom
+operator has no jvp.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from .spec import Spec, planned
 
 @entry
 def applied(spec: Spec, x: Tensor) -> Tensor:
-    """What a layer gives for a tensor; collective among the ranks that it concerns.
+    """The output of a layer for a tensor. Collective among the ranks that take part.
 
     Args:
         spec: of the layer.
         x: the tensor.
 
     Raises:
-        WeftError: somebody's arguments are wrong, or do not go with the others'; the same text on
-            every rank that takes part.
-        WireError: a peer or a link failed.
+        WeftError: some rank's arguments are wrong, or do not fit the others'; the same text on
+            every rank that takes part. Other ranks raise for themselves (`outside`).
+        WireError: a peer or a link failed; names the culprit. The group is lost.
     """
     wire = spec.partitions[0].wire
     ranks = spec.groups.get(wire.rank)
@@ -53,10 +55,10 @@ def applied(spec: Spec, x: Tensor) -> Tensor:
 
 
 def outside(name: str, wire: Wire, x: Any) -> Tensor:
-    """What an inactive rank gets, who talks to nobody.
+    """The output on a rank that takes no part: a copy of its input. Nothing is sent.
 
     Raises:
-        WeftError: it brings elements, or no tensor.
+        WeftError: its input has elements, or is no tensor; raised on this rank alone.
     """
     if not isinstance(x, Tensor) or x.numel():
         raise WeftError(
@@ -74,18 +76,18 @@ def _what(x: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A layer that is to be carried out, this way or the other.
+    """A call of a layer, forward or backward.
 
     Attributes:
-        spec: what is to be done.
+        spec: of the layer.
         wire: of the group.
-        ranks: who takes part.
-        order: which derivative it is; odd ones go the other way.
-        stated: the shape to state if it is not that of the tensor: of what the layer was applied
-            to, where it is undone.
-        nothing: the shape of the result where a rank has none.
-        compiled: whether it is called by compiled code.
-        lanes: how many torch.func.vmap are around it.
+        ranks: the ranks that take part.
+        order: the order of the derivative: 0 is forward; odd ones use the transpose of the plan.
+        stated: in backward, the shape that this rank passed to forward, which it states again;
+            None: that of the tensor.
+        nothing: the shape of the output on a rank that gets nothing.
+        compiled: whether compiled code makes the call.
+        lanes: the number of torch.func.vmap around it.
     """
 
     spec: Spec
@@ -102,12 +104,12 @@ class Call:
         return f"{self.spec.name} backward" if self.order % 2 else self.spec.name
 
     def agree(self, x: Any, mode: str = "", needs: bool | None = None) -> Agreed:
-        """Hear what all bring; collective.
+        """Learn what all ranks pass, and make the plan. Collective.
 
         Args:
             x: this rank's tensor.
-            mode: what else must be the same on all ranks.
-            needs: whether a gradient is asked for, where the tensor cannot tell.
+            mode: a description of what else must be the same on all ranks.
+            needs: whether a gradient is needed; None: the tensor tells.
 
         Raises:
             WeftError, WireError: as `applied`.
@@ -145,7 +147,7 @@ class Call:
         return Agreed(self, plan.T if self.order % 2 else plan, said, own, needs)
 
     def _error(self, x: Any) -> str | None:
-        """What is wrong with this rank's own argument."""
+        """What is wrong with this rank's own tensor, or None."""
         if not isinstance(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"
         if (trouble := _unreadable(x)) is not None:
@@ -158,14 +160,14 @@ class Call:
         return None
 
     def back(self, shape: Shape) -> Call:
-        """The adjoint, for what was applied to a tensor of that shape."""
+        """The call of the adjoint, after a call with a tensor of this shape."""
         order = self.order + 1
         stated = shape if order % 2 else None
         same = self.spec, self.wire, self.ranks
         return Call(*same, order, stated, shape, self.compiled, self.lanes)  # not `replace`: slow
 
     def batched(self, extent: int) -> Call:
-        """The same for tensors with one more dimension at the end."""
+        """The same call for tensors with one more dimension, of this extent, at the end."""
         return replace(
             self,
             spec=self.spec.batched(extent),
@@ -177,14 +179,14 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Agreed:
-    """A call of which all ranks know what all bring.
+    """A call after its handshake: all ranks know what all ranks pass.
 
     Attributes:
-        call: what is to be done.
+        call: the call.
         plan: what moves.
-        said: what each rank brings.
+        said: what each rank passes.
         dtype: of the tensor that moves.
-        needs: whether anybody asks for a gradient, so that all take part in finding it.
+        needs: whether some rank needs a gradient; then all take part in backward.
     """
 
     call: Call
@@ -194,7 +196,7 @@ class Agreed:
     needs: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry the plan out; collective."""
+        """Carry out the plan; return this rank's output. Collective."""
         call, plan, wire = self.call, self.plan, self.call.wire
         name, sources = call.name, plan.have.shapes
         with record_function(f"weft::{name}"):
@@ -217,7 +219,7 @@ class Agreed:
 
 
 def _unreadable(x: Tensor) -> str | None:
-    """What a tensor is whose values cannot be read here, and what to do; None: they can."""
+    """Why the values of a tensor cannot be read here, and the remedy; None if they can."""
     if x.is_nested:
         return "nested: pass its parts, or to_padded_tensor()"
     if x.is_meta:
@@ -244,18 +246,18 @@ def _unreadable(x: Tensor) -> str | None:
 
 
 def anchor_of(agreed: Agreed, x: Tensor) -> Tensor | None:
-    """What makes the result require a gradient where others need one, so that all take part."""
+    """A scalar that requires a gradient, if some rank needs one and `x` requires none; or None."""
     needed = agreed.needs and not x.requires_grad
     return torch.zeros((), device="cpu", requires_grad=True) if needed else None
 
 
 def _recorded(call: Call, x: Any, *, tangents: bool = True) -> Tensor:
-    """The result of a call, recorded for autograd; collective.
+    """Make a call; autograd records it. Collective.
 
     Args:
-        call: what is to be done.
+        call: the call.
         x: this rank's tensor.
-        tangents: whether to move the tangent of forward-mode differentiation, too.
+        tangents: whether to also move the tangent of forward-mode differentiation.
     """
     function: Any = _Transformed  # torch's functions have no types
     if isinstance(x, Tensor) and is_wrapped(x):
@@ -281,7 +283,7 @@ def _dual(x: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Carries out a call on which all agreed. Its derivative is a call again."""
+    """Carries out a call after its handshake. Its derivative is a call again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, agreed: Agreed) -> Tensor:
@@ -296,7 +298,7 @@ class _Move(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same for torch.func and forward mode, which ask for more and cost more."""
+    """The same for torch.func and forward-mode differentiation, which need more methods."""
 
     @staticmethod
     def forward(x: Tensor, anchor: Tensor | None, call: Call | Agreed) -> Tensor:

@@ -1,12 +1,12 @@
 """The layers under torch.compile: each is one custom operator.
 
-The compiler must know the shape of a result without asking any rank: from this rank's own tensor
-where that tells it (ReduceScatter, AllSumReduce, HaloExchange), else from `shape=`, which is then
-needed. What the compiler was told is checked on every call. Everything else is as in eager code:
-each call has the same handshake, and the same plan is carried out.
+The compiler must know the shape of an output without communication. For ReduceScatter,
+AllSumReduce and HaloExchange it follows from that of this rank's own tensor. Other layers need
+`shape=`. Every call checks that the output has the shape that the compiler was told. All else is as
+in eager code: the same handshake, and the same plan.
 
-The operators are marked as having side effects, since a collective that one rank optimises away
-hangs the others. They have no derivative of higher order, and say so.
+The operators are marked as having side effects: if one rank's compiler removed a collective, the
+others would hang. They have no second derivative, and raise an error that says so.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .autograd import Call
 from .spec import Spec, planned
 
 _lock = threading.Lock()
-# compiled code knows specs by number; a group, and its wire, must be able to go
+# compiled code knows specs by number; it must not keep a group and its wire alive
 _known: list[tuple[Spec, weakref.ref[Any] | None]] = []
 _used: weakref.WeakValueDictionary[int, Spec] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def number(spec: Spec) -> int:
-    """The number that compiled code of this process knows a spec by."""
+    """The number by which compiled code in this process knows a spec."""
     group = spec.partitions[0].group
     known = spec.integers, None if group is None else weakref.ref(group)
     with _lock:
@@ -46,7 +46,11 @@ def number(spec: Spec) -> int:
 
 
 def spec_of(key: int) -> Spec:
-    """The spec of that number, made again if its layer is gone, as before a late backward."""
+    """The spec of a number. It is made again if its layer is gone, as it may be in backward.
+
+    Raises:
+        WeftError: its group is gone, too.
+    """
     found = _used.get(key)
     if found is None:
         integers, known = _known[key]
@@ -61,7 +65,7 @@ def spec_of(key: int) -> Spec:
 
 
 def compiled(key: int, x: Tensor) -> Tensor:
-    """What the layer of that number gives for a tensor, in code that is being compiled."""
+    """The output of the layer with this number, in code that is being compiled."""
     result: Tensor = _move(x, key, torch.is_grad_enabled() and x.requires_grad)
     return result
 
@@ -78,7 +82,7 @@ def _move_back(grad: Tensor, key: int, shape: Sequence[int]) -> Tensor:
 
 @without_modes
 def _run(x: Tensor, key: int, needs: bool, undone: Shape | None) -> Tensor:
-    """Forward, or backward of what was applied to a tensor of the shape `undone`."""
+    """Forward; or backward, if `undone` is the shape of the tensor that was passed to forward."""
     spec = spec_of(key)
     wire = spec.partitions[0].wire
     ranks = spec.groups.get(wire.rank)
@@ -96,7 +100,11 @@ def _run(x: Tensor, key: int, needs: bool, undone: Shape | None) -> Tensor:
 
 
 def _foreseen(spec: Spec, shape: Shape) -> Shape:
-    """The shape of this rank's result, from what this rank knows alone."""
+    """The shape of this rank's output, from what this rank alone knows.
+
+    Raises:
+        WeftError: it does not follow without `shape=`.
+    """
     rank = spec.partitions[0].rank
     ranks = spec.groups.get(rank)
     if ranks is None:

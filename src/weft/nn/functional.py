@@ -1,6 +1,16 @@
 """The layers as functions: `all_gather(x, ...)` is `AllGather(...)(x)`.
 
-A layer that is called more than once is better made once; these make it anew on every call.
+Each call makes the layer again (under torch.compile, once). If you call a layer often, make the
+module once instead. Arguments, results and errors are those of the layer.
+
+Example:
+    >>> import torch, weft
+    >>> from weft.testing import run
+    >>> def program(wire):
+    ...     x = torch.tensor([wire.rank])
+    ...     return weft.nn.functional.all_gather(x, weft.Partition(2), 0).tolist()
+    >>> run(2, program)
+    [[0, 1], [0, 1]]
 """
 
 from __future__ import annotations
@@ -39,7 +49,7 @@ P = ParamSpec("P")
 
 
 def _function(kind: Callable[P, Layer]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """A layer as a function: of the tensor, then of what the layer is made of."""
+    """A layer as a function: of the tensor, then of the layer's arguments."""
 
     def applied(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         if torch.compiler.is_compiling():
@@ -55,7 +65,7 @@ def _function(kind: Callable[P, Layer]) -> Callable[Concatenate[Tensor, P], Tens
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _made(kind: Callable[..., Layer], *args: Any, **kwargs: Any) -> int:
-    """The number of a layer that is made while code is compiled, and not again by that code."""
+    """The number of a layer that is made once, while code is compiled."""
     from .compiled import number
 
     found: int = number(kind(*args, **kwargs).spec)

@@ -1,6 +1,6 @@
-"""Where partitions meet torch.distributed: device meshes, and the names and ranks of its groups.
+"""Partitions and torch.distributed: device meshes, and the names and ranks of process groups.
 
-Imported where it is needed: most programs never do, and torch.distributed takes a while.
+It is imported at its first use, because importing torch.distributed's device meshes takes time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> Dev
 
 
 def as_shard(rows: Tensor, height: int, wire: Wire) -> Tensor:
-    """This rank's rows as a DTensor `Shard(0)` of so many, cut as `torch.chunk` cuts; local.
+    """This rank's rows as a DTensor `[height, ...]` with `Shard(0)`; nothing is sent.
 
-    They are returned themselves where the wire is that of no group of torch.distributed's.
+    The rows must be this rank's chunk, as `torch.chunk` cuts. If the wire is not that of a process
+    group of torch's, the result is `rows` itself.
     """
     group = wire._process_group()
     if group is None:
@@ -41,11 +42,12 @@ def as_shard(rows: Tensor, height: int, wire: Wire) -> Tensor:
 
 
 def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
-    """Ranks of torch's default group as a group counts them.
+    """The ranks of torch's default group, as ranks in another group.
 
     Args:
-        group: None or a Wire, which count alike; a ProcessGroup or a 1-D DeviceMesh.
-        ranks: as the default group counts.
+        group: None or a Wire, for which the numbers stay the same; a ProcessGroup or a 1-D
+            DeviceMesh.
+        ranks: in torch's default group.
 
     Raises:
         WeftError: one of them is not in the group.
@@ -65,7 +67,7 @@ def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
 
 
 def name_of(group: object) -> str | None:
-    """What finds a group again in another process of the job; None stands for the default."""
+    """The name by which another process of the job finds the group; None: the default group."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     return group.group_name if isinstance(group, dist.ProcessGroup) else None

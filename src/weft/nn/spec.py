@@ -1,11 +1,11 @@
-"""Layer specs: what a layer is, before it has seen a tensor.
+"""Specs: what a layer does, as far as it does not depend on the tensors' sizes.
 
-A spec knows its partitions and its arguments. From the shapes that the ranks turn out to have it
-makes a plan, in integers alone, so every rank makes the same plan or finds the same fault. A layer
-is a spec with a face of torch.nn.Module; its adjoint is the plan's transpose.
+A spec has partitions and arguments. From the shapes of the ranks' tensors it makes a plan, which is
+integers only. So every rank makes the same plan, or raises the same error. A layer is a
+torch.nn.Module with a spec; its adjoint is the transpose of the plan.
 
-To add a layer: subclass `Spec`, say how the plan follows from the shapes, and put a `Layer` around
-it. A layer that works within the slices of one grid is a `Movement` (`slices`).
+To add a layer, subclass `Spec`, define `plan`, and put a `Layer` around it. A layer that works
+within the slices of one grid is a `Movement` (`slices`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CheckedLengths = tuple[Shape | None, ...] | None
 
 @dataclass(frozen=True)
 class Spec(abc.ABC):
-    """What moves where, but for the sizes.
+    """What moves between which ranks, but for the sizes.
 
     Attributes:
-        shape: the shape of the whole tensor, if the caller told; it is checked.
+        shape: the shape of the whole tensor, if the caller gave it; every call checks it.
         latest: the plan that was made last, by a call or by `Layer.plan`.
     """
 
@@ -43,40 +43,40 @@ class Spec(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """As errors and traces call it."""
+        """The name in errors and traces."""
 
     @property
     def summing(self) -> bool:
-        """Whether values of several ranks add up on the way forward."""
+        """Whether forward adds values of several ranks."""
         return False
 
     @abc.abstractmethod
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
-        """The plan for the ranks of one group, given the shapes of those that bring a tensor.
+        """The plan for the ranks of one group, given the shapes of the tensors that ranks pass.
 
         Raises:
             WeftError: the shapes do not fit together.
         """
 
     def inputs(self, rank: int, shape: Shape) -> Mapping[int, Shape]:
-        """What the ranks of a rank's group bring of a whole tensor of that shape."""
+        """The shapes of the inputs in a rank's group, given that of the whole tensor."""
         raise NotImplementedError
 
     def output(self, rank: int, shape: Shape) -> Shape | None:
-        """The shape of a rank's result, from that of its own tensor; None if that does not tell."""
+        """The shape of a rank's output, if it follows from that of its own input; else None."""
         return None
 
     def _connected(self) -> Iterable[Sequence[int]]:
-        """Sets of ranks that must hear of each other; they may overlap."""
+        """Sets of ranks that must know each other's shapes; they may overlap."""
         return [[rank for each in self.partitions for rank in each.ranks]]
 
     def settings(self) -> str:
-        """The arguments besides the partitions, for comparing them across ranks."""
+        """The arguments besides the partitions, as text that the ranks compare."""
         told = {name: getattr(self, name, None) for name in ("dims", "lengths", "shape")}
         return ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
 
     def batched(self, extent: int) -> Spec:
-        """The same for tensors with one more dimension of that extent, at the end."""
+        """The same layer for tensors with one more dimension of that extent, at the end."""
         return self if self.shape is None else replace(self, shape=(*self.shape, extent))
 
     # what follows from that
@@ -88,17 +88,17 @@ class Spec(abc.ABC):
 
     @functools.cached_property
     def partitions(self) -> tuple[Partition, ...]:
-        """The grids it is about; the ranks of the first bring a tensor."""
+        """The partitions; the ranks of the first one pass a tensor."""
         return tuple(self._grids.values())
 
     @functools.cached_property
     def groups(self) -> Mapping[int, tuple[int, ...]]:
-        """For each rank that takes part: all ranks that must hear of each other, ascending."""
+        """For each rank that takes part, the ranks of its group, ascending."""
         return _groups(self.integers)
 
     @functools.cached_property
     def sources(self) -> frozenset[int]:
-        """The ranks that bring a tensor; what others bring has no volume."""
+        """The ranks that pass a tensor; the inputs of others have no elements."""
         return frozenset(self.partitions[0].ranks)
 
     @functools.cached_property
@@ -109,21 +109,21 @@ class Spec(abc.ABC):
 
     @functools.cached_property
     def grids(self) -> str:
-        """The partitions, for comparing them across ranks."""
+        """The partitions, as text that the ranks compare."""
         return " and ".join(each.brief for each in self.partitions)
 
     def within(self, group: object) -> Spec:
-        """The same in another group, whose ranks count alike."""
+        """The same spec in another group, whose ranks have the same numbers."""
         grids = {name: each.within(group) for name, each in self._grids.items()}
         return replace(self, **grids)  # type: ignore[arg-type]  # each of its own field
 
     @functools.cached_property
     def integers(self) -> Spec:
-        """The same in no group in particular, so that who keeps it keeps no wire open."""
+        """The same spec without its group: caches that keep it must not keep a wire open."""
         return self.within(None)
 
     def expected(self, rank: int) -> Mapping[int, Shape] | None:
-        """The shapes in this rank's group, if the caller told the whole; else None."""
+        """The shapes of the inputs in this rank's group, if the caller gave `shape`; else None."""
         return None if self.shape is None else self.inputs(rank, self.shape)
 
 
@@ -138,10 +138,10 @@ def _groups(spec: Spec) -> Mapping[int, tuple[int, ...]]:
 
 
 def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
-    """The plan for these shapes, which were heard from everybody in this call.
+    """The plan for these shapes, which all ranks stated in this call.
 
     Raises:
-        WeftError: the shapes do not fit together, or not what the caller told.
+        WeftError: the shapes do not fit together, or do not fit `shape`.
     """
     plan = spec.__dict__["latest"] = _planned(spec.integers, shapes)
     return plan
@@ -170,10 +170,9 @@ def fitting(
 
     Args:
         name: of the layer, for errors.
-        places: where in the grid each rank is.
-        shapes: what each has.
-        dims: the dimensions along which the ranks hold different parts, if the grid has several
-            places there.
+        places: each rank's index in the grid.
+        shapes: each rank's shape.
+        dims: the dimensions along which the tensor is cut.
 
     Raises:
         WeftError: ranks at the same place along a dimension have parts of different length.
@@ -261,7 +260,7 @@ def shards(
 
 
 def evenly(partition: Partition, dims: Iterable[int], shape: Shape) -> dict[int, Shape]:
-    """What each rank has of a tensor that is cut evenly along some dimensions of a grid."""
+    """The shape of each rank's part of a tensor that is cut in the balanced way along `dims`."""
     along = set(dims)
     lengths = [
         balanced(extent, partition.shape[dim] if dim in along else 1)
@@ -274,19 +273,19 @@ def evenly(partition: Partition, dims: Iterable[int], shape: Shape) -> dict[int,
 
 
 def checked_shape(shape: Sequence[int] | None) -> Shape | None:
-    """A shape as a value.
+    """A `shape=` argument as a tuple, or None.
 
     Raises:
-        WeftError: it is none.
+        WeftError: it is no shape.
     """
     return None if shape is None else _extents("shape", shape)
 
 
 def checked_lengths(lengths: Lengths) -> CheckedLengths:
-    """Lengths as a value.
+    """A `lengths=` argument as tuples, or None.
 
     Raises:
-        WeftError: they are not such.
+        WeftError: it is no sequence of lengths.
     """
     if lengths is None:
         return None
